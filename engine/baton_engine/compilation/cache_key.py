@@ -1,4 +1,7 @@
-"""What a compiled piece on disk depends on: code, configuration, versions and machine in one key, the piece's graph in another."""
+"""Keys of compiled pieces on disk.
+
+`environment_key` covers code, configuration, versions and machine; `piece_key` a piece's graph.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ from torch._guards import TracingContext
 def environment_key(
     source_files: Iterable[str], config: Sequence[object], device: torch.device
 ) -> str:
-    """Equal where what was compiled may be used again.
+    """Return a key that is equal wherever compiled code can be reused.
 
     Args:
-        source_files: whose code was traced.
-        config: whatever else decides what is compiled; by its repr.
+        source_files: Files whose code was traced.
+        config: Other values that decide what is compiled; their repr enters the key.
+        device: Device of the model.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compile")
     for path in sorted({*source_files, *map(str, Path(__file__).parent.glob("*.py"))}):
@@ -41,11 +45,12 @@ def environment_key(
 
 
 def traced_source_files(graph: fx.GraphModule) -> set[str]:
-    """Files whose code went into the graph that is being compiled; called by a backend of torch.compile."""
+    """Return the files whose code is in the graph. Call it in a backend of torch.compile."""
     files: set[str] = set()
     codes = getattr(TracingContext, "get_traced_code", lambda: None)()
     files.update(code.co_filename for code in codes or ())
-    for node in graph.graph.nodes:  # not all versions of torch tell: what left operators behind
+    # Not all versions of torch have get_traced_code; stack traces cover the files with operators.
+    for node in graph.graph.nodes:
         for line in (node.stack_trace or "").splitlines():
             if line.lstrip().startswith('File "'):
                 files.add(line.split('"')[1])
@@ -53,9 +58,10 @@ def traced_source_files(graph: fx.GraphModule) -> set[str]:
 
 
 def piece_key(graph: fx.GraphModule) -> str | None:
-    """Equal for pieces that compute the same of their arguments, whatever these are called.
+    """Return a key that is equal for pieces with the same computation, whatever the names in them.
 
-    None: it holds tensors of its own, which cannot be told apart by name.
+    Returns:
+        The key, or None if the graph holds tensors of its own: their names do not identify them.
     """
     numbers: dict[fx.Node, int] = {}
     digest = hashlib.blake2b(digest_size=16)
@@ -64,7 +70,7 @@ def piece_key(graph: fx.GraphModule) -> str | None:
             return None
         target = "" if node.op in ("placeholder", "output") else _name(node.target)
         arguments: object = ()
-        if node.op != "placeholder":  # whose only argument is a default
+        if node.op != "placeholder":  # a placeholder's only argument is its default
             arguments = fx.node.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}")
         digest.update(
             f"{node.op} {target} {arguments!r} {_meta(node.meta.get('example_value'))}\n".encode()
@@ -83,7 +89,8 @@ def _name(target: Any) -> str:
 
 def _meta(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
+        layout = f"{tuple(value.shape)} {value.stride()}"
+        return f"{value.dtype} {value.device} {layout} {value.requires_grad}"
     if isinstance(value, list | tuple):
         return ", ".join(map(_meta, value))
     return str(value)
@@ -106,7 +113,7 @@ def _version(package: str) -> str | None:
 def _describe(device: torch.device) -> object:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    # Code for a CPU is built for its instructions and a number of threads.
+    # Inductor generates CPU code for an instruction set and a number of threads.
     instructions = sorted(
         name for name, present in torch.cpu.get_capabilities().items() if present is True
     )
@@ -120,7 +127,7 @@ def _describe(device: torch.device) -> object:
 
 
 def _settings() -> list[tuple[str, str]]:
-    """What the environment tells Inductor, except where its files go."""
+    """Return Inductor's settings in the environment, except the location of its files."""
     names = (
         name
         for name in os.environ

@@ -1,4 +1,4 @@
-"""Which captured graph serves a step, if any. Pure: from numbers of tokens and sequences to a descriptor."""
+"""Choice of the captured graph that serves a step, from its numbers of tokens and sequences."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 class GraphKind(enum.Enum):
     NONE = "none"
+    #: One graph per piece between attentions. Attention runs eagerly, so any mix of sequences fits.
     PIECEWISE = "piecewise"
-    """A graph for each piece between attentions; those run eagerly, so any mix of sequences will do."""
+    #: One graph of the whole forward, attention included.
     FULL = "full"
-    """One graph of the whole forward, attention included."""
 
 
 class CudagraphMode(enum.Enum):
-    """(kind of graph for mixed batches, kind for batches in which every sequence runs one token)."""
+    """Kinds of graphs: (for mixed batches, for batches in which every sequence runs one token)."""
 
     NONE = (GraphKind.NONE, GraphKind.NONE)
     PIECEWISE = (GraphKind.PIECEWISE, GraphKind.PIECEWISE)
@@ -39,28 +39,27 @@ class CudagraphMode(enum.Enum):
 
 
 class BatchDescriptor(NamedTuple):
-    """What a graph was captured for; steps are padded up to it."""
+    """The batch that a graph was captured for. Steps are padded to its size."""
 
     num_tokens: int
-    num_seqs: int | None = None
-    """None: any number, for attention is not captured."""
-    uniform_decode: bool = False
-    """Every sequence runs one token: attention may count on it."""
+    num_seqs: int | None = None  # None: any number, because attention is not captured
+    uniform_decode: bool = False  # every sequence runs one token, which attention may rely on
 
 
 class Dispatch(NamedTuple):
     kind: GraphKind
-    descriptor: BatchDescriptor | None
-    """None: no graph fits."""
+    descriptor: BatchDescriptor | None  # None: no graph fits
 
 
 NO_GRAPH = Dispatch(GraphKind.NONE, None)
 
 
 class Dispatcher:
-    """Args:
-    sizes: numbers of tokens that graphs are captured for.
-    max_num_seqs: sequences of a step at most.
+    """Maps steps to captured graphs.
+
+    Args:
+        sizes: Numbers of tokens that graphs are captured for.
+        max_num_seqs: Maximum number of sequences in a step.
     """
 
     def __init__(self, mode: CudagraphMode, sizes: Sequence[int], max_num_seqs: int) -> None:
@@ -71,7 +70,7 @@ class Dispatcher:
         self._decode_sizes = self.sizes[: enough + 1]
 
     def dispatch(self, num_tokens: int, num_seqs: int) -> Dispatch:
-        """The smallest graph for a step of so many tokens and sequences; each sequence runs at least one token."""
+        """Return the smallest graph that fits; each sequence must run at least one token."""
         if num_tokens == num_seqs and self.mode.decode is GraphKind.FULL:
             size = _round_up(num_tokens, self._decode_sizes)
             return (
@@ -83,7 +82,10 @@ class Dispatcher:
         return NO_GRAPH if size is None else self._mixed(size)
 
     def graphs(self) -> list[Dispatch]:
-        """All that `dispatch` may answer, the largest first: later ones find their memory in the pool."""
+        """Return all graphs that `dispatch` may choose, for capture.
+
+        The largest comes first, so that smaller ones reuse its memory from the pool.
+        """
         wanted = (
             [] if self.mode.mixed is GraphKind.NONE else [self._mixed(size) for size in self.sizes]
         )
@@ -97,7 +99,7 @@ class Dispatcher:
 
     @property
     def max_padded_seqs(self) -> int:
-        """Sequences of the largest descriptor."""
+        """Largest number of sequences in any descriptor."""
         return max(
             (each.descriptor.num_seqs or 0 for each in self.graphs() if each.descriptor), default=0
         )
@@ -113,7 +115,11 @@ class Dispatcher:
 
 
 def default_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Dense where decode steps are, so that little is padded; nothing beyond 512 tokens, where a launch costs little."""
+    """Return default capture sizes in tokens.
+
+    Sizes lie close together in the range of decode steps, so that padding is small. None exceeds
+    512 tokens: in larger steps, kernel launches are a small part of the time.
+    """
     largest = min(max(2 * max_num_seqs, 16), 512, max_num_batched_tokens)
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), min(max_num_seqs, 512), largest}
     return sorted(size for size in sizes if size <= largest)

@@ -1,6 +1,6 @@
-"""Captured graphs: what a function does to memory, recorded once and repeated without Python or launch costs.
+"""Captured graphs: a function's kernels, recorded once and replayed without Python or launch costs.
 
-`GraphBackend` is what the rest sees of CUDA graphs, so that tests without a GPU can stand in for it.
+`GraphBackend` is the interface to CUDA graphs. Tests without a GPU implement it themselves.
 """
 
 from __future__ import annotations
@@ -21,58 +21,57 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """All captures, and the runs before them, happen within one."""
+        """Return the context in which all captures, and the runs before them, must happen."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
-        """Records `run`, which ran before, on tensors that stay where they are.
+        """Record `run` on tensors whose addresses do not change. `run` must have run once before.
 
         Returns:
-            The result, in which nothing meaningful lies yet; graphs captured while it is held leave its memory alone. And what
-            repeats the recording on what then lies in its inputs: its result lies at that place every time, and is valid until
-            another graph runs that was captured after the result was let go.
+            The result and a function that replays the graph. The result has no meaningful content
+            yet; as long as it is referenced, later captures do not use its memory. A replay reads
+            the current content of the inputs and returns its result at the same address each time.
+            That result is valid until a graph runs which was captured after the first result was
+            released.
         """
 
     def start_over(self) -> None:
-        """The graphs so far are gone: later ones share memory among themselves only."""
+        """Begin a new memory pool, after all graphs so far were dropped."""
 
 
 class CudaGraphs:
-    """CUDA graphs in one memory pool: only one of them runs at a time, so they may share what they need within."""
+    """CUDA graphs in one memory pool. One graph runs at a time, so they can share memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Always the same, for memory of the pool is kept per stream, and so are the workspaces of matrix products. The default
-        # stream cannot be recorded.
+        # One stream for all captures: the pool's memory and the workspaces of matrix products are
+        # kept per stream. The default stream cannot be captured.
         self._stream = torch.cuda.Stream(device)
         self.start_over()
 
     def start_over(self) -> None:
-        self._pool = (
-            torch.cuda.graph_pool_handle()
-        )  # a pool whose graphs are all gone takes no new ones
+        # A pool whose graphs have all been freed accepts no new ones.
+        self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        gc.collect()  # nothing of another graph may be freed while one is recorded
+        gc.collect()  # another graph's memory must not be freed during a capture
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what ran on this stream before it was recorded left memory that no other stream uses
+        torch.cuda.empty_cache()  # runs before the captures cached memory for this stream only
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         graph = torch.cuda.CUDAGraph()
-        # All graphs of the process share the generator's tensors, which the first one makes: those of inference mode could not be
-        # changed for graphs of others outside of it.
+        # The first graph of the process creates the generator's tensors, which all graphs share.
+        # Tensors made in inference mode could not be changed for graphs captured outside of it.
         with torch.inference_mode(False):
-            # Other threads of this process use the device as well: NCCL's watchdog, another engine.
+            # Other threads of this process use the device too: NCCL's watchdog, another engine.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = run()
         except BaseException:
-            with suppress(
-                RuntimeError
-            ):  # that the recording is of no use: why, the first error says
+            with suppress(RuntimeError):  # the capture is invalid; the first error says why
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -86,9 +85,10 @@ class CudaGraphs:
 
 
 class PieceGraphs:
-    """The graphs of a model's pieces for one number of tokens; how a forward context runs its pieces.
+    """The graphs of a model's pieces for one number of tokens: a `ForwardContext.run_piece`.
 
-    Attention runs between them and reads and writes tensors of theirs, so an argument lies where it lay at the capture.
+    Attention runs between the graphs and reads and writes their tensors. Each argument must
+    therefore have the same address as at the capture.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -97,15 +97,17 @@ class PieceGraphs:
         self._addresses: dict[int, list[int]] = {}
 
     def __call__(self, index: int, piece: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Captures the piece the first time; its result means nothing then."""
+        """Run a piece. The first call captures it, and its result has no meaningful content."""
         if index not in self._replays:
             self._addresses[index] = _addresses(args)
             result, self._replays[index] = self._backend.capture(lambda: piece(*args))
-            return result  # held until later pieces have read it, so that none of them works in its memory
+            return (
+                result  # the caller holds it while later pieces are captured: they cannot reuse it
+            )
         if logger.isEnabledFor(logging.DEBUG):
             moved = _addresses(args) != self._addresses[index]
             assert not moved, (
-                f"an argument of piece {index} is not where it was when its graph was captured"
+                f"an argument of piece {index} has another address than when its graph was captured"
             )
         return self._replays[index]()
 
@@ -115,9 +117,10 @@ def _addresses(args: tuple[Any, ...]) -> list[int]:
 
 
 def _without_ownership(tensor: Tensor) -> Tensor:
-    """The same memory, not kept alive: what is captured later may use it for its own purposes.
+    """Return a tensor over the same memory that does not keep it allocated.
 
-    Through the CUDA array interface, as bytes, for it knows no bfloat16.
+    Later captures can then reuse the memory. The tensor is made through the CUDA array interface,
+    as bytes because that interface has no bfloat16.
     """
     storage = tensor.untyped_storage()
     flat = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)

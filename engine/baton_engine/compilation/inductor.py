@@ -1,4 +1,4 @@
-"""Compiles pieces with Inductor and keeps them on disk, so that the next start loads what this one compiled."""
+"""Compiles pieces with Inductor and keeps them on disk for the next start."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from baton_engine.compilation.passes import RemoveNoOps
 logger = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 _CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
-_one_at_a_time = threading.Lock()
-"""Inductor's folder is one per process."""
+_inductor_lock = threading.Lock()  # Inductor has one cache folder per process
 
 
 class PieceCompiler(Protocol):
     def open(self, key: str) -> None:
-        """What follows belongs to the graph of this key; see `environment_key`."""
+        """Begin a graph. `key` identifies its environment, see `environment_key`."""
 
     def compile(
         self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
     ) -> Compiled:
-        """A function of the graph's arguments that computes what the graph does.
+        """Return a function that computes the graph.
 
         Args:
-            arguments: examples: what the graph was traced with, or for a `size` real ones.
-            size: the one number of tokens it is for; None: any.
+            graph: Piece to compile.
+            arguments: Examples: those of the trace, or real arguments if `size` is given.
+            size: The only number of tokens that the function must support. None: any number.
         """
 
 
 class NoCompiler:
-    """Runs pieces as they were traced, operator by operator."""
+    """Runs pieces uncompiled, operator by operator."""
 
     def open(self, key: str) -> None:
         pass
@@ -53,19 +53,22 @@ class NoCompiler:
 
 
 class InductorCompiler:
-    """Pieces that compute the same are compiled once. `num_compiled` and `num_loaded` say how many came from where.
+    """Compiles each distinct piece once, with a disk cache.
 
-    What is loaded is code. So pieces lie in folders that this user makes for itself; where that is not possible, or somebody else
-    may write into one, nothing is loaded and nothing kept.
+    The cache holds code. It is used only if its folder belongs to this user or root and is not
+    writable for others. If not, or if it cannot be created, pieces are neither loaded nor kept.
+
+    Attributes:
+        num_compiled: Number of pieces compiled.
+        num_loaded: Number of pieces loaded from disk.
 
     Args:
-        folder: of the disk cache, shared by processes; None: default_cache_dir().
+        folder: Folder of the disk cache, shared by processes. None: `default_cache_dir()`.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._root = folder
-        self.folder = Path()
-        """Of the graph that is open."""
+        self.folder = Path()  # of the current graph
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._known: dict[tuple[str, int | None], Compiled] = {}
         self.num_compiled = 0
@@ -75,14 +78,15 @@ class InductorCompiler:
         self._known.clear()
         try:
             self.folder = (default_cache_dir() if self._root is None else self._root) / key
-            _take(self.folder)
+            _create_private(self.folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
             self._temporary = tempfile.TemporaryDirectory(
                 prefix="baton-compile-", ignore_cleanup_errors=True
             )
             self.folder = Path(self._temporary.name)
             logger.warning(
-                "compiled code is not kept for the next start (%s); set compilation.cache_dir to a folder of this user",
+                "compiled code is not kept for the next start (%s); "
+                "set compilation.cache_dir to a folder of this user",
                 error,
             )
 
@@ -107,9 +111,9 @@ class InductorCompiler:
         try:
             with self._inductor_files():
                 artifact = CompiledArtifact.load(path=str(path), format="binary")
-        except Exception:  # of whatever kind: a cache never keeps an engine from starting
+        except Exception:  # a bad cache entry must not keep an engine from starting
             logger.warning(
-                "%s holds no compiled piece that can be used; it is compiled again",
+                "cannot load the compiled piece in %s; compiling it again",
                 path,
                 exc_info=True,
             )
@@ -133,17 +137,16 @@ class InductorCompiler:
         self.num_compiled += 1
         if path is not None:
             try:
-                artifact.save(
-                    path=str(path), format="binary"
-                )  # whole or not at all: others may read it
-            except Exception as error:  # the disk is full, or the piece cannot be written down
+                # Atomic, because other processes may read the file.
+                artifact.save(path=str(path), format="binary")
+            except Exception as error:  # the disk is full, or the piece cannot be serialized
                 logger.warning("a compiled piece is not kept for the next start: %s", error)
         return artifact
 
     @contextmanager
     def _inductor_files(self) -> Iterator[None]:
-        """Inductor puts kernels it builds beside our pieces, and finds them there."""
-        with _one_at_a_time:
+        """Make Inductor keep its kernels in the folder of the current graph."""
+        with _inductor_lock:
             before = os.environ.get(_CACHE_DIR)
             os.environ[_CACHE_DIR] = str(self.folder / "inductor")
             try:
@@ -155,18 +158,22 @@ class InductorCompiler:
 
 
 def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/baton/compile, or below ~/.cache."""
+    """Return $XDG_CACHE_HOME/baton/compile, or ~/.cache/baton/compile."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "compile"
 
 
-def _take(folder: Path) -> None:
-    """Makes the folder. Raises OSError if that fails, or nothing can be written there, or others than this user and root can."""
+def _create_private(folder: Path) -> None:
+    """Create the folder, if it does not exist.
+
+    Raises:
+        OSError: It cannot be created or written, or users other than this one and root can write.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o002:
-        raise PermissionError(f"{folder} belongs to another user, or everybody can write there")
+        raise PermissionError(f"{folder} belongs to another user or is writable for everybody")
     if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} cannot be written")
+        raise PermissionError(f"{folder} is not writable")
 
 
 def _returns_several(graph: fx.GraphModule) -> bool:
@@ -174,7 +181,7 @@ def _returns_several(graph: fx.GraphModule) -> bool:
 
 
 def _first_of(compiled: Compiled) -> Compiled:
-    """A loaded piece returns a sequence even of one tensor, one just compiled does not."""
+    """Unwrap the result: a loaded piece returns a sequence even for a single tensor."""
 
     def run(*args: Any) -> Any:
         result = compiled(*args)

@@ -1,4 +1,4 @@
-"""What is done to the graph of a piece after torch's own passes, before Inductor makes kernels of it."""
+"""A pass over the graph of a piece, between torch's own passes and Inductor's code generation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _WIDENINGS = {
 
 
 class RemoveNoOps(CustomGraphPass):
-    """Removes what gives back what it got: views of views, views and slices of the whole, and conversions there and back.
+    """Removes nodes whose value equals that of an earlier node.
 
-    A conversion to a wider type and back is exact, so the wider number in between is only dropped if nobody else reads it.
+    These are views of views, views and slices of a whole tensor, and conversions to a wider type
+    and back, which are exact. The wider tensor itself stays if another node reads it.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -39,7 +40,7 @@ class RemoveNoOps(CustomGraphPass):
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """The earlier node that has this one's value; a view is led past the view it is of."""
+    """Return the earlier node with the same value, if any; make a view of a view skip the first."""
     if node.op != "call_function" or not isinstance(node.args[0] if node.args else None, fx.Node):
         return None
     source = node.args[0]
@@ -73,7 +74,7 @@ def _value(node: fx.Node) -> Tensor | None:
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether both have the same dtype and, for all sizes of dynamic dimensions, the same shape and strides."""
+    """Return whether dtype, shape and strides are the same for all sizes of dynamic dimensions."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     x, y = _value(a), _value(b)

@@ -1,7 +1,7 @@
-"""The backend of torch.compile: cuts the traced graph at attention, and compiles what lies between.
+"""The torch.compile backend: cuts the traced graph at attention and compiles the pieces between.
 
-A piece runs compiled, for any number of tokens or for the one at hand if that is among `compile_sizes`; how, the forward context
-says: it may hold captured graphs of the pieces.
+A piece is compiled for any number of tokens, and once more for each of `compile_sizes`. The forward
+context may run pieces as captured graphs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from baton_engine.models.dynamic_dims import mark_dynamic
 from baton_engine.models.forward_context import current_context
 
 logger = logging.getLogger(__name__)
+#: Operators at which a graph is cut -> the function that runs instead.
 SplittingOperators = Mapping[Any, Callable[..., Any]]
-"""Operators at which a graph is cut, and the function that runs in place of each."""
 
 
 class Piece(nn.Module):
-    """What lies between two attentions: a function of weights, tensors of earlier pieces and the number of tokens."""
+    """The graph between two attentions.
+
+    Its arguments are weights, tensors of earlier pieces and the number of tokens.
+    """
 
     def __init__(
         self,
@@ -61,17 +64,24 @@ class Piece(nn.Module):
         if size not in self._by_size:
             return self._compiled
         compiled = self._by_size[size]
-        if compiled is None:  # while warming up, which runs all sizes once
+        if compiled is None:  # happens during warm-up, which runs all sizes once
             compiled = self._by_size[size] = self._compiler.compile(self._graph, args, size)
         return compiled
 
 
 class PiecewiseBackend:
-    """A backend for one torch.compile. After the trace, `num_pieces` and `num_cuts` say what became of the graph.
+    """The backend of one torch.compile call.
+
+    Attributes:
+        num_pieces: Pieces that the trace was cut into; 0 before the trace.
+        num_cuts: Operators at which it was cut.
 
     Args:
-        compile_sizes: numbers of tokens for which pieces are compiled once more.
-        config: what else decides what the traced code does, for the key of the disk cache.
+        compiler: Compiles the pieces.
+        splitting: Operators at which the graph is cut.
+        compile_sizes: Numbers of tokens for which pieces are compiled once more.
+        config: Values that the traced code depends on, for the key of the disk cache.
+        device: Device of the model.
     """
 
     def __init__(
@@ -87,9 +97,10 @@ class PiecewiseBackend:
         self.num_pieces = self.num_cuts = 0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self.num_pieces:  # of whatever sizes the step has that torch sees now, and no guard keeps later ones from it
+        if self.num_pieces:  # a second trace would fix the sizes of this step, without a guard
             raise RuntimeError(
-                "torch traces the model again, for a setting of its own changed after the engine had started"
+                "torch traces the model again because one of its settings changed after the engine "
+                "started; set torch's options before the engine is created"
             )
         started = time.monotonic()
         self._compiler.open(environment_key(traced_source_files(graph), self._config, self._device))
@@ -104,14 +115,12 @@ class PiecewiseBackend:
                 )
                 self.num_pieces += 1
         took = time.monotonic() - started
-        logger.info(
-            "the model is traced and cut into %d pieces, which took %.1f s", self.num_pieces, took
-        )
+        logger.info("traced the model and cut it into %d pieces in %.1f s", self.num_pieces, took)
         return whole.forward
 
 
 def split_at(graph: fx.GraphModule, operators: SplittingOperators) -> fx.GraphModule:
-    """A graph of submodules in the order of `graph`: each of the operators alone in one, and what lies between together."""
+    """Split a graph into submodules, in order: one per operator, one per piece between them."""
     part_of: dict[fx.Node, int] = {}
     part = 0
     for node in graph.graph.nodes:
@@ -124,16 +133,17 @@ def split_at(graph: fx.GraphModule, operators: SplittingOperators) -> fx.GraphMo
 
 
 def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., Tensor]:
-    """The model's forward, traced at the first call and compiled for all sizes of its dynamic dimensions.
+    """Return the model's forward, compiled for all sizes of its dynamic dimensions.
 
-    The first call has at least two of each; see `support_torch_compile`. Nothing is checked at later calls: the caller promises
-    the same kinds of arguments, and that nothing changes that the traced code reads, except tensors' values and those dimensions.
+    The first call traces the model; each dynamic dimension must be at least 2 then (see
+    `support_torch_compile`). Later calls check no guards. Only the values of tensors and the sizes
+    of dynamic dimensions may change; everything else that the traced code reads must stay the same.
     """
 
     def forward(*args: Tensor | None) -> Tensor:
         return model(*args)
 
-    # torch keeps what it compiled with the code object, which other models of this process must not share.
+    # torch keeps compiled code with the code object, so each model of the process needs its own.
     code = forward.__code__.replace()
     own = types.FunctionType(code, forward.__globals__, forward.__name__, None, forward.__closure__)
     names = list(_forward_arguments(model))
@@ -163,12 +173,12 @@ def _keep_no_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def _overload(target: Any) -> Any:
-    """Dynamo leaves either an operator or one of its overloads in a graph."""
+    """Return the operator's overload: Dynamo puts either the operator or an overload in a graph."""
     return target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
 
 
 def _call_functions_directly(part: fx.GraphModule, operators: SplittingOperators) -> bool:
-    """Puts the functions in place of their operators, and says whether there were any."""
+    """Replace operators by their functions. Return whether there were any."""
     found = False
     for node in part.graph.nodes:
         if node.op == "call_function" and _overload(node.target) in operators:
@@ -180,7 +190,10 @@ def _call_functions_directly(part: fx.GraphModule, operators: SplittingOperators
 
 
 def _where_size_is(examples: Sequence[Any]) -> tuple[int, int | None] | None:
-    """(argument, dimension of it or None if it is the number itself) that tells the number of tokens; None: none does."""
+    """Return where the number of tokens is: (argument, dimension), or None if in no argument.
+
+    The dimension is None if the argument is the number itself.
+    """
     for place, example in enumerate(examples):
         if _is_symbol(example):
             return place, None
@@ -193,5 +206,5 @@ def _where_size_is(examples: Sequence[Any]) -> tuple[int, int | None] | None:
 
 
 def _is_symbol(size: Any) -> bool:
-    """Rather than a number, or a multiple of a symbol."""
+    """Return whether the size is a plain symbol, not a number or a multiple of a symbol."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_symbol)

@@ -1,10 +1,18 @@
-"""Models: Hugging Face checkpoints read into readable modules over `baton_kernels`.
+"""Models: Hugging Face checkpoints as torch modules over `baton_kernels`.
 
-config          config.json as a struct; torch-free
-sharding        what of a model, and of each tensor, one rank holds
-layers          what the architectures share, up to `CausalLM`
-rope            rotary frequencies and their scalings
-architectures/  one file per architecture
-registry        architecture name -> model class; `load_model`
-loader          safetensors files: headers, checks, copying slices into parameters
+architectures/        one file per architecture
+factory.py            builds a model and loads its weights
+registry.py           architecture name -> model class
+layers.py             layers that the architectures share, up to `CausalLM`
+sparse_moe.py         mixture of experts as a layer
+expert_parallel.py    exchange of tokens with the experts of other ranks
+projections.py        linear layers over tensor ranks
+operators.py          attention, sums and experts as operators of a traced graph
+forward_context.py    the step's data for attention
+rope.py               rotary frequencies and their scalings
+loader.py             safetensors files: headers, checks, copies into parameters
+sharding.py           the part of a model, and of each tensor, that one rank holds
+checkpoint_config.py  config.json as a struct; torch-free
+dynamic_dims.py       dimensions that vary from step to step
+errors.py             why a checkpoint cannot be served
 """

@@ -1,6 +1,7 @@
 """config.json of a Hugging Face checkpoint, parsed and checked. Torch-free.
 
-Reads what transformers 4 and 5 write: the rotary embedding as `rope_theta` + `rope_scaling`, or as `rope_parameters`.
+Supports files of transformers 4, with `rope_theta` and `rope_scaling`, and of transformers 5, with
+`rope_parameters`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from baton_engine.models.errors import ModelInvalid, ModelNotFound
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-"""Entries of layer_types."""
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # in layer_types
 
-# A checkpoint's JSON may hold anything until a field was read from it.
-Json = dict[str, Any]
+Json = dict[str, Any]  # not validated yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1's stretch of low frequencies."""
+    """Llama 3.1: low frequencies divided by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -41,15 +40,14 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnRopeScaling:
-    """YaRN: frequencies that turn often are kept, slow ones stretched, and the attention sharpened."""
+    """YaRN: high frequencies are kept, low ones divided by `factor`, and attention is scaled."""
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
     truncate: bool
-    attention_factor: float
-    """Multiplies cosines and sines."""
+    attention_factor: float  # multiplies cosines and sines
 
 
 RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
@@ -57,52 +55,46 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What the models need to know. Names as in config.json, except num_layers, num_heads and num_kv_heads."""
+    """The fields that models use, named as in config.json where not noted."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_layers: int  # num_hidden_layers
+    num_heads: int  # num_attention_heads
+    num_kv_heads: int  # num_key_value_heads
     head_dim: int
-    max_position_embeddings: int
-    """With YaRN, what it stretches the original length to."""
+    max_position_embeddings: int  # with YaRN, the extended length
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    sliding_window: int | None
-    """A token sees at most so many tokens, itself included; None: no limit, or the limit is switched off."""
-    windowed_layers: frozenset[int]
-    """Layers with that limit, in architectures where not all have it."""
-    eos_token_ids: tuple[int, ...]
-    """Those of generation_config.json where it exists: that is what ends a generation."""
-    dtype: str
-    """Of the checkpoint, torch's name without prefix."""
-    num_experts: int
-    """0: a dense model."""
+    sliding_window: int | None  # tokens a token attends to, itself included; None: no limit
+    windowed_layers: frozenset[int]  # layers with a window, in architectures where some have none
+    eos_token_ids: tuple[int, ...]  # of generation_config.json if it exists
+    dtype: str  # of the weights; torch's name without its prefix
+    num_experts: int  # 0: a dense model
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
-    sparse_layers: frozenset[int]
-    """Layers whose MLP is a mixture of experts."""
+    sparse_layers: frozenset[int]  # layers whose MLP is a mixture of experts
 
 
 def load_checkpoint_config(path: Path) -> CheckpointConfig:
-    """Parses `path`/config.json and generation_config.json.
+    """Parse config.json and generation_config.json in `path`.
 
     Raises:
-        ModelNotFound: if the folder does not exist.
-        ModelInvalid: if a file is missing or malformed, or asks for what Baton cannot compute.
+        ModelNotFound: The folder does not exist.
+        ModelInvalid: A file is missing or malformed, or needs a feature that Baton lacks.
     """
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise ModelNotFound(
-            f"{path} {what}: a model is the folder of a checkpoint on this machine; nothing is downloaded"
+            f"{path} {what}: a model is the folder of a checkpoint on this machine; "
+            f"nothing is downloaded"
         )
     config = _read_json(path / CONFIG_FILE)
     generation = (
@@ -131,7 +123,7 @@ def _read_json(file: Path) -> Json:
 
 
 def _parse(config: Json, generation: Json) -> CheckpointConfig:
-    _refuse_what_we_cannot_compute(config)
+    _check_supported(config)
     num_layers = _positive(config, "num_hidden_layers")
     num_heads = _positive(config, "num_attention_heads")
     num_kv_heads = (
@@ -192,25 +184,30 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
     )
 
 
-def _refuse_what_we_cannot_compute(config: Json) -> None:
+def _check_supported(config: Json) -> None:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ValueError("architectures must name the model class")
     if config.get("quantization_config"):
         raise ValueError(
-            "quantization_config is set, but only unquantised checkpoints can be loaded"
+            "quantization_config is set, but only unquantized checkpoints can be loaded"
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be silu, got {config['hidden_act']}")
     other = set(config.get("layer_types") or []) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if other:
         raise ValueError(
-            f"layer_types has {', '.join(sorted(other))}; known: {FULL_ATTENTION}, {SLIDING_ATTENTION}"
+            f"layer_types has {', '.join(sorted(other))}; "
+            f"known: {FULL_ATTENTION}, {SLIDING_ATTENTION}"
         )
 
 
 def _parse_window(config: Json) -> int | None:
-    """Qwen's configs hold a window even where it is switched off. Where transformers assumes one, it must be written down."""
+    """Return the sliding window, if any.
+
+    Qwen's configs contain a window even if use_sliding_window is false. For Qwen and Mistral,
+    transformers has a default window; here the field is required instead.
+    """
     model_type = str(config.get("model_type"))
     if model_type.startswith("qwen") and not config.get("use_sliding_window"):
         return None
@@ -220,7 +217,10 @@ def _parse_window(config: Json) -> int | None:
 
 
 def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
-    """Which layers `layer_types` (transformers 5) or `max_window_layers` (before) give the sliding window."""
+    """Return the layers with a sliding window.
+
+    They come from `layer_types` (transformers 5) or `max_window_layers` (transformers 4).
+    """
     layer_types = config.get("layer_types")
     if layer_types is None:
         return frozenset(range(int(config.get("max_window_layers", 0)), num_layers))
@@ -232,7 +232,7 @@ def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
 
 
 def _parse_moe_intermediate_size(config: Json, intermediate_size: int) -> int:
-    """Mixtral has no field of its own for it: it has no dense layers."""
+    """Return the experts' intermediate size. Mixtral has one size, because no layer is dense."""
     return (
         _positive(config, "moe_intermediate_size")
         if "moe_intermediate_size" in config
@@ -241,7 +241,11 @@ def _parse_moe_intermediate_size(config: Json, intermediate_size: int) -> int:
 
 
 def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
+    """Return theta and scaling.
+
+    They come from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
+    (transformers 4).
+    """
     fields = ("rope_theta", "partial_rotary_factor")
     parameters: Json = {name: config[name] for name in fields if config.get(name) is not None}
     parameters |= config.get("rope_scaling") or {}
@@ -280,7 +284,10 @@ def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, Rope
 
 
 def _yarn_attention_factor(parameters: Json, factor: float) -> float:
-    """The given one, else that of Peng et al. 2023, section 3.4 (mscale and mscale_all_dim: DeepSeek's variant)."""
+    """Return the given factor, or the default of Peng et al. 2023, section 3.4.
+
+    mscale and mscale_all_dim are DeepSeek's variant of the default.
+    """
 
     def sharpening(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0

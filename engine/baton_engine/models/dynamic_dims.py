@@ -1,4 +1,4 @@
-"""`support_torch_compile`: a model class says which dimensions of its inputs vary from step to step."""
+"""Declaration of the input dimensions of a model that vary from step to step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _ATTRIBUTE = "_dynamic_dims"
 
 
 def support_torch_compile(dynamic: DynamicDims) -> Callable[[M], M]:
-    """Class decorator: `forward` can be traced as one graph, whatever the size of these dimensions.
+    """Declare, as a class decorator, that `forward` can be traced for all sizes of some dimensions.
 
     Args:
-        dynamic: by argument of `forward`, the dimension or dimensions; negative ones count from the end. An argument may be None.
+        dynamic: The dimensions of each argument of `forward`. Negative ones count from the end.
+            An argument may be None in a call.
 
     Raises:
-        TypeError: this is no class of modules, or a dimension no integer.
-        ValueError: `forward` has no such argument, or nothing is dynamic.
+        TypeError: The class is not a module class, or a dimension is not an integer.
+        ValueError: `forward` has no such argument, or no dimension is given.
     """
     dims = {
         name: (given,) if isinstance(given, int) else tuple(given)
@@ -36,13 +37,15 @@ def support_torch_compile(dynamic: DynamicDims) -> Callable[[M], M]:
             )
         if not any(dims.values()):
             raise ValueError(
-                f"{model_class.__name__}: name at least one dynamic dimension of forward's arguments"
+                f"{model_class.__name__}: name at least one dynamic dimension of forward's "
+                f"arguments"
             )
         known = list(inspect.signature(model_class.forward).parameters)[1:]
         for name, each in dims.items():
             if name not in known:
                 raise ValueError(
-                    f"{model_class.__name__}.forward has no argument {name!r}; it has {', '.join(known)}"
+                    f"{model_class.__name__}.forward has no argument {name!r}; "
+                    f"it has {', '.join(known)}"
                 )
             if not all(type(dim) is int for dim in each):
                 raise TypeError(f"dynamic dimensions of {name} must be integers, got {each}")
@@ -53,11 +56,12 @@ def support_torch_compile(dynamic: DynamicDims) -> Callable[[M], M]:
 
 
 def mark_dynamic(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Tells torch.compile of the dynamic dimensions of `arguments` of the model's forward.
+    """Mark the dynamic dimensions of arguments of the model's forward for torch.compile.
 
     Raises:
-        TypeError: the model's class is not decorated.
-        ValueError: a tensor has no such dimension, or one of size 1 or 0, for which torch would make a graph of its own.
+        TypeError: The model's class is not decorated.
+        ValueError: A tensor lacks the dimension, or its size is 0 or 1. For these sizes torch would
+            make a graph that serves no other size.
     """
     dims: dict[str, tuple[int, ...]] | None = getattr(model, _ATTRIBUTE, None)
     if dims is None:
@@ -72,6 +76,7 @@ def mark_dynamic(model: nn.Module, arguments: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} has {tensor.dim()} dimensions; dynamic is to be {dim}")
             if tensor.shape[dim] < 2:
                 raise ValueError(
-                    f"trace with at least 2 in dynamic dimension {dim} of {name}, not {tensor.shape[dim]}"
+                    f"trace with at least 2 in dynamic dimension {dim} of {name}, "
+                    f"not {tensor.shape[dim]}"
                 )
             torch._dynamo.mark_dynamic(tensor, dim % tensor.dim())

@@ -1,15 +1,17 @@
-"""Why a checkpoint cannot be served. The process that sees one ends with exit code 78 and `FATAL <reason>: <message>`."""
+"""Errors of a configuration or checkpoint that cannot be served.
+
+The process that raises one exits with code 78 and logs `FATAL <reason>: <message>`.
+"""
 
 from __future__ import annotations
 
 
 class ConfigurationError(Exception):
-    """What was configured cannot work; retrying without a change is pointless."""
+    """A configuration that cannot work. A retry without a change fails again."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
-        self.reason = reason
-        """One CamelCase word, for conditions."""
+        self.reason = reason  # one CamelCase word, for conditions
         self.message = message
 
 
@@ -21,7 +23,7 @@ class ModelNotFound(ConfigurationError):  # noqa: N818 - the name is the reason 
 
 
 class ModelInvalid(ConfigurationError):  # noqa: N818 - the name is the reason shown to users
-    """The folder exists, but what is in it cannot be loaded. The message names the file and, if there is one, the tensor."""
+    """The folder's content cannot be loaded. The message names the file and the tensor, if any."""
 
     def __init__(self, message: str) -> None:
         super().__init__("ModelInvalid", message)

@@ -1,16 +1,18 @@
-"""A sparse layer whose experts are spread over the ranks of a group: tokens travel to them, what they make of them travels back.
+"""A sparse layer of an expert-parallel group: tokens are sent to the ranks of their experts.
 
-    router -> (token, choice) -> slot of a rank      a copy on this rank if there is one, else the copies take turns
-    dispatch                                         one row per token and rank that it goes to
-    the slots' experts                               weighted, summed over the slots of this rank
-    combine                                          the same way back, summed per token in the order of the ranks
+    route      (token, choice) -> slot of a rank: a copy of the expert on this rank if there is one,
+               else the copies take turns
+    dispatch   one row per token and target rank
+    experts    run on the rows; weighted outputs are summed over the slots of a rank
+    combine    sums are sent back and added per token in the order of the ranks
 
-Every rank calls `ExpertShard.mix` for the same layers in the same order, also those without tokens. Two layouts, chosen from what
-all of them know, the numbers of tokens:
+Every rank calls `ExpertShard.mix` for the same layers in the same order, even without tokens. There
+are two layouts, chosen from the numbers of tokens, which all ranks know:
 
-    masked       every rank sends as many rows to every rank as the one with most tokens has; those that do not go there are marked.
-                 One exchange each way, and nothing waits for the device. For decode.
-    contiguous   rows are sent where they go only, after their numbers. For prefill.
+    masked       Each rank sends every rank as many rows as the largest batch has tokens. Rows for
+                 other ranks are masked. One exchange each way, without a wait for the device. For
+                 decode.
+    contiguous   Ranks first exchange the numbers of rows, then only the rows needed. For prefill.
 """
 
 from __future__ import annotations
@@ -25,22 +27,21 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_kernels.moe import ExpertWeights, run_experts
 
+#: Most rows that a rank sends in the masked layout. With more, padding costs more than exchanging
+#: the numbers of rows.
 MASKED_ROWS = 256
-"""Rows that a rank may send in the masked layout: beyond, padding costs more than an exchange of numbers."""
-ALIGNMENT = 8
-"""Bytes: rows are viewed as numbers of up to this size."""
-ELSEWHERE = -1
-"""In the place of a slot: not on this rank."""
+ALIGNMENT = 8  # bytes, the size of the largest numbers that rows are viewed as
+ELSEWHERE = -1  # slot of an expert on another rank
 
-LayerPlacement = Sequence[Sequence[int]]
-"""[rank][slot]: the expert in the slot."""
+LayerPlacement = Sequence[Sequence[int]]  # [rank][slot]: the expert in the slot
 
 
 class ExpertShard:
-    """One layer's experts on this rank, in one generation, and the way to the others.
+    """One layer's experts on this rank in one generation, and the exchange with other ranks.
 
     Attributes:
         tokens: int64 [num_experts]: how often this rank's own tokens chose each expert.
+        slots: The expert in each slot of this rank.
     """
 
     def __init__(
@@ -52,13 +53,18 @@ class ExpertShard:
         down: ExpertWeights,
         device: torch.device,
     ) -> None:
-        """Args:
-            group: the ranks of `placement`.
-            gate_up, down: of this rank's slots, as of `baton_kernels.moe.run_experts`.
-            device: of the weights and of what is mixed.
+        """Create the shard.
+
+        Args:
+            group: Ranks of `placement`.
+            placement: The experts of all ranks.
+            num_experts: Number of experts of the layer.
+            gate_up: Weights of this rank's slots, see `baton_kernels.moe.run_experts`.
+            down: Likewise.
+            device: Device of the weights and of the tokens.
 
         Raises:
-            ValueError: an expert is nowhere.
+            ValueError: An expert is on no rank.
         """
         self.group = group
         self.slots = tuple(placement[group.rank])
@@ -70,18 +76,19 @@ class ExpertShard:
     def mix(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, wave_tokens: Sequence[int]
     ) -> Tensor:
-        """Weighted sum of each token's experts, wherever they are. Collective.
+        """Return the weighted sum of each token's experts on all ranks. Collective.
 
         Args:
-            x: of shape [num_tokens, hidden], this rank's tokens; perhaps none.
-            weights, expert_ids: of shape [num_tokens, top_k], as of `baton_kernels.moe.route_top_k`.
-            wave_tokens: of each rank. A group of one needs none.
+            x: This rank's tokens, of shape [num_tokens, hidden]; num_tokens may be 0.
+            weights: Of shape [num_tokens, top_k], see `baton_kernels.moe.route_top_k`.
+            expert_ids: Likewise.
+            wave_tokens: Number of tokens of each rank. Not used in a group of one rank.
 
         Returns:
-            Like x.
+            A tensor of the same shape as x.
 
         Raises:
-            GroupBrokenError: a member is gone, does not answer, or the group was aborted.
+            GroupBrokenError: A member is gone or does not respond, or the group was aborted.
         """
         num_tokens, size = len(x), self.group.size
         if num_tokens:
@@ -92,7 +99,8 @@ class ExpertShard:
             return run_experts(x, self.gate_up, self.down, weights, slots) if num_tokens else x
         if len(wave_tokens) != size or wave_tokens[self.group.rank] != num_tokens:
             raise RuntimeError(
-                f"rank {self.group.rank} of {size} runs {num_tokens} tokens in a step of {list(wave_tokens)} tokens"
+                f"rank {self.group.rank} of {size} runs {num_tokens} tokens in a step of "
+                f"{list(wave_tokens)} tokens"
             )
         most = max(wave_tokens)
         if most == 0:
@@ -107,7 +115,7 @@ class ExpertShard:
     def _mix_masked(
         self, x: Tensor, weights: Tensor, ranks: Tensor, slots: Tensor, most: int
     ) -> Tensor:
-        """Row t of the `most` rows for a rank is token t."""
+        """Exchange `most` rows with every rank. Row t is token t."""
         (num_tokens, hidden), size = x.shape, self.group.size
         format_ = _RowFormat(slots.shape[1], hidden, x.dtype)
         there = ranks == torch.arange(size, device=self._device).view(size, 1, 1)
@@ -145,7 +153,7 @@ class ExpertShard:
         return total.to(x.dtype)
 
     def _run(self, format_: _RowFormat, rows: Tensor) -> Tensor:
-        """What this rank's experts make of the rows that came, [len(rows), hidden]."""
+        """Run this rank's experts on received rows. Return their sums, [len(rows), hidden]."""
         slots, weights, x = format_.read(rows)
         if not len(x):
             return x
@@ -153,24 +161,20 @@ class ExpertShard:
 
 
 def uses_masked_layout(wave_tokens: Sequence[int]) -> bool:
-    """Of a step in which the ranks run so many tokens."""
+    """Return whether a step uses the masked layout, from the number of tokens of each rank."""
     return max(wave_tokens) * len(wave_tokens) <= MASKED_ROWS
 
 
 class _Copies(NamedTuple):
-    """Where one rank finds each expert."""
+    """The copies of each expert that one rank may use."""
 
-    ranks: Tensor
-    """int64 [num_experts, most copies]."""
-    slots: Tensor
-    """Likewise: of that rank."""
-    numbers: Tensor
-    """int64 [num_experts]: how many copies count."""
-    first: int
-    """Which copy takes the first token."""
+    ranks: Tensor  # int64 [num_experts, max copies]
+    slots: Tensor  # int64 [num_experts, max copies]: slots of these ranks
+    numbers: Tensor  # int64 [num_experts]: number of valid copies
+    first: int  # the copy that takes the first token
 
     def choose(self, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(ranks, slots), each like `expert_ids`. The tokens of an expert take turns over its copies."""
+        """Return (ranks, slots) shaped like `expert_ids`. An expert's copies take turns."""
         if self.ranks.shape[1] == 1:
             return self.ranks[expert_ids, 0], self.slots[expert_ids, 0]
         experts = expert_ids.flatten()
@@ -181,7 +185,7 @@ class _Copies(NamedTuple):
 
 
 def _turns(experts: Tensor, num_experts: int) -> Tensor:
-    """Of each entry, how many equal ones come before it."""
+    """Return, for each entry, the number of equal entries before it."""
     order = experts.argsort(stable=True)
     in_order = experts[order]
     numbers = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
@@ -214,7 +218,7 @@ def _copies_seen_from(
 
 
 class _RowFormat:
-    """A token on its way, as bytes: slots (int32), weights (float32), hidden state."""
+    """The bytes of a token in transit: slots (int32), weights (float32), hidden state."""
 
     def __init__(self, top_k: int, hidden: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -222,10 +226,13 @@ class _RowFormat:
         self.nbytes = -(-self._ends[-1] // ALIGNMENT) * ALIGNMENT
 
     def write(self, rows: Tensor, slots: Tensor, weights: Tensor, x: Tensor) -> None:
-        """Args:
-        rows: uint8 [..., number of rows, nbytes].
-        slots: [..., number of rows, top_k].
-        weights, x: [tokens, top_k] and [tokens, hidden]: of the first rows.
+        """Write tokens into rows.
+
+        Args:
+            rows: uint8 [..., number of rows, nbytes].
+            slots: Slots of all rows, [..., number of rows, top_k].
+            weights: Weights of the first rows, [tokens, top_k].
+            x: Hidden states of the first rows, [tokens, hidden].
         """
         weights_start, hidden_start, end = self._ends
         rows[..., :weights_start].view(torch.int32).copy_(slots)
@@ -233,7 +240,7 @@ class _RowFormat:
         rows[..., : len(x), hidden_start:end].view(self.dtype).copy_(x)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(slots int64, weights, x) of rows [n, nbytes]."""
+        """Return (slots as int64, weights, x) of rows [n, nbytes]."""
         weights_start, hidden_start, end = self._ends
         slots = rows[:, :weights_start].view(torch.int32).long()
         weights = rows[:, weights_start:hidden_start].view(torch.float32).to(self.dtype)

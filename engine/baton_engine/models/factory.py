@@ -1,4 +1,4 @@
-"""Makes models: finds the class of an architecture, builds this rank's part and fills it with weights."""
+"""Builds this rank's part of a model and loads its weights."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from baton_engine.models.sharding import ALONE
 
 @functools.cache
 def model_classes() -> dict[str, type[CausalLM]]:
-    """By architecture, as in config.json; from all files in `architectures`."""
+    """Import all files in `architectures` and return the model classes by architecture name."""
     for module in pkgutil.iter_modules(architectures.__path__):
         importlib.import_module(f"{architectures.__name__}.{module.name}")
     return dict(sorted(MODEL_CLASSES.items()))
 
 
 def make_model(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> CausalLM:
-    """The model of `config`, this rank's part, without memory for weights (on the "meta" device).
+    """Build this rank's part of a model on the "meta" device, without memory for weights.
 
     Raises:
-        ModelInvalid: if the architecture is unknown.
-        ConfigurationError: if the model cannot be split so.
+        ModelInvalid: The architecture is unknown.
+        ConfigurationError: The model cannot be split over these ranks.
     """
     model_class = model_classes().get(config.architecture)
     if model_class is None:
@@ -52,17 +52,24 @@ def load_model(
     expert_parallel: bool = False,
     show_progress: bool = False,
 ) -> CausalLM:
-    """Builds this rank's part of the model of `config` and fills it from the safetensors files in `path`.
+    """Build this rank's part of a model and load its weights from safetensors files.
 
-    Every rank checks the whole checkpoint's names and shapes, and reads its own slices only.
+    Every rank checks the names and shapes of the whole checkpoint, but reads only its own slices.
 
     Args:
-        expert_parallel: sparse layers are left without experts, for a shard of them to come; see `SparseMoE`.
-        show_progress: a bar of the bytes read, on stderr.
+        path: Folder of the checkpoint.
+        config: The checkpoint's config.json.
+        dtype: Data type of the weights in memory.
+        device: Device of the weights.
+        parallel: This rank's groups.
+        expert_parallel: Leave sparse layers without experts; they get a shard later, see
+            `SparseMoE`.
+        show_progress: Show a progress bar of the bytes read on stderr.
 
     Raises:
-        ModelInvalid: if the architecture is unknown or a tensor is missing, unexpected, truncated or misshapen.
-        ConfigurationError: if the model cannot be split so.
+        ModelInvalid: The architecture is unknown, or a tensor is missing, unexpected, truncated or
+            misshapen.
+        ConfigurationError: The model cannot be split over these ranks.
     """
     model = make_model(config, parallel)
     if expert_parallel:

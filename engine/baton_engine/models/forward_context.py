@@ -1,7 +1,8 @@
-"""What attention needs of a step and no other layer does: where KV goes and lies, and which queries belong together.
+"""The step's data for attention: block tables, slots and sequence boundaries.
 
-It would have to pass through every layer and every traced graph, so it lies beside them: set around a forward, read by `attend`.
-Each thread has its own, for several engines may run in one process. What reads it is in `operators`.
+The runner sets the context around a forward, and `operators` reads it. It is not an argument,
+because it would have to pass through every layer and every traced graph. Each thread has its own
+context, because a process may run several engines.
 """
 
 from __future__ import annotations
@@ -23,54 +24,53 @@ from baton_kernels.kv_write.cpu import Slots
 
 
 class LayerPlan(NamedTuple):
-    """See baton_kernels; None where the device has no use for it."""
+    """Plans of `baton_kernels`, shared by layers; None if the device's kernels need none."""
 
     write: Slots | None
     attention: AttentionPlan | None
 
 
+#: (index of the piece, the piece, its arguments) -> its result. Arguments are tensors and sizes.
 RunPiece = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
-"""(number of the piece, what it is, its arguments) -> its result: tensors, and sizes among the arguments."""
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """Of one step: `num_tokens` tokens of `num_seqs` sequences. All tensors are on the model's device."""
+    """One step: `num_tokens` tokens of `num_seqs` sequences. Tensors are on the model's device."""
 
+    #: int64 [num_tokens]: block id * block_size + offset of the token's KV. -1: not written.
     slot_mapping: Tensor
-    """int64 [num_tokens]: block id * block_size + offset where the token's KV goes; -1: nowhere."""
-    block_tables: Tensor
-    """int32 [num_seqs, max_blocks_per_seq]."""
-    cu_seqlens_q: Tensor
-    """int32 [num_seqs + 1]."""
-    seq_lens: Tensor
-    """int32 [num_seqs], this step's tokens included."""
+    block_tables: Tensor  # int32 [num_seqs, max_blocks_per_seq]
+    cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
+    seq_lens: Tensor  # int32 [num_seqs], including this step's tokens
+    #: Of this rank: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
     kv_cache: Tensor
-    """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]: this rank's heads and layers."""
-    max_seqlen_q: int | None = None
-    """Tokens of the sequence that has most in this step; None: unknown."""
+    max_seqlen_q: int | None = None  # most tokens of one sequence in this step; None: unknown
+    #: If not None, each sparse layer appends its experts: int [num_tokens, experts per token].
     routed_experts: list[Tensor] | None = None
-    """Not None: every sparse layer appends the experts of each token, int [num_tokens, experts per token]."""
+    #: With expert parallelism: tokens of each rank in this step. Empty: the rank runs it alone.
     wave_tokens: tuple[int, ...] = ()
-    """Where experts are spread over ranks: tokens that each of them runs in this step. Empty: a step for oneself."""
+    #: Set when the expert group breaks. The results of this step are then invalid.
     broken: GroupBrokenError | None = None
-    """Set when the group of those ranks breaks: what this step computes is good for nothing from then on."""
-    tensor_group: Group | None = None
-    """Whom a compiled graph sums with; set by who runs it."""
+    tensor_group: Group | None = None  # group of a compiled graph's all-reduces
+    #: Runs the pieces of a compiled model, for example as captured graphs. None: they are called.
     run_piece: RunPiece | None = None
-    """Not None: runs the pieces of a compiled model, perhaps as graphs; None: they are called."""
     _plans: dict[int | None, LayerPlan] = field(default_factory=dict, init=False, repr=False)
     _layers: tuple[Tensor, ...] | None = field(default=None, init=False, repr=False)
 
     def layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's layer `layer`, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """Return keys and values of this rank's layer with index `layer`.
+
+        Returns:
+            Two tensors of shape [num_blocks, num_kv_heads, block_size, head_dim].
+        """
         if self._layers is None:
             self._layers = self.kv_cache.unbind(2)
         keys, values = self._layers[layer].unbind(2)
         return keys, values
 
     def plan(self, window: int | None) -> LayerPlan:
-        """What attention layers with this window have in common in this step; made when the first of them asks."""
+        """Return the plan for attention layers with this window. The first call makes it."""
         plan = self._plans.get(window)
         if plan is None:
             cache = self.kv_cache[:, :, 0, 0]
@@ -85,10 +85,8 @@ class ForwardContext:
 class ForwardBatch:
     """One step's input to the model, on its device."""
 
-    input_ids: Tensor
-    """int64 [num_tokens]."""
-    positions: Tensor
-    """int64 [num_tokens]."""
+    input_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
     context: ForwardContext
 
 
@@ -97,7 +95,7 @@ _thread = threading.local()
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Every forward of this thread within is of the step `context`."""
+    """Set the context of this thread's forwards."""
     before = getattr(_thread, "context", None)
     _thread.context = context
     try:
@@ -107,10 +105,14 @@ def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
 
 
 def current_context() -> ForwardContext:
-    """Raises RuntimeError outside of `forward_context`."""
+    """Return the context of this thread.
+
+    Raises:
+        RuntimeError: Called outside of `forward_context`.
+    """
     context: ForwardContext | None = getattr(_thread, "context", None)
     if context is None:
         raise RuntimeError(
-            "a model runs only within forward_context(): attention would not know where the KV lies"
+            "a model runs only within forward_context(), which tells attention where the KV lies"
         )
     return context

@@ -1,8 +1,11 @@
-"""Layers that the architectures share. Tensors of a step are flat: [num_tokens, ...], all sequences one after the other.
+"""Layers that the architectures share.
 
-With tensor parallelism a layer holds its rank's part: projections into heads or into an MLP's inside are split by output
-(column-parallel), those back are split by input (row-parallel) and end with the one all_reduce of an attention or an MLP.
-Every layer names, in `weight_targets(prefix)`, the checkpoint tensors it is filled from and which slice of each.
+A step's tensors are flat, [num_tokens, ...]: its sequences follow one another.
+
+With tensor parallelism a layer holds its rank's slice. Projections into heads or into the inside of
+an MLP are column-parallel. Those back are row-parallel and end with an all-reduce.
+
+`weight_targets(prefix)` of a layer names the slices of the checkpoint's tensors that fill it.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of residual + x, residual + x); without a residual, x is it."""
+        """Return (norm of the sum, the sum) of residual and x; without a residual the sum is x."""
         return (
             (self(x), x) if residual is None else add_rms_norm(x, residual, self.weight, self.eps)
         )
@@ -55,9 +58,10 @@ class RMSNorm(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids -> hidden states, and the way back: its weight may be the output projection. Ranks share the vocabulary.
+    """Embedding whose weight may also be the output projection. Ranks split the vocabulary.
 
-    Every rank has the same number of rows; those past the vocabulary are never read, nor do their logits leave this class.
+    Every rank has the same number of rows. Rows past the vocabulary are padding: they are never
+    read, and `logits` removes their columns.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Group) -> None:
@@ -65,8 +69,8 @@ class VocabParallelEmbedding(nn.Module):
         self.part, num_rows = split_vocabulary(vocab_size, group)
         self.group = group
         self.weight = parameter(num_rows, hidden_size)
+        #: Packed or quantized copy for the output projection; it cannot serve as an embedding.
         self.packed_weight: nn.Parameter | Int8Weight | None = None
-        """The same once more, for the way back: a packed or quantised weight cannot embed."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -77,7 +81,7 @@ class VocabParallelEmbedding(nn.Module):
         return all_reduce(found.masked_fill(elsewhere[:, None], 0), self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every rank."""
+        """Return float32 logits [rows, vocab_size] of [rows, hidden_size], equal on all ranks."""
         weight = self.weight if self.packed_weight is None else self.packed_weight
         return self.group.all_gather(linear(hidden, weight), dim=-1)[:, : self.part.total].float()
 
@@ -91,12 +95,15 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV cache, this rank's heads.
+    """Grouped-query attention of this rank's heads over the paged KV cache.
 
     Args:
-        qkv_bias, o_bias: whether the projections into and out of the heads have one.
-        qk_norm: each head of q and k is normalised before the rotary embedding (Qwen3).
-        window: a token sees at most so many tokens, itself included; None: all before it.
+        config: The checkpoint's configuration.
+        group: Tensor ranks.
+        qkv_bias: Whether the projections of q, k and v have a bias.
+        o_bias: Whether the output projection has a bias.
+        qk_norm: Whether each head of q and k is normalized before the rotary embedding (Qwen3).
+        window: Number of tokens that a token attends to, itself included. None: all before it.
     """
 
     def __init__(
@@ -125,8 +132,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.scale = self.head_dim**-0.5
         self.window = window
-        self.cache_layer = 0
-        """Of the KV cache's layers, this one's; CausalLM sets it."""
+        self.cache_layer = 0  # index in the rank's KV cache; set by CausalLM
 
     def forward(self, x: Tensor, angles: RotaryAngles) -> Tensor:
         qkv = self.qkv_proj(x)
@@ -151,7 +157,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up as one product."""
+    """down(silu(gate(x)) * up(x)), with gate and up in one matrix product."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, group: Group, *, bias: bool = False
@@ -173,9 +179,9 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer layer: attention, then an MLP of the architecture's choice, each added to the residual.
+    """Pre-norm transformer layer: attention, then an MLP, each added to the residual.
 
-    The sum with the residual is taken together with the norm after it, which may be the next layer's.
+    The addition is fused with the norm that follows it, which may be the next layer's.
     """
 
     def __init__(
@@ -195,7 +201,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, angles: RotaryAngles
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual); the hidden state is their sum. No residual before the first layer."""
+        """Return the next (x, residual), whose sum is the hidden state.
+
+        Args:
+            x: Output of the previous layer.
+            residual: Residual of the previous layer; None for the first layer.
+            angles: Rotary angles of the tokens.
+        """
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, angles)
         x, residual = self.post_attention_layernorm.add(x, residual)
@@ -212,9 +224,10 @@ class DecoderLayer(nn.Module):
 
 @support_torch_compile(dynamic={"input_ids": 0, "positions": 0, "hidden": 0})
 class CausalLM(nn.Module):
-    """Embedding, decoder layers, final norm, output projection. Architectures say what a decoder layer is.
+    """Embedding, decoder layers, final norm and output projection.
 
-    A pipeline stage has a run of the layers; the first one embeds, the last one norms and projects.
+    Architectures implement `make_layer`. A pipeline stage has consecutive layers. The first stage
+    has the embedding, the last one the final norm and the output projection.
     """
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
@@ -241,19 +254,19 @@ class CausalLM(nn.Module):
         self.lm_head = VocabParallelEmbedding(*vocabulary) if last and not tied else None
 
     def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
-        """The decoder layer of number `layer` in the whole model, this rank's part of it."""
+        """Return this rank's part of decoder layer `layer` of the whole model."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Runs this stage's layers and writes the tokens' KV into the cache, within a `forward_context`.
+        """Run this stage's layers and write the tokens' KV, within a `forward_context`.
 
         Args:
             input_ids: int64 of shape [num_tokens].
-            positions: like input_ids.
-            hidden: the previous stage's result; None on the first stage.
+            positions: int64 of shape [num_tokens].
+            hidden: Result of the previous stage; None on the first stage.
 
         Returns:
-            [num_tokens, hidden_size]; of the last stage after the final norm.
+            Hidden states [num_tokens, hidden_size], after the final norm on the last stage.
         """
         if self.parallel.is_first_stage:
             assert self.embed_tokens is not None
@@ -270,7 +283,7 @@ class CausalLM(nn.Module):
 
     @cached_property
     def sparse_layers(self) -> list[tuple[str, SparseMoE]]:
-        """(name in the checkpoint, layer), in order."""
+        """(name in the checkpoint, layer) of each sparse layer, in order."""
         layers = []
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
@@ -279,18 +292,24 @@ class CausalLM(nn.Module):
         return layers
 
     def run_dummy_batch(self) -> None:
-        """A step without tokens of this rank's own, within a `forward_context`: others' tokens go through its experts."""
+        """Run a step in which only other ranks have tokens for this rank's experts.
+
+        Call it within a `forward_context`.
+        """
         for _, layer in self.sparse_layers:
             layer.run_dummy_batch()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every tensor rank. On the last stage only."""
+        """Return float32 logits [rows, vocab_size] of [rows, hidden_size]; on the last stage only.
+
+        The result is the same on every tensor rank.
+        """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None, "only the last stage has an output projection"
         return head.logits(hidden)
 
     def weight_targets(self) -> WeightTargets:
-        """Where each tensor of the checkpoint goes, of those this rank needs."""
+        """Return the targets of all checkpoint tensors that this rank needs."""
         targets: WeightTargets = {}
         if self.embed_tokens is not None:
             targets |= self.embed_tokens.weight_targets("model.embed_tokens")
@@ -304,5 +323,5 @@ class CausalLM(nn.Module):
         return targets
 
     def ignored_weights(self) -> list[str]:
-        """Tensors a checkpoint may hold though the model does not want them."""
+        """Return tensors that a checkpoint may contain although the model does not use them."""
         return ["lm_head.weight"] if self.config.tie_word_embeddings else []

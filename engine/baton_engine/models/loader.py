@@ -1,7 +1,7 @@
-"""Reads safetensors checkpoints into a model's parameters, by name, with every name and shape checked first.
+"""Loads safetensors checkpoints into a model's parameters, after a check of all names and shapes.
 
-A model says where each tensor of the checkpoint goes, and which slice of it (`weight_targets`), so that fused parameters (QKV,
-gate and up, stacked experts) and models split over ranks need no code here.
+A model's `weight_targets` name the parameter and slice of each tensor. Fused parameters (QKV, gate
+and up, stacked experts) and models split over ranks therefore need no code here.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _LENGTH_BYTES = 8
 READ_AHEAD_BYTES = 1 << 20
-IDENTITY_PAGES = 256
-"""Per file; of IDENTITY_PAGE_BYTES each."""
+IDENTITY_PAGES = 256  # sampled pages per file
 IDENTITY_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor as a file's header describes it."""
+    """One tensor, from a file's header."""
 
     file: Path
-    dtype: str
-    """safetensors' name, such as BF16."""
+    dtype: str  # name in safetensors, such as BF16
     shape: tuple[int, ...]
-    offset: int
-    """Of its first byte in the file."""
+    offset: int  # of the first byte in the file
 
     @property
     def item_bytes(self) -> int:
@@ -51,10 +48,10 @@ class TensorEntry:
 
 
 def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
-    """All tensors of the checkpoint in folder `path`, from the headers of its files.
+    """Return all tensors of the checkpoint in folder `path`, from the headers of its files.
 
     Raises:
-        ModelInvalid: naming the file (and tensor) that is missing, truncated or malformed.
+        ModelInvalid: A file or tensor, named in the message, is missing, truncated or malformed.
     """
     index_file = path / INDEX_FILE
     if not index_file.exists():
@@ -75,12 +72,13 @@ def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
 
 
 def identity_files(path: Path) -> dict[str, bytes]:
-    """What identifies a checkpoint without reading all its weights: config.json, the index, and each file's header and samples.
+    """Return data that identifies a checkpoint, without reading all of its weights.
 
-    The samples are IDENTITY_PAGES pages spread evenly over a file: another training run of the same shape is another checkpoint.
+    It consists of config.json, the index, and each file's header and IDENTITY_PAGES pages, spread
+    evenly over the file. The pages tell checkpoints of the same shape apart.
 
     Raises:
-        ModelInvalid: if a file is missing or has no header.
+        ModelInvalid: A file is missing or has no header.
     """
     weight_files = sorted({entry.file for entry in read_tensor_index(path).values()})
     identity = {file.name: _read_header(file) + _read_samples(file) for file in weight_files}
@@ -98,19 +96,21 @@ def load_weights(
     ignored: Iterable[str] = (),
     show_progress: bool = False,
 ) -> int:
-    """Copies the slices that `targets` name out of the checkpoint in `path`, converting the dtype. Nothing else is read.
+    """Check the checkpoint in `path` and copy the slices of `targets`, converting the dtype.
 
     Args:
-        targets: where each tensor goes, and which slice of it.
-        expected: the shape of every tensor the whole model needs; all of them must be in the checkpoint.
-        ignored: tensors that may be in the checkpoint and are not wanted.
-        show_progress: a bar of the bytes read, on stderr.
+        path: Folder of the checkpoint.
+        targets: The slice of each tensor to read and the parameter that it fills.
+        expected: Shapes of all tensors of the whole model. The checkpoint must have all of them.
+        ignored: Tensors that the checkpoint may have in addition.
+        show_progress: Show a progress bar of the bytes read on stderr.
 
     Returns:
         Bytes read.
 
     Raises:
-        ModelInvalid: naming the file and tensor that is missing, unexpected, truncated, or of the wrong shape or type.
+        ModelInvalid: A tensor, named in the message with its file, is missing, unexpected or
+            truncated, or has the wrong shape or type.
     """
     entries = read_tensor_index(path)
     _check_tensors(path, entries, expected, set(ignored))
@@ -123,16 +123,18 @@ def read_slices(
     *,
     show_progress: bool = False,
 ) -> int:
-    """Copies the slices that `targets` name, converting the dtype. Nothing else is read.
+    """Copy the slices of `targets`, converting the dtype. Nothing else is read.
 
     Args:
-        entries: all tensors of a checkpoint of which names and shapes were checked.
+        entries: All tensors of a checkpoint whose names and shapes were checked.
+        targets: The slice of each tensor to read and the parameter that it fills.
+        show_progress: Show a progress bar of the bytes read on stderr.
 
     Returns:
         Bytes read.
 
     Raises:
-        ModelInvalid: naming the file and tensor that cannot be read.
+        ModelInvalid: A tensor, named in the message with its file, cannot be read.
     """
     by_file: dict[Path, list[str]] = {}
     for name in targets:
@@ -157,20 +159,20 @@ def read_slices(
 
 
 def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightTarget]) -> None:
-    """Brings the slices into the page cache, so that `read_slices` takes them from there.
+    """Read the slices into the page cache before `read_slices`.
 
-    For who shares the process with a thread that must not wait: safetensors keeps Python's lock while it waits for the disk.
+    safetensors holds Python's global lock while it waits for the disk. This function does not, so
+    other threads of the process continue.
 
     Raises:
-        ModelInvalid: if a file cannot be read.
+        ModelInvalid: A file cannot be read.
     """
     buffer = bytearray(READ_AHEAD_BYTES)
     for name, target in targets.items():
         entry = entries[name]
         row_bytes = math.prod(entry.shape[1:]) * entry.item_bytes
-        rows = (
-            target.index[0] if target.dim == 0 else slice(0, entry.shape[0])
-        )  # slices of rows lie in all of them
+        # A slice in another dimension than rows has parts in every row.
+        rows = target.index[0] if target.dim == 0 else slice(0, entry.shape[0])
         at, end = (entry.offset + row * row_bytes for row in (rows.start, rows.stop))
         try:
             with entry.file.open("rb", buffering=0) as file:
@@ -197,10 +199,11 @@ def _check_tensors(
             )
         if entry.dtype not in FLOAT_BYTES:
             raise ModelInvalid(
-                f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {sorted(FLOAT_BYTES)}"
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}, "
+                f"expected one of {sorted(FLOAT_BYTES)}"
             )
     for name, entry in entries.items():
-        # Old Llama checkpoints carry the rotary frequencies, which follow from config.json.
+        # Old Llama checkpoints contain the rotary frequencies, which are computed from config.json.
         if (
             name not in expected
             and name not in unwanted
@@ -218,7 +221,7 @@ def _load_file(
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in names:
-                # The file is mapped: of the rest, only what shares a page with the slice is read.
+                # The file is memory-mapped, so only the slice's pages are read.
                 values = tensors.get_slice(name)[targets[name].index]
                 targets[name].parameter.copy_(values)
                 progress.update(values.nbytes)

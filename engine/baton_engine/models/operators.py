@@ -1,7 +1,7 @@
-"""Operators of the layers that look beyond their arguments: attention, sums over ranks, mixtures of experts.
+"""Operators that use more than their arguments: attention, all-reduce, mixtures of experts.
 
-Called eagerly they are functions. In a graph that torch.compile traces they are opaque custom operators of the namespace `baton`:
-what they read of the forward context, or of values on the device, is not part of the graph.
+In eager code they are functions. In a graph traced by torch.compile they are opaque custom
+operators of the namespace `baton`, so their use of the forward context is not part of the graph.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from baton_kernels.moe import ExpertWeights, route_top_k, run_experts
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
-    """Writes the KV of the step's tokens into the cache and attends to all that is there of their sequences.
+    """Write the KV of the step's tokens into the cache, then attend to their sequences.
 
     Args:
-        q: of shape [num_tokens, num_heads, head_dim].
-        k: of shape [num_tokens, num_kv_heads, head_dim].
-        v: like k.
-        layer: among this rank's.
-        scale, window: as of `baton_kernels.attention.paged_attention`.
+        q: Queries of shape [num_tokens, num_heads, head_dim].
+        k: Keys of shape [num_tokens, num_kv_heads, head_dim].
+        v: Values of the same shape as k.
+        layer: Index of the layer on this rank.
+        scale: See `baton_kernels.attention.paged_attention`.
+        window: See `baton_kernels.attention.paged_attention`.
 
     Returns:
-        Like q.
+        The attention's result, of the same shape as q.
     """
     if torch.compiler.is_compiling():
-        out = torch.empty_like(
-            q
-        )  # by the graph before, so that a captured one finds it at the same address
+        # Allocated by the previous piece, so that its address is the same in every graph replay.
+        out = torch.empty_like(q)
         torch.ops.baton.attend(q, k, v, out, layer, scale, window)
         return out
     return _attend(q, k, v, layer, scale, window)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The tensor ranks' sum of x, in place."""
+    """Sum x over the tensor ranks, in place."""
     if group.size > 1 and torch.compiler.is_compiling():
         torch.ops.baton.all_reduce(x)
         return x
@@ -59,9 +59,9 @@ def mix_experts(
     top_k: int,
     renormalize: bool,
 ) -> Tensor:
-    """Routes each token to its experts and sums what they make of it; see `baton_kernels.moe`.
+    """Route each token to its experts and sum their outputs; see `baton_kernels.moe`.
 
-    The choice is recorded for who asked for it, except in a compiled graph.
+    The chosen experts are recorded in the context's `routed_experts`, except in a compiled graph.
     """
     if torch.compiler.is_compiling():
         experts = [
@@ -77,17 +77,18 @@ def mix_experts(
 def mix_parallel_experts(
     x: Tensor, router_logits: Tensor, shard: ExpertShard | None, top_k: int, renormalize: bool
 ) -> Tensor:
-    """As `mix_experts`, with experts that are spread over the ranks of a group. Collective; never in a compiled graph.
+    """Run `mix_experts` over an expert-parallel group. Collective; not for compiled graphs.
 
-    Without a shard there are no experts yet, and zeros are added: so steps that serve nobody run, to warm up. When the group
-    breaks, the forward goes on with zeros, so that those of other groups stay in step; `ForwardContext.broken` says so.
+    Without a shard, as during warm-up, the result is zeros. If the group breaks, the forward sets
+    `ForwardContext.broken` and continues with zeros, so that collectives of other groups still
+    match.
     """
     weights, expert_ids = _route(router_logits, top_k, renormalize)
     return torch.zeros_like(x) if shard is None else exchange_tokens(shard, x, weights, expert_ids)
 
 
 def exchange_tokens(shard: ExpertShard, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """`ExpertShard.mix` of this step, or zeros where its group is broken."""
+    """Return the result of `ExpertShard.mix` for this step, or zeros if its group is broken."""
     context = current_context()
     if context.broken is None:
         try:
@@ -136,14 +137,14 @@ def _attend(
 def _attend_to_real_tokens(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int, scale: float, window: int | None
 ) -> None:
-    """`attend` in a traced graph, of whose tokens the last ones may be padding: of those, nothing is read or written."""
+    """Run `attend` in a traced graph. The last tokens may be padding and are skipped."""
     num_tokens = len(current_context().slot_mapping)
     _attend(q[:num_tokens], k[:num_tokens], v[:num_tokens], layer, scale, window, out[:num_tokens])
 
 
 def _all_reduce_in_place(x: Tensor) -> None:
     group = current_context().tensor_group
-    assert group is not None, "who runs a compiled graph says with whom it sums"
+    assert group is not None, "set ForwardContext.tensor_group before running a compiled graph"
     group.all_reduce(x)
 
 
@@ -181,16 +182,18 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 _define(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer, float scale, int? window) -> ()",
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out, "
+    "int layer, float scale, int? window) -> ()",
     _attend_to_real_tokens,
     _returns_nothing,
 )
 _define("all_reduce(Tensor(a!) x) -> ()", _all_reduce_in_place, _returns_nothing)
 _define(
-    "mix_experts(Tensor x, Tensor router_logits, Tensor[] gate_up, Tensor[] down, int top_k, bool renormalize) -> Tensor",
+    "mix_experts(Tensor x, Tensor router_logits, Tensor[] gate_up, Tensor[] down, "
+    "int top_k, bool renormalize) -> Tensor",
     _mix_experts,
     _like_first,
 )
 
+#: Operators at which a traced graph is cut -> the function that runs there, without a dispatcher.
 SPLITTING = {torch.ops.baton.attend.default: _attend_to_real_tokens}
-"""Where a traced graph is cut, and what runs there: functions, for a dispatcher would only cost time."""

@@ -1,4 +1,4 @@
-"""Linear layers over tensor ranks: whole on every rank, split by output (column-parallel) or by input (row-parallel)."""
+"""Linear layers over tensor ranks: replicated, column-parallel and row-parallel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x W^T, the same on every rank."""
+    """y = x W^T with the whole W on every rank."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -30,10 +30,14 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b for several linear layers of the checkpoint at once, of each this rank's part of the outputs.
+    """y = x W^T + b for this rank's part of the outputs, split by output.
+
+    Several linear layers of the checkpoint are fused; their outputs follow one another in y.
 
     Args:
-        parts: which rows of W, by the name of the checkpoint's layer; they follow one another in y.
+        in_features: Length of the inputs.
+        parts: This rank's rows of W, by the name of the checkpoint's layer.
+        bias: Whether the layers have a bias.
     """
 
     def __init__(self, in_features: int, parts: dict[str, Part], bias: bool) -> None:
@@ -64,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b, where x holds this rank's part of the inputs; the ranks' products are summed."""
+    """y = x W^T + b split by input: x is this rank's part, and the ranks' products are summed."""
 
     def __init__(self, part: Part, out_features: int, bias: bool, group: Group) -> None:
         super().__init__()
@@ -76,7 +80,7 @@ class RowParallelLinear(nn.Module):
         if self.group.size == 1:
             return linear(x, self.weight, self.bias)
         y = all_reduce(linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias  # after the sum: once, not once per rank
+        return y if self.bias is None else y + self.bias  # added once, not once per rank
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         shape = (self.weight.shape[0], self.part.total)

@@ -1,6 +1,6 @@
-"""Rotary position embedding: the frequencies, as the checkpoint's kind of scaling bends them, and a step's angles.
+"""Rotary position embedding: the scaled frequencies and a step's angles.
 
-Kinds: none; linear (Chen et al. 2023); llama3 (Llama 3.1's stretch of low frequencies); YaRN (Peng et al. 2023).
+Scalings: none; linear (Chen et al. 2023); llama3 (of Llama 3.1); YaRN (Peng et al. 2023).
 """
 
 from __future__ import annotations
@@ -21,33 +21,37 @@ from baton_kernels.rope import rotary_angles
 
 
 class RotaryAngles(NamedTuple):
-    """Of a step's positions, shared by all layers; each float32 [num_tokens, head_dim / 2], see `rotary_angles`."""
+    """A step's angles, shared by all layers: float32 [num_tokens, head_dim / 2] each.
+
+    See `baton_kernels.rope.rotary_angles`.
+    """
 
     cos: Tensor
     sin: Tensor
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions -> angles. Frequencies are float32 whatever the model's dtype: positions need the digits."""
+    """Positions -> angles. Frequencies are float32 because other dtypes are not precise enough."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()
-        # No buffer: `.to(dtype)` must not round it. Computed, not loaded: real memory even in a model made on "meta".
+        # Not a buffer, so that `.to(dtype)` does not round it. Computed on the CPU even if the
+        # model is built on "meta", because no checkpoint holds it.
         self.inv_freq = inverse_frequencies(config)
         scaling = config.rope_scaling
         self.scale = scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
     def move_to(self, device: torch.device) -> None:
-        """Before the first forward there: a graph cannot hold a copy from the host."""
+        """Move the frequencies to a device, because a graph cannot contain a copy from the host."""
         self.inv_freq = self.inv_freq.to(device)
 
     def forward(self, positions: Tensor) -> RotaryAngles:
-        """Of int64 `positions` [num_tokens]."""
+        """Return the angles of int64 `positions` [num_tokens]."""
         return RotaryAngles(*rotary_angles(positions, self.inv_freq, self.scale))
 
 
 def inverse_frequencies(config: CheckpointConfig) -> Tensor:
-    """Radians per position of each dimension pair: float32 [head_dim / 2]."""
+    """Return the radians per position of each pair of dimensions: float32 [head_dim / 2]."""
     exponents = (
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     )
@@ -58,7 +62,8 @@ def inverse_frequencies(config: CheckpointConfig) -> Tensor:
         case LinearRopeScaling(factor=factor):
             return inv_freq / factor
         case Llama3RopeScaling() as scaling:
-            # By full turns within the original length: many are kept, few stretched, those between interpolated.
+            # Frequencies with many full turns within the original length are kept, those with few
+            # are divided by the factor, those between are interpolated.
             turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
             keep = (turns - scaling.low_freq_factor) / (
                 scaling.high_freq_factor - scaling.low_freq_factor
@@ -71,7 +76,11 @@ def inverse_frequencies(config: CheckpointConfig) -> Tensor:
 
 
 def _yarn_ramp(scaling: YarnRopeScaling, theta: float, head_dim: int) -> Tensor:
-    """0 for pairs that turn at least beta_fast times within the original length, 1 for at most beta_slow, linear in the pair."""
+    """Return YaRN's ramp over the pairs of dimensions, linear between its ends.
+
+    It is 0 for pairs with at least beta_fast turns within the original length, and 1 for pairs with
+    at most beta_slow.
+    """
 
     def pair_that_turns(times: float) -> float:
         return (

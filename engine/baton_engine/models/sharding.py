@@ -1,6 +1,7 @@
-"""How a model is split over workers: pipeline stages take runs of layers, tensor ranks take parts of each layer.
+"""How a model is split: pipeline stages hold consecutive layers, tensor ranks parts of each layer.
 
-`shard` says what one rank holds; `Part` and `WeightTarget` say which part of a checkpoint's tensor that is.
+`shard` computes the share of one rank. `Part` and `WeightTarget` describe slices of the
+checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.checkpoint_config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError
 
-ALONE = ParallelContext()
-"""One worker that holds the whole model."""
+ALONE = ParallelContext()  # one worker with the whole model
 
 
 class Part(NamedTuple):
@@ -28,31 +28,27 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Where a tensor of the checkpoint goes, and which slice of it."""
+    """A slice of a checkpoint's tensor and the parameter that it fills."""
 
-    parameter: Tensor
-    """The parameter it fills, or a view of one; as large as the slice."""
-    shape: tuple[int, ...]
-    """Of the whole tensor in the checkpoint."""
-    dim: int = 0
-    start: int = 0
-    """The slice begins here in dimension `dim`."""
+    parameter: Tensor  # a parameter or a view of one, with the size of the slice
+    shape: tuple[int, ...]  # shape of the whole tensor in the checkpoint
+    dim: int = 0  # dimension of the slice
+    start: int = 0  # begin of the slice in that dimension
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Of the slice in the checkpoint's tensor."""
+        """Index of the slice in the checkpoint's tensor."""
         return (slice(None),) * self.dim + (
             slice(self.start, self.start + self.parameter.shape[self.dim]),
         )
 
 
-WeightTargets = dict[str, WeightTarget]
-"""By the tensor's name in the checkpoint."""
+WeightTargets = dict[str, WeightTarget]  # by the tensor's name in the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """What one rank holds; its KV cache has these layers and KV heads."""
+    """The share of one rank. Its KV cache has these layers and KV heads."""
 
     first_layer: int
     num_layers: int
@@ -61,10 +57,11 @@ class ModelShard:
 
 
 def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelShard:
-    """What the rank at `parallel` holds.
+    """Return the share of one rank.
 
     Raises:
-        ConfigurationError: naming the size of the model that the tensor or pipeline size does not fit.
+        ConfigurationError: A size of the model, named in the message, is not divisible by the
+            tensor or pipeline size.
     """
     tensor_size, stages = parallel.tensor.size, parallel.pipeline.size
     must_divide = {"num_attention_heads": config.num_heads}
@@ -77,7 +74,8 @@ def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelS
             raise _cannot_split(f"tensor_parallel_size={tensor_size} must divide {name}={size}")
     if config.num_kv_heads % tensor_size and tensor_size % config.num_kv_heads:
         raise _cannot_split(
-            f"tensor_parallel_size={tensor_size} must divide num_key_value_heads={config.num_kv_heads} or be a multiple of it"
+            f"tensor_parallel_size={tensor_size} must divide "
+            f"num_key_value_heads={config.num_kv_heads} or be a multiple of it"
         )
     if stages > config.num_layers:
         raise _cannot_split(
@@ -94,24 +92,31 @@ def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelS
 
 
 def first_layer_of(stage: int, stages: int, num_layers: int) -> int:
-    """Even runs; what is left over goes to early stages, for the last one has the output projection to compute."""
+    """Return the first layer of a pipeline stage.
+
+    Layers are split evenly. The remainder goes to early stages, because the last stage also
+    computes the output projection.
+    """
     return -(-num_layers * stage // stages)
 
 
 def split(total: int, group: Group) -> Part:
-    """This rank's equal share of `total`, which the group's size divides (see `shard`)."""
+    """Return this rank's equal share of `total`, a multiple of the group's size (see `shard`)."""
     length = total // group.size
     return Part(total, group.rank * length, length)
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> Part:
-    """Like `split`, but with more ranks than heads, neighbours hold copies of one head: that of their query heads."""
+    """Return this rank's KV heads.
+
+    With more ranks than heads, neighbouring ranks hold copies of the head of their query heads.
+    """
     length = max(1, num_kv_heads // group.size)
     return Part(num_kv_heads, group.rank * num_kv_heads // group.size, length)
 
 
 def split_vocabulary(vocab_size: int, group: Group) -> tuple[Part, int]:
-    """This rank's rows of the vocabulary, and how many rows every rank has with padding."""
+    """Return this rank's rows of the vocabulary, and the number of rows per rank with padding."""
     padded = -(-vocab_size // group.size)
     start = min(group.rank * padded, vocab_size)
     return Part(vocab_size, start, min(padded, vocab_size - start)), padded

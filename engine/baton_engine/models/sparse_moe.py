@@ -1,4 +1,4 @@
-"""Mixture of experts as a layer: all of its experts here, or spread over the ranks of an expert-parallel group."""
+"""Mixture of experts as a layer: with all experts, or expert-parallel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton_kernels.linear import Int8Weight
 
 
 class ExpertNames(NamedTuple):
-    """What the checkpoint calls an expert's three projections."""
+    """The checkpoint's names of an expert's three projections."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -36,11 +36,14 @@ PROJECTIONS = ExpertNames()
 class SparseMoE(nn.Module):
     """Mixture of experts: a router chooses `num_experts_per_tok` gated MLPs per token.
 
-    Every rank has the whole router and a part of each expert's inside. After `leave_out_experts` it has no experts of its own but
-    those of its `shard`, which may be replaced between steps.
+    Every tensor rank has the whole router and a slice of each expert. After `leave_out_experts` the
+    layer is expert-parallel: its experts are those of `shard`, which may be replaced between steps.
 
     Args:
-        renormalize: the chosen experts' weights sum to 1.
+        config: The checkpoint's configuration.
+        group: Tensor ranks.
+        renormalize: Whether the weights of the chosen experts sum to 1.
+        names: The checkpoint's names of an expert's projections.
     """
 
     def __init__(
@@ -56,17 +59,15 @@ class SparseMoE(nn.Module):
         self.part, self.group = split(config.moe_intermediate_size, group), group
         self.gate = Linear(config.hidden_size, config.num_experts)
         hidden_size, length, num_experts = config.hidden_size, self.part.length, config.num_experts
+        # All experts in one allocation, as GPU kernels expect; separate after `separate_experts`.
         self.gate_up: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(
             num_experts, 2 * length, hidden_size
         )
         self.down: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(
             num_experts, hidden_size, length
         )
-        """All experts in one allocation, which is what a GPU multiplies by; one by one after `separate_experts`."""
         self.is_expert_parallel = False
-        """Over the ranks of an expert-parallel group."""
-        self.shard: ExpertShard | None = None
-        """Of a layer that is spread: what it has of the experts; None: nothing yet."""
+        self.shard: ExpertShard | None = None  # with expert parallelism; None before the first one
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_expert_parallel:
@@ -76,7 +77,7 @@ class SparseMoE(nn.Module):
         return all_reduce(y, self.group)
 
     def run_dummy_batch(self) -> None:
-        """Runs other ranks' tokens through this rank's experts, in a step in which it has none of its own."""
+        """Run other ranks' tokens through this rank's experts, in a step without own tokens."""
         if self.shard is not None:
             router = self.gate.weight
             device = self.shard.tokens.device
@@ -85,24 +86,25 @@ class SparseMoE(nn.Module):
             exchange_tokens(self.shard, weights.new_empty((0, router.shape[1])), weights, ids)
 
     def leave_out_experts(self) -> None:
-        """The layer is spread. Before memory is allocated for it."""
+        """Make the layer expert-parallel. Call it before memory is allocated for the experts."""
         del self.gate_up, self.down
         self.is_expert_parallel = True
 
     def new_expert(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Room for one expert's gate and up rows, and its down projection: this tensor rank's part."""
+        """Allocate this tensor rank's slice of one expert: (gate and up rows, down projection)."""
         hidden_size, length = self.gate.weight.shape[1], self.part.length
         gate_up = torch.empty((2 * length, hidden_size), dtype=dtype, device=device)
         return gate_up, torch.empty((hidden_size, length), dtype=dtype, device=device)
 
     def separate_experts(self, prepare: Callable[[Tensor], nn.Parameter | Int8Weight]) -> None:
-        """Replaces the stacked weights by each expert's own, prepared for products on a CPU. The model cannot be filled again.
+        """Replace the stacked weights by prepared weights of single experts, for CPU kernels.
 
-        While it runs, one projection's weights are held twice.
+        Weights cannot be loaded into the model afterwards. One projection's weights are in memory
+        twice during the call.
         """
         for name in ("gate_up", "down"):
             prepared = [prepare(weight) for weight in getattr(self, name)]
-            delattr(self, name)  # torch takes nothing but a parameter in a parameter's place
+            delattr(self, name)  # torch refuses to replace a parameter by anything else
             setattr(self, name, _listed(prepared))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
@@ -115,7 +117,7 @@ class SparseMoE(nn.Module):
     def expert_targets(
         self, prefix: str, expert: int, gate_up: Tensor, down: Tensor
     ) -> WeightTargets:
-        """Of one expert, which is to lie in these tensors: see `new_expert`."""
+        """Return the targets of one expert's weights; for the tensors see `new_expert`."""
         total, start, length = self.part
         hidden_size = down.shape[0]
         name = f"{prefix}.experts.{expert}"

@@ -1,1 +1,1 @@
-"""One file per architecture; `factory` imports them all, so that adding a model is adding a file."""
+"""One file per architecture. `factory` imports all of them, so a new model is a new file."""

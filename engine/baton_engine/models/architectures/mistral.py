@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): Llama's layer, with a sliding window over the last tokens in every layer."""
+"""Mistral (Jiang et al. 2023): Llama's layer with a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5 (Qwen team 2024): Llama's layer, with biases on q, k and v; late layers may have a sliding window."""
+"""Qwen2 and Qwen2.5 (Qwen team 2024): Llama's layer with biases on q, k and v.
+
+Late layers may have a sliding window.
+"""
 
 from __future__ import annotations
 

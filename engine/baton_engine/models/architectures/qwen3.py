@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team 2025): Llama's layer with the heads of q and k normalised before the rotary embedding."""
+"""Qwen3, dense (Qwen team 2025): Llama's layer with RMS norm on the heads of q and k."""
 
 from __future__ import annotations
 

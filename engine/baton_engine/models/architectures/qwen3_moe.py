@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Qwen team 2025): Qwen3 with a mixture of experts in place of the MLP of most layers."""
+"""Qwen3-MoE (Qwen team 2025): Qwen3 with a mixture of experts as the MLP of most layers."""
 
 from __future__ import annotations
 

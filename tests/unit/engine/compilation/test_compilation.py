@@ -239,7 +239,7 @@ def test_pieces_are_kept_in_folders_that_only_this_user_can_write(
     compiler.open("key")  # somebody else may have put code there
     assert compiler.folder.is_dir()
     assert compiler.folder.parent != tmp_path / "cache"
-    assert "everybody can write there" in caplog.text
+    assert "writable for everybody" in caplog.text
 
 
 def test_without_a_place_for_compiled_code_a_temporary_one_serves(
