@@ -265,9 +265,9 @@ def pod_ip() -> str:
 def container_path(path: str) -> Path:
     """The host's path of `path` as the pod sees it.
 
-    In a container they are the same. A pod that runs as a plain process has its volumes under $BATON_POD_ROOT.
+    In a container they are the same. A pod that runs as a plain process has its volumes under $POCKETKUBE_POD_ROOT.
     """
-    root = os.environ.get("BATON_POD_ROOT")
+    root = os.environ.get("POCKETKUBE_POD_ROOT")
     if root:
         mapped = Path(root) / path.lstrip("/")
         if mapped.exists():

@@ -46,7 +46,7 @@ class KubernetesDiscovery(Discovery):
 
 
 async def _connect(stack: AsyncExitStack) -> KubeClient:
-    """Connect by the service account. A pod that runs as a plain process has its files under $BATON_POD_ROOT."""
+    """Connect by the service account. A pod that runs as a plain process has its files under $POCKETKUBE_POD_ROOT."""
     while True:
         try:
             return await stack.enter_async_context(

@@ -43,7 +43,7 @@ from baton_protocol.messages import (
 from baton_protocol.sampling import SamplingParams
 from support.kv_transfer.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict
 from support.parity import assert_greedy, reference_model
-from support.pods import Network, Pod, Pods
+from support.pods import KV_TRANSPORT, Network, Pod, Pods
 from support.waiting import eventually
 
 LEASE_S = 1.5
@@ -261,7 +261,11 @@ def start_pair(
         networks: of the prefill engine, then of each decode engine; empty: the test's own.
         proxy_host: the proxy's address, if not the prefill engine's.
     """
-    common: dict[str, Any] = {"lease_s": LEASE_S, "load_timeout_s": LOAD_TIMEOUT_S}
+    common: dict[str, Any] = {
+        "transport": KV_TRANSPORT,
+        "lease_s": LEASE_S,
+        "load_timeout_s": LOAD_TIMEOUT_S,
+    }
     places: Iterator[Network | None] = iter(networks) if networks else itertools.repeat(None)
     prefill = group.engine(
         "prefill",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_engine.executor.connector_outputs import OutputAggregator
+from baton_engine.executor.multiproc.connector_outputs import OutputAggregator
 from baton_kv_transfer.connector import (
     BlockSave,
     ConnectorMetadata,

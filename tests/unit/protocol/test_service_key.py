@@ -1,0 +1,355 @@
+"""The service's key at ZeroMQ's doors: who is let in, whatever else this process has open, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from baton_protocol import zap
+from baton_protocol.service_key import (
+    HANDSHAKE_FAILED,
+    ServiceKey,
+    ServiceKeyError,
+    count_refused,
+    watch_handshakes,
+    why_handshake_failed,
+)
+from support.waiting import eventually
+
+DEADLINE_MS = 30_000
+OURS, THEIRS = ServiceKey(b"the key of one service"), ServiceKey(b"the key of another one")
+
+
+class Strangers:
+    """Ways to knock: each sets a client's socket up."""
+
+    @staticmethod
+    def without_key(client: zmq.Socket[Any]) -> None:
+        pass
+
+    @staticmethod
+    def with_another_key(client: zmq.Socket[Any]) -> None:
+        THEIRS.protect_client(client)
+
+    @staticmethod
+    def with_the_servers_public_key(client: zmq.Socket[Any]) -> None:
+        OURS.protect_client(client)  # for its public key alone
+        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+
+    @staticmethod
+    def with_plain_passwords(client: zmq.Socket[Any]) -> None:
+        client.plain_username, client.plain_password = b"baton", b"the key of one service"
+
+
+WAYS = [name for name in vars(Strangers) if name.startswith("with")]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    """Ended within the deadline, with all that ZAP has open in it."""
+    context = zmq.Context()
+    context.linger = 0  # of its sockets
+    yield context
+    ending = threading.Thread(target=context.destroy, daemon=True)
+    ending.start()
+    ending.join(DEADLINE_MS / 1000)
+    assert not ending.is_alive(), "the context does not end: some socket in it is open"
+
+
+def make_server(context: zmq.Context[Any], key: ServiceKey | None) -> tuple[zmq.Socket[bytes], str]:
+    server: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    if key is not None:
+        key.protect_server(server)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    return server, f"tcp://127.0.0.1:{port}"
+
+
+def make_client(
+    context: zmq.Context[Any], address: str, protect: Callable[[zmq.Socket[Any]], None]
+) -> zmq.Socket[bytes]:
+    """Connected, and has said `hello`."""
+    client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.RECONNECT_IVL, -1)
+    protect(client)
+    client.connect(address)
+    with contextlib.suppress(zmq.Again):  # turned away already
+        client.send(b"hello", zmq.NOBLOCK)
+    return client
+
+
+def talk(server: zmq.Socket[bytes], client: zmq.Socket[bytes]) -> None:
+    """The client's `hello` comes, and an answer goes back."""
+    assert server.poll(DEADLINE_MS), "nothing came from the client"
+    identity, said = server.recv_multipart()
+    assert said == b"hello"
+    server.send_multipart([identity, b"welcome"])
+    assert client.poll(DEADLINE_MS), "nothing came from the server"
+    assert client.recv() == b"welcome"
+
+
+def test_who_has_the_key_is_heard_and_answered(context):
+    server, address = make_server(context, OURS)
+    talk(
+        server, make_client(context, address, ServiceKey(b"the key of one service").protect_client)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_has_not_is_turned_away_and_both_sides_learn_of_it(context, way):
+    server: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    OURS.protect_server(server)
+    handshakes = watch_handshakes(server)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.RECONNECT_IVL, -1)
+    getattr(Strangers, way)(client)
+    monitor = client.get_monitor_socket(HANDSHAKE_FAILED)
+    client.connect(f"tcp://127.0.0.1:{port}")
+    assert handshakes.poll(DEADLINE_MS), "the server did not notice"
+    assert monitor.poll(DEADLINE_MS), "the client did not notice"
+    assert count_refused(handshakes) == 1
+    assert count_refused(handshakes) == 0
+    ours = None if way == "without_key" else THEIRS
+    why = why_handshake_failed(recv_monitor_message(monitor), ours)
+    assert "service key" in why or "service_key_file" in why, why
+    assert not server.poll(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_strangers_do_not_disturb_who_has_the_key(context, way):
+    server, address = make_server(context, OURS)
+    for _ in range(20):
+        make_client(context, address, getattr(Strangers, way))
+    friends = [make_client(context, address, OURS.protect_client) for _ in range(3)]
+    for _ in friends:
+        assert server.poll(DEADLINE_MS), "a friend was not heard"
+        identity, said = server.recv_multipart()
+        server.send_multipart([identity, said])
+    for friend in friends:
+        assert friend.poll(DEADLINE_MS), "a friend was not answered"
+    assert not server.poll(0), "one of the others was heard, too"
+
+
+def test_a_client_with_a_key_does_not_speak_with_a_server_that_has_none(context):
+    server, address = make_server(context, None)
+    handshakes = watch_handshakes(server)
+    client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.RECONNECT_IVL, -1)
+    OURS.protect_client(client)
+    monitor = client.get_monitor_socket(HANDSHAKE_FAILED)
+    client.connect(address)
+    assert monitor.poll(DEADLINE_MS)
+    assert "has none" in why_handshake_failed(recv_monitor_message(monitor), OURS)
+    assert not server.poll(0)
+    handshakes.close()
+
+
+def test_several_keys_in_one_process_and_context_keep_to_their_own(context):
+    """Each client knows the other server's public key: only the domain tells them apart."""
+    doors = {key: make_server(context, key) for key in (OURS, THEIRS)}
+    for key, other in ((OURS, THEIRS), (THEIRS, OURS)):
+
+        def half(client: zmq.Socket[Any], key: ServiceKey = key, other: ServiceKey = other) -> None:
+            key.protect_client(client)
+            client.curve_serverkey = other._curve_keys("server")[0]
+
+        server, address = doors[other]
+        handshakes = watch_handshakes(server)
+        stranger = make_client(context, address, half)
+        assert handshakes.poll(DEADLINE_MS), "the half-known client was not turned away"
+        assert not server.poll(0)
+        stranger.close()
+        handshakes.close()
+        talk(doors[key][0], make_client(context, doors[key][1], key.protect_client))
+
+
+def test_every_context_has_its_own_handler_and_sockets_of_one_share_it(context):
+    others = [zmq.Context(), zmq.Context()]
+    before = set(threading.enumerate())  # some may be of earlier tests, and end meanwhile
+    servers = [make_server(each, OURS) for each in (context, context, *others)]
+    assert len(set(threading.enumerate()) - before) == 3
+    for server, address in servers:
+        talk(server, make_client(context, address, OURS.protect_client))
+    for other in others:
+        other.destroy()
+    talk(servers[0][0], make_client(context, servers[0][1], OURS.protect_client))
+
+
+async def test_a_server_of_asyncio_is_protected_as_well():
+    context = zmq.asyncio.Context()
+    context.linger = 0
+    server = context.socket(zmq.ROUTER)
+    OURS.protect_server(server)
+    address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+    stranger, friend = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    Strangers.with_the_servers_public_key(stranger)
+    OURS.protect_client(friend)
+    for client, text in ((stranger, b"stranger"), (friend, b"friend")):
+        client.connect(address)
+        await client.send(text)
+    async with asyncio.timeout(DEADLINE_MS / 1000):
+        assert (await server.recv_multipart())[1] == b"friend"
+    assert not await server.poll(0)
+    for socket in (server, stranger, friend):
+        socket.close()  # on their own loop: from another thread it is not safe
+    await asyncio.to_thread(context.term)
+
+
+def test_a_context_may_end_and_another_begin_many_times():
+    before = set(threading.enumerate())
+    for _ in range(50):
+        context = zmq.Context()
+        context.linger = 0
+        server, address = make_server(context, OURS)
+        talk(server, make_client(context, address, OURS.protect_client))
+        context.destroy()
+        assert context.closed
+    eventually(
+        lambda: set(threading.enumerate()) <= before,
+        timeout_s=DEADLINE_MS / 1000,
+        what="the end of all threads",
+    )
+    assert not [
+        address for address in zap._handlers if address != zmq.Context.instance().underlying
+    ]
+
+
+def test_nobody_is_let_in_when_no_handler_answers(context, monkeypatch):
+    """By itself ZeroMQ would let in all who know the server's public key."""
+
+    class Gone:
+        def __init__(self, context: zmq.Context[Any]) -> None: ...
+
+        def admit(self, domain: bytes, client_key: bytes) -> None: ...
+
+    monkeypatch.setattr(zap, "_Handler", Gone)
+    monkeypatch.setattr(zap, "_handlers", {})
+    server, address = make_server(context, OURS)
+    handshakes = watch_handshakes(server)
+    make_client(context, address, Strangers.with_the_servers_public_key)
+    assert handshakes.poll(DEADLINE_MS), "the stranger was not turned away"
+    assert not server.poll(0)
+    handshakes.close()
+
+
+def child(queue: Any) -> None:
+    context = zmq.Context.instance()
+    server, address = make_server(context, OURS)
+    talk(server, make_client(context, address, OURS.protect_client))
+    queue.put("talked")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_protects_its_own_sockets(method):
+    """Forked in the worst moment: another thread is about to protect a socket."""
+    server, address = make_server(zmq.Context.instance(), OURS)
+    processes = multiprocessing.get_context(method)
+    queue = processes.Queue()
+    process = processes.Process(target=child, args=(queue,))
+    with zap._lock:
+        process.start()
+    try:
+        assert queue.get(timeout=60) == "talked"
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    talk(server, make_client(zmq.Context.instance(), address, OURS.protect_client))
+    server.close()
+
+
+def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_path):
+    script = """
+        import zmq, sys
+        from baton_protocol.service_key import ServiceKey
+        server = zmq.Context.instance().socket(zmq.ROUTER)
+        ServiceKey(b"0123456789abcdef").protect_server(server)
+        server.bind_to_random_port("tcp://127.0.0.1")
+        print("bound", flush=True)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "bound\n", "")
+
+
+# The key and what is derived from it
+
+
+def test_secrets_of_purposes_and_keys_are_unrelated_and_the_same_everywhere():
+    secrets = {
+        (name, purpose): key.secret(purpose)
+        for name, key in (("a", OURS), ("b", THEIRS))
+        for purpose in "xy"
+    }
+    assert len(set(secrets.values())) == 4
+    assert all(len(secret) == 32 for secret in secrets.values())
+    assert ServiceKey(b"0" * 32).secret("kv").hex().startswith("34e2dd6d140834728ba75520")
+
+
+def test_a_file_is_read_where_a_pod_has_its_volumes_and_without_white_space(tmp_path, monkeypatch):
+    mounted = tmp_path / "etc/baton/service-key/key"
+    mounted.parent.mkdir(parents=True)
+    mounted.write_text("  the key of one service\n")
+    monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
+    key = ServiceKey.load("/etc/baton/service-key/key")
+    assert key is not None
+    assert key.secret("kv") == OURS.secret("kv")
+    assert ServiceKey.load("") is None
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b" \n", b"fifteen bytes..", b"     12 bytes        "]
+)
+def test_a_file_without_a_key_is_refused_by_its_name(tmp_path: Path, content: bytes | None):
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ServiceKeyError, match=f"service_key_file {path}"):
+        ServiceKey.load(str(path))
+
+
+@pytest.mark.parametrize("file", ["/", "/nowhere/key", "a\0b"])
+def test_what_is_no_file_is_refused(file):
+    with pytest.raises(ServiceKeyError, match="cannot be read"):
+        ServiceKey.load(file)
+
+
+def test_only_the_bearer_is_admitted():
+    good = OURS.bearer
+    assert OURS.admits(good)
+    strangers = [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        good[:-1],
+        good + "0",
+        good[7:],
+        THEIRS.bearer,
+        "Bearer \ud800",
+        "ü",
+    ]
+    assert not any(OURS.admits(each) for each in strangers)
+
+
+def test_the_key_shows_in_no_text():
+    assert "key of" not in f"{OURS} {OURS!r} {[OURS]}"
+    assert OURS.secret("http").hex() not in repr(OURS)
