@@ -24,7 +24,6 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 
 
 class KVMemory(abc.ABC):
-    #: Of the blocks.
     """KV memory of one worker."""
 
     #: Layout of the blocks.

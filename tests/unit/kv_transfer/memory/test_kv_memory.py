@@ -190,7 +190,7 @@ def test_slots_that_are_not_in_use_are_refused_and_nothing_else_is_released() ->
             memory.release(wrong)
     assert memory.num_free_slots == 2
     memory.release(slots)
-    with pytest.raises(ValueError, match="released already"):
+    with pytest.raises(ValueError, match="it was released"):
         memory.release(slots[:1])
     with pytest.raises(ValueError, match="not in use"):
         memory.block_sums(slots, ALL_HEADS)
