@@ -43,7 +43,7 @@ LABELS = {
     "lane": "what moved the bytes: with ucx, the name that UCX gives the endpoint's lanes (`tcp/lo`); with tcp `sockets`; with shm "
     "`process_vm_readv`; with nixl `unknown`",
     "model_name": "`model.servedName`, or the service's name",
-    "outcome": "of prefill legs `done`, `refused`, `failed`, `timed_out`; of operations `done`, `failed`, `superseded`",
+    "outcome": "of prefill stages `done`, `refused`, `failed`, `timed_out`; of operations `done`, `failed`, `superseded`",
     "phase": f"of ranks {_values(RankPhase)}; of operations `waiting`, `preparing`, `committing`",
     "reason": f"of transfers {_values(FailureReason)}; of fallbacks `no_ready_engine`, `no_compatible_engine`, `refused`, "
     f"`failed`, `timed_out`; of retries {_values(code.name for code in ErrorCode)}, `engine_lost`",

@@ -23,6 +23,8 @@ REFUSALS = ("400", "401", "403", "404", "405", "408", "413", "415", "422")
 
 TTFT = "baton:time_to_first_token_seconds"
 ITL = "baton:inter_token_latency_seconds"
+CLIENT_TTFT = "baton:gateway_time_to_first_token_seconds"
+CLIENT_ITL = "baton:gateway_inter_token_latency_seconds"
 QUEUE_TIME = "baton:request_queue_time_seconds"
 PREFILL_TIME = "baton:request_prefill_time_seconds"
 RUNNING = "baton:num_requests_running"
@@ -37,10 +39,16 @@ HTTP_REQUESTS = "baton:http_requests"
 ENGINE_GAUGES = (RUNNING, WAITING, WAITING_FOR_REMOTE_KV, KV_USAGE)
 ENGINE_HISTOGRAMS = (TTFT, ITL, QUEUE_TIME, PREFILL_TIME)
 GATEWAY_GAUGES = (IN_FLIGHT, HELD)
-GATEWAY_HISTOGRAMS = (TTFT, ITL)
-_READ = re.compile(
-    rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join((*ENGINE_GAUGES, *ENGINE_HISTOGRAMS, *GATEWAY_GAUGES, BUSY, HTTP_REQUESTS))})[_{{ ]"
+GATEWAY_HISTOGRAMS = (CLIENT_TTFT, CLIENT_ITL)
+_NAMES = (
+    *ENGINE_GAUGES,
+    *ENGINE_HISTOGRAMS,
+    *GATEWAY_GAUGES,
+    *GATEWAY_HISTOGRAMS,
+    BUSY,
+    HTTP_REQUESTS,
 )
+_READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_NAMES)})[_{{ ]")
 """Lines of a scrape that anything is read from, a tenth of them: parsing takes its time."""
 
 
@@ -286,8 +294,8 @@ def window(
         active_at=max(
             (at for line in gateways for at in (*line.answered, *line.occupied)), default=None
         ),
-        client_ttft_s=_total(gateways, TTFT).quantile(quantile),
-        client_itl_s=_total(gateways, ITL).quantile(quantile),
+        client_ttft_s=_total(gateways, CLIENT_TTFT).quantile(quantile),
+        client_itl_s=_total(gateways, CLIENT_ITL).quantile(quantile),
     )
 
 
