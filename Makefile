@@ -15,7 +15,7 @@ help:
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
-	@echo "make check          ruff, mypy, import-linter"
+	@echo "make check          ruff, codespell, mypy, import-linter, and whether generated files are current"
 	@echo "make manifests      regenerate the CRD, RBAC and the references in docs/ from the code"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
 	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json"
@@ -42,7 +42,7 @@ e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
-	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/unit/operator/test_operator_chaos.py tests/unit/operator/test_operator_faults.py tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
+	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/unit/operator/reconcile/test_operator_chaos.py tests/unit/operator/process/test_operator_faults.py tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
 
 elastic: $(STAMP)
 	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)
@@ -54,11 +54,12 @@ soak: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton_operator.manifests --check manifests
-	$(BIN)/python hack/api_reference.py --check docs/api.md
-	$(BIN)/python hack/metrics_reference.py --check docs/metrics.md
+	$(BIN)/python hack/api_reference.py --check docs/reference/api.md
+	$(BIN)/python hack/metrics_reference.py --check docs/reference/metrics.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -66,8 +67,8 @@ format: $(STAMP)
 
 manifests: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests manifests
-	$(BIN)/python hack/api_reference.py docs/api.md
-	$(BIN)/python hack/metrics_reference.py docs/metrics.md
+	$(BIN)/python hack/api_reference.py docs/reference/api.md
+	$(BIN)/python hack/metrics_reference.py docs/reference/metrics.md
 
 diagrams: # needs Graphviz
 	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done

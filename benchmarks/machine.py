@@ -1,4 +1,4 @@
-"""What this machine can do at most: float32 GEMM rate and read bandwidth, measured with torch itself."""
+"""The limits of this machine: float32 GEMM rate and read bandwidth, measured with torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from baton_kernels.linear import linear, pack_weight
 
 
 class Machine:
-    """Measurements, to be made in a process of their own."""
+    """Measurements, for a process of their own."""
 
     def gemm_flops(
         self, rows: int = 512, inner: int = 768, columns: int = 6144
     ) -> dict[str, float]:
-        """FLOP/s of a float32 product of the model's widest layer, with plain and with packed weights; medians of 15."""
+        """Return FLOP/s of a float32 product with plain and with packed weights; medians of 15.
+
+        The default sizes are those of the model's widest layer.
+        """
         x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
         packed = pack_weight(weight)
         flops = 2 * rows * inner * columns
@@ -28,7 +31,10 @@ class Machine:
         }
 
     def read_bandwidth(self, repeats: int = 7) -> float:
-        """Bytes per second that the cores can read together; best of two kernels, each the median of `repeats`, over 1 GiB."""
+        """Return the bytes per second that all cores read together, over 1 GiB.
+
+        It is the better of two kernels, each the median of `repeats`.
+        """
         data = self._gibibyte
         ones = torch.ones(2**14)
         matrix = data.view(-1, 2**14)

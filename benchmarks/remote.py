@@ -1,8 +1,8 @@
-"""Objects in processes of their own: every way is measured alone, with its own OpenMP threads, the others asleep meanwhile.
+"""Objects in processes of their own, so that each candidate of a benchmark runs undisturbed.
 
-In one process they disturb each other: with the bandwidth measured in the engine's process, batch-1 decode made 53 tokens per
-second, in a process of its own 70. libgomp counts the threads of all pools, idle ones too, and spins less when they outnumber
-the cores.
+Candidates in one process disturb each other: with the bandwidth measured in the engine's process,
+batch-1 decode made 53 tokens per second; in a process of its own it made 70. libgomp counts the
+threads of all pools, including idle ones, and spins less if they outnumber the cores.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 class Remote:
-    """`factory(*args, **options)` in a new process."""
+    """The object `factory(*args, **options)` in a new process."""
 
     def __init__(self, factory: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """Raises what the factory raises."""
+        """Start the process. Raises RuntimeError if the factory raises."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -29,12 +29,12 @@ class Remote:
         self._answer()
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """What the object's method returns.
+        """Call a method of the object and return its result.
 
         Raises:
-            EOFError: the process is gone.
-            TimeoutError: it did not return in time; the process has been ended.
-            RuntimeError: it raised.
+            EOFError: the process died.
+            TimeoutError: the method did not return in time. The process has been killed.
+            RuntimeError: the method raised.
         """
         self._connection.send((method, args))
         if not self._connection.poll(timeout_s):
@@ -43,9 +43,9 @@ class Remote:
         return self._answer()
 
     def close(self) -> None:
-        """Calls the object's `close`, if it has one, and ends the process."""
+        """Call the object's `close`, if it has one, and end the process."""
         if self._process.is_alive():
-            with contextlib.suppress(BrokenPipeError):  # it is ending already
+            with contextlib.suppress(BrokenPipeError):  # the process is ending
                 self._connection.send(None)
         self._process.join(60)
 

@@ -1,4 +1,4 @@
-# Engine, coordinator and gateway for machines without a GPU: one `spec.image` serves all pods of a service.
+# Engine, coordinator and gateway for machines without a GPU. All pods of a service use one `spec.image`.
 #   docker build -f docker/engine-cpu.Dockerfile -t baton:0.1.0-cpu .
 FROM python:3.11.14-slim-bookworm AS dependencies
 WORKDIR /source
@@ -6,7 +6,7 @@ RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/
-# torch of this index is the one without CUDA: its version, +cpu, comes before PyPI's.
+# This index has torch without CUDA. pip prefers its version (+cpu) to the one on PyPI.
 RUN python docker/requirements.py engine gateway fetch > requirements.txt \
     && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt -r requirements.txt
 
@@ -14,8 +14,8 @@ FROM dependencies AS package
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip install --no-cache-dir --no-deps /wheels/*.whl
-# For every instruction set, whatever this machine has: the processor that runs the image chooses. Without them the engine is slower,
-# so their absence fails the build here.
+# Compiles for every instruction set; the processor that runs the image selects one. The engine is slower
+# without them, so a missing file fails the build here.
 RUN cd / && python -m baton_kernels.cpu.build \
     && cp -r "$(python -c 'from baton_kernels.cpu.libraries import BUILT; print(BUILT)')" /built \
     && ls /built/*.so
@@ -23,11 +23,11 @@ RUN cd / && python -m baton_kernels.cpu.build \
 # No compiler at run time: torch.compile on a CPU (off by default) would need one.
 FROM python:3.11.14-slim-bookworm
 COPY --from=dependencies /opt/baton /opt/baton
-# HOME and USER: the user has no line in /etc/passwd, and torch asks for both.
+# HOME and USER: the user has no entry in /etc/passwd, and torch reads both.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=baton
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps /wheels/*.whl
 COPY --from=package /built /opt/baton/lib/python3.11/site-packages/baton_kernels/cpu/built
-# By number: Kubernetes proves runAsNonRoot only of a number.
+# A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-engine"]

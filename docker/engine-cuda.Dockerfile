@@ -1,6 +1,8 @@
-# Engine, coordinator and gateway for NVIDIA GPUs: one `spec.image` serves all pods of a service, those without a GPU as well.
+# Engine, coordinator and gateway for NVIDIA GPUs. All pods of a service use one `spec.image`, also those without
+# a GPU.
 #   docker build -f docker/engine-cuda.Dockerfile -t baton:0.1.0 .
-# CUDA's libraries come as wheels with torch, the driver from the node, so the base is no CUDA image. CUDA 12, since UCX's wheels are of it.
+# torch's wheels contain CUDA's libraries and the node has the driver, so the base image has no CUDA. It is CUDA 12
+# because UCX's wheels need it.
 FROM python:3.11.14-slim-bookworm AS dependencies
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu126
 WORKDIR /source
@@ -8,19 +10,19 @@ RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/link_nixl_ucx.py docker/
-# A CUDA build of torch names the one Triton it works with; that of constraints.txt is what tests on CPUs use.
+# A CUDA build of torch requires its own version of Triton; constraints.txt has the one for tests on CPUs.
 RUN python docker/requirements.py engine gateway fetch nixl > requirements.txt \
     && grep -v '^triton==' constraints.txt > constraints-cuda.txt \
     && pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints-cuda.txt -r requirements.txt
-# The wheel libucx-cu12 has no verbs, so no RDMA; the UCX in NIXL's wheel has.
+# The wheel libucx-cu12 has no verbs and so no RDMA. The UCX in NIXL's wheel has both.
 RUN python docker/link_nixl_ucx.py /opt/baton/ucx
 
 FROM dependencies AS package
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip install --no-cache-dir --no-deps /wheels/*.whl
-# For every instruction set, whatever this machine has: the processor that runs the image chooses. Without them the engine is slower,
-# so their absence fails the build here.
+# Compiles for every instruction set; the processor that runs the image selects one. The engine is slower
+# without them, so a missing file fails the build here.
 RUN cd / && python -m baton_kernels.cpu.build \
     && cp -r "$(python -c 'from baton_kernels.cpu.libraries import BUILT; print(BUILT)')" /built \
     && ls /built/*.so
@@ -29,13 +31,14 @@ FROM python:3.11.14-slim-bookworm
 # Triton compiles its launcher (triton/backends/nvidia/driver.c) with the C compiler of the machine that runs it.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=dependencies /opt/baton /opt/baton
-# utility: libnvidia-ml, which UCX's CUDA module links. HOME and USER: the user has no line in /etc/passwd, and torch asks for both.
+# utility: libnvidia-ml, which UCX's CUDA module links. HOME and USER: the user has no entry in /etc/passwd, and torch
+# reads both.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NVIDIA_DRIVER_CAPABILITIES=compute,utility HOME=/tmp USER=baton
-# ucxx loads the UCX of that folder instead of the wheel; the engine logs which one it loaded.
+# ucxx loads the UCX in this folder instead of the wheel. The engine logs which one it loaded.
 ENV RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1 LD_LIBRARY_PATH=/opt/baton/ucx
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps /wheels/*.whl
 COPY --from=package /built /opt/baton/lib/python3.11/site-packages/baton_kernels/cpu/built
-# By number: Kubernetes proves runAsNonRoot only of a number.
+# A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-engine"]

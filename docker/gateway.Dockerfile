@@ -1,4 +1,5 @@
-# The gateway alone, for `gateway.template`; the engine images hold it, too, since one `spec.image` serves all pods of a service.
+# The gateway alone, for `gateway.template`. The engine images contain it as well, because all pods of a service use
+# one `spec.image`.
 #   docker build -f docker/gateway.Dockerfile -t baton-gateway:0.1.0 .
 FROM python:3.11.14-slim-bookworm AS dependencies
 WORKDIR /source
@@ -18,6 +19,6 @@ COPY --from=dependencies /opt/baton /opt/baton
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps /wheels/*.whl
-# By number: Kubernetes proves runAsNonRoot only of a number.
+# A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-gateway"]

@@ -1,7 +1,10 @@
-"""Links NIXL's UCX, which has verbs and CUDA, under the names of a system UCX: `python docker/link_nixl_ucx.py FOLDER`.
+"""Link NIXL's UCX, which has verbs and CUDA, under the names of a system UCX.
 
-The wheel libucx-cu12, which ucxx loads by default, is built without verbs. With FOLDER in LD_LIBRARY_PATH and
-RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1 ucxx loads NIXL's libraries instead; the wheel is then not loaded at all.
+Usage: python docker/link_nixl_ucx.py FOLDER
+
+The wheel libucx-cu12, which ucxx loads by default, is built without verbs. With FOLDER in
+LD_LIBRARY_PATH and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1, ucxx loads NIXL's libraries instead of
+the wheel.
 """
 
 from __future__ import annotations
@@ -24,23 +27,21 @@ def main(folder: Path) -> None:
         str(importlib.metadata.distribution("nixl-cu12").locate_file("nixl_cu12.libs"))
     )
     (folder / "ucx").mkdir(parents=True)
-    for path in libraries.glob(
-        "*.so*"
-    ):  # they name each other by the names that they have in the wheel
+    # The libraries refer to each other by their names in the wheel.
+    for path in libraries.glob("*.so*"):
         (folder / path.name).symlink_to(path)
     for name in NAMES:
         (found,) = libraries.glob(f"lib{name}-*.so.*")
         (folder / f"lib{name}.so").symlink_to(found)
         (folder / f"lib{name}.so.0").symlink_to(found)
-    # NIXL's wheel has no libucs_signal. Without this link ucxx would load that of libucx-cu12, and its libucs with it.
+    # NIXL's wheel has no libucs_signal. Without this link ucxx would load the one of libucx-cu12,
+    # and with it a second libucs.
     (folder / "libucs_signal.so").symlink_to(folder / "libucs.so")
-    for path in (libraries / "ucx").glob(
-        "*.so.*"
-    ):  # UCX looks for modules beside libucs, with the suffix of its name
+    # UCX loads modules from the folder of libucs, with the suffix of its name. Modules of modules
+    # (mlx5 of ib) use the full name.
+    for path in (libraries / "ucx").glob("*.so.*"):
         (folder / "ucx" / f"{path.name.partition('.')[0]}.so").symlink_to(path)
-        (folder / "ucx" / path.name).symlink_to(
-            path
-        )  # modules of modules (mlx5 of ib) name each other in full
+        (folder / "ucx" / path.name).symlink_to(path)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,6 @@ COPY --from=dependencies /opt/baton /opt/baton
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps /wheels/*.whl
-# By number: Kubernetes proves runAsNonRoot only of a number.
+# A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-operator"]

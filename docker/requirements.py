@@ -1,6 +1,9 @@
-"""Prints what the named extras of pyproject.toml install, one requirement a line: `python docker/requirements.py gateway engine`.
+"""Print the requirements of extras of pyproject.toml, one per line.
 
-The images install dependencies before Baton itself, so that a changed line of code makes a layer of megabytes and not of gigabytes.
+Usage: python docker/requirements.py gateway engine
+
+The images install dependencies before Baton, so that a code change makes a layer of megabytes
+instead of gigabytes.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from pathlib import Path
 
 
 def main(extras: list[str]) -> None:
-    """Raises KeyError for an extra that does not exist."""
+    """Print the requirements. Raises KeyError for an unknown extra."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds a real Kubernetes control plane (kube-apiserver, kube-controller-manager, kube-scheduler, etcd) from Debian's
-# source packages, once per machine, and prints the folder that holds the binaries (use it as KUBEBUILDER_ASSETS).
+# Builds a real Kubernetes control plane (kube-apiserver, kube-controller-manager, kube-scheduler, etcd)
+# from Debian's source packages, once per machine. Prints the folder of the binaries, for use as
+# KUBEBUILDER_ASSETS.
 #
-#   hack/control-plane.sh           build if missing; last line of stdout is the folder
-#   KUBEBUILDER_ASSETS=DIR ...      use the binaries there instead; nothing is built
+#   hack/control-plane.sh           build if missing; the last line of stdout is the folder
+#   KUBEBUILDER_ASSETS=DIR ...      use the binaries in DIR and build nothing
 #
 # Needs: Debian (bookworm), root or sudo for the build packages, about 4 GB of disk and 6 minutes on 2 cores.
 set -euo pipefail
@@ -38,7 +39,7 @@ mkdir -p "$cache"
 work=$(mktemp -d "$cache/build.XXXXXX")
 trap 'chmod -R u+w "$work" 2>/dev/null || true; rm -rf "$work"' EXIT
 
-# Source entries beside the machine's own ones, in a private list: the machine's configuration is left as it is.
+# A private list of source entries, so that the machine's apt configuration does not change.
 mkdir -p "$work/apt/sources" "$work/apt/lists/partial"
 for f in /etc/apt/sources.list.d/*.sources; do
     [ -e "$f" ] && grep -q 'debian-archive-keyring' "$f" && sed 's/^Types:.*/Types: deb-src/' "$f" >"$work/apt/sources/$(basename "$f")"
@@ -53,7 +54,7 @@ src_apt=(-o "Dir::Etc::sourcelist=/dev/null" -o "Dir::Etc::sourceparts=$work/apt
 say "installing ${PACKAGES[*]}"
 export DEBIAN_FRONTEND=noninteractive
 $sudo apt-get -qq update >&2
-# The package starts an etcd service of its own where there is an init system; only the binary is wanted.
+# On machines with an init system the package also starts an etcd service. Only the binary is used here.
 $sudo apt-get -qq install -y --no-install-recommends "${PACKAGES[@]}" >&2
 
 say "fetching the kubernetes source"

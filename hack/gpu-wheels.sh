@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Downloads the wheels that `make gpu` may need into .gpu-wheels, on any machine with a network: for CPython 3.12 on x86-64 Linux,
-# about 30 MB. Take the folder along to the GPU machine, which needs no network then.
+# Downloads the wheels that `make gpu` may need into .gpu-wheels, on any machine with a network: about
+# 30 MB, for CPython 3.12 on x86-64 Linux. Copy the folder to the GPU machine, which needs no network.
 #
-#   hack/gpu-wheels.sh [PYTHON]     PYTHON: any one with pip, python3 by default
+#   hack/gpu-wheels.sh [PYTHON]     PYTHON: an interpreter with pip, python3 by default
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ folder=.gpu-wheels
 names="$(sed 's/#.*//' hack/gpu-wheels.txt | awk 'NF { print $1 }')"
 
 platforms=()
-for glibc in 2_39 2_35 2_34 2_31 2_28 2_27 2_26 2_24 2_17; do # pip takes each literally
+for glibc in 2_39 2_35 2_34 2_31 2_28 2_27 2_26 2_24 2_17; do # pip matches each literally
     platforms+=(--platform "manylinux_${glibc}_x86_64")
 done
 rm -rf "$folder"

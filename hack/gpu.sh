@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# What `make gpu` does on a machine with a GPU, python3 (3.12), torch 2.11, triton 3.6 and no network: kernel tests natively, parity
-# of the engine on the GPU, then the benchmarks, which write benchmarks/results/<gpu>/kernels.json.
-# Without a GPU the kernel tests run in Triton's interpreter, and the benchmarks at tiny sizes on the CPU, which writes nothing.
+# `make gpu`: tests and benchmarks on a machine with a GPU, python3 (3.12), torch 2.11, triton 3.6
+# and no network. Runs the kernel tests natively, the engine's parity tests on the GPU, then the
+# benchmarks, which write benchmarks/results/<gpu>/kernels.json. Without a GPU the kernel tests run in
+# Triton's interpreter, and the benchmarks run with tiny sizes on the CPU and write nothing.
 #
 #   hack/gpu.sh [PYTHON]
-#   PARTS="tests engine bench"      what to run, in this order; also: tune (launch configurations, for up to TUNE_MINUTES)
-#   BENCH_MINUTES=9                 parts of the benchmarks that are not done by then are left out, the others' figures written
-#   TEST_ARGS, BENCH_ARGS           further arguments of pytest and of benchmarks/kernels/bench.py
+#   PARTS="tests engine bench"   parts to run, in this order; also: tune (launch configurations)
+#   TUNE_MINUTES=6               time limit of tune
+#   BENCH_MINUTES=9              time limit of the benchmarks; skips the parts that do not end in time
+#   TEST_ARGS, BENCH_ARGS        further arguments of pytest and of benchmarks/kernels/bench.py
 #
-# Packages that this python3 lacks come from .gpu-wheels (`make gpu-wheels`, on a machine with a network) and go into .gpu-site, which
-# only this script uses. Without the folder, what needs none of them runs: kernel tests (pytest) and kernel benchmarks.
+# Packages that this python3 lacks are installed from .gpu-wheels (`make gpu-wheels`, on a machine with
+# a network) into .gpu-site, which only this script uses. Without that folder, the kernel tests (if
+# pytest is there) and the kernel benchmarks run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,7 +29,7 @@ export PYTHONPATH="$PWD/.gpu-site:$PWD/engine:$PWD/kernels:$PWD/kv_transfer:$PWD
 gpu="$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")')"
 say "${gpu:-no GPU}; $("$python" -c 'import sys, torch, triton; print("python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__)')"
 
-# 1. What is missing, from the wheels.
+# Install missing packages from the wheels.
 missing=()
 while read -r distribution module; do
     has "$module" || missing+=("$distribution")
@@ -34,12 +37,12 @@ done < <(sed 's/#.*//' hack/gpu-wheels.txt | awk 'NF')
 if [ "${#missing[@]}" -gt 0 ]; then
     if [ -d .gpu-wheels ]; then
         say "installing into .gpu-site: ${missing[*]}"
-        for distribution in "${missing[@]}"; do # one by one: a wheel that is not there keeps no other from being installed
+        for distribution in "${missing[@]}"; do # one by one: a missing wheel does not stop the others
             "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --find-links .gpu-wheels \
-                --target .gpu-site --upgrade "$distribution" || say "no wheel of $distribution; what needs it will fail"
+                --target .gpu-site --upgrade "$distribution" || say "no wheel of $distribution; tests that need it will fail"
         done
     else
-        say "missing: ${missing[*]}; and there is no .gpu-wheels: run 'make gpu-wheels' where there is a network, and bring the folder"
+        say "missing: ${missing[*]}; run 'make gpu-wheels' on a machine with a network and copy the folder .gpu-wheels here"
     fi
 fi
 
@@ -54,7 +57,7 @@ timed() { # name, command...
 
 run_pytest() {
     local processes=()
-    has xdist && [ -n "$gpu" ] && processes=(-n 4) # most of the time goes into compiling kernels
+    has xdist && [ -n "$gpu" ] && processes=(-n 4) # compiling kernels takes most of the time
     # shellcheck disable=SC2086
     "$python" -m pytest -q -p no:cacheprovider --tb=short "${processes[@]}" "$@" ${TEST_ARGS:-}
     local status=$?
@@ -93,7 +96,7 @@ for part in $parts; do
         timed "benchmarks" "$python" benchmarks/kernels/bench.py $quick --minutes "${BENCH_MINUTES:-9}" ${BENCH_ARGS:-}
         ;;
     *)
-        say "no part is called $part; there are: tests, engine, tune, bench"
+        say "unknown part $part; choose from: tests, engine, tune, bench"
         exit 2
         ;;
     esac
@@ -103,4 +106,4 @@ if [ "${#failed[@]}" -gt 0 ]; then
     exit 1
 fi
 say "all done in $SECONDS s${gpu:+ on $gpu}"
-[ -n "$gpu" ] || say "there is no GPU: what needs one was skipped"
+[ -n "$gpu" ] || say "this machine has no GPU: tests that need one were skipped"

@@ -1,14 +1,18 @@
-"""An expert-parallel group that grows and shrinks under load, all processes on this host, beside a control run.
+"""An expert-parallel group that scales under load, with all processes on this host, and a control.
 
     make bench SUBJECT=elastic [ARGS="--cycles 10"]
 
-A seeded generator keeps 32 streams open through a gateway while the group goes 2 -> 4 -> 3 -> 6 -> 2 ranks, again and again;
-members that leave are drawn at random. Per operation: seconds in each phase as the coordinator tells them, from the request to the
-new ranks being ready (they import torch and load meanwhile) to the last adoption; the longest time between two tokens of any
-stream meanwhile; how long steps paused for the commit (histogram of the ranks, upper bound of the highest bucket hit). Control:
-the same load on two ranks that stay, while engines of the same weight that nobody uses start and end in the same rhythm, for
-starting processes on two cores slows everybody down. Goals are on the difference. Then throughput of groups of 1, 2 and 4 ranks on
-these cores, and what the exchange before each step costs. Every token of every stream is checked against `transformers`.
+A seeded generator keeps 32 streams open through a gateway while the group scales 2 -> 4 -> 3 -> 6
+-> 2 ranks, `--cycles` times. Ranks that leave are drawn at random. Figures of an operation:
+
+- seconds in each phase, from the coordinator: new ranks start and load, then the commit
+- the longest time between two tokens of any stream
+- the pause of steps for the commit: upper bound of the highest bucket hit in the ranks' histogram
+
+Starting processes on two cores slows down everything, so a control run has the same load on two
+ranks that stay, while unused engines of the same size start and stop in the same rhythm. Goals
+refer to the difference. At the end: the throughput of groups of 1, 2 and 4 ranks, and the cost of
+the exchange before each step. Every token of every stream is checked against `transformers`.
 
 The processes are those of the chaos suite (tests/support).
 """
@@ -39,9 +43,9 @@ from support.token_rule import assert_right_tokens
 WIDTH = 32
 SIZES = (4, 3, 6, 2)
 PAUSES = "baton:topology_commit_pause_seconds_bucket"
-REST_S = 1.0
-"""Between two operations."""
+REST_S = 1.0  #: Pause between two operations.
 THROUGHPUT_S = 15.0
+#: Published figures of others, on other hardware and with other models.
 PUBLISHED = (
     ("vLLM, data-parallel 4 -> 5 (#20775)", "about 55 s; every request answered 503 meanwhile"),
     ("vLLM, data-parallel 5 -> 4 (#20775)", "about 40 s; likewise"),
@@ -52,11 +56,10 @@ PUBLISHED = (
         "58 s; pause of 0.82 s up, 1.96 s down",
     ),
 )
-"""What others say of theirs, on other hardware and with other models: for orientation."""
 
 
 def pause_buckets(ranks: list[Pod]) -> dict[float, float]:
-    """How many planned changes fell into the buckets up to each bound, over all ranks."""
+    """Return the cumulative counts of planned changes by bucket, over all ranks."""
     counts: dict[float, float] = {}
     for pod in ranks:
         _, body = pod.get(8000, "/metrics")
@@ -68,7 +71,7 @@ def pause_buckets(ranks: list[Pod]) -> dict[float, float]:
 
 
 def worst_pause_s(before: dict[float, float], after: dict[float, float]) -> float | None:
-    """Upper bound of the highest bucket that was hit between the two; None: there was no change."""
+    """Return the bound of the highest bucket hit between two readings, or None without a change."""
     grown = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     total = max(grown.values(), default=0.0)
     return (
@@ -79,7 +82,7 @@ def worst_pause_s(before: dict[float, float], after: dict[float, float]) -> floa
 
 
 async def during(load: Load, work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """(what `work` returned, seconds it took, longest gap of any stream that touches that time)."""
+    """Run `work` and return its result, its seconds, and the longest token gap in that time."""
     since = time.monotonic()
     result = await asyncio.to_thread(work)
     until = time.monotonic()
@@ -94,7 +97,7 @@ async def during(load: Load, work: Callable[[], Any]) -> tuple[Any, float, float
 
 
 def names_of(size: int, group: ExpertGroup, rng: random.Random) -> list[str]:
-    """Members of the next topology: any may leave, new ones are started."""
+    """Return the members of the next topology: random ones leave, new ones are started."""
     names = sorted(group.ranks)
     if size < len(names):
         return rng.sample(names, size)
@@ -132,7 +135,7 @@ async def scale(group: ExpertGroup, load: Load, cycles: int, rows: list[dict[str
 async def control(
     processes: Pods, checkpoint: Path, load: Load, cycles: int, rows: list[dict[str, Any]]
 ) -> None:
-    """Engines that nobody uses start and end as ranks do in `scale`."""
+    """Start and stop unused engines like the ranks in `scale`."""
     others: list[Pod] = []
     serial = 0
     for _ in range(cycles):
@@ -192,7 +195,7 @@ async def throughput(group: ExpertGroup, load: Load, size: int) -> dict[str, Any
 
 
 async def loaded(group: ExpertGroup, work: Callable[[Load], Any], width: int = WIDTH) -> Load:
-    """Runs `work` under load; returns the load once all its streams have ended."""
+    """Run `work` under load. Return the load after all its streams have ended."""
     assert group.gateway is not None
     load = Load(f"http://{group.gateway.address}:8080", width=width, vocab_size=VOCAB_SIZE)
     running = asyncio.create_task(load.run())
@@ -207,7 +210,7 @@ async def loaded(group: ExpertGroup, work: Callable[[Load], Any], width: int = W
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Scaling of an expert-parallel group under load.")
-    parser.add_argument("--cycles", type=int, default=10, help="times 2 -> 4 -> 3 -> 6 -> 2")
+    parser.add_argument("--cycles", type=int, default=10, help="repeats of 2 -> 4 -> 3 -> 6 -> 2")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     loads: list[Load] = []

@@ -1,6 +1,7 @@
-"""`make bench SUBJECT=engine`: throughput, batch-1 decode, overhead, KV memory, each next to its peer in one run.
+"""`make bench SUBJECT=engine`: throughput, batch-1 decode, overhead and KV memory, with peers.
 
-ARGS="--quick" shrinks everything (a minute instead of half an hour) and writes no result; `--part NAME` measures one part anew.
+ARGS="--quick" shrinks everything (a minute instead of half an hour) and writes no result.
+`--part NAME` measures one part again.
 """
 
 from __future__ import annotations
@@ -26,20 +27,19 @@ import report
 from report import Goal
 
 Rows = list[dict[str, Any]]
+#: The limits of the figures.
 REMARKS = (
-    "Batch-1 decode is bound by reading weights; the rest of a step is operations between the matrix products. Throughput is bound "
-    "by the matrix products and, in decode steps, by reading KV. The read bandwidth changes from run to run on a shared machine, "
-    "and ratios to it with it."
+    "Reading weights limits batch-1 decode; the rest of a step is operations between the matrix "
+    "products. The matrix products limit throughput, and in decode steps also reading KV. The read "
+    "bandwidth of a shared machine changes from run to run, and so do ratios to it."
 )
-"""Where figures fall short, and what limits them."""
-PATIENCE_S = 600.0
-"""For one run of a way."""
+RUN_TIMEOUT_S = 600.0  #: Timeout of one run of a candidate.
+#: A candidate whose first run took this many times the best one's is not repeated.
 HOPELESS = 10.0
-"""A way that took so many times the best one's first run is not repeated; its figure is that of one run."""
 
 
 def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Wanted output tokens per second on 64 requests: Baton against the better way of transformers."""
+    """Output tokens per second on 64 requests, against the faster way of transformers."""
     works = sample(scale=scale)
     wanted = sum(work.num_output_tokens for work in works)
     engine = Remote(Engine, path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
@@ -50,9 +50,9 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
     )
 
     def generate_batch() -> float:
-        """Infinite if it takes too long: it is not the better way then."""
+        """Return the seconds, infinite after the timeout."""
         try:
-            return float(continuous.call("generate_batch", works, timeout_s=PATIENCE_S))
+            return float(continuous.call("generate_batch", works, timeout_s=RUN_TIMEOUT_S))
         except TimeoutError:
             return math.inf
 
@@ -78,9 +78,8 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
     for process in (engine, peer, continuous, bounds):
         process.close()
     _, num_read = num_parameters(path)
-    num_computed = sum(
-        work.num_tokens - 1 for work in works
-    )  # the last token of a request is never run
+    # The model never runs the last token of a request.
+    num_computed = sum(work.num_tokens - 1 for work in works)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     rates = {kind: statistics.median(one[kind] for one in gemm) for kind in gemm[0]}
     best_peer = min(value for name, value in median.items() if name != "baton")
@@ -88,11 +87,11 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
         {
             "part": "throughput",
             "way": name,
-            "seconds": round(value, 2) if value < math.inf else f"over {PATIENCE_S:g}",
+            "seconds": round(value, 2) if value < math.inf else f"over {RUN_TIMEOUT_S:g}",
             "runs": len(seconds[name]),
             "output_tokens_per_s": round(wanted / value, 1)
             if value < math.inf
-            else f"under {wanted / PATIENCE_S:.1f}",
+            else f"under {wanted / RUN_TIMEOUT_S:.1f}",
             "gemm_fraction": round(2 * num_read * num_computed / value / max(rates.values()), 3)
             if name == "baton"
             else None,
@@ -113,7 +112,7 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
 
 
 def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Batch-1 decode against the roofline: measured read bandwidth over the bytes every token reads."""
+    """Batch-1 decode against the roofline: read bandwidth / bytes that a token reads."""
     engine, bounds = (
         Remote(Engine, path, max_num_seqs=1, kv_cache_memory_bytes=2**28, async_scheduling=True),
         Remote(machine.Machine),
@@ -123,11 +122,10 @@ def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
     prompt = list(range(300, 332))
     engine.call("generate", [Work(prompt, 4)])
     rates, bandwidths = [], []
-    for _ in range(
-        3 * repeats
-    ):  # short ones: the bandwidth that neighbours leave changes by the minute
+    # Many short runs, because the available bandwidth changes within minutes.
+    for _ in range(3 * repeats):
         bandwidths.append(bounds.call("read_bandwidth"))
-        # The difference of two lengths: without the prefill, and without what a call costs.
+        # The difference of two lengths excludes the prefill and the cost of a call.
         short, long = (engine.call("generate", [Work(prompt, 2 + n)]) for n in (0, num_tokens))
         rates.append(num_tokens / (long - short))
     engine.close()
@@ -147,7 +145,7 @@ def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
 
 
 def engine_overhead(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """The engine's own work per running request and step, the model taking no time."""
+    """The engine's own work per running request and step, with a model that takes no time."""
     rows = overhead.figures((64, 256, 1024), repeats)
     us = {row["running"]: row["us_per_request_and_step"] for row in rows}
     return rows, [
@@ -162,12 +160,12 @@ def engine_overhead(path: Path, repeats: int, scale: float) -> tuple[Rows, list[
 
 
 def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Waste on the sample, and the PagedAttention paper's experiment: paged against reserved maximum in the same memory."""
+    """Memory waste, and paged against reserved KV in the same memory (as in PagedAttention)."""
     works = sample(scale=scale)
     everything = sum(-(-work.num_tokens // memory.BLOCK_SIZE) for work in works) + len(works)
     waste = memory.occupancy(works, everything)
     rows: Rows = [{"part": "kv waste", **waste}]
-    # Room for 8 requests of the maximum length.
+    # Memory for 8 requests of the maximum length.
     num_blocks = 8 * memory.MAX_MODEL_LEN // memory.BLOCK_SIZE
     paged = memory.occupancy(works, num_blocks)
     reserved = memory.occupancy(works, num_blocks, memory.RESERVED)
@@ -202,12 +200,12 @@ def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]
 
 
 def prefix_caching(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """What prefix caching costs when nothing is ever found: prompts that share no block, with it and without, in turn."""
+    """The cost of prefix caching without hits: prompts that share no block, on and off in turn."""
     works = [Work(work.prompt, max(1, work.num_output_tokens // 8)) for work in sample(scale=scale)]
     engine = Remote(Engine, path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     engine.call("generate", works)
-    for run in range(5 * repeats):  # a percent is less than what neighbours change from run to run
+    for run in range(5 * repeats):  # noise between runs exceeds a percent
         for enabled in (True, False) if run % 2 else (False, True):
             engine.call("use_prefix_caching", enabled)
             seconds[enabled].append(engine.call("generate", works))
@@ -235,10 +233,12 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="run only this part; may be repeated"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="shrink everything")
-    parser.add_argument("--checkpoint", type=Path, help="folder to keep the checkpoint in")
+    parser.add_argument("--checkpoint", type=Path, help="folder that keeps the checkpoint")
     args = parser.parse_args()
     scale, repeats = (0.1, 1) if args.quick else (1.0, args.repeats)
     rows: Rows = []

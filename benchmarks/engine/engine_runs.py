@@ -1,4 +1,4 @@
-"""Baton itself on the sample: the whole engine with a real model, driven as `LLM.generate` drives it."""
+"""Runs of Baton on the sample: the whole engine with a real model, by `LLM.generate`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Engine:
     """One loaded engine.
 
     Args:
+        path: folder of the checkpoint.
         options: keyword arguments of `LLM`.
     """
 
@@ -22,7 +23,7 @@ class Engine:
         self._llm = LLM(str(path), dtype="float32", max_model_len=MAX_MODEL_LEN, **options)
 
     def generate(self, works: list[Work]) -> float:
-        """Seconds for all requests, each to its own length."""
+        """Return the seconds for all requests, each with its own output length."""
         params = [
             SamplingParams(temperature=0.0, max_tokens=work.num_output_tokens, ignore_eos=True)
             for work in works
@@ -34,11 +35,14 @@ class Engine:
             assert len(result.outputs[0].token_ids) == work.num_output_tokens, (
                 "a request was cut short"
             )
-        self._llm.reset_prefix_cache()  # the next run is to compute everything again
+        self._llm.reset_prefix_cache()  # the next run computes everything again
         return seconds
 
     def use_prefix_caching(self, enabled: bool) -> None:
-        """From the next run on, in the same memory: where a process's pages lie changes a run by more than caching does."""
+        """Switch prefix caching for the next runs.
+
+        A second engine would not do: the placement of a process's pages has a larger effect.
+        """
         self._llm._core.scheduler.kv.enable_prefix_caching = enabled
 
     def close(self) -> None:

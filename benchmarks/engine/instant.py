@@ -1,4 +1,4 @@
-"""A model runner that returns at once, so a step contains only the engine's own work."""
+"""An executor that returns immediately, so that a step contains only the engine's own work."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TOKEN = 7
 
 
 class InstantExecutor(Executor):
-    """Every request whose last known token runs samples TOKEN."""
+    """An executor that samples TOKEN for every request whose last known token runs."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
+        #: Called with every step, for measurements.
         self.before_step: Callable[[SchedulerOutput], None] = lambda step: None
-        """Called with every step; measurements hook in here."""
         self._num_tokens: dict[str, int] = {}
         self._output = ModelRunnerOutput()
 

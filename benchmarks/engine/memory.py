@@ -1,4 +1,4 @@
-"""KV memory: how much of what is allocated holds no token, and what paging brings against reserving the maximum length."""
+"""KV memory: the share of allocated slots without a token, with paging and with reservation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_NUM_BATCHED_TOKENS = 512
 
 
 class ReservedScheduler(Scheduler):
-    """Gives every request room for MAX_MODEL_LEN tokens when it starts, as systems before paging did."""
+    """A scheduler that allocates MAX_MODEL_LEN tokens for every request, as before paging."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +54,10 @@ def requests_of(works: list[Work]) -> list[EngineCoreRequest]:
 
 
 def occupancy(works: list[Work], num_blocks: int, scheduler_class: str = PAGED) -> dict[str, Any]:
-    """Runs the sample without a model. Waste is the share of allocated slots without a computed token, over all steps."""
+    """Run the sample without a model and measure the occupancy over all steps.
+
+    Waste is the share of allocated slots without a computed token.
+    """
     config = EngineConfig(
         model=ModelConfig(path="instant"),
         cache=CacheConfig(

@@ -1,4 +1,4 @@
-"""Engine overhead: microseconds per running request and step when the model takes no time."""
+"""Engine overhead: microseconds per running request and step, with a model that takes no time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 20
 
 
 def us_per_request_and_step(num_running: int, repeats: int) -> list[float]:
-    """One figure per repeat: the median of ROUNDS rounds of decoding `num_running` requests, in microseconds."""
+    """Return microseconds per repeat, each the median of ROUNDS rounds of decoding."""
     return [_measure(num_running) for _ in range(repeats)]
 
 
@@ -59,7 +59,7 @@ def _measure(num_running: int) -> float:
 
 
 def figures(counts: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """One row per number of running requests. Repeats go round the counts in turn, so that noise hits all of them."""
+    """Return a row per number of running requests. Repeats alternate, so that noise affects all."""
     values: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(repeats):
         for count in counts:

@@ -1,4 +1,4 @@
-"""The peers: `transformers`' plain `generate` on one padded batch, and its continuous batching."""
+"""The peers: the plain `generate` of `transformers` on padded batches, and continuous batching."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Transformers:
 
     @torch.inference_mode()
     def generate(self, works: list[Work], batch_size: int) -> float:
-        """Seconds for all requests in padded batches, sorted by output length so that padding costs as little as it can.
+        """Return the seconds for all requests in padded batches.
 
-        A batch runs until its longest output is done: that is what a static batch is. Only wanted tokens are counted by the caller.
-        On two cores one batch of 64 took three times as long as batches of 16: try `generate(works, 64)`.
+        Requests are sorted by output length to reduce padding. A static batch runs until its
+        longest output ends; the caller counts the requested tokens only. On two cores one batch of
+        64 took three times as long as batches of 16: `generate(works, 64)`.
         """
         start = time.perf_counter()
         ordered = sorted(works, key=lambda work: work.num_output_tokens)
@@ -49,7 +50,7 @@ class Transformers:
         return time.perf_counter() - start
 
     def generate_batch(self, works: list[Work]) -> float:
-        """Seconds for all requests by continuous batching (what `generate_batch` runs), each to its own length."""
+        """Return the seconds for all requests with continuous batching, as in `generate_batch`."""
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -58,9 +59,8 @@ class Transformers:
         generation = GenerationConfig(
             do_sample=False, max_new_tokens=MAX_MODEL_LEN, eos_token_id=-1, pad_token_id=0
         )
-        pages = sum(
-            -(-work.num_tokens // PAGE_SIZE) for work in works
-        )  # memory for all at once: nothing waits for it
+        # Memory for all requests at once, so that none waits for it.
+        pages = sum(-(-work.num_tokens // PAGE_SIZE) for work in works)
         batching = ContinuousBatchingConfig(
             page_size=PAGE_SIZE, num_blocks=pages + 1, max_batch_tokens=512
         )

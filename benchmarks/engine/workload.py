@@ -1,4 +1,4 @@
-"""What all engine benchmarks run on: 64 requests of lengths drawn once from lognormal distributions, and a checkpoint."""
+"""The workload of the engine benchmarks: 64 requests with lognormal lengths, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Work:
-    """One request: a prompt of random tokens, and how many tokens to generate, whatever they are."""
+    """One request: a prompt of random tokens, and the number of tokens to generate."""
 
     prompt: list[int]
     num_output_tokens: int
@@ -27,10 +27,13 @@ class Work:
 
 
 def sample(num_requests: int = 64, *, scale: float = 1.0) -> list[Work]:
-    """Prompts: median 128, sigma 0.7; outputs: median 96, sigma 0.9; each at most 512. Always the same for equal arguments.
+    """Return the sample, which depends on the arguments only.
+
+    Prompts have a median of 128 tokens (sigma 0.7), outputs 96 (sigma 0.9), each at most 512.
 
     Args:
-        scale: multiplies all lengths; for quick runs.
+        num_requests: number of requests.
+        scale: factor of all lengths, for quick runs.
     """
     rng = random.Random(SEED)
 
@@ -45,14 +48,17 @@ def sample(num_requests: int = 64, *, scale: float = 1.0) -> list[Work]:
 
 
 def checkpoint(folder: Path) -> Path:
-    """A llama of about 150 million random weights in `folder`, made if it is not there."""
+    """Return a Llama model with about 150 million random weights. Creates it if necessary."""
     if not (folder / "config.json").exists():
         create_checkpoint(folder, "llama", size=SIZE, max_position_embeddings=MAX_MODEL_LEN)
     return folder
 
 
 def num_parameters(path: Path) -> tuple[int, int]:
-    """All parameters, and those that every token reads: all but the embedding table, of which it reads one row."""
+    """Return the number of parameters, and of those that every token reads.
+
+    A token reads one row of the embedding table and all other parameters.
+    """
     from baton_engine.models.loader import read_tensor_index
 
     total = read = 0

@@ -1,8 +1,9 @@
-"""`make bench SUBJECT=kernels`: every kernel beside the device's ceilings and its peers, each checked before it is timed.
+"""`make bench SUBJECT=kernels`: all kernels against the device's limits and their peers.
 
-On a machine with a GPU the GPU's kernels, else the CPU's; goals of the other kind are recorded as not measured. ARGS="--quick" runs
-everything at tiny sizes, to see that it works: on a machine without a GPU the GPU's parts too, with the CPU's operations;
-`--part NAME` runs one part. Neither writes a result.
+Each result is checked before it is timed. With a GPU this measures the GPU kernels, otherwise the
+CPU kernels; goals of the other kind are recorded as not measured. ARGS="--quick" runs everything
+with tiny sizes as a test, without a GPU also the GPU parts (with CPU operations). `--part NAME`
+runs one part. Neither option writes a result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 import torch
 from goals import GOALS
 from measure import Rows, Setting, tflop_s
-from parts import Outcome, Parts, run_part
+from part_runner import Outcome, PartRunner, run_part
 from remote import Remote
 
 import report
@@ -35,8 +36,7 @@ GPU_PARTS = [
     "engine_step",
 ]
 CPU_PARTS = ["cpu_attention", "kv_write", "block_checksum", "elementwise", "sampling"]
-PATIENCE_S = 240.0
-"""For one part on a GPU."""
+PART_TIMEOUT_S = 240.0  #: Timeout of one part on a GPU.
 
 
 def main() -> int:
@@ -44,11 +44,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = sorted({*GPU_PARTS, *CPU_PARTS})
-    parser.add_argument("--part", choices=known, action="append", help="only this; may be repeated")
+    parser.add_argument(
+        "--part", choices=known, action="append", help="run only this part; may be repeated"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument(
-        "--minutes", type=float, default=60.0, help="parts that are not done by then are left out"
+        "--minutes", type=float, default=60.0, help="skip parts that do not end within this time"
     )
     args = parser.parse_args()
     deadline = time.perf_counter() + 60 * args.minutes
@@ -61,14 +63,14 @@ def main() -> int:
     rows, goals, remarks, failures = _ceilings(setting), [], [], []
     report.print_table(rows)
     if setting.is_gpu:
-        torch.cuda.empty_cache()  # the parts' processes need it
+        torch.cuda.empty_cache()  # the processes of the parts need the memory
     for name in args.part or parts:
         print(f"\n{name}", flush=True)
         start = time.perf_counter()
         if start > deadline:
-            outcome = Outcome(failure=f"{name} was not run, for the time was up.")
+            outcome = Outcome(failure=f"{name} was not run: the time limit was reached.")
         elif setting.is_gpu:
-            outcome = _apart(name, setting, min(PATIENCE_S, deadline - start))
+            outcome = _run_in_process(name, setting, min(PART_TIMEOUT_S, deadline - start))
         else:
             outcome = run_part(name, setting)
         report.print_table(outcome.rows)
@@ -86,12 +88,12 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _apart(name: str, setting: Setting, patience_s: float) -> Outcome:
-    """In a process of its own. However that ends, the other parts are measured."""
+def _run_in_process(name: str, setting: Setting, timeout_s: float) -> Outcome:
+    """Run a part in a process of its own, so that its failure does not affect other parts."""
     try:
-        process = Remote(Parts)
+        process = Remote(PartRunner)
         try:
-            outcome: Outcome = process.call("run", name, setting, timeout_s=patience_s)
+            outcome: Outcome = process.call("run", name, setting, timeout_s=timeout_s)
         finally:
             process.close()
     except (EOFError, OSError, RuntimeError) as error:  # TimeoutError is an OSError
@@ -100,7 +102,7 @@ def _apart(name: str, setting: Setting, patience_s: float) -> Outcome:
 
 
 def _ceilings(setting: Setting) -> Rows:
-    """Measured once; all parts of the run are compared with these."""
+    """Measure the device's limits once. All parts of the run are compared with them."""
     return [
         {
             "part": "ceilings",
@@ -113,7 +115,7 @@ def _ceilings(setting: Setting) -> Rows:
 
 def _write(setting: Setting, rows: Rows, goals: list[Goal], remarks: list[str]) -> None:
     measured = {goal.name: goal for goal in goals}
-    # Those of parts that did not run here, or whose result was wrong, stay without a value.
+    # Goals of parts that did not run here or gave a wrong result have no value.
     goals = [measured.get(goal.name, goal) for goal in GOALS.values()]
     if setting.is_gpu:
         os.environ.setdefault("BATON_MACHINE", device_key(setting.device))
@@ -125,7 +127,7 @@ def _write(setting: Setting, rows: Rows, goals: list[Goal], remarks: list[str]) 
     circumstances = {"device": name, "repeats": setting.repeats, "torch": torch.__version__}
     if not setting.is_gpu:
         circumstances["CPU kernels"] = cpu.DESCRIPTION
-        remarks.append("Goals of a GPU's kernels are not measured, for this machine has none.")
+        remarks.append("Goals of GPU kernels are not measured: this machine has no GPU.")
     report.write("kernels", rows, goals, remarks=" ".join(remarks), **circumstances)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels are held to, by the part that measures it. A part that does not run on a machine leaves its goal unmeasured."""
+"""The goals of the kernels, by the part that measures each."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ GOALS = {
 
 
 def reached(part: str, value: float | None) -> list[Goal]:
-    """The part's goal with what was measured."""
+    """Return the part's goal with the measured value."""
     return [replace(GOALS[part], value=value)]

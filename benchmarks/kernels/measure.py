@@ -1,7 +1,7 @@
-"""How all kernel benchmarks measure: seconds per call over rotated buffers, the device's ceilings, and the check before the clock.
+"""The measurements of all kernel benchmarks: time per call, the device's limits, result checks.
 
-On a GPU the calls are captured into one CUDA graph and its replays are timed with events, so that short kernels are not measured by
-their launches. On a CPU the clock is perf_counter.
+Calls use rotated buffers. On a GPU they are captured into one CUDA graph, and events time its
+replays, so that the time of short kernels does not contain their launches. A CPU uses perf_counter.
 """
 
 from __future__ import annotations
@@ -22,31 +22,29 @@ Rows = list[dict[str, Any]]
 Result = tuple[Rows, list[Goal]]
 Call = Callable[[], object]
 
-GPU_CACHE_BYTES = 64 * 2**20
-"""More than the L2 of the GPUs this runs on: 50 to 60 MB on an H200."""
+GPU_CACHE_BYTES = 64 * 2**20  #: More than the L2 of a GPU: 50 to 60 MB on an H200.
+#: Relative error in the Frobenius norm that a check accepts.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Relative error in the Frobenius norm that a check accepts."""
 
 
-class WrongResult(Exception):  # noqa: N818  # it says what was found
-    """An operation's result is not what its reference says: its time is not reported."""
+class WrongResultError(Exception):
+    """An operation's result differs from the reference. Its time is not reported."""
 
 
 @dataclass
 class Setting:
-    """Where a part runs, and how much of it.
+    """Device and size of a run.
 
     Args:
-        device: what is measured. Parts without a meaning on it are not called.
-        quick: tiny sizes, one repeat: to see that a part works.
-        repeats: timed rounds; figures are their medians.
+        device: the measured device.
+        quick: use tiny sizes and one repeat, to test a part.
+        repeats: timed rounds. Figures are their medians.
     """
 
     device: torch.device
     quick: bool = False
     repeats: int = 5
-    remarks: list[str] = field(default_factory=list)
-    """What a reader of the figures must know; parts append theirs."""
+    remarks: list[str] = field(default_factory=list)  #: Notes on the figures, added by the parts.
 
     @property
     def is_gpu(self) -> bool:
@@ -54,12 +52,12 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and KV: what is served on such a device."""
+        """The dtype of weights and KV that such a device usually serves."""
         return torch.bfloat16 if self.is_gpu else torch.float32
 
     @cached_property
     def copy_bandwidth(self) -> float:
-        """Bytes per second, read plus written, of a large copy on the device."""
+        """Bytes per second (read plus written) of a large copy on the device."""
         nbytes = 2**22 if self.quick else 2**32 if self.is_gpu else 2**28
         source = torch.empty(nbytes, dtype=torch.uint8, device=self.device).random_(0, 255)
         target = torch.empty_like(source)
@@ -67,24 +65,24 @@ class Setting:
 
     @cached_property
     def gemm_flops(self) -> float:
-        """FLOP/s of a large square matrix product in this device's dtype."""
+        """FLOP/s of a large square matrix product in the device's dtype."""
         size = 128 if self.quick else 8192 if self.is_gpu else 2048
         a, b = (torch.randn(size, size, device=self.device).to(self.dtype) for _ in range(2))
         return 2 * size**3 / self.seconds([lambda: a @ b])
 
     def rotations(self, nbytes: int, most: int = 64) -> int:
-        """Sets of buffers, of so many bytes each, that together outgrow the cache."""
+        """Return the number of buffer sets of `nbytes` each that exceed the device's cache."""
         if self.quick:
             return 2
         wanted = (4 * GPU_CACHE_BYTES) if self.is_gpu else 2**28
         return max(2, min(most, -(-wanted // max(1, nbytes))))
 
     def seconds(self, calls: Sequence[Call], *, graph: bool = True) -> float:
-        """Seconds per call: the median of `repeats` rounds through all calls.
+        """Return the seconds per call: the median of `repeats` rounds through all calls.
 
         Args:
             calls: the same operation on different buffers; see `rotations`.
-            graph: False: the calls cannot be captured into a CUDA graph, and are timed with their launches.
+            graph: capture the calls into a CUDA graph. False times them with their launches.
         """
         rounds = 1 if self.quick else self.repeats
         if self.is_gpu:
@@ -102,7 +100,7 @@ def _wall_seconds(calls: Sequence[Call]) -> float:
 
 
 def _gpu_seconds(calls: Sequence[Call], rounds: int, graph: bool) -> float:
-    """Seconds for all calls together."""
+    """Return the seconds for all calls together."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -125,9 +123,8 @@ def _gpu_seconds(calls: Sequence[Call], rounds: int, graph: bool) -> float:
         run = captured.replay
     run()
     once = _event_seconds(run, 1)
-    times = max(
-        1, min(200, round(5e-3 / max(once, 1e-7)))
-    )  # at least 5 ms per round, so that events cost nothing
+    # At least 5 ms per round, so that the cost of events is negligible.
+    times = max(1, min(200, round(5e-3 / max(once, 1e-7))))
     return statistics.median(_event_seconds(run, times) / times for _ in range(rounds))
 
 
@@ -142,27 +139,31 @@ def _event_seconds(run: Call, times: int) -> float:
 
 
 def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = None) -> float:
-    """The relative error |got - expected| / |expected|.
+    """Return the relative error |got - expected| / |expected|.
 
     Args:
-        tolerance: the most that is accepted; None: what suits the dtype of `got`; 0: equal bits.
+        name: name of the operation, for messages.
+        got: the result.
+        expected: the reference's result.
+        tolerance: upper bound of the error. None uses the default of `got`'s dtype; 0 requires
+            equal bits.
 
     Raises:
-        WrongResult: if it is more, or `got` has a NaN.
+        WrongResultError: the error exceeds the tolerance, or `got` has a NaN.
     """
     if got.shape != expected.shape:
-        raise WrongResult(f"{name}: shape {list(got.shape)}, expected {list(expected.shape)}")
+        raise WrongResultError(f"{name}: shape {list(got.shape)}, expected {list(expected.shape)}")
     bound = TOLERANCE[got.dtype] if tolerance is None else tolerance
     if bound == 0:
         if not torch.equal(got, expected):
-            raise WrongResult(
+            raise WrongResultError(
                 f"{name}: {int((got != expected).sum())} of {got.numel()} elements differ"
             )
         return 0.0
     difference = (got.double() - expected.double()).norm()
     error = float(difference / expected.double().norm().clamp_min(1e-30))
-    if not error <= bound:  # NaN is refused, too
-        raise WrongResult(f"{name}: relative error {error:.2e}, at most {bound:.0e} is accepted")
+    if not error <= bound:  # also rejects NaN
+        raise WrongResultError(f"{name}: relative error {error:.2e} exceeds {bound:.0e}")
     return error
 
 
@@ -181,10 +182,11 @@ def us(seconds: float) -> float:
 def best_peer(
     setting: Setting, peers: dict[str, Sequence[Call]], *, graph: bool = True
 ) -> tuple[str, float, Rows]:
-    """Times all peers that run here.
+    """Time all peers that run here.
 
     Returns:
-        The fastest one's name, its seconds (infinite if none runs), and a row for each: its time, or why there is none.
+        Name and seconds of the fastest peer (infinite if none runs), and a row per peer with its
+        time or the reason why it did not run.
     """
     seconds: dict[str, float] = {}
     rows: Rows = []
@@ -192,9 +194,7 @@ def best_peer(
         try:
             seconds[name] = setting.seconds(calls, graph=graph)
             rows.append({"peer": name, "us": us(seconds[name]), "not run": None})
-        except (
-            Exception
-        ) as error:  # a peer that does not run here: torch has no kernel for it, or no compiler
+        except Exception as error:  # torch has no kernel or no compiler for this peer
             reason = f"{type(error).__name__}: {error!s}".splitlines()[0]
             rows.append({"peer": name, "us": None, "not run": reason[:80]})
             if setting.is_gpu:

@@ -1,9 +1,11 @@
-"""Measures launch configurations on the present GPU and writes kernels/baton_kernels/configurations/<device>.json.
+"""The tuner: measures launch configurations and writes the table of the present GPU.
 
-    PYTHONPATH=engine:kernels:kv_transfer:benchmarks python3 benchmarks/kernels/tune.py [--minutes 6] [--only moe]
+    export PYTHONPATH=engine:kernels:kv_transfer:benchmarks
+    python3 benchmarks/kernels/tune.py [--minutes 6] [--only moe]
 
-Each operation's candidates are tried on shapes that stand for its shape classes; a wrong result disqualifies. Entries
-of classes that were not measured stay. Without a GPU, `--quick` goes through everything on Triton's interpreter and writes nothing.
+It writes kernels/baton_kernels/configurations/<device>.json. It tries each operation's candidates
+on shapes that represent its shape classes, and rejects wrong results. Entries of other classes
+stay. `--quick` tests the tuner without a GPU, with Triton's interpreter, and writes nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before kernels are imported
 
-import subjects
 from measure import Setting, us
-from selection import Choice, Subject, choose
+from tuning import subjects
+from tuning.selection import Choice, Subject, choose
 
 from baton_kernels.configurations import Configuration, device_key, table_file, write_table
 
-NUM_COMPILING = 8
-"""Candidates that are compiled at a time."""
+NUM_COMPILING = 8  #: Candidates that are compiled at the same time.
 
 
 def main() -> int:
@@ -35,10 +36,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--minutes", type=float, default=6.0, help="nothing more is tried after these"
+        "--minutes", type=float, default=6.0, help="time limit for trying candidates"
     )
     parser.add_argument(
-        "--only", choices=subjects.OPERATIONS, action="append", help="may be repeated"
+        "--only",
+        choices=subjects.OPERATIONS,
+        action="append",
+        help="tune only this operation; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two candidates each")
     args = parser.parse_args()
@@ -46,7 +50,7 @@ def main() -> int:
         torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.quick, repeats=3
     )
     if not setting.is_gpu and not args.quick:
-        print("tune: there is no GPU here; --quick shows on the CPU that the tuner works")
+        print("tune: this machine has no GPU; use --quick to test the tuner on the CPU")
         return 1
     begin = time.monotonic()
     wrong = 0
@@ -54,18 +58,16 @@ def main() -> int:
     operations = args.only or list(subjects.OPERATIONS)
     file = table_file(device_key(setting.device))
     for number, operation in enumerate(operations):
-        # Each operation gets its share of what time is left.
+        # Each operation gets an equal share of the remaining time.
         share = (60 * args.minutes - (time.monotonic() - begin)) / (len(operations) - number)
         measured: dict[str, dict[str, Configuration | None]] = {}
         for choice in _tune(operation, setting, share, failures):
             wrong += len(choice.wrong)
-            _tell(choice)
+            _print(choice)
             if choice.config is not None or choice.num_untried == 0:
                 measured.setdefault(choice.operation, {})[choice.shape_class] = choice.config
         if measured and setting.is_gpu:
-            write_table(
-                file, measured
-            )  # after each operation: what was measured is not lost with a later one
+            write_table(file, measured)  # after each operation: a later failure loses nothing
         if setting.is_gpu:
             torch.cuda.empty_cache()
     if setting.is_gpu:
@@ -76,7 +78,7 @@ def main() -> int:
 def _tune(
     operation: str, setting: Setting, share_s: float, failures: list[str]
 ) -> Iterator[Choice]:
-    """Choices of one operation; a subject that cannot be tuned is left out: named, and added to the failures."""
+    """Yield the choices of one operation. Subjects that fail are added to `failures`."""
     work = subjects.OPERATIONS[operation](setting)
     begin = time.monotonic()
     for number, make in enumerate(work):
@@ -91,7 +93,7 @@ def _tune(
                 )
         except Exception as error:
             failures.append(
-                f"{operation}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                f"{operation}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             )
             print(f"  {failures[-1]}", flush=True)
 
@@ -100,7 +102,7 @@ def _with_two_candidates(subject: Subject) -> Subject:
     candidates = subject.candidates
 
     def two(operation: str, shape_class: str) -> list[Configuration]:
-        """Of each kernel's."""
+        """Return two candidates of each kernel."""
         by_names: dict[frozenset[str], list[Configuration]] = {}
         for candidate in candidates(operation, shape_class):
             by_names.setdefault(frozenset(candidate), []).append(candidate)
@@ -109,7 +111,7 @@ def _with_two_candidates(subject: Subject) -> Subject:
     return replace(subject, candidates=two)
 
 
-def _tell(choice: Choice) -> None:
+def _print(choice: Choice) -> None:
     gain = choice.default_seconds / choice.seconds
     won = (
         "default"
@@ -118,11 +120,11 @@ def _tell(choice: Choice) -> None:
     )
     notes = [f"{choice.num_tried} tried"]
     notes += [f"{choice.num_failed} not launchable"] if choice.num_failed else []
-    notes += [f"{choice.num_untried} left for want of time"] if choice.num_untried else []
+    notes += [f"{choice.num_untried} not tried in time"] if choice.num_untried else []
     notes += [f"WRONG: {choice.wrong}"] if choice.wrong else []
     print(
-        f"  {choice.operation} {choice.shape_class}: {us(choice.default_seconds)} -> {us(choice.seconds)} us, {gain:.2f}x, "
-        f"{won} ({'; '.join(notes)})",
+        f"  {choice.operation} {choice.shape_class}: {us(choice.default_seconds)} -> "
+        f"{us(choice.seconds)} us, {gain:.2f}x, {won} ({'; '.join(notes)})",
         flush=True,
     )
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 try:
     from baton_kernels.block_checksum import sum_runs
 except ImportError:
-    from baton_kv_transfer.checksum import sum_runs
+    from baton_kv_transfer.memory.checksum import sum_runs
 
 DEADLINE_S = 60.0
 PIECE_BYTES = 4 * 2**20
@@ -47,7 +47,7 @@ _GO, _PROVED = b"go", b"proved"
 def make_agent(library: str, name: str) -> Any:
     """Both libraries share one vocabulary, hence one type. Ours goes by the name of its transport."""
     if library not in NIXL_POLL_S:
-        from baton_kv_transfer.agent import create_agent
+        from baton_kv_transfer.agent.create import create_agent
 
         return create_agent(name, library)
     from nixl_cu12._api import nixl_agent, nixl_agent_config

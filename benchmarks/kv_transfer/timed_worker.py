@@ -23,9 +23,9 @@ from baton_kv_transfer.connector import (
     ConnectorOutput,
     ConnectorStats,
     KVConnectorWorker,
-    RankAddress,
 )
-from baton_kv_transfer.memory import KVMemory
+from baton_kv_transfer.memory.kv_memory import KVMemory
+from baton_kv_transfer.memory.layout import RankAddress
 
 
 class TimedConnector(KVConnectorWorker):

@@ -1,8 +1,9 @@
-"""200 LLMServices in one control plane: reconciles, requests and writes at rest, memory; and the demo's way from apply to Ready.
+"""200 LLMServices in one control plane, and the demo from apply to Ready.
 
     make bench SUBJECT=operator [ARGS="--services 20 --rest 10 --no-demo"]
 
-Pods of the fleet are made ready by `fake_nodes.py`; the demo is a real one, with engines, by `baton up`.
+Measures reconciles, requests and writes at rest, and memory. `fake_nodes.py` makes the pods of the
+200 services ready. The demo has real engines and is started by `baton up`.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from operator_metrics import Reading
 
 import report
 from baton_kube.client import connect
-from baton_local.control_plane import ControlPlane
-from baton_local.control_plane.embedded import EmbeddedControlPlane
-from baton_local.control_plane.real import RealControlPlane, find_assets, free_ports
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
+from pocketkube.control_plane.interface import ControlPlane
+from pocketkube.control_plane.real import RealControlPlane, find_assets, free_ports
 
 Object = dict[str, Any]
 WRITES = ("create", "patch", "apply", "update", "delete")
 NAMESPACE = "default"
 FLEET_TIMEOUT_S = 1800.0
+#: Median seconds from apply to Ready of 200 services with the earlier operator, which used caches.
 CACHED_FLEET_S = 18.2
-"""Median seconds from apply to Ready of 200 services before the operator read live."""
 QUIET_S = 5.0
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--services", type=int, default=200)
     parser.add_argument(
-        "--rest", type=float, default=60.0, metavar="S", help="how long rest is watched"
+        "--rest", type=float, default=60.0, metavar="S", help="seconds of the measurement at rest"
     )
     parser.add_argument("--control-plane", choices=["embedded", "real"], default="embedded")
     parser.add_argument("--no-demo", action="store_true", help="without real engines")
@@ -68,12 +69,12 @@ def main() -> None:
         services=args.services,
         control_plane=args.control_plane,
         rest_seconds=args.rest,
-        remarks="Reconciles, API server, fake nodes and the measuring process share the cores; times are of that machine.",
+        remarks="Operator, API server, fake nodes and the measuring process share the cores.",
     )
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Object], list[report.Goal]]:
-    """Rows and goals of the fleet."""
+    """Return rows and goals of the 200 services."""
     plane = _plane(args.control_plane, folder)
     plane.start(timeout_s=120)
     try:
@@ -134,8 +135,8 @@ async def _fleet(
     up = Reading.of(port).since(start)
     full_rss = process.memory_info().rss
 
-    # A change that makes every service due and calls for nothing. The embedded API server shares this process, and must not
-    # answer late because Python collects the garbage of the benchmark: 0.17 s.
+    # A change that triggers a reconcile of every service without effect. The embedded API server
+    # shares this process, where a garbage collection would delay responses by 0.17 s.
     gc.collect()
     gc.freeze()
     before, cpu = Reading.of(port), process.cpu_times()
@@ -194,7 +195,7 @@ async def _fleet(
         report.Goal("memory of the operator", full_rss / 2**20, 160.0, "MiB", at_most=True),
     ]
     if args.services == 200:
-        # What the operator that watched and cached by itself took on a machine of this kind.
+        # The earlier operator was measured on a machine of this kind.
         goals.append(
             report.Goal(
                 "apply to Ready of 200 services", median_s, 1.2 * CACHED_FLEET_S, "s", at_most=True
@@ -209,7 +210,7 @@ def _cpu_s(process: psutil.Process, before: Any) -> float:
 
 
 def _per(reading: Reading) -> float:
-    """Requests per reconcile, watches that go on not counted."""
+    """Return the requests per reconcile, without watches."""
     return (sum(reading.requests.values()) - reading.requests["watch"]) / max(1, reading.reconciles)
 
 
@@ -227,7 +228,7 @@ def _row(part: str, reading: Reading, **more: object) -> Object:
 
 
 async def _bring_up(kube: Kube, services: int) -> list[float]:
-    """Creates them one after the other; seconds from each one's creation to its Ready."""
+    """Create services one after the other. Return the seconds from creation to Ready of each."""
     created: dict[str, float] = {}
     ready: dict[str, float] = {}
     path = kube.path(names.KIND, NAMESPACE)
@@ -265,7 +266,7 @@ def _service(name: str) -> Object:
 
 
 async def _quiet(port: int) -> None:
-    """Until nothing has been reconciled for QUIET_S."""
+    """Wait until nothing has been reconciled for QUIET_S."""
     last, since = Reading.of(port), time.monotonic()
     deadline = since + FLEET_TIMEOUT_S
     while time.monotonic() < since + QUIET_S:

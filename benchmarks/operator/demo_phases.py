@@ -20,6 +20,7 @@ from baton_operator.observe.observation import is_ready
 Object = dict[str, Any]
 DEMO = Path(__file__).parents[2] / "manifests/samples/demo.yaml"
 TIMEOUT_S = 300.0
+#: Phases in order. A phase ends when its condition and all earlier conditions hold.
 PHASES: dict[str, Callable[[Object, list[Object]], bool]] = {
     "objects applied": lambda service, pods: (
         {_role(pod) for pod in pods} >= {"prefill", "decode", "gateway"}
@@ -33,11 +34,10 @@ PHASES: dict[str, Callable[[Object, list[Object]], bool]] = {
         for c in (service.get("status") or {}).get("conditions") or []
     ),
 }
-"""In this order; a phase ends when its condition and those before it hold."""
 
 
 def demo_phases() -> list[Object]:
-    """One row: seconds that each phase took."""
+    """Return one row with the seconds of each phase."""
     with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as home:
         environment = {**os.environ, "BATON_HOME": home}
         command = [sys.executable, "-m", "baton_local.cli", "up", "-f", str(DEMO)]

@@ -1,4 +1,4 @@
-"""Plays what is no part of the operator: Deployments get their pods, and every pod is ready as soon as it is seen."""
+"""Stand-ins for the Deployment controller and the kubelets: every pod is ready at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNNING = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
 
 
 class FakeNodes:
-    """`run` until cancelled."""
+    """Creates pods of Deployments and makes all pods ready, until `run` is cancelled."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -45,7 +45,7 @@ class FakeNodes:
             try:
                 await (self._run_pod(obj) if kind == "Pod" else self._deploy(obj))
             except KubeError as error:
-                if error.status not in (404, 409):  # gone meanwhile
+                if error.status not in (404, 409):  # deleted or replaced
                     raise
 
     async def _run_pod(self, pod: Object) -> None:
@@ -77,7 +77,7 @@ class FakeNodes:
         replicas = deployment["spec"]["replicas"]
         for number in range(replicas):
             name = {"name": f"{metadata['name']}-{number}", "namespace": metadata["namespace"]}
-            # Pods of a service live and end with it, as those of its Deployment would.
+            # The owner of the Deployment owns the pods, which are deleted with it.
             owner = {"ownerReferences": metadata["ownerReferences"]}
             pod_metadata = {**template["metadata"], **name, **owner}
             await self._kube.create(

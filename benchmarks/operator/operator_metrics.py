@@ -1,4 +1,4 @@
-"""The operator's own counters, and what lies between two readings of them."""
+"""Readings of the operator's own metrics, and differences of two readings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ SECONDS = "baton_operator_reconcile_seconds"
 
 @dataclass
 class Reading:
-    requests: Counter[str]
-    """By verb."""
-    buckets: dict[float, float]
-    """Reconciles that took at most so many seconds."""
+    requests: Counter[str]  #: Requests to the API server by verb.
+    buckets: dict[float, float]  #: Cumulative number of reconciles by upper bound in seconds.
     queue_depth: float
 
     @classmethod
@@ -41,7 +39,7 @@ class Reading:
         return round(max(self.buckets.values()))
 
     def quantile_ms(self, share: float) -> float:
-        """Interpolated within its bucket, as Prometheus does."""
+        """Return a quantile, interpolated within its bucket as in Prometheus."""
         wanted, lower, below = share * self.reconciles, 0.0, 0.0
         for bound, count in sorted(self.buckets.items()):
             if count >= wanted and count > below:

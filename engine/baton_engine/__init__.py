@@ -1,7 +1,26 @@
-"""The engine: token ids in, token ids out. `protocol` and `text` are torch-free; everything else may import torch.
+"""The inference engine: token ids in, token ids out.
 
-The offline API is here by name: `from baton_engine import LLM, SamplingParams`. It is loaded when it is first used, so that
-importing this package stays cheap.
+cli              the command `baton-engine`
+llm              the offline API, `from baton_engine import LLM, SamplingParams`
+server           the engine process: ZMQ, admin HTTP
+core             the step: schedule, execute, sample, update
+scheduling       which requests run in the next step
+kv_cache         KV blocks, the prefix cache, swapping and offloading
+grammar          structured output
+executor         how a step reaches the workers
+worker           runs a step on a device
+models           architectures, layers, weights
+compilation      torch.compile and CUDA graphs
+expert_parallel  an engine core as a rank of an expert-parallel group
+elastic          coordinator of such a group
+distributed      process groups
+checkpoint       checkpoints with random weights
+fetch            downloads models
+metrics          counters, histograms and their Prometheus form
+http             small HTTP servers
+untrusted        text of untrusted peers in logs
+
+The names of the offline API are loaded at their first use, so that importing the package is cheap.
 """
 
 from __future__ import annotations
@@ -33,23 +52,24 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
+#: Module of each name of the offline API.
 _HOMES = {
-    "LLM": "llm.llm",
-    "BeamSearchOutput": "llm.outputs",
-    "BeamSearchSequence": "llm.outputs",
-    "CompletionOutput": "llm.outputs",
-    "Logprob": "llm.outputs",
-    "RequestOutput": "llm.outputs",
-    "BeamSearchParams": "llm.params",
-    "SamplingParams": "llm.params",
-    "StructuredOutputsParams": "text.structured_outputs",
+    "LLM": "baton_engine.llm.llm",
+    "BeamSearchOutput": "baton_engine.llm.outputs",
+    "BeamSearchSequence": "baton_engine.llm.outputs",
+    "CompletionOutput": "baton_engine.llm.outputs",
+    "Logprob": "baton_engine.llm.outputs",
+    "RequestOutput": "baton_engine.llm.outputs",
+    "BeamSearchParams": "baton_engine.llm.params",
+    "SamplingParams": "baton_engine.llm.params",
+    "StructuredOutputsParams": "baton_text.structured_outputs",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

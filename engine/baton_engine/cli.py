@@ -1,4 +1,4 @@
-"""`baton-engine`: one engine process, from a configuration file and flags that override its fields."""
+"""`baton-engine`: one engine process, from a configuration file and flags."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 import msgspec
 import zmq
 
-from baton_engine.cli_flags import FLAGS, check_bounds
-from baton_engine.core.admin_server import AdminServer
-from baton_engine.core.engine_core_proc import EngineCoreProc
-from baton_engine.core.metrics import engine_registry
-from baton_engine.models.config import load_checkpoint_config
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
+from baton_engine.server.admin_server import AdminServer
+from baton_engine.server.engine_core_proc import EngineCoreProc
+from baton_engine.server.flags import FLAGS, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
 
+#: sysexits.h: the configuration cannot work, so a restart without a change is pointless.
 EX_CONFIG = 78
-"""sysexits.h: the configuration cannot work; starting again without a change is pointless."""
 
+#: Executors whose workers read the folder that this process sees.
 LOCAL_EXECUTORS = ("auto", "uniproc", "multiproc", "external_launcher")
-"""Their workers read the folder that this process sees."""
 
 logger = logging.getLogger(__name__)
 
 
 def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
-    """Reads `--config FILE`, lays the flags over it.
+    """Read `--config FILE` and apply the flags to it.
 
     Raises:
         ConfigurationError: the file or a value is wrong; the message names the field.
@@ -92,7 +92,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one engine until SIGTERM. Returns the process's exit code."""
+    """Run one engine until SIGTERM. Return the exit code of the process."""
     try:
         config, args = parse_config(sys.argv[1:] if argv is None else argv)
         logging.basicConfig(
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_model(config: EngineConfig) -> None:
-    """What workers of ours on this host would find, but before torch is imported: that takes seconds.
+    """Check the checkpoint as the workers will, but before torch is imported, which takes seconds.
 
     Raises:
         ModelNotFound, ModelInvalid: as `load_checkpoint_config` does.
@@ -156,12 +156,11 @@ def _serve(config: EngineConfig) -> int:
 
 
 def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
-    """Raises zmq.ZMQError: a port cannot be bound."""
+    """Create the process object. Raise zmq.ZMQError if a port cannot be bound."""
     if not config.parallel.enable_expert_parallel:
         return EngineCoreProc(config, host)
-    from baton_engine.core.dp_engine_core_proc import (
-        DPEngineCoreProc,
-    )  # torch: needed by no single worker's parent
+    # Imports torch, which a dense engine's parent process does not need.
+    from baton_engine.expert_parallel.dp_engine_core_proc import DPEngineCoreProc
 
     return DPEngineCoreProc(config, host)
 

@@ -140,7 +140,7 @@ class ObservabilityConfig(_Config, frozen=True):
 class KVTransferConfig(_Config, frozen=True):
     role: KVRole = KVRole.NONE
     transport: str = "ucx"
-    """ucx, tcp, shm, auto, nixl or inproc."""
+    """ucx, tcp, shm, auto or nixl."""
     rdma: bool = False
     """Refuse to start without an RDMA device and a UCX with verbs. With transport ucx or auto."""
     port: int = KV_PORT
@@ -265,9 +265,9 @@ def pod_ip() -> str:
 def container_path(path: str) -> Path:
     """The host's path of `path` as the pod sees it.
 
-    In a container they are the same. A pod that runs as a plain process has its volumes under $BATON_POD_ROOT.
+    In a container they are the same. A pod that runs as a plain process has its volumes under $POCKETKUBE_POD_ROOT.
     """
-    root = os.environ.get("BATON_POD_ROOT")
+    root = os.environ.get("POCKETKUBE_POD_ROOT")
     if root:
         mapped = Path(root) / path.lstrip("/")
         if mapped.exists():

@@ -9,7 +9,7 @@ learns from the ranks what it needs. Only what a rank does with a directive depe
 
     target None              drop what is prepared and was not committed
     target, commit False     prepare it beside what serves; say so in Status.prepared, or why not in Status.failure
-    target, commit True      adopt it. Members of a living generation do so at one step that all of them agree on (`elastic.waves`);
+    target, commit True      adopt it. Members of a living generation do so at one step that all of them agree on (`elastic.rank.waves`);
                              newcomers, and all members if `urgent`, at once
 
 Between ranks only StartWave travels.

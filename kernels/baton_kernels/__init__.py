@@ -1,12 +1,19 @@
-"""Tensor operations of the models: Triton on a GPU, C++ on a CPU where it was compiled (cpu), else torch.
+"""Tensor operations of the models: Triton on a GPU; on a CPU compiled C++ if present, else torch.
 
-One folder or file per operation. A folder holds `__init__.py` (formula, shapes, dispatcher by device), `reference.py` (the plain
-truth that tests compare with) and `triton_kernel.py`, imported only when a GPU tensor arrives.
+Each operation has a folder: `__init__.py` (formula, shapes, dispatch by device), `reference.py`
+(the plain implementation that tests compare with) and `triton_kernel.py`, which is imported when
+the first GPU tensor arrives.
 
     attention       paged attention over the KV cache, prefill and decode in one call
-    block_checksum  word sums of KV blocks, by which a transfer proves what arrived
-    block_copy      copies whole KV blocks, on the device and between device and host
-    kv_write        puts new keys and values into their slots
-    sampling        the most likely token, or a draw of what top_k, top_p and min_p keep
-    norm, rope, activation, moe
+    block_checksum  word sums of KV blocks, with which a transfer is verified
+    block_copy      copies of whole KV blocks, on the device and between device and host
+    kv_write        writes of new keys and values into their cache slots
+    sampling        the most likely token, or a draw from what top_k, top_p and min_p keep
+    norm            RMS normalisation, with or without a residual
+    rope            rotary position embedding
+    activation      gated activations of MLPs
+    moe             routing to experts, and the experts
+    linear          linear layers with packed or int8 weights on a CPU
+    configurations  launch configurations, measured per GPU
+    cpu             the compiled C++ operations
 """

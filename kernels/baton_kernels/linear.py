@@ -1,11 +1,12 @@
-"""Linear layers, on a CPU with weights in the order in which oneDNN multiplies by them, or in eight bits.
+"""Linear layers. On a CPU, weights may be packed in oneDNN's order or quantized to int8.
 
-torch's own `linear` hands float32 to MKL, which reads a row-major weight again and again and takes slower paths on processors
-of other makers. A packed weight is reordered once, after loading. The engine's benchmark prints the rates of both.
+torch's own `linear` passes float32 to MKL, which reads a row-major weight repeatedly and takes
+slower paths on processors of other vendors. A packed weight is reordered once, after loading. The
+engine's benchmark prints the rates of both.
 
-An int8 weight takes a quarter of the memory of a float32 one, half of a bfloat16 one: w[o, i] ~ values[o, i] * scales[o].
-Sums are taken in float32. With few rows, or where the processor multiplies in bfloat16, x and the product are rounded to bfloat16,
-whatever the dtype of x: that changes the product less than rounding w does.
+An int8 weight needs a quarter of the memory of float32: w[o, i] ~ values[o, i] * scales[o]. Sums
+are in float32. With few rows, or on a processor with bfloat16 products, x and the product are
+rounded to bfloat16. That changes the product less than rounding w does.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+#: Rows of x that the packing is chosen for. Other numbers run at the same speed, unless this is 1.
 TYPICAL_ROWS = 64
-"""Rows of x that the packing is chosen for. Other numbers run at the same speed, unless this is 1."""
+#: Up to this many rows of x, torch's int8 kernel is not slower than `_by_tiles`. Its time grows
+#: with every row. Measured on Zen 5, with and without AVX-512, with a weight of 4096 x 2048.
 FEW_ROWS = 16
-"""Rows of x up to which torch's int8 kernel, whose time grows with every row, is no slower than `_by_tiles`: measured on Zen 5
-and on the same processor kept to AVX2, with a weight of 4096 x 2048."""
+#: torch's int8 kernel reads inputs in groups of 16, also past the end of a row of another length.
 LANES = 16
-"""torch's int8 kernel takes so many inputs at a time, and reads past the end of a row that is no multiple."""
+#: Elements of a weight that are widened at a time, so that they stay in a core's cache. Twice and
+#: half as many ran equally fast.
 TILE_NUMEL = 1 << 20
-"""Elements of a weight that are widened at a time: about what a core's cache holds. Twice and half of it ran equally fast."""
 
 
 class Int8Weight(nn.Module):
-    """A weight of shape [out_features, in_features] in eight bits, symmetric, with a scale per output.
+    """A weight in symmetric int8 with a scale per output feature.
 
     Attributes:
         values: int8 of shape [out_features, in_features], in [-127, 127].
@@ -46,18 +48,18 @@ class Int8Weight(nn.Module):
             exact = weight[rows].float()
             largest = exact.abs().amax(dim=1)
             scales[rows] = torch.where(largest == 0, 1.0, largest / 127)  # NaN stays NaN
-            # By the rounded scales: what int8 values are taken of is what they are multiplied by again.
+            # Divide by the rounded scales, which the product multiplies with.
             values[rows] = (exact / scales[rows, None].float()).round_().clamp_(-127, 127)
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
 
 
 def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + b.
+    """Compute y = x W^T + b.
 
     Args:
         x: of shape [..., in_features].
-        weight: of shape [out_features, in_features], perhaps packed or in eight bits.
+        weight: of shape [out_features, in_features]; plain, packed or int8.
         bias: of shape [out_features].
     """
     y: Tensor
@@ -72,7 +74,7 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies in the weight's dtype and on its device."""
+    """Return whether oneDNN supports the weight's dtype and device."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype is torch.bfloat16:
@@ -81,13 +83,17 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A copy of `weight` in oneDNN's order, which only `linear` can read. The weight is one that `can_pack`."""
+    """Copy a weight into oneDNN's order, which only `linear` can read. Requires `can_pack`."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
     return packed
 
 
 def native_instructions(dtype: torch.dtype) -> str:
-    """The instructions with which this CPU multiplies in half precision `dtype`; empty: it converts to float32 first."""
+    """Return the CPU's instructions for products in a 16-bit dtype.
+
+    Returns:
+        An empty string if the CPU converts to float32 first.
+    """
     known = {
         torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),  # the last is Arm's
         torch.float16: ("amx_fp16", "avx512_fp16"),
@@ -104,9 +110,7 @@ def _int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None)
         )
         y = y if bias is None else y + bias
     else:
-        wide = torch.promote_types(
-            x.dtype, torch.bfloat16
-        )  # float16 may not hold sums before they are scaled
+        wide = torch.promote_types(x.dtype, torch.bfloat16)  # unscaled sums may overflow float16
         y, scales = _by_tiles(rows.to(_tile_dtype()), values).to(wide), scales.to(wide)
         y = (y * scales if bias is None else torch.addcmul(bias.to(wide), y, scales)).to(x.dtype)
     return y.view(*x.shape[:-1], len(values))
@@ -114,7 +118,7 @@ def _int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None)
 
 @torch.library.custom_op("baton::int8_linear", mutates_args=())
 def _int8_linear_op(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """What torch.compile sees: the number of rows decides how it is computed, and may differ from step to step."""
+    """Hide `_int8_linear` from torch.compile, because its path depends on the number of rows."""
     return _int8_linear(x, values, scales, bias)
 
 
@@ -129,7 +133,7 @@ def _tile_dtype() -> torch.dtype:
 
 
 def _by_tiles(x: Tensor, values: Tensor) -> Tensor:
-    """x values^T in the dtype of x; values are widened in runs of rows that stay in the cache until they are multiplied by."""
+    """Compute x values^T in the dtype of x. Tiles of values are widened and stay in the cache."""
     y = x.new_empty(len(x), len(values))
     for rows in _tiles(*values.shape):
         tile = values[rows].to(x.dtype)

@@ -19,7 +19,7 @@ CONSUMER = "consumer"
 NONCE_BYTES = 32
 
 
-def token_of(service_key: ServiceKey | None) -> bytes:
+def derive_token(service_key: ServiceKey | None) -> bytes:
     return service_key.secret("kv") if service_key is not None else b""
 
 
@@ -27,7 +27,7 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(
+def compute_proof(
     token: bytes,
     role: str,
     *,
@@ -56,6 +56,6 @@ def proof(
     return digest.digest()
 
 
-def proof_holds(ours: bytes, theirs: bytes) -> bool:
+def verify_proof(ours: bytes, theirs: bytes) -> bool:
     """Whether the peer's proof is the one computed here; takes the same time wherever they differ."""
     return hmac.compare_digest(ours, theirs)

@@ -1,11 +1,11 @@
 """The KV connector: how an engine hands a request's blocks to another engine, or takes them.
 
-The scheduler side decides (no I/O, no torch) and describes its wishes as a `ConnectorMetadata` that travels with the step to
+The scheduler side decides (no I/O, no torch) and describes its requests as a `ConnectorMetadata` that travels with the step to
 the worker side, which owns the memory and a thread that moves bytes. The worker answers with a `ConnectorOutput`.
 
     producer   request prefills; each step that completes blocks carries a `BlockSave`; the worker publishes the blocks to the
                consumer once the step has run. When the request ends, its blocks stay until the worker reports `finished_sending`.
-    consumer   request waits (WAITING_FOR_REMOTE_KV) with its blocks allocated; one `BlockLoad` starts the transfer; the worker
+    consumer   request waits (WAITING_FOR_REMOTE_KV) with its blocks allocated; one `LoadRequest` starts the transfer; the worker
                reports a `LoadResult` when all blocks arrived and were proved, or when it gave up.
 
 Life cycle of the blocks on both sides: a block that may be read or written by the transfer belongs to it until the worker says
@@ -18,77 +18,12 @@ import abc
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton_kv_transfer.memory.kv_memory import KVMemory
+from baton_kv_transfer.memory.layout import RankAddress
 from baton_protocol.block_hash import BlockHash
-
-if TYPE_CHECKING:
-    from baton_kv_transfer.memory import KVMemory
-
-
-class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Heads [first, first + count) of the model."""
-
-    first: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        return self.first + self.count
-
-    def overlap(self, other: HeadRange) -> HeadRange:
-        """The heads that are in both; count 0 if there are none."""
-        first = max(self.first, other.first)
-        return HeadRange(first, max(0, min(self.end, other.end) - first))
-
-
-class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where one worker of an engine answers about its heads."""
-
-    host: str
-    port: int
-    heads: HeadRange
-
-
-class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one worker's KV memory: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
-
-    A range of heads of a block is one contiguous run, so workers of different tensor-parallel sizes exchange ranges of heads.
-    """
-
-    num_blocks: int
-    num_kv_heads: int
-    """Of this worker."""
-    num_layers: int
-    block_size: int
-    head_dim: int
-    dtype: str
-    """torch's name without prefix: float32, bfloat16, float16."""
-    name: str = "NHL2BD"
-    first_kv_head: int = 0
-    """Which of the model's heads is head 0 here."""
-    total_kv_heads: int = 0
-    """Of the model, over all workers; 0: num_kv_heads."""
-
-    @property
-    def head_nbytes(self) -> int:
-        """Bytes of one head in one block."""
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return self.num_layers * 2 * self.block_size * self.head_dim * itemsize
-
-    @property
-    def block_nbytes(self) -> int:
-        return self.num_kv_heads * self.head_nbytes
-
-    @property
-    def heads(self) -> HeadRange:
-        return HeadRange(self.first_kv_head, self.num_kv_heads)
-
-    @property
-    def num_model_heads(self) -> int:
-        return self.total_kv_heads or self.num_kv_heads
 
 
 @dataclass(slots=True)
@@ -107,7 +42,7 @@ class BlockSave:
 
 
 @dataclass(slots=True)
-class BlockLoad:
+class LoadRequest:
     """Consumer: fetch these blocks."""
 
     transfer_id: str
@@ -128,7 +63,7 @@ class LoadWait:
 
     remote_host: str
     remote_port: int
-    """As in BlockLoad."""
+    """As in LoadRequest."""
     peer_instance_id: str
 
 
@@ -137,13 +72,13 @@ class ConnectorMetadata:
     """From the scheduler side to the worker side, with a step."""
 
     saves: list[BlockSave] = field(default_factory=list)
-    loads: list[BlockLoad] = field(default_factory=list)
+    loads: list[LoadRequest] = field(default_factory=list)
     offers: dict[str, str] = field(default_factory=dict)
     """Producer: transfer id -> instance id of the only consumer that may ask for it. Sent when the request is accepted."""
     cancels: list[str] = field(default_factory=list)
     """Transfer ids the scheduler no longer wants; each still ends in finished_sending or load_results."""
     waits: dict[str, LoadWait] = field(default_factory=dict)
-    """Consumer: by transfer id. A BlockLoad follows each."""
+    """Consumer: by transfer id. A LoadRequest follows each."""
 
     def __bool__(self) -> bool:
         return bool(self.saves or self.loads or self.offers or self.cancels or self.waits)
@@ -164,7 +99,7 @@ class ConnectorOutput:
     finished_sending: set[str] = field(default_factory=set)
     """Transfer ids whose blocks nobody will read any more: fetched, cancelled, or the lease ended."""
     load_results: dict[str, LoadResult] = field(default_factory=dict)
-    """By transfer id; exactly one per BlockLoad."""
+    """By transfer id; exactly one per LoadRequest."""
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.load_results)
@@ -223,7 +158,7 @@ class ConnectorStats(msgspec.Struct):
     inflight_bytes: int = 0
     """Gauge: posted."""
     bytes_moved: dict[str, int] = {}
-    """Sent and received, by transport and lane: `ucx tcp/lo`. Blocks that failed verification count."""
+    """Sent and received, by transport and transport: `ucx tcp/lo`. Blocks that failed verification count."""
     failure: str = ""
     """Why the connector moves nothing any more; empty while it works."""
 

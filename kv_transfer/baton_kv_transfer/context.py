@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton_kv_transfer.agent import INIT_AGENT, Agent, DlistHandle
-from baton_kv_transfer.connector import ConnectorStats, HeadRange, RankAddress
-from baton_kv_transfer.memory import KVMemory, slot_rows
+from baton_kv_transfer.agent.agent import INIT_AGENT, Agent, DlistHandle
+from baton_kv_transfer.connector import ConnectorStats
+from baton_kv_transfer.memory.kv_memory import KVMemory, slot_rows
+from baton_kv_transfer.memory.layout import HeadRange, RankAddress
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_protocol.config import KVTransferConfig
 from baton_protocol.service_key import ServiceKey
@@ -20,7 +21,7 @@ class ConnectorContext:
     instance_id: str
     compatibility_hash: str
     service_key: ServiceKey | None
-    """Peers must have the same; None: they must have none."""
+    """PeerRegistry must have the same; None: they must have none."""
     agent: Agent
     memory: KVMemory
     """Registered with the agent."""

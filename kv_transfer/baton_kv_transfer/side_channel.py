@@ -26,12 +26,12 @@ from typing import TypeVar
 
 import msgspec
 
-from baton_kv_transfer.connector import HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_protocol.block_hash import BlockHash
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
-MAX_GREETING_BYTES = 2**18
+MAX_HANDSHAKE_BYTES = 2**18
 """Of a message of a peer that has not proved the token: decoding one costs memory."""
 
 
@@ -191,12 +191,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
         return decoder.decode(frame)
     except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two pass as they are
         raise msgspec.DecodeError(str(error)) from error
-
-
-def layout_mismatch(ours: KVCacheLayout, theirs: KVCacheLayout) -> str:
-    """Why blocks of the two layouts cannot be exchanged; empty if they can. Number of blocks and heads per worker may differ."""
-    for field in ("name", "dtype", "num_layers", "num_model_heads", "block_size", "head_dim"):
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
-            return f"KV layouts differ in {field}: {mine} here, {other} at the peer"
-    return ""

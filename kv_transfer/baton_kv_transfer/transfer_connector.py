@@ -16,19 +16,19 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from baton_kv_transfer.agent import create_agent
+from baton_kv_transfer.agent.create import create_agent
 from baton_kv_transfer.connector import (
     ConnectorMetadata,
     ConnectorOutput,
     ConnectorStats,
     KVConnectorWorker,
     LoadResult,
-    RankAddress,
 )
-from baton_kv_transfer.consumer import ConsumerSide
+from baton_kv_transfer.consumer.consumer_side import ConsumerSide
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory import KVMemory
-from baton_kv_transfer.producer import ProducerSide, open_router
+from baton_kv_transfer.memory.kv_memory import KVMemory
+from baton_kv_transfer.memory.layout import RankAddress
+from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
 from baton_kv_transfer.transports.ucx.capabilities import require_rdma
 from baton_protocol.block_hash import BlockHash
 from baton_protocol.config import KVRole, KVTransferConfig
@@ -144,7 +144,7 @@ class TransferConnector(KVConnectorWorker):
         )
         if self._config.role is not KVRole.PRODUCER:
             self._consumer = ConsumerSide(
-                context, finished=self._load_finished, fenced=self._fenced
+                context, on_finished=self._load_finished, on_fenced=self._fenced
             )
         if self._router is not None:
             self._producer = ProducerSide(context, self._router, self._finished_sending)
@@ -330,7 +330,7 @@ class TransferConnector(KVConnectorWorker):
             self._producer.transfers.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
-        """After a defect in this thread: nothing moves any more, and every wish is answered so."""
+        """After a defect in this thread: nothing moves any more, and every request is answered so."""
         self._agent.close()  # from here on nothing writes to the engine's memory
         if self._consumer is not None:
             self._consumer.fail_all(reason)

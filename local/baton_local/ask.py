@@ -1,4 +1,4 @@
-"""Streams one chat answer from an OpenAI endpoint and measures it."""
+"""Streaming of one chat answer from an OpenAI endpoint, with its timing."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import aiohttp
 @dataclass(frozen=True)
 class Answer:
     text: str
-    ttft_s: float
-    """From sending the request to the first piece of text."""
+    ttft_s: float  # from the request to the first text
     tokens: int
-    tokens_per_s: float
-    """After the first token."""
+    tokens_per_s: float  # after the first token
 
 
 class AskError(Exception):
-    """The endpoint refused, or the stream broke."""
+    """The endpoint refused the request, or the stream was cut off."""
 
 
 async def ask(
@@ -33,7 +31,11 @@ async def ask(
     on_text: Callable[[str], None],
     timeout_s: float,
 ) -> Answer:
-    """Raises AskError."""
+    """Send the prompt and stream the answer to `on_text`.
+
+    Raises:
+        AskError: the endpoint refused the request, or the stream was cut off.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -71,7 +73,7 @@ async def ask(
     except (aiohttp.ClientError, TimeoutError) as error:
         raise AskError(f"{endpoint}: {str(error) or type(error).__name__}") from None
     if not tokens:
-        raise AskError("the stream ended without usage: the answer is not whole")
+        raise AskError("the stream ended without usage: the answer is incomplete")
     ended = time.perf_counter()
     first = first or ended
     rate = (tokens - 1) / (ended - first) if tokens > 1 and ended > first else 0.0

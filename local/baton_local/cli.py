@@ -1,10 +1,10 @@
 """The `baton` command.
 
-baton serve MODEL [FLAGS]                              one engine and its OpenAI endpoint, without Kubernetes
-baton up -f FILE [--model DIR] [--once] [--detach]     a local cluster around one LLMService
-baton plan [OLD] NEW [-o json]                         the steps of a rollout or resize, without a cluster
+baton serve MODEL [FLAGS]                       one engine and its OpenAI endpoint
+baton up -f FILE [--model DIR] [--once|--detach]  a local cluster around one LLMService
+baton plan [OLD] NEW [-o json]                  the steps of a rollout or resize
 baton status [-o json] · baton logs [POD] [-f] · baton down
-baton checkpoint create --arch ARCH --out DIR          a checkpoint with random weights
+baton checkpoint create --arch ARCH --out DIR   a checkpoint with random weights
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 MAX_SIMULATED_S = 1e7
+PIPED_WIDTH = 1000  #: columns of a table that no terminal limits
 
 
 def main() -> None:
-    """Entry point of the `baton` script."""
+    """Run the command line of the `baton` script."""
     try:
         Path.home()
-    except (
-        RuntimeError
-    ):  # no HOME and no entry for this user id: libraries ask for it when they are imported
+    # Without HOME and a passwd entry. Libraries read the home folder when they are imported.
+    except RuntimeError:
         os.environ["HOME"] = "/"
     parser = _parser()
     args = parser.parse_args()
@@ -62,16 +62,19 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="one engine and its OpenAI endpoint",
         usage="baton serve MODEL [FLAGS]",
-        epilog="FLAGS are those of `baton serve MODEL --help`, and the engine's own (`baton-engine --help`).",
+        epilog=(
+            "FLAGS are those of `baton serve MODEL --help`, "
+            "and the engine's own (`baton-engine --help`)."
+        ),
     )
     serve.add_argument("model", metavar="MODEL", help="checkpoint folder")
     flags = serve.add_argument(
         "flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="after MODEL"
     )
-    flags.required = False  # else argparse names FLAGS as missing where MODEL is
+    flags.required = False  # otherwise argparse names FLAGS when MODEL is missing
     serve.set_defaults(run=_run_serve)
 
-    # No abbreviations: --detach is taken out of the command line by name.
+    # No abbreviations, because --detach is removed from the command line by name.
     up = commands.add_parser(
         "up", help="start a local cluster around one LLMService", allow_abbrev=False
     )
@@ -170,10 +173,11 @@ def _parser() -> argparse.ArgumentParser:
     create = checkpoint_commands.add_parser(
         "create", help="write a Hugging Face folder with random weights"
     )
+    # Importing torch takes seconds.
     if sys.argv[1:3] == [
         "checkpoint",
         "create",
-    ]:  # importing torch takes seconds: only where it is used
+    ]:
         from baton_engine import checkpoint as checkpoint_module
 
         checkpoint_module.add_arguments(create)
@@ -205,11 +209,12 @@ def _run_up(args: argparse.Namespace) -> int:
 
 
 def _detach(timeout_s: float) -> int:
-    """Runs the same command line as a background process, until its service is Ready."""
+    """Run the same command line in the background until its service is Ready."""
     console, state = Console(), StateDir()
     if (pid := state.supervisor()) is not None:
         console.print(
-            f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); `baton down` ends it"
+            f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); "
+            "`baton down` ends it"
         )
         return 1
     state.make()
@@ -237,13 +242,13 @@ def _detach(timeout_s: float) -> int:
                 status = asyncio.run(_status(info))
                 ready = status is not None and status.ready and bool(status.endpoint)
     except ServerGoneError:
-        pass  # the supervisor says why
-    finally:  # also after Ctrl-C, which the supervisor in its own session does not hear
-        if not ready:
+        pass  # the supervisor prints the reason
+    finally:
+        if not ready:  # for example Ctrl-C, which does not reach the supervisor's session
             supervisor.terminate()
             supervisor.wait()
     if not ready:
-        console.print("[red]baton up:[/] not Ready; the supervisor said:")
+        console.print("[red]baton up:[/] not Ready; the supervisor printed:")
         console.out(log_path.read_text(errors="replace"))
         return 1
     assert info is not None
@@ -257,11 +262,15 @@ def _detach(timeout_s: float) -> int:
 
 
 class ServerGoneError(Exception):
-    """The API server of the cluster does not answer: it is ending."""
+    """The API server of the cluster does not answer, because it is ending."""
 
 
 async def _status(info: ClusterInfo) -> ServiceStatus | None:
-    """None if the service was deleted. Raises ServerGoneError."""
+    """Read the service; None if it was deleted.
+
+    Raises:
+        ServerGoneError: the API server does not answer.
+    """
     from baton_kube.client import KubeError
     from baton_local.service import ClusterApi
 
@@ -294,7 +303,7 @@ def _running(command: str) -> ClusterInfo | None:
 
 
 def _simulated_s(text: str) -> float:
-    """Seconds of the simulated clock."""
+    """Parse seconds of the simulated clock."""
     value = arguments.not_negative(text)
     if value > MAX_SIMULATED_S:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_SIMULATED_S:g} s, got {text}")
@@ -324,7 +333,7 @@ def _run_status(args: argparse.Namespace) -> int:
     if info is None:
         return 1
     found = asyncio.run(_status(info))
-    from baton_local.service import ServiceStatus, ask_kv_bytes, format_lanes, with_pids
+    from baton_local.service import ServiceStatus, ask_kv_bytes, format_kv_bytes, with_pids
 
     if found is not None:
         status = with_pids(asyncio.run(ask_kv_bytes(found)))
@@ -338,7 +347,7 @@ def _run_status(args: argparse.Namespace) -> int:
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
         return 0 if status.exists else 1
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     if status.exists:
         from baton_local.display import service_tables
 
@@ -350,7 +359,7 @@ def _run_status(args: argparse.Namespace) -> int:
     console.out(f"manifest    {info.file}", highlight=False)
     for pod in status.pods:
         if pod.kv_bytes:
-            console.out(f"KV moved    {format_lanes(pod.kv_bytes)}, {pod.name}", highlight=False)
+            console.out(f"KV moved    {format_kv_bytes(pod.kv_bytes)}, {pod.name}", highlight=False)
     return 0 if status.exists else 1
 
 

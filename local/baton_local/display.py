@@ -1,4 +1,4 @@
-"""Tables for people: pods and conditions of one service."""
+"""Tables of the pods and conditions of one service."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> Ren
         *(["PID"] if pids else []),
         "REASON",
     ):
-        pods.add_column(column, overflow="fold")  # a name that is cut cannot be copied
+        pods.add_column(column, overflow="fold")  # a truncated name cannot be copied
     for pod in status.pods:
         ready = Text("yes", "green") if pod.ready else Text("no", "yellow")
-        # Text: what others wrote may hold brackets, which a plain string would turn into markup.
+        # As Text, because a plain string with brackets would be parsed as markup.
         plain = (pod.name, pod.role, pod.ip, pod.phase)
         pid = [str(pod.pid or "")] if pids else []
         pods.add_row(*map(Text, plain), ready, str(pod.restarts), *pid, Text(pod.reason))

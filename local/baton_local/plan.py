@@ -1,6 +1,6 @@
-"""`baton plan`: every step of the rollout or resize from one manifest to another, without a cluster.
+"""`baton plan`: the steps of a rollout or resize from one manifest to another.
 
-The steps come from the operator's own planner, run by `baton_local.preview`. This module reads manifests and prints.
+`baton_local.preview` runs the operator's own planner. This module reads manifests and prints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_local.preview.cluster import Conditions
 from baton_local.preview.rollout import preview
 from baton_local.preview.steps import GroupChange, Preview, Step
@@ -23,16 +22,19 @@ from baton_local.preview.target import Target, target_of
 from baton_local.service import load_documents
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
+from pocketkube.apiserver.schema.structural import StructuralSchema
 
 _STYLES = {"ready": "green", "no room": "red", "starting": "yellow", "standby": "yellow"}
 MAX_VALUE_LENGTH = 60
 
 
 def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: str) -> int:
-    """Print the plan. Returns the exit code: 0 if the service settles, 1 for a bad manifest, 2 if it does not settle.
+    """Print the plan, and return the exit code.
+
+    It is 0 if the service settles, 1 for an invalid manifest, and 2 if the service does not settle.
 
     Args:
-        files: the manifest before the edit and the one after it; or one manifest, of a service to be created.
+        files: the manifests before and after the edit, or the manifest of a new service.
     """
     try:
         targets = [_read(path) for path in files]
@@ -57,7 +59,11 @@ def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: 
 
 
 def _read(path: Path) -> Target:
-    """Read the one LLMService of a file. Raises ValueError with the file, the field and the reason."""
+    """Read the only LLMService of a file.
+
+    Raises:
+        ValueError: the file, the field and the reason.
+    """
     services = [document for document in load_documents(path) if document["kind"] == names.KIND]
     if len(services) != 1:
         raise ValueError(f"{path} must hold exactly one LLMService, it holds {len(services)}")
@@ -136,7 +142,10 @@ def _end(result: Preview) -> Iterator[str | Text]:
     yield Text(f"{verb} after {num_steps}, {result.seconds:g} s simulated.", style)
     for group in _used(result):
         fewest, most = result.fewest_ready(group), result.most_members(group)
-        yield f"  {group.role}: never fewer than {fewest} of {group.sizes[1]} members served, at most {most} existed"
+        yield (
+            f"  {group.role}: never fewer than {fewest} of {group.sizes[1]} members served, "
+            f"at most {most} existed"
+        )
     if result.waits_for:
         yield "Waits for:"
         yield from (f"  {reason}" for reason in result.waits_for)

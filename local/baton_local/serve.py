@@ -1,7 +1,7 @@
-"""`baton serve MODEL`: one engine and the OpenAI endpoint as two child processes, without Kubernetes.
+"""`baton serve MODEL`: one engine and its gateway as child processes, without Kubernetes.
 
-The engine listens on 127.0.0.1 only, the gateway on --host; they find each other through a discovery file in a temporary folder.
-The children never outlive this process, not even kill -9.
+The engine listens on 127.0.0.1, and the gateway on --host. The gateway discovers the engine through
+a file in a temporary folder. The children end with this process, also after SIGKILL.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
-from baton_local.lifeline import set_parent_death_signal
-from baton_local.ports import LOOPBACK, free_ports
 from baton_protocol import arguments
 from baton_protocol.config import (
     DiscoveryConfig,
@@ -34,20 +31,22 @@ from baton_protocol.config import (
     GatewayConfig,
     ModelConfig,
 )
+from pocketkube.lifecycle import kill_at_end_of_parent
+from pocketkube.ports import LOOPBACK, free_ports
 
 POLL_S = 0.2
+#: Interval of messages about a wait.
 PROGRESS_S = 5.0
-"""A wait is mentioned again after this long."""
+#: Time for a child to end after its own drain timeout, before SIGKILL.
 _EXIT_GRACE_S = 10.0
-"""A child may take this long to end after its own drain timeout; then it is killed."""
 _NOTICE_S = 2.0
 _LINE_BYTES = 2**20
+#: Engine flags that `serve` sets itself, or that have no meaning here.
 _OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--kv-port")
-"""Engine flags that `serve` sets itself, or that have no meaning here."""
 
 
 def flags_parser() -> argparse.ArgumentParser:
-    """Flags of `serve` itself; the others are the engine's."""
+    """Build the parser of the flags of `serve`. The engine has the others."""
     parser = argparse.ArgumentParser(prog="baton serve MODEL", add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--host", default=LOOPBACK, help="address of the endpoint (default 127.0.0.1)"
@@ -88,8 +87,11 @@ def flags_parser() -> argparse.ArgumentParser:
 
 
 def run_serve(model: str, flags: list[str]) -> int:
-    """Serves until SIGTERM or Ctrl-C. Returns the exit code: 0 after a drain; the engine's own (78: its configuration is wrong) or
-    1 if a child ended."""
+    """Serve until SIGTERM or Ctrl-C, and return the exit code.
+
+    It is 0 after a drain. If a child has ended, it is the engine's own (78 for an invalid
+    configuration), or 1.
+    """
     parser = flags_parser()
     if {"-h", "--help"} & set(flags):
         parser.print_help()
@@ -102,8 +104,9 @@ def run_serve(model: str, flags: list[str]) -> int:
     try:
         options.port = _free_port(options.host, options.port)
     except OSError as error:
-        _say(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror}; see --host and --port"
+        _print(
+            f"cannot listen on {options.host}:{options.port}: "
+            f"{error.strerror}; see --host and --port"
         )
         return 1
     with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
@@ -112,7 +115,7 @@ def run_serve(model: str, flags: list[str]) -> int:
 
 @dataclass
 class _Child:
-    """A process whose log lines are passed on with its name before them."""
+    """A child process. Its log lines are printed with its name before them."""
 
     name: str
     process: asyncio.subprocess.Process
@@ -121,6 +124,8 @@ class _Child:
 
     @classmethod
     async def start(cls, name: str, command: list[str], env: dict[str, str]) -> _Child:
+        # In a session of its own, so that Ctrl-C reaches only this process, which ends the children
+        # in order.
         process = await asyncio.create_subprocess_exec(
             *command,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
@@ -128,19 +133,19 @@ class _Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for us: we end the children in order
-            preexec_fn=_dies_with(os.getpid()),
+            start_new_session=True,
+            preexec_fn=kill_at_end_of_parent(),
         )
         child = cls(name, process)
-        child.tasks.append(asyncio.create_task(child._pass_on()))
+        child.tasks.append(asyncio.create_task(child._print_output()))
         return child
 
-    async def _pass_on(self) -> None:
+    async def _print_output(self) -> None:
         assert self.process.stdout is not None
         while True:
             try:
                 line = await self.process.stdout.readline()
-            except ValueError:  # a line over the limit; the rest of it follows
+            except ValueError:  # a line over the limit; its rest follows
                 continue
             if not line:
                 return
@@ -150,7 +155,7 @@ class _Child:
             print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
     async def wait(self) -> int:
-        """Its exit code, once all it said was passed on; negative: the signal that ended it."""
+        """Wait for its end and output, and return the exit code, negative for a signal."""
         code = await self.process.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):  # a grandchild may hold the pipe open
@@ -163,13 +168,13 @@ class _Child:
                 self.process.send_signal(signum)
 
     async def end(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL to all of its session if that does not end it."""
+        """Send SIGTERM, and SIGKILL to its whole session if it does not end in time."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.process.wait()
         except TimeoutError:
-            _say(f"the {self.name} has not ended within {timeout_s:g} s: killing it")
+            _print(f"the {self.name} has not ended within {timeout_s:g} s: killing it")
             self.kill()
         await self.wait()
 
@@ -197,7 +202,7 @@ class _Server:
         self._children: list[_Child] = []
         self._name = options.served_model_name or Path(model).resolve().name
         self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._second_signal = asyncio.Event()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -217,7 +222,7 @@ class _Server:
             await self._fail(error)
             return error.code if error.code > 0 else 1
         except TimeoutError as error:
-            _say(str(error))
+            _print(str(error))
             return 1
         finally:
             stopped.cancel()
@@ -228,11 +233,16 @@ class _Server:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            self._hurry.set()
+            self._second_signal.set()
         self._stop.set()
 
     async def _serve(self) -> None:
-        """Raises _ChildEndedError, or TimeoutError: not ready in time. Never returns."""
+        """Run the children until a signal arrives.
+
+        Raises:
+            _ChildEndedError: a child has ended.
+            TimeoutError: the engine or the gateway was not ready in time.
+        """
         engine_port, http_port = free_ports(2)
         engine = await self._start_engine(engine_port, http_port)
         gateway = await self._start_gateway(engine_port)
@@ -281,7 +291,7 @@ class _Server:
             discovery=DiscoveryConfig(file=str(discovery)),
             port=self._options.port,
             drain_timeout_s=self._options.drain_timeout_s,
-            drain_quiet_s=0.0,  # there is no other gateway to which requests could go instead
+            drain_quiet_s=0.0,  # there is no other gateway for new requests
         )
         for name in ("max_concurrent_requests", "request_timeout_s"):
             if (value := getattr(self._options, name)) is not None:
@@ -295,7 +305,7 @@ class _Server:
 
     async def _until_ready(self, http_port: int) -> None:
         started = time.monotonic()
-        said, said_at = "", started
+        printed, printed_at = "", started
         engine_url, gateway_url = f"http://{LOOPBACK}:{http_port}/ready", f"{self._url}/ready"
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
             while True:
@@ -310,9 +320,9 @@ class _Server:
                     raise TimeoutError(
                         f"not ready within {timeout_s:g} s ({waiting}); see --ready-timeout-s"
                     )
-                if waiting != said or now - said_at > PROGRESS_S:
-                    said, said_at = waiting, now
-                    _say(f"{now - started:.0f} s: {waiting}")
+                if waiting != printed or now - printed_at > PROGRESS_S:
+                    printed, printed_at = waiting, now
+                    _print(f"{now - started:.0f} s: {waiting}")
                 await asyncio.sleep(POLL_S)
 
     @property
@@ -330,7 +340,7 @@ class _Server:
             "messages": [{"role": "user", "content": "Hello!"}],
             "max_tokens": 32,
         }
-        _say(f"ready: {self._url}/v1 serves {self._name}")
+        _print(f"ready: {self._url}/v1 serves {self._name}")
         data = shlex.quote(json.dumps(body))
         print(
             f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d {data}",
@@ -338,12 +348,15 @@ class _Server:
         )
 
     async def _drain(self) -> None:
-        """The gateway first: it lets running requests end, and they need the engine. A second signal ends it at once."""
-        _say("stopping: running requests may end; press Ctrl-C again to stop at once")
+        """End the gateway first, which finishes the running requests with the engine.
+
+        A second signal ends it at once.
+        """
+        _print("stopping: running requests may end; press Ctrl-C again to stop at once")
         ending = asyncio.create_task(self._end_children())
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait([ending, hurry], return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+        second = asyncio.create_task(self._second_signal.wait())
+        await asyncio.wait([ending, second], return_when=asyncio.FIRST_COMPLETED)
+        second.cancel()
         if not ending.done():
             for child in self._children:
                 child.kill()
@@ -354,10 +367,10 @@ class _Server:
             await child.end(self._options.drain_timeout_s + _EXIT_GRACE_S)
 
     async def _fail(self, error: _ChildEndedError) -> None:
-        """A child ended by itself: no request can be served any more. Clients that wait are told why by the gateway, at once."""
+        """End the gateway, which reports the end of the engine to waiting clients."""
         await self._until_noticed()
         for child in reversed(self._children):
-            # The second signal ends the gateway's drain: nobody will continue what the engine was doing.
+            # The second signal ends the gateway's drain, because its requests cannot continue.
             child.signal(signal.SIGTERM)
             await asyncio.sleep(0)
             child.signal(signal.SIGINT)
@@ -366,10 +379,10 @@ class _Server:
         if error.code > 0 and error.child.last_line.startswith("FATAL "):
             print(error.child.last_line, file=sys.stderr, flush=True)
         else:
-            _say(f"{error}; its last words: {error.child.last_line or '(none)'}")
+            _print(f"{error}; its last line: {error.child.last_line or '(none)'}")
 
     async def _until_noticed(self) -> None:
-        """Until the gateway knows that its engine is gone, and why; soon, or it will not."""
+        """Wait until the gateway has noticed the end of its engine, for a limited time."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(_NOTICE_S), aiohttp.ClientSession() as session:
                 while True:
@@ -380,12 +393,16 @@ class _Server:
 
 
 async def _until_ended(child: _Child) -> None:
-    """Raises _ChildEndedError when `child` ends, whatever its exit code: nobody asked it to."""
+    """Wait for the end of a child that nobody has stopped.
+
+    Raises:
+        _ChildEndedError: it has ended, whatever its exit code.
+    """
     raise _ChildEndedError(child, await child.wait())
 
 
 async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str:
-    """What is being waited for; empty if it is ready."""
+    """Return the reason for the wait; empty if the gateway is ready."""
     try:
         async with session.get(url) as response:
             if response.status == 200:
@@ -400,24 +417,18 @@ async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str
         return f"{name}: HTTP {response.status}"
 
 
-def _dies_with(parent: int) -> Callable[[], None]:
-    def before_exec() -> None:
-        set_parent_death_signal(signal.SIGKILL)
-        if os.getppid() != parent:  # it ended between the fork and the line above
-            os._exit(1)
-
-    return before_exec
-
-
 def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0, where nobody listens right now. Raises OSError: somebody does, or `host` is not ours."""
+    """Check that no process listens on `port`, or find a free port if it is 0.
+
+    Raises:
+        OSError: the port is in use, or `host` is not an address of this machine.
+    """
     if port == 0:
         [port] = free_ports(1, host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # ports of ended connections are free enough
+        # Ports of ended connections count as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         found: int = probe.getsockname()[1]
         return found
@@ -431,5 +442,5 @@ def _how(code: int) -> str:
     )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"baton serve: {text}", file=sys.stderr, flush=True)

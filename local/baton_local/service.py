@@ -1,4 +1,4 @@
-"""What the commands ask of the API server: apply a file, read one LLMService and its pods, follow a log."""
+"""The state of an LLMService, read from the API server and the service's pods."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import msgspec
 import yaml
 
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
-from baton_local.kubelet.runtime import container_pids
-from baton_local.loopback import served_port
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.progress import Health
+from pocketkube.containers.process import container_pids
+from pocketkube.loopback import served_port
 
 GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
@@ -39,14 +39,11 @@ class PodStatus(msgspec.Struct):
     phase: str
     ready: bool
     restarts: int
-    reason: str
-    """Why it is not ready, as far as its containers say."""
-    container_id: str = ""
-    """Of its container, the first if it has several; empty before it started."""
-    pid: int | None = None
-    """Of the container's process, where it was looked for."""
+    reason: str  # why it is not ready, as its containers report
+    container_id: str = ""  # of its first container; empty before the start
+    pid: int | None = None  # of the container's process, if it was looked up
+    #: Bytes of KV sent and received, by transport, if the engine was asked.
     kv_bytes: dict[str, int] = {}
-    """Bytes of KV that it sent and received, by transport and lane, where it was asked."""
 
 
 class Condition(msgspec.Struct):
@@ -60,15 +57,14 @@ class ServiceStatus(msgspec.Struct):
     service: str
     namespace: str
     endpoint: str
-    model: str
-    """Name clients use."""
+    model: str  # name for clients
     conditions: list[Condition]
     pods: list[PodStatus]
+    #: `curl` options for the Ingress; empty without one.
     ingress: str
-    """How to reach it through the Ingress: `curl` options; empty without one."""
     kubeconfig: str
+    #: False if it was deleted. Only the names and the kubeconfig are set then.
     exists: bool = True
-    """False: it was deleted. Then all but names and kubeconfig is empty."""
 
     @property
     def ready(self) -> bool:
@@ -76,9 +72,9 @@ class ServiceStatus(msgspec.Struct):
 
 
 class ClusterApi:
-    """What the commands read from and write to a local cluster's API server. Use `connect`.
+    """The API server of a local cluster, as the commands use it. Created by `connect`.
 
-    Every method raises KubeError if the server refuses, and OSError if it does not answer.
+    All methods raise KubeError if the server refuses, and OSError if it does not answer.
     """
 
     def __init__(self, kube: KubeClient, kubeconfig: Path) -> None:
@@ -92,14 +88,18 @@ class ClusterApi:
             yield ClusterApi(kube, kubeconfig)
 
     async def apply(self, documents: list[Object]) -> None:
-        """Apply on the server, in order; a misspelt field is refused. Raises: UnknownKindError."""
+        """Apply the documents in order by server-side apply. Unknown fields are errors.
+
+        Raises:
+            UnknownKindError: the server does not serve a kind.
+        """
         for document in documents:
             collection = await self._collection(document)
             path = f"{collection}/{quote(document['metadata']['name'], safe='')}"
             await self._kube.apply(path, document, field_manager=FIELD_MANAGER, strict=True)
 
     async def _collection(self, document: Object) -> str:
-        """Return the path of the collection that `document` belongs to, by the API server's discovery."""
+        """Return the path of the collection of `document`, by the server's discovery."""
         version, kind = document["apiVersion"], document["kind"]
         base = f"/apis/{version}" if "/" in version else f"/api/{version}"
         try:
@@ -117,7 +117,7 @@ class ClusterApi:
         raise UnknownKindError(f"the API server has no {kind} in {version}")
 
     async def account_token(self, namespace: str, account: str) -> str:
-        """Request a token of a ServiceAccount, for as long as a local cluster may run."""
+        """Request a ServiceAccount token that outlives the cluster."""
         spec = {"audiences": [], "expirationSeconds": ACCOUNT_TOKEN_S}
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         answer = await self._kube.create(
@@ -126,7 +126,7 @@ class ClusterApi:
         return str(answer["status"]["token"])
 
     async def knows_rules(self) -> bool:
-        """Whether schemas may have CEL rules: since Kubernetes 1.25."""
+        """Whether schemas can have CEL rules, as from Kubernetes 1.25 on."""
         version = await self._kube.get("/version")
         return (int(version["major"]), int(version["minor"].rstrip("+"))) >= (1, 25)
 
@@ -138,7 +138,7 @@ class ClusterApi:
         return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
     async def service(self, namespace: str, name: str) -> ServiceStatus:
-        """One LLMService and its pods as they are now."""
+        """Read an LLMService and its pods."""
         service = await self._kube.get(
             f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
         )
@@ -165,19 +165,23 @@ class ClusterApi:
         )
 
     async def _ingress(self, host: str) -> str:
-        """The Ingress proxy says on the node where it listens."""
+        """Read the port of the Ingress proxy from the node's annotation."""
         if not host:
             return ""
         nodes, _ = await self._kube.list("/api/v1/nodes")
         for node in nodes:
-            if port := (node["metadata"].get("annotations") or {}).get("baton.dev/ingress-port"):
+            if port := (node["metadata"].get("annotations") or {}).get("pocketkube/ingress-port"):
                 return f"-H 'Host: {host}' http://127.0.0.1:{port}"
         return ""
 
     async def log(
         self, namespace: str, pod: str, *, follow: bool, tail: int | None, previous: bool = False
     ) -> AsyncIterator[bytes]:
-        """The pod's log, chunk by chunk; with `previous` that of the container before its last restart."""
+        """Stream a pod's log.
+
+        Args:
+            previous: the log of the container before its last restart.
+        """
         options = {"follow": str(follow).lower(), "previous": str(previous).lower()}
         if tail is not None:
             options["tailLines"] = str(tail)
@@ -194,7 +198,11 @@ class ClusterApi:
 
 
 def load_documents(path: Path) -> list[Object]:
-    """Kubernetes objects of a YAML file: they are JSON, and have names. Raises ValueError that names the file and what is wrong."""
+    """Read the Kubernetes objects of a YAML file.
+
+    Raises:
+        ValueError: the file, and why a document is no Kubernetes object.
+    """
     try:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
     except OSError as error:
@@ -210,12 +218,12 @@ def load_documents(path: Path) -> list[Object]:
 
 
 def _complaint(document: Any) -> str:
-    """Why it is no Kubernetes object, as far as we read it ourselves; empty if it is one."""
+    """Return why a document is no Kubernetes object; empty if it is one."""
     if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
         return "every document needs apiVersion, kind and metadata"
     try:
         json.dumps(document, allow_nan=False)
-    except TypeError as error:  # a date, say
+    except TypeError as error:  # for example a date
         return f"{error}; write it in quotes"
     except RecursionError:
         return "nested too deeply"
@@ -238,7 +246,7 @@ def _complaint(document: Any) -> str:
 
 
 def as_kubectl_applies(document: Object) -> Object:
-    """`document` with the annotation by which a later `kubectl apply` knows which fields the user has taken out of the file."""
+    """Add the annotation of `kubectl apply`, which later finds fields that the user removes."""
     metadata = {"annotations": {}, **document["metadata"]}
     said = (
         json.dumps({**document, "metadata": metadata}, sort_keys=True, separators=(",", ":")) + "\n"
@@ -252,14 +260,17 @@ def as_yaml(documents: list[Object]) -> str:
 
 
 async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
-    """Whether every gateway pod takes every ready engine for one it may send requests to: a moment after the pods are ready."""
+    """Whether every gateway pod sends requests to every ready engine.
+
+    That is so a moment after the pods are ready.
+    """
     ready = {
         role: sum(pod.ready for pod in pods if pod.role == role) for role in ("prefill", "decode")
     }
     gateways = [pod for pod in pods if pod.role == "gateway" and pod.ready]
     try:
         seen = [await _metric_values(pod, ENGINES_READY) for pod in gateways]
-    except (aiohttp.ClientError, TimeoutError):  # it restarts, say
+    except (aiohttp.ClientError, TimeoutError):  # for example during a restart
         return False
     return bool(seen) and all(
         values.get(f'{{role="{role}"}}', 0.0) >= count
@@ -269,7 +280,7 @@ async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
 
 
 async def ask_kv_bytes(status: ServiceStatus) -> ServiceStatus:
-    """Return `status` with `kv_bytes` of its engines, from their `/health`; an engine that does not answer has none."""
+    """Return `status` with the `kv_bytes` of the engines that answer `/health`."""
     pods = await asyncio.gather(*map(_with_kv_bytes, status.pods))
     return msgspec.structs.replace(status, pods=pods)
 
@@ -283,29 +294,26 @@ async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
             session.get(f"http://{pod.ip}:{ENGINE_HTTP_PORT}/health") as response,
         ):
             health = msgspec.json.decode(await response.read(), type=Health)
-    except (
-        aiohttp.ClientError,
-        TimeoutError,
-        msgspec.DecodeError,
-    ):  # it restarts, or is of another release
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+        # It restarts, or has another release.
         return pod
     return msgspec.structs.replace(pod, kv_bytes=health.kv_bytes)
 
 
 def kv_bytes_received(pods: list[PodStatus]) -> Counter[str]:
-    """Bytes of KV that decode pods received, by transport and lane."""
+    """Sum the KV bytes that decode pods received, by transport."""
     return sum((Counter(pod.kv_bytes) for pod in pods if pod.role == "decode"), Counter[str]())
 
 
-def format_lanes(nbytes: Mapping[str, int]) -> str:
-    """`1.25 MiB over ucx tcp/lo, 0.50 MiB over tcp sockets`."""
+def format_kv_bytes(nbytes: Mapping[str, int]) -> str:
+    """Format bytes by transport: `1.25 MiB over ucx tcp/lo, 0.50 MiB over tcp sockets`."""
     return ", ".join(
-        f"{count / 2**20:.2f} MiB over {lane}" for lane, count in sorted(nbytes.items())
+        f"{count / 2**20:.2f} MiB over {transport}" for transport, count in sorted(nbytes.items())
     )
 
 
 async def _metric_values(pod: PodStatus, name: str) -> dict[str, float]:
-    """Values of one metric of a gateway pod, by their labels as they are written."""
+    """Read one metric of a gateway pod, by its labels as written."""
     values = {}
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
@@ -319,7 +327,7 @@ async def _metric_values(pod: PodStatus, name: str) -> dict[str, float]:
 
 
 def _reachable(endpoint: str) -> str:
-    """The endpoint with the port under which this machine's proxy serves it."""
+    """Replace the endpoint's port by the port where the proxy serves it."""
     usual = 443 if endpoint.startswith("https:") else 80
     port = served_port(usual)
     return f"{endpoint}:{port}" if endpoint and port != usual else endpoint
@@ -348,7 +356,7 @@ def _pod_status(pod: Object) -> PodStatus:
 
 
 def with_pids(status: ServiceStatus) -> ServiceStatus:
-    """`status` with the pids of containers that are processes of this machine."""
+    """Return `status` with the pids of containers on this machine."""
     pids = container_pids()
     pods = [msgspec.structs.replace(pod, pid=pids.get(pod.container_id)) for pod in status.pods]
     return msgspec.structs.replace(status, pods=pods)

@@ -1,4 +1,4 @@
-"""Where a local cluster keeps its files, and who holds it: one folder, one lock, one supervisor."""
+"""The state folder of a local cluster, and the lock of its supervisor."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import msgspec
 
+#: How long a reader may hold the lock to see whether it is free.
 PROBE_S = 0.5
-"""How long somebody who only asks whether the lock is held may hold it at most."""
 
 
 class StateDirError(Exception):
-    """The folder cannot be used; the text says why, and what to do."""
+    """The folder cannot be used; the text has the reason and the remedy."""
 
 
 class ClusterRunningError(StateDirError):
-    """Another supervisor holds this state folder."""
+    """Another supervisor holds the lock of this folder."""
 
 
 class _Written(msgspec.Struct):
@@ -29,18 +29,21 @@ class _Written(msgspec.Struct):
 
 
 class ClusterInfo(_Written):
-    """Written by the supervisor once the control plane answers; read by the other commands."""
+    """Facts about the cluster, from its supervisor for the other commands."""
 
     kubeconfig: str
     control_plane: str
     namespace: str
     service: str
+    #: The service as it was first applied: the file to edit for `kubectl apply -f`.
     file: str
-    """The service as it was applied first: what to edit for `kubectl apply -f`."""
 
 
 class StateDir:
-    """`$BATON_HOME`, else `$XDG_STATE_HOME/baton`, else `~/.local/state/baton`. Methods raise StateDirError if it is of no use."""
+    """The state folder: `$BATON_HOME`, `$XDG_STATE_HOME/baton` or `~/.local/state/baton`.
+
+    Methods raise StateDirError if the folder cannot be used.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or _default_root()).absolute()
@@ -53,38 +56,41 @@ class StateDir:
         return self.root / "cluster.json"
 
     def make(self) -> None:
-        """A folder for its owner alone, unless it is there already; so is each folder in it."""
+        """Create the folders, accessible by their owner only."""
         with self._usable():
             for folder in (self.root, self.logs):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def acquire(self) -> None:
-        """Becomes the supervisor of this folder until the process ends. Raises ClusterRunningError."""
+        """Become the supervisor of this folder until the process ends.
+
+        Raises:
+            ClusterRunningError: another supervisor holds the lock.
+        """
         self.make()
         with self._usable():
             lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if not _lock(lock_file, PROBE_S):
             os.close(lock_file)
             raise ClusterRunningError(
-                f"a local cluster is already running from {self.root}: see `baton status`, end it with `baton down`, "
-                "or set BATON_HOME to another folder"
+                f"a local cluster is already running from {self.root}: see `baton status`, "
+                "end it with `baton down`, or set BATON_HOME to another folder"
             )
         os.ftruncate(lock_file, 0)
         os.pwrite(lock_file, str(os.getpid()).encode(), 0)
-        self._lock_file = lock_file  # kept open: the lock ends with the process, however it ends
+        self._lock_file = lock_file  # open until the process ends, and with it the lock
         self._info_path.unlink(missing_ok=True)
 
     def supervisor(self) -> int | None:
-        """Pid of the running supervisor, None if there is none. The lock tells, so a dead one is never reported."""
+        """Return the pid of the running supervisor; None if the lock is free."""
         with self._usable():
             try:
                 lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
         try:
-            fcntl.flock(
-                lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # shared: who asks is no supervisor to others who ask
+            # A shared lock, so that two readers do not take each other for a supervisor.
+            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
             return int(os.pread(lock_file, 32, 0) or b"0") or None
@@ -97,23 +103,30 @@ class StateDir:
         temporary.rename(self._info_path)
 
     def read_info(self) -> ClusterInfo | None:
-        """What the running supervisor wrote; None if none runs or it is not that far yet."""
+        """Return what the running supervisor wrote; None if there is none, or nothing yet."""
         pid = self.supervisor()
         if pid is None:
             return None
         try:
             written = self._info_path.read_bytes()
             if msgspec.json.decode(written, type=_Written).supervisor_pid != pid:
-                return None  # left by one that was killed
+                return None  # left by a supervisor that was killed
             return msgspec.json.decode(written, type=ClusterInfo)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            text = f"another version of baton runs the cluster of {self.root} ({error}); end it with `baton down`"
+            text = (
+                f"another version of baton runs the cluster of {self.root} ({error}); "
+                "end it with `baton down`"
+            )
             raise StateDirError(text) from error
 
     def stop_supervisor(self, timeout_s: float) -> bool:
-        """SIGTERM, then SIGKILL after `timeout_s`. Returns whether one was running."""
+        """Send SIGTERM to the supervisor, and SIGKILL after `timeout_s`.
+
+        Returns:
+            Whether one was running.
+        """
         pid = self.supervisor()
         if pid is None:
             return False
@@ -133,7 +146,10 @@ class StateDir:
             yield
         except OSError as error:
             why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
-            text = f"cannot keep a local cluster in {self.root}: {why}; set BATON_HOME to another folder"
+            text = (
+                f"cannot keep a local cluster in {self.root}: {why}; "
+                "set BATON_HOME to another folder"
+            )
             raise StateDirError(text) from error
 
 

@@ -1,13 +1,14 @@
-"""`baton up`: a local cluster around one LLMService, from nothing to a streamed answer.
+"""`baton up`: a local cluster around one LLMService, up to one streamed answer.
 
-    checkpoint (if none is named) | control plane -> CRD -> operator, kubelet, proxy -> apply the file -> Ready -> one answer
-
-The process stays as the supervisor until Ctrl-C, SIGTERM or `baton down`.
+The steps are: checkpoint (if none is named), control plane, CRD, operator, kubelet and proxy, the
+user's file, Ready, one answer. The process then supervises the cluster until Ctrl-C, SIGTERM or
+`baton down`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -23,10 +24,7 @@ from rich.markup import escape
 
 from baton_kube.client import KubeError, Object
 from baton_local.ask import AskError, ask
-from baton_local.cluster import ComponentError, LocalCluster
-from baton_local.control_plane.kubeconfig import write_account_kubeconfig
 from baton_local.display import service_tables
-from baton_local.networks import NetworksInUseError
 from baton_local.service import (
     ClusterApi,
     ServiceStatus,
@@ -34,7 +32,7 @@ from baton_local.service import (
     as_kubectl_applies,
     as_yaml,
     ask_kv_bytes,
-    format_lanes,
+    format_kv_bytes,
     gateways_see_all_engines,
     kv_bytes_received,
     load_documents,
@@ -42,18 +40,22 @@ from baton_local.service import (
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
+from pocketkube.cluster import Component, ComponentError, LocalCluster
+from pocketkube.kubeconfig import write_account_kubeconfig
+from pocketkube.networks import NetworksInUseError
 
+#: Placeholder of the sample. `baton up` replaces it by --model or a new checkpoint.
 DEMO_MODEL_URI = "file:///models/demo"
-"""What the sample names: `baton up` puts a checkpoint of its own in its place unless --model names one."""
 DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
 OPERATOR_NAMESPACE = "baton-system"
+NODE_NAME = "baton-local"
 RBAC = Path(__file__).parent / "rbac"  # a link to manifests/rbac
 
 
 class UpError(Exception):
-    """Something the user can act on; the text says what."""
+    """An error that the user can correct; the text says how."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class UpOptions:
 
 
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
-    """Exit status: 0 after the answer (once) or an ordered end; 1 if anything failed."""
+    """Return the exit status: 0 after the answer (--once) or a shutdown; 1 after an error."""
     try:
         documents, service = _read_service(options.file)
         state.acquire()
@@ -76,11 +78,17 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     cluster = LocalCluster(
-        state, control_plane=options.control_plane, ingress_port=options.ingress_port
+        state.root,
+        control_plane=options.control_plane,
+        ingress_port=options.ingress_port,
+        node_name=NODE_NAME,
     )
     try:
         return asyncio.run(_up(options, state, cluster, documents, service, console))
-    except (UpError, ComponentError, AskError, NetworksInUseError) as error:
+    except NetworksInUseError as error:
+        console.print(f"[red]baton up:[/] {error} with `baton down`")
+        return 1
+    except (UpError, ComponentError, AskError) as error:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     except (KubeError, ConnectionError, TimeoutError, aiohttp.ClientError) as error:
@@ -91,7 +99,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     except KeyboardInterrupt:
         return 1
     finally:
-        if not options.once:  # the last line says what moved the KV
+        if not options.once:  # with --once the last line reports the KV transfer
             console.print("stopping", style="dim")
         cluster.stop()
 
@@ -122,7 +130,7 @@ async def _up(
 
 
 def _rbac_objects() -> list[Object]:
-    """Return the objects of manifests/rbac, which `kubectl apply` takes in the order of the files' names."""
+    """Return the objects of manifests/rbac, in the order of the file names."""
     return [obj for file in sorted(RBAC.glob("*.yaml")) for obj in load_documents(file)]
 
 
@@ -144,7 +152,7 @@ async def _bring_up(
             service["metadata"]["name"],
         )
         async with ClusterApi.connect(cluster.kubeconfig) as api:
-            # The operator has the rights that it has in a cluster, which a real control plane enforces.
+            # The operator has the same rights as in a cluster. A real control plane enforces them.
             await api.apply(
                 [custom_resource_definition(rules=await api.knows_rules()), *_rbac_objects()]
             )
@@ -152,17 +160,18 @@ async def _bring_up(
                 api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established"
             )
             token = await api.account_token(OPERATOR_NAMESPACE, names.MANAGER)
-            write_account_kubeconfig(cluster.kubeconfig, cluster.operator_kubeconfig, token)
-            # Only now: so many starting at once would hold up the two requests above by a second or two.
-            cluster.start_operator()
+            operator_kubeconfig = write_account_kubeconfig(
+                cluster.kubeconfig, cluster.kubeconfig.with_name("operator.kubeconfig"), token
+            )
+            # Started after the two requests above, which many starting processes would slow down.
+            cluster.start(_operator(operator_kubeconfig))
             cluster.start_node()
             file = options.file.absolute()
             stands_in = await checkpoint
-            if (
-                stands_in
-            ):  # `kubectl apply` of the user's file would roll out the model that it names
+            # `kubectl apply` of the user's file would roll out the model that it names.
+            if stands_in:
                 file = state.root / "served.yaml"
-                file.touch(0o600)  # the user's file may hold Secrets
+                file.touch(0o600)  # the user's file may contain Secrets
                 file.write_text(f"# {options.file} as `baton up` serves it\n{as_yaml(documents)}")
             try:
                 await api.apply([as_kubectl_applies(document) for document in documents])
@@ -194,6 +203,15 @@ async def _bring_up(
         await asyncio.gather(checkpoint, return_exceptions=True)
 
 
+def _operator(kubeconfig: Path) -> Component:
+    command = [
+        str(Path(sys.executable).parent / "baton-operator"),
+        *("--kubeconfig", str(kubeconfig)),
+        *("--http-port", "0"),
+    ]
+    return Component("operator", command, {"POD_IP": "127.0.0.1"})
+
+
 def _read_service(path: Path) -> tuple[list[Object], Object]:
     documents = load_documents(path)
     services = [document for document in documents if document["kind"] == "LLMService"]
@@ -212,7 +230,11 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
 async def _provide_model(
     model: Path | None, service: Object, state: StateDir, console: Console
 ) -> bool:
-    """Points spec.model.uri at --model, or at the demo checkpoint where the file names the placeholder. Returns whether it did."""
+    """Set spec.model.uri to --model, or replace the placeholder by a demo checkpoint.
+
+    Returns:
+        Whether the document has changed.
+    """
     spec_model = service.setdefault("spec", {}).setdefault("model", {})
     if model is not None:
         if not (model / "config.json").is_file():
@@ -244,7 +266,7 @@ async def _provide_model(
         try:
             output, _ = await process.communicate()
         finally:
-            if process.returncode is None:  # we were told to stop
+            if process.returncode is None:  # cancelled
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
@@ -277,7 +299,7 @@ async def _wait_ready(
     console.print(service_tables(status))
     for pod in status.pods:
         if not pod.ready:
-            ended = pod.restarts > 0  # the container that runs now has not failed yet
+            ended = pod.restarts > 0  # the running container has not failed yet
             console.print(f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]")
             try:
                 async for chunk in api.log(
@@ -287,12 +309,12 @@ async def _wait_ready(
             except KubeError as error:
                 console.print(escape(str(error)), style="dim")
     raise UpError(
-        f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.state.logs}"
+        f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.logs}"
     )
 
 
 class _Progress:
-    """What happens to the service: a live table on a terminal while it comes up, else a line for each change."""
+    """Progress of the service: a live table on a terminal, otherwise a line for each change."""
 
     def __init__(self, console: Console, started: float) -> None:
         self._console = console
@@ -319,7 +341,10 @@ class _Progress:
             if self._seen.get(condition.type) != state:
                 self._seen[condition.type] = state
                 if self._live is None:
-                    line = f"{elapsed_s:7.1f} s  {condition.type}={condition.status} {condition.reason}: {condition.message}"
+                    line = (
+                        f"{elapsed_s:7.1f} s  {condition.type}={condition.status} "
+                        f"{condition.reason}: {condition.message}"
+                    )
                     self._console.out(line, highlight=False)
 
 
@@ -332,16 +357,14 @@ async def _watch(
     console: Console,
     stopped: asyncio.Event,
 ) -> None:
-    """Stays until `stopped`: keeps the components running and says what happens to the service."""
+    """Restart components and report changes of the service until `stopped`."""
     while not stopped.is_set():
         for component in cluster.heal():
-            console.print(
-                f"{component} ended by itself and was started again; see `baton logs {component}`"
-            )
+            console.print(f"{component} has ended and was restarted; see `baton logs {component}`")
         try:
             progress.show(await api.service(namespace, name))
         except KubeError as error:
-            if error.status != 404:  # 404: the user deleted it, and may apply another
+            if error.status != 404:  # 404: the user has deleted it, and may apply another one
                 raise
         await asyncio.sleep(0.5)
 
@@ -350,13 +373,19 @@ def _print_next_steps(
     status: ServiceStatus, file: Path, elapsed_s: float, console: Console
 ) -> None:
     console.print(f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n")
+    request = {
+        "model": status.model,
+        "stream": True,
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
     lines = [
         f"export KUBECONFIG={status.kubeconfig}",
         f"kubectl get llms,pods; kubectl scale llms/{status.service} --replicas=3",
         f"${{EDITOR:-vi}} {file}; kubectl apply -f {file}",
         f"curl {status.endpoint}/v1/models",
-        f"""curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{status.model}", "stream": true, "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
+        f"curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(request)}'",
     ]
     if status.ingress:
         lines.append(f"curl {status.ingress}/v1/models")
@@ -372,9 +401,7 @@ async def _answer(
             (await api.service(status.namespace, status.service)).pods
         )
 
-    await _until(
-        all_seen, options.timeout_s, "the gateway did not connect to all engines that are ready"
-    )
+    await _until(all_seen, options.timeout_s, "the gateway did not connect to all ready engines")
     before = kv_bytes_received((await ask_kv_bytes(status)).pods)
     console.print(f"\n[bold]> {PROMPT}[/]")
     answer = await ask(
@@ -386,7 +413,8 @@ async def _answer(
         timeout_s=options.timeout_s,
     )
     console.print(
-        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s",
+        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, "
+        f"{answer.tokens_per_s:.1f} tokens/s",
         highlight=False,
     )
     now = await ask_kv_bytes(await api.service(status.namespace, status.service))
@@ -394,9 +422,9 @@ async def _answer(
         moved = kv_bytes_received(now.pods) - before
         if not moved:
             raise UpError(
-                "no KV bytes moved between prefill and decode: the hand-off did not happen"
+                "no KV bytes moved from prefill to decode; see the engines' logs with `baton logs`"
             )
-        console.out(f"KV moved from prefill to decode: {format_lanes(moved)}", highlight=False)
+        console.out(f"KV moved from prefill to decode: {format_kv_bytes(moved)}", highlight=False)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

@@ -1,4 +1,9 @@
-"""The Kubernetes client of Baton's components: JSON requests over `kubernetes.aio`, and a mirror of a collection.
+"""The Kubernetes client of Baton's components.
 
-Objects are the dictionaries that the API server sent, so fields unknown to this code survive a round trip.
+- `client`: JSON requests by path, over `kubernetes.aio`.
+- `reflector`: a local copy of one collection.
+
+
+Objects are the dictionaries that the API server sent, so fields unknown to this code survive a
+round trip.
 """

@@ -1,4 +1,4 @@
-"""Requests to a Kubernetes API server by path: JSON objects in and out, with deadlines and one kind of error."""
+"""Requests to a Kubernetes API server by path, with deadlines and one kind of error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import msgspec
 from kubernetes.aio import client, config
 from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
-#: An object of the Kubernetes API as JSON. Any: its shape is the API's schema, which the server checks.
+#: An object of the Kubernetes API as JSON. Any: its shape is the API's schema, which the server
+#: checks.
 Object = dict[str, Any]
 Query = Sequence[tuple[str, str]]
 
@@ -24,9 +25,8 @@ CONNECT_TIMEOUT_S = 10.0
 PAGE_SIZE = 500
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-_READ_BUFFER = (
-    2**21
-)  # bytes, as in kubernetes.aio: a watch event is one line and may exceed aiohttp's default
+# Bytes, as in kubernetes.aio. A watch event is one line, which may exceed aiohttp's default.
+_READ_BUFFER = 2**21
 _JSON = "application/json"
 _METADATA_ONLY = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1,{_JSON}"
 
@@ -37,7 +37,8 @@ class KubeError(Exception):
     Attributes:
         status: the HTTP code, or the code of a watch's ERROR event.
         reason: Kubernetes' reason, for example `AlreadyExists`; empty if the server sent none.
-        retry_after_s: how long the server asked clients to wait before the next try; None if it did not.
+        retry_after_s: how long the server asked clients to wait before the next try; None if it did
+            not.
     """
 
     def __init__(
@@ -56,16 +57,18 @@ class KubeClient:
 
     Paths are those of the API, for example `/apis/apps/v1/namespaces/x/deployments/y`.
 
-    Every method raises KubeError if the server refuses, and OSError or TimeoutError if no usable reply comes.
+    Every method raises KubeError if the server refuses, and OSError or TimeoutError if no usable
+    reply comes.
     """
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self.server: str = api.configuration.host
-        #: Called after each request with its verb (get, list, watch, create, apply, patch, update or delete), its path and
-        #: the HTTP code of the answer. Code 0: there was no answer.
+        #: Called after each request with its verb (get, list, watch, create, apply, patch, update
+        #: or delete), its path and the HTTP code of the answer. Code 0: there was no answer.
         self.on_request: Callable[[str, str, int], None] = lambda verb, path, code: None
-        #: Returns the time that a write starting now may take, at most REQUEST_TIMEOUT_S. At 0 or less it is not sent.
+        #: Returns the time that a write starting now may take, at most REQUEST_TIMEOUT_S. At 0 or
+        #: less it is not sent.
         self.write_timeout_s: Callable[[], float] = lambda: REQUEST_TIMEOUT_S
 
     def sibling(self) -> KubeClient:
@@ -73,7 +76,10 @@ class KubeClient:
         return KubeClient(self._api)
 
     async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
-        """Return the object at `path`. With `metadata_only` the server sends a PartialObjectMetadata."""
+        """Return the object at `path`.
+
+        With `metadata_only` the server sends a PartialObjectMetadata.
+        """
         return await self._request(
             "get", "GET", path, query=query, accept=_METADATA_ONLY if metadata_only else _JSON
         )
@@ -89,8 +95,9 @@ class KubeClient:
         """Return the objects of a collection and the resource version from which to watch it.
 
         Args:
-            not_older_than: None reads the current state, in pages of PAGE_SIZE. With a resource version ("0": any) the
-                server may answer at once from its watch cache, with a state that is at least that new.
+            not_older_than: None reads the current state, in pages of PAGE_SIZE. With a resource
+                version ("0": any) the server may answer at once from its watch cache, with a state
+                that is at least that new.
 
         Raises:
             KubeError: refused; status 410 if the list's version expired between two pages.
@@ -119,7 +126,7 @@ class KubeClient:
         label_selector: str = "",
         field_selector: str = "",
     ) -> AsyncGenerator[tuple[str, Object], None]:
-        """Yield (type, object) for each event after `version`, bookmarks included, until the server ends the watch.
+        """Yield (type, object) for each event after `version`, until the server ends the watch.
 
         Args:
             timeout_s: time after which the server ends the watch.
@@ -148,23 +155,28 @@ class KubeClient:
                     yield _event(path, line)
         except aiohttp.SocketTimeoutError as error:
             raise TimeoutError(f"watch {path}: no event or bookmark for {silence_s:g} s") from error
-        except (
-            aiohttp.ClientError,
-            config.ConfigException,
-            ValueError,
-        ) as error:  # ValueError: a line over the buffer
+        # ValueError: a line is longer than the buffer.
+        except (aiohttp.ClientError, config.ConfigException, ValueError) as error:
             raise ConnectionError(f"watch {path}: {_reason(error)}") from error
         finally:
             self.on_request("watch", path, code)
 
     async def create(self, path: str, obj: Object, *, field_manager: str = "") -> Object:
-        """POST `obj` to its collection. Raises: KubeError, with status 409 if the name is taken."""
+        """POST `obj` to its collection.
+
+        Raises:
+            KubeError: refused; status 409 if the name is taken.
+        """
         return await self._request(
             "create", "POST", path, body=obj, query=_given(fieldManager=field_manager)
         )
 
     async def replace(self, path: str, obj: Object) -> Object:
-        """PUT the whole object. Raises: KubeError, with status 409 if its resourceVersion is not the current one."""
+        """PUT the whole object.
+
+        Raises:
+            KubeError: refused; status 409 if its resourceVersion is not the current one.
+        """
         return await self._request("update", "PUT", path, body=obj)
 
     async def merge(self, path: str, patch: Object, *, field_manager: str = "") -> Object:
@@ -177,7 +189,9 @@ class KubeClient:
     async def apply(
         self, path: str, obj: Object, *, field_manager: str, strict: bool = False
     ) -> Object:
-        """Apply `obj` with server-side apply. `field_manager` takes over fields that other managers own.
+        """Apply `obj` with server-side apply.
+
+        `field_manager` takes over fields that other managers own.
 
         Args:
             strict: refuse fields that the schema does not know. Servers before 1.25 drop them.
@@ -215,9 +229,10 @@ class KubeClient:
         )
 
     def http_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
-        """Return a new session with this client's TLS, proxy and credentials, and no limit on connections.
+        """Return a new session with this client's TLS, proxy and credentials.
 
-        The innermost middleware sets the Authorization header of each request, so rotated tokens are used.
+        The innermost middleware sets the Authorization header of each request, so rotated tokens
+        are used.
         """
         configuration = self._api.configuration
 
@@ -335,7 +350,12 @@ def _status_error(code: int, status: Object, message: str) -> KubeError:
 
 
 def _event(path: str, line: bytes) -> tuple[str, Object]:
-    """Decode one line of a watch. Raises: KubeError for an ERROR event, ConnectionError for an incomplete line."""
+    """Decode one line of a watch.
+
+    Raises:
+        KubeError: it is an ERROR event.
+        ConnectionError: it is incomplete.
+    """
     try:
         event = msgspec.json.decode(line)
         kind, obj = event["type"], event["object"]
@@ -365,13 +385,13 @@ async def connect(
         service_account: the folder with the pod's `token` and `ca.crt`.
 
     Raises:
-        kubernetes.aio.config.ConfigException: the kubeconfig or the service account is missing or not usable.
+        kubernetes.aio.config.ConfigException: the kubeconfig or the service account is missing or
+            not usable.
     """
     configuration = client.Configuration()
     configuration.connection_pool_maxsize = 0  # no limit: every watch has a connection of its own
-    configuration.client_session_kwargs = {
-        "trust_env": False
-    }  # otherwise each request looks up the proxy in a thread
+    # With trust_env each request would look up the proxy in a thread.
+    configuration.client_session_kwargs = {"trust_env": False}
     try:
         if kubeconfig is not None:
             if not any(
@@ -388,9 +408,8 @@ async def connect(
         api = client.ApiClient(configuration)
     except config.ConfigException:
         raise
-    except (
-        Exception
-    ) as error:  # the library validates neither the file's structure nor its certificates
+    # The library validates neither the file's structure nor its certificates.
+    except Exception as error:
         source = (
             f"{kubeconfig} is no kubeconfig"
             if kubeconfig is not None

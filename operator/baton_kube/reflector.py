@@ -1,7 +1,8 @@
 """A local copy of one collection, kept by list and watch.
 
-A watch that breaks is continued from the last version. The collection is listed again when the server no longer has that
-version (410). It is also listed every `relist_s`, because a network failure can lose an event, for example a DELETED.
+A watch that breaks is continued from the last version. The collection is listed again when the
+server no longer has that version (410). It is also listed every `relist_s`, because a network
+failure can lose an event, for example a DELETED.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ class Reflector:
                 pass
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Mirror; yield after every list and every event. Failures are logged and retried with backoff."""
+        """Mirror; yield after every list and every event.
+
+        Failures are logged and retried with backoff.
+        """
         loop = asyncio.get_running_loop()
         version, relist_at, backoff_s = "", 0.0, FIRST_BACKOFF_S
         while True:
-            # Also after a watch without error: a server may end every watch at once, which must not become a busy loop.
+            # Also after a watch without error: a server may end every watch at once, which must not
+            # become a busy loop.
             pause_s = FIRST_BACKOFF_S
             try:
                 if not version or loop.time() >= relist_at:
@@ -97,7 +102,8 @@ class Reflector:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _list(self) -> str:
-        # The first list may come from the server's watch cache, because many clients may start at once. Later lists are consistent.
+        # The first list may come from the server's watch cache, because many clients may start at
+        # once. Later lists are consistent.
         not_older_than = None if self.synced.is_set() else "0"
         listed, version = await self._kube.list(
             self._path, **self._selectors, not_older_than=not_older_than

@@ -1,4 +1,7 @@
-"""Write the difference between the desired and the observed state. Objects of other owners are never changed."""
+"""Write the difference between the desired and the observed state.
+
+Objects of other owners are never changed.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation, controlled_by
 from baton_operator.plan.plan_group import GroupPlan
-from baton_operator.problems import (
+from baton_operator.reconcile_problems import (
     GatewayAPIMissing,
     NameConflict,
     Problem,
     ServiceKeyUnusable,
     problem_of,
 )
-from baton_operator.revisions import Former
+from baton_operator.revisions import PreviousRevision
 from baton_operator.status.diagnose import Diagnosis
-from baton_operator.status.refusals import refusal_of
+from baton_operator.status.refused_pods import refusal_of
 from baton_protocol.service_key import ServiceKey
 
 
@@ -35,7 +38,8 @@ async def apply_objects(
     """Create, update and delete the objects beside the members, if their kind was listed.
 
     Returns:
-        The refusals. A refused object does not stop the others. Written objects are added to `observed`.
+        The refusals. A refused object does not stop the others. Written objects are added to
+        `observed`.
 
     Raises:
         StaleReadError: an object is to be deleted, and the reads may come from a cache.
@@ -82,7 +86,15 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
 
 
 async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) -> Object:
-    """Write `obj` if it differs; return it as stored. `present`: the object as listed."""
+    """Write `obj` if it differs, and return the stored object.
+
+    Args:
+        present: the object as listed.
+
+    Raises:
+        NameConflict: the object has another owner.
+        KubeError: the API server refused a request.
+    """
     name = obj["metadata"]["name"]
     if present is None:  # the list contains only objects with the service's label
         present = await kube.read(obj["kind"], owner.namespace, name)
@@ -96,19 +108,22 @@ async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) 
     return await kube.apply(stamped)
 
 
-def contains(present: Any, wanted: Any) -> bool:
-    """Whether `present` has every field of `wanted`. Further fields belong to the server or to other managers."""
-    if isinstance(wanted, dict):
+def contains(present: Any, desired: Any) -> bool:
+    """Return whether `present` has every field of `desired`.
+
+    Further fields belong to the server or to other managers.
+    """
+    if isinstance(desired, dict):
         return isinstance(present, dict) and all(
-            key in present and contains(present[key], wanted[key]) for key in wanted
+            key in present and contains(present[key], desired[key]) for key in desired
         )
-    if isinstance(wanted, list):
+    if isinstance(desired, list):
         return (
             isinstance(present, list)
-            and len(present) == len(wanted)
-            and all(map(contains, present, wanted))
+            and len(present) == len(desired)
+            and all(map(contains, present, desired))
         )
-    return bool(present == wanted)
+    return bool(present == desired)
 
 
 async def apply_members(
@@ -116,12 +131,14 @@ async def apply_members(
     events: Events,
     owner: Owner,
     template: MemberTemplate,
-    former: Former | None,
+    previous: PreviousRevision | None,
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
 ) -> Diagnosis | None:
-    """Take one step of one group. The first error is raised after all members. No pod is created after a refused one.
+    """Take one step of one group.
+
+    The first error is raised after all members. No pod is created after a refused one.
 
     Returns:
         Why the API server refused a pod; None if it refused none.
@@ -146,10 +163,8 @@ async def apply_members(
                 {"metadata": {"uid": uids[name], "annotations": marks}},
             )
         except KubeError as error:
-            if error.status not in (
-                404,
-                409,
-            ):  # the pod was deleted or replaced after it was observed
+            # 404, 409: the pod was deleted or replaced after it was observed.
+            if error.status not in (404, 409):
                 errors.append(error)
             continue
         await events.emit(
@@ -162,9 +177,9 @@ async def apply_members(
             await events.emit(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
     pods = [template.pod(ordinal) for ordinal in plan.create]
     if plan.restore:
-        assert former is not None, "a plan restores only from a previous revision"
-        await _apply(kube, owner, former.config_map, None)
-        pods += [former.template.pod(ordinal) for ordinal in plan.restore]
+        assert previous is not None, "a plan restores only from a previous revision"
+        await _apply(kube, owner, previous.config_map, None)
+        pods += [previous.template.pod(ordinal) for ordinal in plan.restore]
     for pod in pods:
         try:
             await kube.create(pod)
@@ -193,9 +208,13 @@ async def apply_members(
 
 
 async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
-    """Restore the labels of the existing pod with the name of `pod`. They, or the reply to its creation, were lost.
+    """Restore the labels of the existing pod with the name of `pod`.
 
-    Raises NameConflict, KubeError.
+    The labels, or the reply to the creation of the pod, were lost.
+
+    Raises:
+        NameConflict: the pod has another owner.
+        KubeError: the API server refused a request.
     """
     name = pod["metadata"]["name"]
     present = await kube.read("Pod", owner.namespace, name)

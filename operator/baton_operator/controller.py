@@ -1,4 +1,8 @@
-"""Runs `reconcile` for services that are due: at most one per service and CONCURRENCY in all, with retries."""
+"""The queue of services that are due, and the tasks that reconcile them.
+
+At most one reconcile of a service runs at a time, and at most CONCURRENCY in all. Failures are
+retried with backoff.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,8 @@ MAX_PAUSE_S = 60.0  # longest pause that a Retry-After can cause
 class Outcome(NamedTuple):
     """The result of a reconcile that did not fail."""
 
-    #: Look again after this many seconds even without an event. None: an event or the resync is enough.
+    #: Look again after this many seconds even without an event. None: an event or the resync is
+    #: enough.
     revisit_s: float | None = None
     is_gone: bool = False  # the service does not exist any more
 
@@ -44,9 +49,8 @@ class _Service:
     """One service of which an event, a list or a reconcile is known."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
-    freshness: Freshness = field(
-        default_factory=lambda: Freshness(versions={})
-    )  # of the next reconcile
+    #: Required freshness of the next reconcile.
+    freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))
     failures: int = 0
     began: float | None = None  # monotonic time at which the running reconcile began
 
@@ -54,7 +58,8 @@ class _Service:
 class Controller:
     """The known services, each with a task that reconciles it when it is due.
 
-    When the API server sends Retry-After, all services pause, because it applies to the client and not to one object.
+    When the API server sends Retry-After, all services pause, because it applies to the client and
+    not to one object.
 
     Args:
         retried: called after each failure.
@@ -107,13 +112,15 @@ class Controller:
         service.freshness.record(kind, version)
         if kind not in MOVING_KINDS and not is_own_write:
             service.freshness = msgspec.structs.replace(service.freshness, objects_changed=True)
-        if not (
-            is_own_write and service.failures
-        ):  # the status of a failure must not end its backoff
+        # The status that reports a failure must not end the backoff.
+        if not (is_own_write and service.failures):
             service.due.set()
 
     def add_all(self, keys: Iterable[Key] = ()) -> None:
-        """Make `keys` and all known services due with consistent reads, because events may be missing."""
+        """Make `keys` and all known services due, with consistent reads.
+
+        Used when events may be missing.
+        """
         for key in {*keys, *self._services}:
             service = self._get(key)
             service.freshness = Freshness(versions=service.freshness.versions)
@@ -134,21 +141,24 @@ class Controller:
         logs.service.set(key)
         revisit_s: float | None = None
         while self._services.get(key) is service:
-            if (
-                service.failures and revisit_s is not None
-            ):  # events shorten a backoff, but not below MIN_BACKOFF_S
+            # Events shorten a backoff, but not below MIN_BACKOFF_S.
+            if service.failures and revisit_s is not None:
                 await asyncio.sleep(min(revisit_s, MIN_BACKOFF_S))
             with suppress(TimeoutError):
                 async with asyncio.timeout(revisit_s):
                     await service.due.wait()
-            service.due.set()  # also after `revisit_s`: `queue_depth` counts it while it waits for a slot
+            # also after `revisit_s`: `queue_depth` counts it while it waits for a slot
+            service.due.set()
             async with self._slots:
                 while (pause_s := self._paused_until - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
                 revisit_s = await self.reconcile(key)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Reconcile one service now. Return seconds until it is due again. None: an event or the resync is enough."""
+        """Reconcile one service now.
+
+        Return seconds until it is due again. None: an event or the resync is enough.
+        """
         service = self._get(key)
         freshness, versions = service.freshness, service.freshness.versions
         service.freshness = Freshness(is_consistent=False, objects_changed=False, versions=versions)

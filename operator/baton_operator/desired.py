@@ -1,4 +1,7 @@
-"""The desired state of a service: its objects, and the templates of its member pods, which `plan_group.py` replaces."""
+"""The desired state of a service: its objects, and the templates of its member pods.
+
+The operator applies the objects. `plan` decides which member pods are created and deleted.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ from baton_operator.builders import (
     coordinator,
     engine_account,
     gateway,
-    members_service,
     network_policy,
 )
 from baton_operator.builders.disruption_budget import disruption_budget
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member import MemberTemplate, headless_service
 from baton_operator.builders.owner import Object, Owner
 from baton_operator.observe.observation import Observation, gateway_schemes
-from baton_operator.problems import InvalidSpec
+from baton_operator.reconcile_problems import InvalidSpec
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +38,11 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def owner_of(observed: Observation) -> Owner:
-    """Return the service with its spec decoded. Raises InvalidSpec naming the field."""
+    """Return the service with its decoded spec.
+
+    Raises:
+        InvalidSpec: the spec cannot be used. The message names the field.
+    """
     metadata = observed.service["metadata"]
     try:
         spec = valid_spec(observed.service["spec"])
@@ -52,7 +58,7 @@ def owner_of(observed: Observation) -> Owner:
     )
 
 
-def desired(
+def compute_desired(
     owner: Owner,
     policy_api: str | None,
     *,
@@ -60,12 +66,15 @@ def desired(
     operator_namespace: str | None = None,
     http_routes: bool = False,
 ) -> Desired:
-    """Return the desired state. Ranks have no template until the coordinator's Service has an address. Pure.
+    """Return the desired state.
+
+    Ranks have no template until the coordinator's Service has an address. Pure.
 
     Args:
         policy_api: version of the server's policy API; None if it has none.
         keep_coordinator: ranks still exist, although the spec has no expert-parallel group.
-        operator_namespace: namespace of the operator's pod, for network policies. None: it does not run in the cluster.
+        operator_namespace: namespace of the operator's pod, for network policies. None: it does not
+            run in the cluster.
         http_routes: whether the server has HTTPRoutes.
 
     Raises:
@@ -76,7 +85,8 @@ def desired(
     configured = [role for role in roles if role != "prefill" or owner.has_prefill]
     has_policies = owner.spec.security.network_policy
     has_coordinator = owner.is_expert_parallel or keep_coordinator
-    # Each part is an object, or (kind, name) of one that must not exist. Policies come before what they protect.
+    # Each part is an object, or (kind, name) of one that must not exist. Policies come before what
+    # they protect.
     parts: list[Object | tuple[str, str]] = [config.config_map(owner, role) for role in configured]
     for policy, is_wanted in (
         (network_policy.members_policy(owner, operator_namespace), has_policies),
@@ -95,7 +105,7 @@ def desired(
         gateway.service_account(owner),
         gateway.role(owner),
         gateway.role_binding(owner),
-        members_service.service(owner),
+        headless_service(owner),
         gateway.service(owner),
         gateway.deployment(owner),
         access.ingress(owner) or ("Ingress", names.gateway_name(owner.name)),

@@ -1,4 +1,4 @@
-"""Log lines that say which service, and which operation of a topology, they are about."""
+"""Log lines with the service, and the topology operation, that they are about."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 
 from baton_operator.names import Key
 
-service: ContextVar[Key | None] = ContextVar("service", default=None)  # that is being reconciled
-operation: ContextVar[str] = ContextVar(
-    "operation", default=""
-)  # id of the change of topology under way in it
+#: The service that is being reconciled.
+service: ContextVar[Key | None] = ContextVar("service", default=None)
+#: Id of the topology operation that the reconcile has requested.
+operation: ContextVar[str] = ContextVar("operation", default="")
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 
 
@@ -23,13 +23,15 @@ def configure(log_format: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
         logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every event
-        logging.getLogger("kopf._core.reactor").setLevel(
-            logging.ERROR
-        )  # threads and APIs that are absent by design
+        # It warns about threads and APIs that are absent by design.
+        logging.getLogger("kopf._core.reactor").setLevel(logging.ERROR)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: ts, level, logger, message; namespace, service, operation and exception where there are any."""
+    """One JSON object per line: ts, level, logger and message.
+
+    Optional fields: namespace, service, operation and exception.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

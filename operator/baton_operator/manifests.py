@@ -1,6 +1,7 @@
-"""Write the manifests that are made from code: `python -m baton_operator.manifests DIR`; `--check` only compares.
+"""Writer of the generated manifests: `python -m baton_operator.manifests DIR`.
 
-The CRD goes into DIR. The Helm chart beside DIR (`../charts/baton`) gets the CRD's spec and the operator's rights.
+The CRD goes into DIR. The Helm chart beside DIR (`../charts/baton`) gets the CRD's spec and the
+operator's rights.
 """
 
 from __future__ import annotations

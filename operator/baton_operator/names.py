@@ -1,4 +1,4 @@
-"""Names, labels and annotations that the components share (docs/architecture.md, section Pods)."""
+"""Names, labels and annotations that components share (docs/internals/pods.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ KIND = "LLMService"
 PLURAL = "llmservices"
 SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
-MANAGER = "baton-operator"  #: Field manager of server-side apply, value of the managed-by label, source of Events.
+#: Field manager of server-side apply, value of the managed-by label, source of Events.
+MANAGER = "baton-operator"
 
 LABEL_SERVICE = f"{GROUP}/service"
 LABEL_ROLE = f"{GROUP}/role"
@@ -24,11 +25,11 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
 ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
-#: On ranks: the expert group. Only ranks of one group can share a topology. Absent: an independent engine.
+#: On ranks: the expert group. Only ranks of one group can share a topology. Absent: an independent
+#: engine.
 ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
-ANNOTATION_SERVICE_KEY = (
-    f"{GROUP}/service-key"  #: On pods: identifies the service key with which they were created.
-)
+#: On pods: identifies the service key with which they were created.
+ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"
 #: Hash of the object last applied. It reveals fields that the operator no longer sets.
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 
@@ -44,9 +45,8 @@ class Key(NamedTuple):
 
 
 Role = Literal["prefill", "decode", "gateway", "coordinator"]
-ConfiguredRole = Literal[
-    "prefill", "decode", "gateway"
-]  #: Roles whose component reads a configuration file.
+#: Roles whose component reads a configuration file.
+ConfiguredRole = Literal["prefill", "decode", "gateway"]
 MemberRole = Literal["prefill", "decode"]
 MEMBER_ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
 CONFIGURED_ROLES: tuple[ConfiguredRole, ...] = (*MEMBER_ROLES, "gateway")
@@ -80,12 +80,16 @@ def member_name(service: str, role: MemberRole, ordinal: int) -> str:
 
 
 def ordinal_of(member: str) -> int:
-    """Return the ordinal in a member's name. Raises ValueError if `member` is not such a name."""
+    """Return the ordinal in a member's name.
+
+    Raises:
+        ValueError: `member` is not the name of a member.
+    """
     return int(member.rpartition("-")[2])
 
 
 def is_member_name(name: str, service: str, role: str | None) -> bool:
-    """Whether `name` is the name of a member of this role."""
+    """Return whether `name` is the name of a member of this role."""
     return (
         role in MEMBER_ROLES
         and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None

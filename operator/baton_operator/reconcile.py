@@ -1,6 +1,7 @@
 """`reconcile(key)`: observe, plan, apply, report. Level-triggered and idempotent.
 
-The controller runs at most one reconcile of a service at a time.
+`Reconciler._step` lists the steps in order. Each step is one method below it. The controller runs
+at most one reconcile of a service at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.controller import Outcome
-from baton_operator.desired import Desired, desired, owner_of
+from baton_operator.desired import Desired, compute_desired, owner_of
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
@@ -35,12 +36,17 @@ from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadE
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.plan.topology import filter_by_service_key, recorded_for
-from baton_operator.problems import InvalidSpec, Paused, Problem, problem_of
-from baton_operator.revisions import Former, find_former, kept_spec, recorded_name
+from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
+from baton_operator.reconcile_problems import InvalidSpec, Paused, Problem, problem_of
+from baton_operator.revisions import (
+    PreviousRevision,
+    find_previous_revisions,
+    recorded_name,
+    recorded_spec,
+)
 from baton_operator.revisions import record as record_spec
-from baton_operator.status.refusals import Refusals
-from baton_operator.status.report import is_news, new_failures, report, report_defect
+from baton_operator.status.refused_pods import RefusedPods
+from baton_operator.status.report import is_new_problem, new_failures, report, report_defect
 from baton_operator.status.report_group import Group, gateway_group, member_group
 from baton_operator.status.report_topology import operation_events
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
@@ -49,10 +55,10 @@ from baton_protocol.topology import TopologyRequest
 log = logging.getLogger(__name__)
 
 CONFLICT_REVISIT_S = 5.0
-UNSETTLED_REVISIT_S = 20.0  # deadlines of a service that is not Ready pass without an event
-LOADING_REVISIT_S = (
-    3.0  # poll interval while pods report loading progress: no watch event carries it
-)
+#: Interval while a service is not Ready, because its deadlines pass without an event.
+UNSETTLED_REVISIT_S = 20.0
+#: Interval while pods report loading progress, which no watch event carries.
+LOADING_REVISIT_S = 3.0
 
 
 @dataclass(eq=False)
@@ -67,19 +73,20 @@ class _Step:
     desired: Desired | None = None
     #: Content hash of the objects beside the members.
     content: str = ""
-    #: The first one decides `Ready`.
+    #: Problems in the order of their occurrence. The first one decides `Ready`.
     problems: list[Problem] = field(default_factory=list)
     is_ready: bool = False
     #: Intervals after which to reconcile again, in seconds.
     revisits: list[float] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
+        """Add the error to the problems."""
         problem = problem_of(error)
         if problem not in self.problems:
             self.problems.append(problem)
 
     def outcome(self) -> Outcome:
-        """Return when to reconcile again. Raises the cause of a problem that is to be retried."""
+        """Return when to reconcile again, or raise the cause of a problem that is retried."""
         for problem in reversed(self.problems):
             if problem.is_retried:
                 raise problem.__cause__ or problem
@@ -93,7 +100,11 @@ class _Step:
 
     @property
     def target(self) -> tuple[Owner, Desired]:
-        """Return the service and its desired state. Raises the first problem if there is no desired state."""
+        """The service and its desired state.
+
+        Raises:
+            Problem: the first problem, if there is no desired state.
+        """
         if self.owner is None or self.desired is None:
             raise self.problems[0]
         return self.owner, self.desired
@@ -103,7 +114,8 @@ class Reconciler:
     """Brings services to their desired state, one step per call.
 
     Args:
-        operator_namespace: namespace of the operator's pod, for network policies. None: the operator is not a pod.
+        operator_namespace: namespace of the operator's pod, for network policies. None: the
+            operator is not a pod.
         autoscaler: None keeps the sizes of the spec.
         probes: None sends no status probes to pods.
     """
@@ -126,8 +138,9 @@ class Reconciler:
         self._clock = clock
         self._probes = probes or StatusProbes(None)
         self._events = Events(kube)
-        self._refusals = Refusals()
-        #: Content hash of the objects beside the members when all of them last matched the desired state, by service.
+        self._refused_pods = RefusedPods()
+        #: Content hash of the objects beside the members when all of them last matched the desired
+        #: state, by service.
         self._verified: dict[Key, str] = {}
 
     async def reconcile(self, key: Key, freshness: Freshness) -> Outcome:
@@ -150,29 +163,29 @@ class Reconciler:
         return step.outcome() if step is not None else Outcome(is_gone=True)
 
     async def _step(self, key: Key, freshness: Freshness) -> _Step | None:
-        """Return None if the service is gone."""
-        # 1. What exists?
+        """Run the steps of one reconcile. Return None if the service is gone."""
+        # 1. Observe what exists.
         observed = await observe(self._kube, self._drainer, self._coordinators, key, freshness)
         if observed is None:
             self._forget(key)
             return None
         step = _Step(observed, self._clock(), recorded_name(observed.service))
         try:
-            # 2. What should exist?
+            # 2. Compute what should exist.
             await self._decide(step)
-            # 3. The objects beside the members.
+            # 3. Write the objects beside the members.
             refused = await self._write_objects(step)
-            # 4. The next step of each group of members. Neither a refused object nor the other group stops it.
+            # 4. Take the next step of each group of members, even if an object was refused.
             refused += await self._move_members(step)
             if refused:
                 raise refused[0]
-            # 5. ConfigMaps that no pod needs.
+            # 5. Delete ConfigMaps that no pod needs.
             await self._collect(step)
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
             step.fail(error)
-        # 6. Report, even when a step failed.
+        # 6. Report, even if a step failed.
         step.is_ready = await self._report(step)
         return step
 
@@ -180,42 +193,48 @@ class Reconciler:
         """Drop the state of a service that is gone."""
         self._verified.pop(key, None)
         self._autoscaler.forget(key)
-        self._refusals.forget(key)
+        self._refused_pods.forget(key)
         self._probes.forget(key)
 
     async def _decide(self, step: _Step) -> None:
-        """Compute the desired state from the spec or, if that is invalid, from the spec rolled out before. Raises if both fail."""
+        """Compute the desired state from the spec or, if that fails, from the recorded spec.
+
+        Raises:
+            Problem: neither can be used.
+        """
         observed = step.observed
-        if observed.nothing_to_keep:
-            raise Paused("spec.paused is true, and nothing was rolled out before")
+        if observed.has_no_recorded_spec:
+            raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
             await self._build(step)
         except Exception as error:
             step.fail(error)
-            kept = (
-                await kept_spec(self._kube, observed.service)
-                if step.problems[0].is_of_spec
-                else None
-            )
-            if kept is not None:
-                observed.service = {**observed.service, "spec": kept}
-                try:
-                    await self._build(step)
-                except Exception as second:
-                    log.warning(
-                        "the spec that was rolled out before is not usable either: %s", second
-                    )
+            await self._build_recorded(step)
         owner, _ = step.target
         if not owner.spec.paused and not step.problems:  # while paused, the recorded spec applies
             step.spec_revision = await record_spec(self._kube, owner, observed.service)
 
+    async def _build_recorded(self, step: _Step) -> None:
+        """Build the desired state from the recorded spec, if the present spec is at fault."""
+        is_of_spec = step.problems[0].is_of_spec
+        recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
+        if recorded is None:
+            return
+        step.observed.service = {**step.observed.service, "spec": recorded}
+        try:
+            await self._build(step)
+        except Exception as error:
+            log.warning("the spec that was rolled out before cannot be used either: %s", error)
+
     async def _build(self, step: _Step) -> None:
-        """Raises Problem, KubeError."""
-        observed = step.observed
-        step.owner, step.desired = (
-            self._autoscaler.sized(owner_of(observed), observed.service),
-            None,
-        )
+        """Build the desired state from the observed spec.
+
+        Raises:
+            Problem: the spec or the service's key cannot be used.
+            KubeError: the API server refused a request.
+        """
+        observed, step.desired = step.observed, None
+        step.owner = self._autoscaler.apply_sizes(owner_of(observed), observed.service)
         observed.service_key = await ensure_service_key(self._kube, step.owner, observed.key_secret)
         step.owner = msgspec.structs.replace(
             step.owner, key_name=service_key.name_of(observed.service_key)
@@ -223,7 +242,7 @@ class Reconciler:
         if step.owner.spec.gateway.http_route is not None:
             await self._kube.serves_http_routes()
         try:
-            step.desired = desired(
+            step.desired = compute_desired(
                 step.owner,
                 self._kube.policy_api,
                 keep_coordinator=observed.has_ranks,
@@ -234,7 +253,10 @@ class Reconciler:
             raise InvalidSpec(error) from error
 
     async def _write_objects(self, step: _Step) -> list[Problem]:
-        """Write the objects beside the members; return the refusals. Verified kinds without a new event are skipped."""
+        """Write the objects beside the members. Return the refusals.
+
+        Kinds are skipped if their objects matched before and no event showed a change.
+        """
         owner, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
         kinds = {
@@ -249,10 +271,8 @@ class Reconciler:
             kinds = {obj["kind"] for obj in desired.objects} & MOVING_KINDS
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
-        else:
-            observed.kinds.update(
-                kinds
-            )  # a new service: `apply` reads each object by name before it creates it
+        else:  # a new service: `apply` reads each object by name before it creates it
+            observed.kinds.update(kinds)
         refused = await apply_objects(self._kube, owner, desired, observed)
         if "ConfigMap" in observed.kinds and any(
             not observed.owned("ConfigMap", name) for name in desired.config_maps
@@ -261,16 +281,19 @@ class Reconciler:
         return refused
 
     async def _move_members(self, step: _Step) -> list[Problem]:
-        """Take the next step of each group. Return the problems; a refused pod is reported by its group instead."""
+        """Take the next step of each group. Return the problems.
+
+        A refused pod is not a problem: the condition of its group reports it.
+        """
         owner, desired = step.target
         observed = step.observed
-        former = await find_former(
+        previous = await find_previous_revisions(
             self._kube, owner, observed.service, step.spec_revision, desired.members
         )
         refused: list[Problem] = []
         for role, template in desired.members.items():
             try:
-                await self._move_group(step, role, template, former.get(role))
+                await self._move_group(step, role, template, previous.get(role))
             except (OSError, StaleReadError):
                 raise
             except Exception as error:  # a defect in one group does not stop the other
@@ -278,7 +301,11 @@ class Reconciler:
         return refused
 
     async def _move_group(
-        self, step: _Step, role: names.MemberRole, template: MemberTemplate, former: Former | None
+        self,
+        step: _Step,
+        role: names.MemberRole,
+        template: MemberTemplate,
+        previous: PreviousRevision | None,
     ) -> None:
         owner, desired = step.target
         observed, now = step.observed, step.now
@@ -295,35 +322,36 @@ class Reconciler:
             topology=observed.topology,
             recorded=filter_by_service_key(recorded, observed.pods, owner.key_name),
             has_coordinator=observed.coordinator is not None,
-            has_former=former is not None,
+            has_previous_revision=previous is not None,
         )
-        plan = self._refusals.hold_back(*key, plan, now)
+        plan = self._refused_pods.hold_back(*key, plan, now)
         if plan.revisit_s is not None:
             step.revisits.append(plan.revisit_s)
         if plan.acts:
             observed.freshness.require_consistent()
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
-            await self._ask_for_topology(plan.request, observed)
+            await self._request_topology(plan.request, observed)
         refusal = await apply_members(
-            self._kube, self._events, owner, template, former, plan, observed, now
+            self._kube, self._events, owner, template, previous, plan, observed, now
         )
-        if plan.restore and former is not None:
-            desired.objects.append(former.config_map)
+        if plan.restore and previous is not None:
+            desired.objects.append(previous.config_map)
         if plan.create or plan.restore:
-            pause_s = self._refusals.note(*key, refusal, now)
+            pause_s = self._refused_pods.record(*key, refusal, now)
             if pause_s is not None:
                 step.revisits.append(pause_s)
 
-    async def _ask_for_topology(self, request: TopologyRequest, observed: Observation) -> None:
+    async def _request_topology(self, request: TopologyRequest, observed: Observation) -> None:
         """Send the request to the coordinator, before any pod is changed."""
         assert observed.coordinator is not None, "the plan has a request"
         logs.operation.set(request.operation_id)
-        observed.topology = await self._coordinators.ask_for(
+        observed.topology = await self._coordinators.request_topology(
             observed.coordinator, request, observed.service_key
         )
         if observed.topology is not None:
-            words = f"operation {request.operation_id}: requested a topology of {', '.join(request.members)}"
-            await self._events.emit(observed.service, "TopologyRequested", words)
+            members = ", ".join(request.members)
+            message = f"operation {request.operation_id}: requested a topology of {members}"
+            await self._events.emit(observed.service, "TopologyRequested", message)
 
     async def _collect(self, step: _Step) -> None:
         """Delete ConfigMaps that no pod needs, and mark the objects as verified."""
@@ -334,7 +362,7 @@ class Reconciler:
     async def _report(self, step: _Step) -> bool:
         """Write the status and the Events. Return whether the service is Ready."""
         observed, service, owner = step.observed, step.observed.service, step.owner
-        groups = await self._judge(step)
+        groups = await self._groups_for_report(step)
         gateway = observed.owned("Service", names.gateway_name(observed.key.name))
         problem = step.problems[0] if step.problems else None
         status = report(
@@ -351,9 +379,9 @@ class Reconciler:
         written = await self._write_status(service, status)
         if written is not None:
             observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
-        for news in self._autoscaler.take_news(owner) if owner is not None else ():
-            await self._events.emit(service, news.reason, news.message, warning=news.warning)
-        if problem is not None and is_news(service, problem):
+        for event in self._autoscaler.take_events(owner) if owner is not None else ():
+            await self._events.emit(service, event.reason, event.message, warning=event.warning)
+        if problem is not None and is_new_problem(service, problem):
             await self._events.emit(service, problem.reason, str(problem), warning=True)
         for condition in new_failures(service, status):
             await self._events.emit(service, condition.reason, condition.message, warning=True)
@@ -363,15 +391,15 @@ class Reconciler:
                 await self._events.emit(service, reason, message, warning=warning)
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
-    async def _judge(self, step: _Step) -> dict[names.Role, Group]:
+    async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
         """Return the groups for the report; none without a desired state."""
         groups: dict[names.Role, Group] = {}
         observed, owner, desired = step.observed, step.owner, step.desired
         if owner is None or desired is None:
             return groups
-        await self._probes.ask(self._kube, observed, owner)
+        await self._probes.fill_in(self._kube, observed, owner)
         for role, template in desired.members.items():
-            refusal = self._refusals.of(observed.key, role)
+            refusal = self._refused_pods.get(observed.key, role)
             groups[role] = member_group(
                 owner, role, template, observed, self._autoscaler.status(owner, role), refusal
             )
@@ -387,20 +415,21 @@ class Reconciler:
             if service is not None:
                 problem = problem_of(error)
                 await self._write_status(service, report_defect(service, problem, self._clock()))
-                if is_news(service, problem):
+                if is_new_problem(service, problem):
                     await self._events.emit(service, problem.reason, str(problem), warning=True)
         except Exception:
             log.exception("%s: the defect could not be reported in the status", key)
 
     async def _write_status(self, service: Object, status: Status) -> Object | None:
-        """Return the service as it is then. None: nothing was to be written, or the service is gone."""
+        """Write the status. Return the written service; None if nothing changed or it is gone."""
         new = msgspec.to_builtins(status)
         if status.decode is None:  # no group was observed: the status of the groups stays
             new = {field: value for field, value in new.items() if value is not None}
         if _is_applied(service.get("status") or {}, new):
             return None
         metadata = service["metadata"]
-        # A merge patch: null removes a field. The uid is a precondition: a successor of the same name is not patched.
+        # A merge patch: null removes a field. The uid is a precondition: a successor of the same
+        # name is not patched.
         patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
         try:
             return await self._kube.merge(
@@ -413,7 +442,10 @@ class Reconciler:
 
 
 def _is_applied(old: Any, new: Any) -> bool:
-    """Whether the merge patch `new` would change nothing. A null field equals an absent one."""
+    """Return whether the merge patch `new` would change nothing.
+
+    A null field equals an absent one.
+    """
     if isinstance(new, dict) and isinstance(old, dict | None):
         return all(_is_applied((old or {}).get(field), value) for field, value in new.items())
     return bool(old == new)

@@ -1,11 +1,13 @@
-"""The revision history of a service: the specs that were rolled out, as ControllerRevisions, and the members of one spec.
+"""The revision history of a service: the specs that were rolled out, as ControllerRevisions.
 
-`status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps that record, and a
-user can go back to any record (docs/rollouts.md). `status.servedRevision` names the record of the last spec with which
-the whole service was ready. While another spec is rolled out, that one is the previous revision. `plan_group.py` decides when
+`status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps
+that record, and a user can go back to any record (docs/operate/rollouts.md).
+`status.servedRevision` names the record of the last spec with which the whole service was ready.
+While another spec is rolled out, that one is the previous revision. `plan_group.py` decides when
 its members are created again.
 
-Sizes are not compared. They change without a rollout, and in a pause they still follow the user or an autoscaler.
+Sizes are not compared. They change without a rollout, and in a pause they still follow the user or
+an autoscaler.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from baton_operator.builders.config import config_map
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Object, Owner, controlled_by
 from baton_operator.kube.kinds import Kube
-from baton_operator.problems import NameConflict
+from baton_operator.reconcile_problems import NameConflict
 
 LIMIT = 10  #: Older records are deleted.
 #: Fields that do not affect pods: of the spec, and of each of its groups.
@@ -31,7 +33,7 @@ _OF_NO_POD = ("paused", "updateStrategy", "progressDeadlineSeconds")
 _SIZES = ("replicas", "autoscaling")
 
 
-class Former(msgspec.Struct, frozen=True):
+class PreviousRevision(msgspec.Struct, frozen=True):
     """Template and ConfigMap of the members of the previous revision."""
 
     template: MemberTemplate
@@ -39,7 +41,9 @@ class Former(msgspec.Struct, frozen=True):
 
 
 async def record(kube: Kube, owner: Owner, service: Object) -> str:
-    """Record the spec as the newest one. Delete the oldest records beyond LIMIT, but not the one that served last.
+    """Record the spec as the newest one.
+
+    Delete the oldest records beyond LIMIT, but not the one that served last.
 
     Returns:
         The record's name, for `status.specRevision`: the same for specs that make the same pods.
@@ -55,7 +59,8 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     newest = max((each["revision"] for each in known.values()), default=0)
     present = known.pop(name, None)
     if present is not None and present["revision"] != newest:  # the spec equals an older record
-        # Not patched: API servers compare the data byte by byte, and refuse fields in another order.
+        # Not patched: API servers compare the data byte by byte, and refuse fields in another
+        # order.
         await kube.delete("ControllerRevision", owner.namespace, name, present["metadata"]["uid"])
         present = None
     if present is None:
@@ -67,8 +72,10 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     return name
 
 
-async def kept_spec(kube: Kube, service: Object) -> Object | None:
-    """Return the last spec that was rolled out, with the present sizes. It replaces a paused or an invalid spec.
+async def recorded_spec(kube: Kube, service: Object) -> Object | None:
+    """Return the last spec that was rolled out, with the present sizes.
+
+    It replaces a paused or an invalid spec.
 
     None: no spec was rolled out, or the record was deleted.
 
@@ -85,7 +92,10 @@ async def kept_spec(kube: Kube, service: Object) -> Object | None:
 
 
 def with_sizes(recorded: Object, wanted: Object) -> Object:
-    """Return `recorded` with the fields of `wanted` that do not affect pods, such as sizes and the update strategy."""
+    """Return `recorded` with the fields of `wanted` that do not affect pods.
+
+    For example sizes and the update strategy.
+    """
     spec = _pod_fields(recorded) | _set_fields(wanted, _OF_NO_POD)
     for group in names.CONFIGURED_ROLES:
         if isinstance(spec.get(group), dict):
@@ -94,7 +104,10 @@ def with_sizes(recorded: Object, wanted: Object) -> Object:
 
 
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
-    """Return the edited fields that a pause holds back because they affect pods, like `image` and `decode.template`."""
+    """Return the edited fields that a pause holds back because they affect pods.
+
+    For example `image` and `decode.template`.
+    """
     with contextlib.suppress(ValueError):  # decoding fills in the defaults of omitted fields
         kept, wanted = (msgspec.to_builtins(decode_spec(spec)) for spec in (kept, wanted))
     kept, wanted = _pod_fields(kept), _pod_fields(wanted)
@@ -117,14 +130,14 @@ def recorded_name(service: Object) -> str | None:
     return (service.get("status") or {}).get("specRevision")
 
 
-async def find_former(
+async def find_previous_revisions(
     kube: Kube,
     owner: Owner,
     service: Object,
     newest: str | None,
     templates: dict[names.MemberRole, MemberTemplate],
-) -> dict[names.MemberRole, Former]:
-    """Return template and ConfigMap of the previous revision by role; see `former_of`.
+) -> dict[names.MemberRole, PreviousRevision]:
+    """Return template and ConfigMap of the previous revision by role; see `previous_revisions_of`.
 
     Args:
         newest: name of the record of the spec that is rolled out.
@@ -135,17 +148,20 @@ async def find_former(
     """
     name = (service.get("status") or {}).get("servedRevision")
     found = {} if name in (None, newest) else await _records(kube, service)
-    return former_of(owner, found[name]["data"]["spec"], templates) if name in found else {}
+    if name not in found:
+        return {}
+    return previous_revisions_of(owner, found[name]["data"]["spec"], templates)
 
 
-def former_of(
+def previous_revisions_of(
     owner: Owner, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
-) -> dict[names.MemberRole, Former]:
-    """Return template and ConfigMap by role, for roles that the rollout changes and that can be created again. Pure.
+) -> dict[names.MemberRole, PreviousRevision]:
+    """Return template and ConfigMap by role, for roles that the rollout changes. Pure.
 
-    Ranks cannot: a new rank must be able to join the topology, so it is of the newest revision.
+    Expert-parallel ranks are left out. A new rank must be able to join the topology, so it is
+    always of the newest revision.
     """
-    former: dict[names.MemberRole, Former] = {}
+    previous: dict[names.MemberRole, PreviousRevision] = {}
     try:
         owner = msgspec.structs.replace(owner, spec=valid_spec(spec))
         for role, newest in templates.items():
@@ -154,10 +170,10 @@ def former_of(
                 continue
             template = MemberTemplate(owner, role)
             if template.revision != newest.revision:
-                former[role] = Former(template, config_map(owner, role))
+                previous[role] = PreviousRevision(template, config_map(owner, role))
     except ValueError:  # another version of the operator recorded it
         return {}
-    return former
+    return previous
 
 
 def _pod_fields(spec: Object) -> Object:
@@ -208,7 +224,6 @@ async def _create(kube: Kube, owner: Owner, service: Object, name: str, revision
     except KubeError as error:
         if error.reason != "AlreadyExists":
             raise
-        if name not in await _records(
-            kube, service
-        ):  # of another owner, such as a deleted service of the same name
+        # The existing record may have another owner, such as a deleted service of the same name.
+        if name not in await _records(kube, service):
             raise NameConflict("ControllerRevision", name) from error

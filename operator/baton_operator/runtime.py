@@ -20,11 +20,11 @@ from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.controller import TIMEOUT_S, Controller, Outcome, Reconcile
 from baton_operator.kube.kinds import PLURALS, Kube, resource_of
+from baton_operator.metrics import Metrics
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.reconcile import Reconciler
-from baton_operator.server import Metrics
 from baton_operator.status.status_probes import StatusProbes
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class Runtime:
 
     Args:
         reconcile: takes one step of one service, on `kube`.
-        autoscale: sizes groups until cancelled. Its argument is a function that makes a service due.
+        autoscale: sizes groups until cancelled. Its argument is a function that makes a service
+            due.
         resync_s: interval at which every service is reconciled, even without an event.
     """
 
@@ -54,9 +55,8 @@ class Runtime:
         self.kube = kube
         self.metrics = metrics
         self.controller = Controller(self._reconcile, retried=metrics.retries.inc)
-        self.answered_at = (
-            time.monotonic()
-        )  # when the API server last answered a request of the watches
+        #: When the API server last answered a request of the watches.
+        self.answered_at = time.monotonic()
         self._step = reconcile
         self._autoscale = autoscale
         self._resync_s = resync_s
@@ -108,7 +108,10 @@ class Runtime:
             await asyncio.sleep(CRD_POLL_S)
 
     def changed(self, key: Key, kind: str, version: str) -> None:
-        """A watch showed `version` of an object of `kind` that belongs to the service. May be called from any thread."""
+        """A watch showed `version` of an object of `kind` that belongs to the service.
+
+        May be called from any thread.
+        """
 
         def observe() -> None:
             self.controller.observe(
@@ -118,7 +121,10 @@ class Runtime:
         self._loop.call_soon_threadsafe(observe)
 
     def watch_session(self) -> aiohttp.ClientSession:
-        """Return an HTTP session for the watches. After a list every service is due, because events may be missing."""
+        """Return an HTTP session for the watches.
+
+        After a list every service is due, because events may be missing.
+        """
 
         async def record(
             request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
@@ -172,14 +178,14 @@ async def open_runtime(
     """Yield a runtime with connections of its own.
 
     Args:
-        operator_namespace: namespace of the operator's pod. None: the operator does not run in the cluster.
+        operator_namespace: namespace of the operator's pod. None: the operator does not run in the
+            cluster.
 
     Raises:
         ConfigException: no cluster is configured.
     """
-    unlimited = aiohttp.TCPConnector(
-        limit=0
-    )  # a wait for a connection to a pod would count into timeouts
+    # Without a limit, because a wait for a connection would count into the timeouts of requests.
+    unlimited = aiohttp.TCPConnector(limit=0)
     async with connect(kubeconfig) as client, aiohttp.ClientSession(connector=unlimited) as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()
         drainer, coordinators = Drainer(session), CoordinatorClient(session)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from baton_local.ports import free_ports
+from pocketkube.ports import free_ports
 from support.waiting import eventually
 
 HOST = "127.0.0.1"

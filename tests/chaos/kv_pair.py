@@ -41,9 +41,9 @@ from baton_protocol.messages import (
     PrefillResult,
 )
 from baton_protocol.sampling import SamplingParams
+from support.kv_transfer.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict
 from support.parity import assert_greedy, reference_model
-from support.pods import Network, Pod, Pods
-from support.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict
+from support.pods import KV_TRANSPORT, Network, Pod, Pods
 from support.waiting import eventually
 
 LEASE_S = 1.5
@@ -79,7 +79,7 @@ def new_prompt() -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)]
 
 
-class Clients:
+class PeerServer:
     """Of the two engines that a request goes to."""
 
     def __init__(
@@ -120,10 +120,10 @@ class Clients:
                 result = PrefillResult(request_id)
                 try:
                     async with asyncio.timeout(LEG_S):
-                        leg = self._prefill.add(
+                        rank_transfer = self._prefill.add(
                             EngineCoreRequest(request_id, prompt, one, kv_transfer=produce)
                         )
-                        first = await anext(leg)
+                        first = await anext(rank_transfer)
                         assert not first.error, first.error
                         answer.token_ids = result.token_ids = first.new_token_ids
                 except (TimeoutError, EngineDeadError) as error:
@@ -171,7 +171,7 @@ class Pair:
     reference: torch.nn.Module
 
     @contextlib.asynccontextmanager
-    async def clients(self, mode: str, *, prefill: bool = True) -> AsyncIterator[Clients]:
+    async def clients(self, mode: str, *, prefill: bool = True) -> AsyncIterator[PeerServer]:
         async with contextlib.AsyncExitStack() as stack:
             ready: list[EngineClient] = []
             for pod in [self.prefill, self.decoders[mode]] if prefill else [self.decoders[mode]]:
@@ -182,7 +182,7 @@ class Pair:
                 await client.connect(10)
                 await client.wait_ready(10)
                 ready.append(client)
-            yield Clients(ready[0] if prefill else None, ready[-1], self.proxy.address)
+            yield PeerServer(ready[0] if prefill else None, ready[-1], self.proxy.address)
 
     @contextlib.contextmanager
     def middle(self, hook: Hook) -> Iterator[SideChannelProxy]:
@@ -261,7 +261,11 @@ def start_pair(
         networks: of the prefill engine, then of each decode engine; empty: the test's own.
         proxy_host: the proxy's address, if not the prefill engine's.
     """
-    common: dict[str, Any] = {"lease_s": LEASE_S, "load_timeout_s": LOAD_TIMEOUT_S}
+    common: dict[str, Any] = {
+        "transport": KV_TRANSPORT,
+        "lease_s": LEASE_S,
+        "load_timeout_s": LOAD_TIMEOUT_S,
+    }
     places: Iterator[Network | None] = iter(networks) if networks else itertools.repeat(None)
     prefill = group.engine(
         "prefill",

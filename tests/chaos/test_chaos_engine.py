@@ -34,7 +34,7 @@ from baton_protocol.sampling import SamplingParams
 pytestmark = pytest.mark.chaos
 ROUNDS = int(os.environ.get("BATON_CHAOS_ROUNDS", "20"))
 SEED = int(os.environ.get("BATON_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
-WORKER = "baton_engine.executor.worker_process"
+WORKER = "baton_engine.executor.multiproc.worker_main"
 CASES = list(
     itertools.islice(
         itertools.cycle(

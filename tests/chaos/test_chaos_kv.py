@@ -23,8 +23,8 @@ from kv_pair import (
 
 from baton_kv_transfer import side_channel
 from baton_protocol.messages import ErrorCode
+from support.kv_transfer.side_channel_proxy import Passing, Verdict
 from support.pods import pods
-from support.side_channel_proxy import Passing, Verdict
 
 pytestmark = pytest.mark.chaos
 FROZEN_S = 2 * LEASE_S

@@ -18,8 +18,8 @@ import zmq
 from kv_pair import (
     PROMPT_TOKENS,
     At,
-    Clients,
     Pair,
+    PeerServer,
     flip_bit,
     is_first_publish,
     is_message,
@@ -39,8 +39,8 @@ from baton_kv_transfer.side_channel import (
 )
 from baton_protocol.config import KV_PORT
 from baton_protocol.messages import ErrorCode
+from support.kv_transfer.side_channel_proxy import Passing, SideChannelProxy, Verdict
 from support.pods import Pod, pods
-from support.side_channel_proxy import Passing, SideChannelProxy, Verdict
 from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
@@ -86,7 +86,7 @@ class Corruption:
         self._at_consumer = at_consumer
         self._memory: dict[bool, MemoryDescription] = {}
         self._subscription: Subscribe | None = None
-        self._published: list[side_channel.PublishedBlock] = []
+        self._handle_publish: list[side_channel.PublishedBlock] = []
         self.changed: list[tuple[Pod, int]] = []
 
     def __call__(self, passing: Passing) -> Verdict:
@@ -98,11 +98,11 @@ class Corruption:
             case Subscribe():
                 self._subscription = passing.message
             case Publish(blocks=blocks, last=last):
-                self._published += blocks
+                self._handle_publish += blocks
                 if not last:
                     return Verdict.HOLD
                 assert self._subscription is not None
-                for block in self._published:
+                for block in self._handle_publish:
                     if self._at_producer:
                         self._change(self._pair.prefill, self._memory[False], block.slot)
                     if self._at_consumer:
@@ -160,17 +160,19 @@ async def test_blocks_that_stay_wrong_fail_the_request_if_the_policy_says_so(pai
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", ["always", "once"])
-async def test_bytes_that_change_before_they_are_proved(pair: Pair, mode: str, order: str) -> None:
+async def test_bytes_that_change_before_they_are_verified(
+    pair: Pair, mode: str, order: str
+) -> None:
     """Once: healed by another read. Always: nothing of it is used."""
     prompt, decode = new_prompt(), pair.decoders[mode]
     remote, failed = remote_tokens(decode), failures(decode)
-    wish = decode.log.parent / decode.address
-    wish.write_text(order)
+    request = decode.log.parent / decode.address
+    request.write_text(order)
     try:
         async with pair.clients(mode) as clients:
             answer = await clients.hand_off(prompt)
     finally:
-        wish.unlink(missing_ok=True)
+        request.unlink(missing_ok=True)
     pair.assert_right(prompt, answer, f"{mode}, damaged {order}")
     assert failures(decode) > failed
     assert remote_tokens(decode) == remote + (PROMPT_TOKENS if order == "once" else 0)
@@ -255,7 +257,7 @@ async def test_a_decode_engine_that_came_back_is_another_peer(pair: Pair) -> Non
 
 
 async def recorded(
-    pair: Pair, clients: Clients, proxy: SideChannelProxy, transfer_id: str
+    pair: Pair, clients: PeerServer, proxy: SideChannelProxy, transfer_id: str
 ) -> list[Passing]:
     """All messages of a hand-off that ended well."""
     prompt, before = new_prompt(), len(proxy.seen)

@@ -16,7 +16,7 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
 MODULES = {
-    "worker": "baton_engine.executor.worker_process",
+    "worker": "baton_engine.executor.multiproc.worker_main",
     "engine": "baton_engine.cli",
     "gateway": "baton_gateway.cli",
 }

@@ -1,4 +1,4 @@
-"""The lane over TCP when the other host falls silent: what is under way ends in time, and the next use after it is back goes well.
+"""The transport over TCP when the other host falls silent: what is under way ends in time, and the next use after it is back goes well.
 
 Needs root; elsewhere the tests are skipped.
 """
@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton_kv_transfer.agent import XferHandle, create_agent
-from baton_kv_transfer.transports.tcp.clients import SILENT_S
+from baton_kv_transfer.agent.agent import XferHandle
+from baton_kv_transfer.agent.create import create_agent
+from baton_kv_transfer.transports.tcp.tcp_server import SILENT_S
 from support.namespaces import Namespaces, namespaces
 from support.waiting import eventually
 
@@ -39,7 +40,7 @@ class Apart:
                 *network.command,
                 sys.executable,
                 "-m",
-                "support.memory_owner",
+                "support.kv_transfer.memory_owner",
                 "tcp",
                 network.address,
                 str(LARGE),

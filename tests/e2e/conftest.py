@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton_local.control_plane import ControlPlane
-from baton_local.control_plane.embedded import EmbeddedControlPlane
-from baton_local.control_plane.real import RealControlPlane, find_assets, missing_assets
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
+from pocketkube.control_plane.interface import ControlPlane
+from pocketkube.control_plane.real import RealControlPlane, find_assets, missing_assets
 
 REQUIRE_REAL = "BATON_REQUIRE_REAL_CONTROL_PLANE"
 

@@ -24,7 +24,7 @@ PROMPTS = [
     for i, n in enumerate((1, 2, 15, 16, 17, 33, 70, 90, 5, 48))
 ]
 TIE = 1e-3
-"""Log-probabilities this close are summed in another order, and either token may win."""
+"""Log-probabilities this close depend on the order of summation, so either token may win."""
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "decode-graphs": {"compilation_mode": "none", "cudagraph_mode": "full_decode_only"},
@@ -62,7 +62,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def generate(
     checkpoint: Path, nap: bool = False, **options: Any
 ) -> tuple[list[list[int]], list[list[dict[int, Any]]]]:
-    """(token ids, log-probabilities of the best two at each place) of each prompt, in chunks and with preemption."""
+    """Return token ids and the log-probabilities of the best two tokens, per prompt."""
     llm = LLM(
         str(checkpoint), dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, num_blocks=24, max_model_len=160, **options
     )  # fmt: skip
@@ -90,7 +90,7 @@ def on_cpu(checkpoint: Path) -> tuple[list[list[int]], list[list[dict[int, Any]]
 def assert_same(
     actual: list[list[int]], on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]]
 ) -> None:
-    """A sequence may leave the CPU's only where its two best tokens were a tie; after that it is another sequence."""
+    """A sequence may differ from the CPU's only from a tie of its two best tokens on."""
     for prompt, (tokens, expected, logprobs) in enumerate(zip(actual, *on_cpu, strict=True)):
         for place, (token, best) in enumerate(zip(tokens, expected, strict=True)):
             if token != best:
@@ -124,7 +124,7 @@ def test_graphs_are_right_after_a_nap(
     cache_dir: str,
     mode: str,
 ) -> None:
-    """Weights and KV may lie elsewhere then."""
+    """Weights and KV may then have other addresses."""
     tokens, _ = generate(
         checkpoint, nap=True, device="cuda", compile_cache_dir=cache_dir, **MODES[mode]
     )

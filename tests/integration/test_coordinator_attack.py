@@ -22,9 +22,9 @@ from torch.distributed import DistNetworkError
 from zmq.utils.monitor import recv_monitor_message
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.distributed.store import connect_store
-from baton_engine.distributed.store_proof import store_secret
-from baton_engine.distributed.store_wire import StoreAddress
+from baton_engine.distributed.store.handshake import store_secret
+from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.wire import StoreAddress
 from baton_protocol.config import ENGINE_PORT
 from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey
 from baton_protocol.topology import (

@@ -15,10 +15,9 @@ import torch
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.executor.step import SchedulerOutput
-from baton_engine.worker.peer_memory import PeerMemory
+from baton_engine.worker.memory.peer_memory import PeerMemory
 from baton_engine.worker.worker import Worker
-from baton_kv_transfer.connector import KVCacheLayout
-from baton_local.ports import free_ports
+from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
@@ -36,7 +35,9 @@ from baton_protocol.messages import (
     PrefillResult,
 )
 from baton_protocol.sampling import SamplingParams
+from pocketkube.ports import free_ports
 from support.parity import assert_greedy, prompts, reference_model
+from support.pods import KV_TRANSPORT
 
 VOCAB = 500
 MAX_TOKENS = 12
@@ -89,7 +90,11 @@ class Engines:
             scheduler=SchedulerConfig(max_num_batched_tokens=48),  # prompts of several chunks
             parallel=ParallelConfig(tensor_parallel_size=ranks, worker_class=worker),
             kv_transfer=KVTransferConfig(
-                role=KVRole.BOTH, mode=mode, port=self._ports[name], load_timeout_s=20.0
+                role=KVRole.BOTH,
+                transport=KV_TRANSPORT,
+                mode=mode,
+                port=self._ports[name],
+                load_timeout_s=20.0,
             ),
             device="cpu",
             num_threads=1,

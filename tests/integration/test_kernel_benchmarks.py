@@ -1,4 +1,4 @@
-"""The kernels' benchmark and tuner go through everything they would measure, on Triton's interpreter with tiny sizes."""
+"""The kernels' benchmark and tuner run all measurements with tiny sizes, on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = {
 
 
 def output_of(script: str, *arguments: str) -> str:
-    """Of a run that succeeds."""
+    """Return the output of a script that must succeed."""
     process = subprocess.run(
         [sys.executable, BENCHMARKS / "kernels" / script, "--quick", *arguments],
         env=os.environ

@@ -1,4 +1,4 @@
-"""Random KV transfers between engines that cancel, die, freeze and damage what they carry: see support/kv_soak.py.
+"""Random KV transfers between engines that cancel, die, freeze and damage what they carry: see support/kv_transfer/kv_soak.py.
 
 A short one always runs. `BATON_SOAK_TRANSFERS=10000 pytest tests/integration/test_kv_soak.py -k long -s` is the long one.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from baton_protocol.config import KVRole
-from support.kv_soak import UNEXPECTED, Soak
-from support.kv_soak_engine import EngineSpec
+from support.kv_transfer.kv_soak import UNEXPECTED, Soak
+from support.kv_transfer.kv_soak_engine import EngineSpec
 
 NUM_TRANSFERS = int(os.environ.get("BATON_SOAK_TRANSFERS", "0"))
 SEED = int(os.environ.get("BATON_SOAK_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)

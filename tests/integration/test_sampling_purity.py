@@ -14,7 +14,7 @@ from baton_engine import LLM, SamplingParams, StructuredOutputsParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
-from baton_engine.llm.config import EngineArgs, engine_config
+from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_protocol.messages import EngineCoreRequest
 from support.parity import prompts
 

@@ -48,7 +48,7 @@ def processes_with_home(home: Path) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             environment = process.environ()
             ours = environment.get("BATON_HOME") == str(home) or environment.get(
-                "BATON_POD_ROOT", ""
+                "POCKETKUBE_POD_ROOT", ""
             ).startswith(f"{home}/")
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
@@ -162,7 +162,7 @@ class LocalClusterUnderTest:
         for process in processes_with_home(self.home):
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
-                if "BATON_POD_ROOT" in environment:
+                if "POCKETKUBE_POD_ROOT" in environment:
                     found.append((environment["POD_NAME"], process))
         return found
 

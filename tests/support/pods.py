@@ -31,6 +31,8 @@ from baton_protocol.config import (
 from support.waiting import eventually
 
 BIN = Path(sys.executable).parent
+KV_TRANSPORT = os.environ.get("BATON_TEST_KV_TRANSPORT", KVTransferConfig().transport)
+"""The transport of engines in chaos and hand-off tests: set the variable to run them on another."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ class Pods:
             cache=cache or CacheConfig(memory_bytes=64 * 2**20),
             scheduler=scheduler or SchedulerConfig(),
             kv_transfer=kv_transfer
-            or KVTransferConfig(role=role, lease_s=10.0, load_timeout_s=10.0),
+            or KVTransferConfig(
+                role=role, transport=KV_TRANSPORT, lease_s=10.0, load_timeout_s=10.0
+            ),
             parallel=parallel or ParallelConfig(),
             num_threads=1,
             drain_timeout_s=20.0,

@@ -1,4 +1,4 @@
-"""Writes a checkpoint's folder: configs here, weights and tokenizer by their own files."""
+"""Writes the folder of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from baton_engine.checkpoint.shape import SIZES, CheckpointShape
 from baton_engine.checkpoint.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
 from baton_engine.checkpoint.weights import random_weights, write_weights
 
+#: Architecture by config.json's model_type.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -20,7 +21,6 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-"""config.json's model_type -> its architecture."""
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
@@ -39,17 +39,18 @@ def create_checkpoint(
     max_shard_size: int | None = None,
     **sizes: int,
 ) -> Path:
-    """Writes config, weights and tokenizer into folder `out`; equal arguments give equal files.
+    """Write config, weights and tokenizer to folder `out`. Equal arguments give equal files.
 
     Args:
-        out: made if missing; must be empty.
+        out: created if missing. It must be empty.
         arch: a key of ARCHITECTURES.
         size: a key of SIZES.
-        rope_scaling: linear, llama3 or yarn: the rotary embedding is stretched by `rope_factor` to max_position_embeddings.
-        sliding_window: tokens that a token sees, in the later half of the layers in qwen2 and qwen3, in all layers of the others.
-            Not for llama.
-        dtype: of the stored weights: float32, bfloat16 or float16.
-        max_shard_size: bytes per weight file; None: one file without an index.
+        rope_scaling: linear, llama3 or yarn. The rotary embedding is stretched by `rope_factor` to
+            max_position_embeddings.
+        sliding_window: tokens that a token sees, in the later half of the layers in qwen2 and
+            qwen3, in all layers of the others. Not for llama.
+        dtype: type of the stored weights: float32, bfloat16 or float16.
+        max_shard_size: bytes per weight file. None: one file without an index.
         **sizes: fields of CheckpointShape that differ from the preset's.
 
     Returns:
@@ -57,7 +58,7 @@ def create_checkpoint(
 
     Raises:
         ValueError: naming the argument that is out of bounds.
-        FileExistsError: if `out` holds something.
+        FileExistsError: `out` is not empty.
     """
     _one_of("arch", arch, ARCHITECTURES)
     _one_of("size", size, SIZES)
@@ -74,7 +75,8 @@ def create_checkpoint(
         )
     if sliding_window is not None and (sliding_window < 1 or arch == "llama"):
         raise ValueError(
-            f"sliding_window must be positive, and is not for llama; got {sliding_window} for {arch}"
+            f"sliding_window must be positive, and is not for llama; "
+            f"got {sliding_window} for {arch}"
         )
     if max_shard_size is not None and max_shard_size < 1:
         raise ValueError(f"max_shard_size must be positive, got {max_shard_size}")

@@ -1,4 +1,4 @@
-"""Sizes of made models."""
+"""Sizes of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton_engine.checkpoint.tokenizer import MIN_VOCAB_SIZE
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointShape:
-    """Sizes of a model. The defaults make a few megabytes that answer fast on one core."""
+    """Sizes of a model. The defaults give a few megabytes that run fast on one core."""
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -24,13 +24,14 @@ class CheckpointShape:
     max_position_embeddings: int = 4096
 
     def validate(self) -> None:
-        """Raises ValueError naming the field and the bound."""
+        """Raise ValueError naming the field and the bound."""
         for name in (field.name for field in fields(self)):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.vocab_size < MIN_VOCAB_SIZE:
             raise ValueError(
-                f"vocab_size must be at least {MIN_VOCAB_SIZE} (bytes and special tokens), got {self.vocab_size}"
+                f"vocab_size must be at least {MIN_VOCAB_SIZE} (bytes and special tokens), "
+                f"got {self.vocab_size}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -40,10 +41,12 @@ class CheckpointShape:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}"
+                f"num_experts_per_tok={self.num_experts_per_tok} exceeds "
+                f"num_experts={self.num_experts}"
             )
 
 
+#: Presets by name: a few megabytes for tests, about 150 million parameters for benchmarks.
 SIZES = {
     "tiny": CheckpointShape(),
     "150m": CheckpointShape(
@@ -57,4 +60,3 @@ SIZES = {
         vocab_size=32000,
     ),
 }
-"""By the name of --size: few megabytes for tests; about 150 million parameters for benchmarks."""

@@ -1,4 +1,4 @@
-"""The tokenizer of a made checkpoint: byte-level BPE, three special tokens, a ChatML template."""
+"""The tokenizer of a checkpoint: byte-level BPE, three special tokens, a ChatML template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, int]:
-    """Trains a byte-level BPE on the corpus below and writes it; returns its vocabulary, of at most `vocab_size` tokens."""
+    """Train a byte-level BPE on the corpus below and write it.
+
+    Returns:
+        Its vocabulary, of at most `vocab_size` tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -47,17 +51,20 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, in
     return vocabulary
 
 
-# The tokenizer's corpus: sentences drawn from these words, and chained word parts, so that a few thousand merges exist.
+# The tokenizer's corpus: sentences drawn from these words, and chained word parts, so that a few
+# thousand merges exist.
 _ADJECTIVES = """
-quick quiet bright narrow early late gentle heavy simple careful distant silver wooden patient steady open green
+quick quiet bright narrow early late gentle heavy simple careful distant silver wooden patient
+steady open green
 """
 _NOUNS = """
-runner river window machine letter garden station market bridge question answer harbour teacher engine story forest
-mountain kitchen morning winter number language city message reader captain signal
+runner river window machine letter garden station market bridge question answer harbour teacher
+engine story forest mountain kitchen morning winter number language city message
+reader captain signal
 """
 _VERBS = """
-carries finds opens follows describes remembers crosses builds measures answers passes returns reads writes keeps
-hands watches moves counts learns
+carries finds opens follows describes remembers crosses builds measures answers passes returns
+reads writes keeps hands watches moves counts learns
 """
 _ADVERBS = "slowly often again today never always together carefully almost nearly quickly"
 _PHRASES = (
@@ -72,8 +79,8 @@ _PHRASES = (
 )
 _PREFIXES = "re un over inter trans sub micro auto pre con dis en fore under out"
 _STEMS = """
-form port act struct press ject scrib mit duc vers tract spect gress lat pos ver fer tain cept grad nect sist plic
-rupt loc mov quest cred serv tend vis voc flu jud
+form port act struct press ject scrib mit duc vers tract spect gress lat pos ver fer tain cept grad
+nect sist plic rupt loc mov quest cred serv tend vis voc flu jud
 """
 _SUFFIXES = "ing ed er ion able ment ly ness ful al ive ity ance"
 
@@ -84,8 +91,9 @@ def _corpus(num_sentences: int = 3000) -> list[str]:
     )
     choose = random.Random(0).choice
     sentences = [
-        f"The {choose(adjectives)} {choose(nouns)} {choose(verbs)} the {choose(nouns)} of a {choose(adjectives)} "
-        f"{choose(nouns)} {choose(adverbs)}, and it {choose(verbs)} every {choose(nouns)}."
+        f"The {choose(adjectives)} {choose(nouns)} {choose(verbs)} the {choose(nouns)} of a "
+        f"{choose(adjectives)} {choose(nouns)} {choose(adverbs)}, "
+        f"and it {choose(verbs)} every {choose(nouns)}."
         for _ in range(num_sentences)
     ]
     derived = [

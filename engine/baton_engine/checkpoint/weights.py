@@ -1,4 +1,4 @@
-"""The weights of a made checkpoint: random, but scaled so that the model is decisive and its text depends on the prompt."""
+"""The weights of a checkpoint: random, but scaled so that its text depends on the prompt."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from baton_engine.checkpoint.tokenizer import SPECIAL_TOKENS
 if TYPE_CHECKING:
     import torch
 
+#: Standard deviation of the logits. The median gap of the two best of n normal values is about 0.7
+#: * std / sqrt(2 ln n): here 0.5.
 LOGIT_STD = 3.0
-"""Of a random model's logits. The median gap of the two best of n normal values is about 0.7 * std / sqrt(2 ln n): here 0.5."""
 
 
 def random_weights(
     out: Path, tokenizer_size: int, seed: int, dtype: str
 ) -> dict[str, torch.Tensor]:
-    """Every tensor the written config.json asks for."""
+    """Create every tensor that the written config.json requires."""
     import torch
 
-    from baton_engine.models.config import load_checkpoint_config
-    from baton_engine.models.registry import make_model
+    from baton_engine.models.checkpoint_config import load_checkpoint_config
+    from baton_engine.models.factory import make_model
 
     config = load_checkpoint_config(out)
     model = make_model(config)
@@ -33,9 +34,11 @@ def random_weights(
     for name, target in model.weight_targets().items():
         values = torch.randn(target.shape, generator=generator)
         if name == output_name:
-            # The final norm makes hidden states of length sqrt(hidden_size): logits get this spread.
+            # The final norm gives hidden states the length sqrt(hidden_size), so logits have
+            # this spread.
             values *= LOGIT_STD / math.sqrt(config.hidden_size)
-            # A zero row gives logit 0, far below the best: special tokens and ids without text are hardly ever sampled.
+            # A zero row gives logit 0, far below the best: special tokens and ids without text are
+            # hardly ever sampled.
             values[: len(SPECIAL_TOKENS)] = 0
             values[tokenizer_size:] = 0
         elif name.endswith("norm.weight"):
@@ -44,8 +47,8 @@ def random_weights(
         elif name.endswith(".bias"):
             values *= 0.5
         elif name != "model.embed_tokens.weight":
-            # Queries and keys (and routers) get twice the scale: attention then picks out few tokens instead of averaging
-            # all of them away, and the next token depends on the whole context instead of cycling.
+            # A larger scale of queries, keys and routers lets attention select few tokens instead
+            # of averaging all. The next token then depends on the whole context.
             sharp = name.endswith(
                 ("q_proj.weight", "k_proj.weight", "mlp.gate.weight", "moe.gate.weight")
             )
@@ -55,7 +58,10 @@ def random_weights(
 
 
 def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: int | None) -> None:
-    """Into safetensors files of at most `max_shard_size` bytes (a larger tensor has one of its own); None: one file."""
+    """Write safetensors files of at most `max_shard_size` bytes. None: one file.
+
+    A tensor that is larger has a file of its own.
+    """
     from safetensors.torch import save_file
 
     metadata = {"format": "pt"}  # transformers refuses files without it

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
 from baton_engine.compilation.cache_key import environment_key, traced_source_files
-from baton_engine.compilation.decorators import mark_dynamic
 from baton_engine.compilation.inductor import Compiled, PieceCompiler
+from baton_engine.models.dynamic_dims import mark_dynamic
 from baton_engine.models.forward_context import current_context
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a failing step was given, written to a file: the configuration, the state of the engine and the step itself."""
+"""Crash dump: the configuration, the engine's state and the input of a failed step, as JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import SchedulerOutput
+from baton_engine.metrics.engine_stats import EngineStats
 from baton_protocol.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
+#: Entries shown at each end of a long list.
 _ENDS_SHOWN = 8
-"""Of a long list, so many entries at each end."""
 
 
 def write_crash_dump(
@@ -31,16 +31,17 @@ def write_crash_dump(
     stats: EngineStats | None,
     error: BaseException,
 ) -> Path | None:
-    """Writes a JSON file into `config.observability.crash_dump_dir`, or the system's temporary folder.
+    """Write a JSON file to `config.observability.crash_dump_dir`, or the temporary folder.
 
-    Long lists (token ids, block ids) are abbreviated, so that the file is read by people and holds nobody's whole prompt. It is
-    readable by its owner alone. Never raises: this runs while another failure is on its way.
+    Long lists (token ids, block ids) are abbreviated, so that the file is readable and contains no
+    whole prompt. Only its owner can read it. Never raises, because it runs while another exception
+    is handled.
 
     Args:
-        step: None: there is none, it could not be scheduled.
+        step: the step that failed. None: scheduling failed.
 
     Returns:
-        The file; None if it could not be written, which is logged.
+        The file, or None if it could not be written, which is logged.
     """
     try:
         content = {
@@ -57,13 +58,13 @@ def write_crash_dump(
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     except Exception:
-        logger.exception("the input of the failing step cannot be written")
+        logger.exception("the crash dump cannot be written")
         return None
     return path
 
 
 def describe(value: Any) -> Any:
-    """`value` (structs, dataclasses, containers) as what JSON can hold, fields by name, long lists abbreviated."""
+    """Convert structs, dataclasses and containers to JSON types, with long lists abbreviated."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, str | int | float):
@@ -88,7 +89,7 @@ def describe(value: Any) -> Any:
 
 
 def _describe_list(items: Sequence[Any]) -> Any:
-    # Only numbers are many and of little use each; lists of requests are what the reader came for.
+    # Lists of numbers are long and rarely useful. Lists of requests are shown in full.
     if len(items) > 2 * _ENDS_SHOWN and isinstance(items[0], int | float):
         first, last = (
             ", ".join(map(str, part)) for part in (items[:_ENDS_SHOWN], items[-_ENDS_SHOWN:])

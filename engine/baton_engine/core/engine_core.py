@@ -1,7 +1,8 @@
-"""EngineCore: token ids in, token ids out. One step is schedule -> execute -> sample -> update.
+"""EngineCore: token ids in, token ids out. One step is schedule, execute, sample, update.
 
-With an executor that holds several batches (pipeline stages, asynchronous scheduling) the next step is scheduled while the last
-one runs: `step_with_batch_queue` is `step` with its two ends apart. Knows nothing of sockets or processes.
+With an executor that holds several batches (pipeline stages, asynchronous scheduling) the next step
+is scheduled while the previous one runs: `step_with_batch_queue` is `step` with its two ends apart.
+This module uses no sockets and no processes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import NamedTuple
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.core.model_length import fit_max_model_len
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
 from baton_engine.core.validation import validate_request
 from baton_engine.executor.base import Executor, WorkerDiedError, load_class
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.refusals import refusal_of
 from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
@@ -41,12 +42,15 @@ from baton_protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
+#: Interval at which the wait for a step checks that the workers are alive.
 _FAILURE_CHECK_S = 0.5
-"""How often the wait for a step looks whether its worker is still there."""
 
 
 class StepFailedError(RuntimeError):
-    """A step failed and the engine cannot go on; the message says why, and where the step's input was written."""
+    """A step failed and the engine cannot continue.
+
+    The message gives the reason, and the file with the step's input.
+    """
 
 
 class _InFlight(NamedTuple):
@@ -59,13 +63,14 @@ class _InFlight(NamedTuple):
 
 
 class EngineCore:
-    """One engine. Used by one thread: add requests, call `step_fn` while `has_requests`, hand its outputs on.
+    """One engine, used by one thread.
 
-    Futures of utility methods end inside later calls of that thread.
+    The caller adds requests, calls `step_fn` while `has_requests` is true, and delivers its
+    outputs. Futures of utility methods are resolved inside later calls by that thread.
     """
 
+    #: Exceptions of a step after which the engine continues.
     survivable: tuple[type[Exception], ...] = ()
-    """What a step may raise without being the engine's end."""
 
     def __init__(
         self,
@@ -76,13 +81,15 @@ class EngineCore:
         request_metrics: RequestMetrics | None = None,
         on_executor_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Initializes the executor: loads the model and allocates the KV cache. May take minutes.
+        """Initialize the executor: load the model and allocate the KV cache. May take minutes.
 
         Args:
-            take_aborts: ids of requests aborted since the last call; asked once more after the model has run, so that a step's
-                tokens do not go to a client that has just gone.
-            request_metrics: where latencies and lengths are counted; None: nobody reads them elsewhere.
-            on_executor_failure: called once with the reason, from any thread, when a worker process dies.
+            take_aborts: returns the ids of requests aborted since the last call. It is called again
+                after the model has run, so that a step's tokens are not sent to a client that has
+                just disconnected.
+            request_metrics: counts latencies and lengths. None: they are counted, but not exported.
+            on_executor_failure: called once with the reason, from any thread, when a worker process
+                dies.
 
         Raises:
             ConfigurationError: the model or the configuration cannot be served.
@@ -96,16 +103,17 @@ class EngineCore:
         executor.set_failure_callback(self._on_executor_failure)
         self.info = executor.initialize()
         self.scheduler = self._make_scheduler(config)
+        #: The last step ran tokens, moved requests or sent metadata to the connector, so another
+        #: step may find work.
         self.made_progress = False
-        """The last step ran tokens, moved requests or told the connector something: another one may find more to do."""
+        #: Runs one step, or starts one and ends the oldest. Returns the outputs for clients.
         self.step_fn = (
             self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
         )
-        """Runs one step, or starts one and ends the oldest. Returns what clients are to be told."""
+        #: Oldest first.
         self._in_flight: deque[_InFlight] = deque()
-        """Oldest first."""
+        #: Outputs of steps that ended outside step_fn.
         self._outputs: list[EngineCoreOutput] = []
-        """Of steps that were ended outside step_fn."""
         self._connector_stats: ConnectorStats | None = None
         self._connector_stats_time = -math.inf
         self._pause = PauseControl(_PausedEngine(self))
@@ -136,7 +144,8 @@ class EngineCore:
             self.executor.wakeup,
         )
         logger.info(
-            "KV cache: %d blocks of %d tokens, in host memory %d more for swapping and %d for evicted prefixes; max_model_len %d",
+            "KV cache: %d blocks of %d tokens; in host memory %d blocks for swapping "
+            "and %d for evicted prefixes; max_model_len %d",
             *(
                 info.num_blocks,
                 cache.block_size,
@@ -168,7 +177,7 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a step could do or tell anything, now or later: requests, transfers, steps in flight, outputs not taken."""
+        """Whether requests, transfers, steps in flight or outputs remain."""
         return self.scheduler.has_work or bool(self._in_flight or self._outputs)
 
     @property
@@ -178,7 +187,7 @@ class EngineCore:
     # Requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
-        """Queues a request. Returns the output that refuses it, or None if it was accepted."""
+        """Queue a request. Return the output that refuses it, or None if it was accepted."""
         try:
             validate_request(
                 request,
@@ -198,12 +207,13 @@ class EngineCore:
         return refusal
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End these requests as aborted. Unknown ids are ignored."""
         self.scheduler.abort_requests(request_ids)
         self._collect_outputs()
         self._pause.advance()
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """Ends all requests with an error."""
+        """End all requests with an error."""
         self.scheduler.fail_all(code, message)
         self._collect_outputs()
 
@@ -220,26 +230,26 @@ class EngineCore:
         self._collect_outputs()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """What clients are to be told that no step has returned: of requests that ended between steps."""
+        """Return the outputs that no step has returned: of requests that ended between steps."""
         self._collect_outputs()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def _collect_outputs(self) -> None:
-        """Takes what the scheduler has to say outside steps."""
+        """Take the outputs that the scheduler produced outside steps."""
         outputs = self.scheduler.take_outputs()
         if outputs:
             self.request_metrics.on_outputs(outputs)
             self._outputs += outputs
 
     def take_kv_events(self) -> list[KVEvent]:
-        """What the prefix cache gained and lost since the last call."""
+        """Return the changes of the prefix cache since the last call."""
         return self.scheduler.take_kv_events() if self.config.cache.enable_kv_events else []
 
     # Steps
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedules, runs and takes in one step."""
+        """Schedule a step, run it and take in its results."""
         self.made_progress = False
         if self._can_step():
             self._start_step()
@@ -248,9 +258,10 @@ class EngineCore:
         return self.take_outputs()
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Starts a step if there is room for one, and ends the oldest once nothing more can be started.
+        """Start a step if there is room for one. End the oldest once no more can be started.
 
-        As long as the queue is not full and the oldest step still runs, it returns without waiting: the next call starts another.
+        While the queue has room and the oldest step still runs, this returns without waiting, and
+        the next call starts another step.
         """
         self.made_progress = False
         limit = self.executor.max_concurrent_batches
@@ -266,7 +277,7 @@ class EngineCore:
         return self.take_outputs()
 
     def finish_steps(self) -> None:
-        """Waits for all steps in flight; what they say is in `take_outputs()`."""
+        """Wait for all steps in flight. `take_outputs()` returns their outputs."""
         while self._in_flight:
             self._finish_oldest()
 
@@ -274,12 +285,13 @@ class EngineCore:
         return self.scheduler.has_work and not self._pause.memory_dropped
 
     def _start_step(self) -> bool:
-        """Returns whether there is something to run, after which it may be worth starting another step."""
+        """Start a step. Return whether it has content; then another may be worth starting."""
         before = time.monotonic()
         step = self._schedule()
         has_content = bool(step.reaches_model_runner or step.connector)
         if not has_content and self._in_flight:
-            # All requests are in flight. A step without content asks the workers for ended transfers; so do those.
+            # All requests are in flight. An empty step would only collect ended transfers, as the
+            # steps in flight do.
             return False
         self._execute(step, time.monotonic() - before)
         return has_content
@@ -291,7 +303,7 @@ class EngineCore:
         return step
 
     def _execute(self, step: SchedulerOutput, schedule_s: float = 0.0) -> None:
-        """Starts a step. `_finish_oldest` ends it."""
+        """Start a step. `_finish_oldest` ends it."""
         started = time.monotonic()
         with self._dumping(step):
             self.executor.execute_model(step)
@@ -314,7 +326,7 @@ class EngineCore:
             self._log_iteration(step, schedule_s, model_s, time.monotonic() - started - model_s)
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """The step's output. A dead worker's step may never end by itself."""
+        """Return the step's output. Raise WorkerDiedError if the worker dies first."""
         while True:
             try:
                 return future.result(timeout=_FAILURE_CHECK_S)
@@ -330,7 +342,11 @@ class EngineCore:
 
     @contextmanager
     def _dumping(self, step: SchedulerOutput | None) -> Iterator[None]:
-        """Writes down what the failing step was given; None: there is no step, for it is scheduling that fails."""
+        """Write a crash dump if the block fails, and raise StepFailedError.
+
+        Args:
+            step: the step that runs. None: a step is being scheduled.
+        """
         try:
             yield
         except self.survivable:
@@ -355,7 +371,8 @@ class EngineCore:
         stats = self.scheduler.stats()
         decodes = sum(1 for num_tokens in step.num_scheduled_tokens.values() if num_tokens == 1)
         logger.info(
-            "step %d: %d prefill tokens of %d requests, %d decode tokens; %d running, %d waiting, %.1f %% of KV blocks in use; "
+            "step %d: %d prefill tokens of %d requests, %d decode tokens; "
+            "%d running, %d waiting, %.1f %% of KV blocks in use; "
             "schedule %.2f ms, model %.2f ms, update %.2f ms",
             *(
                 step.step_id,
@@ -367,14 +384,17 @@ class EngineCore:
             *(schedule_s * 1e3, model_s * 1e3, update_s * 1e3),
         )
 
-    # Utility methods: also called over the wire, see core/utility.py
+    # Utility methods. Clients call them by name, see server/utility_calls.py
 
     def get_stats(self) -> EngineStats:
-        """Gauges and counters."""
+        """Return the gauges and counters."""
         return self.recent_stats(max_connector_age_s=0.0)
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
-        """As get_stats; but those of the connector, which lives with the workers, may be so old."""
+        """Return the stats. The connector's part may be of this age in seconds.
+
+        The connector runs in the workers, so reading its counters delays steps in flight.
+        """
         now = time.monotonic()
         if now - self._connector_stats_time >= max_connector_age_s:
             self._connector_stats = self.executor.connector_stats()
@@ -386,91 +406,98 @@ class EngineCore:
         return stats
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forgets cached blocks. Running requests keep theirs, or lose them and compute them again.
+        """Clear the prefix cache.
+
+        Args:
+            reset_running: running requests lose their blocks too, and compute them again.
 
         Returns:
-            Whether nothing cached is left.
+            Whether the cache is empty.
         """
         if reset_running:
             self.finish_steps()
         return self.scheduler.reset_prefix_cache(reset_running)
 
     def drain(self) -> EngineStats:
-        """Refuses new requests from now on; those accepted go on. Idempotent."""
+        """Refuse new requests from now on. Accepted requests continue. Idempotent."""
         if not self.scheduler.draining:
             self.scheduler.draining = True
             logger.info("draining: %d requests unfinished", self.scheduler.stats().num_unfinished)
         return self.get_stats()
 
     def abort_all(self) -> int:
-        """Ends all requests as aborted. Returns how many there were."""
+        """End all requests as aborted. Return their number."""
         request_ids = list(self.scheduler.requests)
         self.abort_requests(request_ids)
         return len(request_ids)
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
-        """Stops scheduling; requests that arrive wait. What happens to those there are: see core/pause.py.
+        """Stop scheduling. New requests wait; `core/pause.py` describes what happens to the others.
 
         Returns:
-            None if the engine is paused now; else a Future that ends when it is.
+            None if the engine is paused now, else a Future that is resolved when it is.
         """
         return self._pause.pause(mode)
 
     def resume(self) -> None:
-        """Ends a pause. Raises RuntimeError while weights or KV cache sleep."""
+        """End a pause. Raise RuntimeError while weights or KV cache are dropped."""
         self._pause.resume()
 
     def is_paused(self) -> bool:
         return self._pause.is_paused
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Pauses, then gives memory up: level 0 none, 1 moves weights to host memory and drops KV, 2 drops both.
+        """Pause, then free memory. Level 1 moves weights to host memory, level 2 drops them.
+
+        Both drop the KV cache. Level 0 frees nothing.
 
         Returns:
-            None if the engine sleeps now; else a Future that ends when it does.
+            None if the engine sleeps now, else a Future that is resolved when it does.
 
         Raises:
-            RuntimeError: other engines read and write this one's KV cache: it cannot be given up.
+            RuntimeError: other engines read and write this engine's KV cache, so it cannot be
+                dropped.
         """
         role = self.config.kv_transfer.role
-        if level != 0 and role is not KVRole.NONE:  # said before any request is aborted for it
+        if level != 0 and role is not KVRole.NONE:
             raise RuntimeError(
-                f"an engine with kv_transfer.role={role.value} cannot sleep at level {level}: other engines read and write its KV "
-                "cache; drain it and delete its pod instead"
+                f"an engine with kv_transfer.role={role.value} cannot sleep at level {level}: "
+                "other engines read and write its KV cache; drain it and delete its pod instead"
             )
         return self._pause.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Brings memory back: tags "weights", "kv_cache", "scheduling"; None: all."""
+        """Restore memory: "weights", "kv_cache", "scheduling". None: all of them."""
         self._pause.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         return self._pause.sleep_level is not None
 
     def start_profile(self) -> None:
-        """Starts a torch profile on every worker. Raises RuntimeError if there is no folder for it."""
+        """Start a torch profile on every worker. Raise RuntimeError if no folder is configured."""
         self._check_profiling()
         self.executor.collective_rpc("start_profile")
 
     def stop_profile(self) -> None:
-        """Ends the profile and writes it."""
+        """End the profile and write it."""
         self._check_profiling()
         self.executor.collective_rpc("stop_profile")
 
     def _check_profiling(self) -> None:
         if not self.config.observability.profiler_dir:
             raise RuntimeError(
-                "profiling is off: set observability.profiler_dir (--profiler-dir) to where traces go"
+                "profiling is off: set observability.profiler_dir (--profiler-dir) to a folder for "
+                "traces"
             )
 
     def shutdown(self) -> None:
-        """Ends workers and threads. Idempotent."""
+        """End workers and threads. Idempotent."""
         self._structured_output.shutdown()
         self.executor.shutdown()
 
 
 class _PausedEngine:
-    """What PauseControl may do to an EngineCore."""
+    """The part of an EngineCore that PauseControl controls."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core

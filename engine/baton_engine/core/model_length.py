@@ -1,4 +1,4 @@
-"""The longest request that an engine takes."""
+"""The longest request that an engine accepts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ logger = logging.getLogger(__name__)
 
 
 def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
-    """Prompt plus generated tokens that this engine takes.
+    """Return the limit of prompt plus generated tokens.
 
     Raises:
-        ConfigurationError: the KV memory is too small for what the user asked for.
+        ConfigurationError: the KV memory is too small for the configured limit.
     """
     asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
     if asked is None:
         if capacity < info.max_position_embeddings:
             logger.warning(
-                "max_model_len is %d, what the KV memory holds; the model's own maximum is %d",
+                "max_model_len is %d, limited by the KV memory; the model's own maximum is %d",
                 *(capacity, info.max_position_embeddings),
             )
         return min(info.max_position_embeddings, capacity)
@@ -35,8 +35,9 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     if wanted > capacity:
         raise ConfigurationError(
             "KVMemoryTooSmall",
-            f"model.max_model_len is {wanted} tokens, but the KV memory holds {capacity} ({info.num_blocks} blocks of "
-            f"{config.cache.block_size} tokens): lower model.max_model_len, or raise cache.memory_bytes (CPU), "
+            f"model.max_model_len is {wanted} tokens, but the KV memory holds {capacity} "
+            f"({info.num_blocks} blocks of {config.cache.block_size} tokens): lower "
+            "model.max_model_len, or raise cache.memory_bytes (CPU), "
             "cache.gpu_memory_utilization (GPU) or cache.num_blocks",
         )
     return wanted

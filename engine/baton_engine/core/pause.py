@@ -1,12 +1,14 @@
-"""Pausing and sleeping: who stops scheduling, who waits for it, what has to be true before memory is given up.
+"""Pausing and sleeping: when scheduling stops, and when memory may be dropped.
 
-    pause(abort)   all requests end                    \
-    pause(wait)    those running end, nobody starts     }  then the engine is paused; what arrives waits
-    pause(keep)    everything freezes where it is      /
-    sleep(level)   the same, then at level 1 weights go to host memory and KV is dropped, at level 2 both are dropped
+pause(abort)   all requests end, then the engine is paused
+pause(wait)    running requests end and none is admitted, then the engine is paused
+pause(keep)    the engine is paused at once, and requests stay where they are
+sleep(level)   the same, then level 1 moves weights to host memory, and level 2 drops them;
+               both drop the KV cache
 
-At most one goal is pending: a later call replaces or joins it, resume and wake_up cancel it. Whoever waits is always answered,
-so no order of calls deadlocks, and the scheduler's state follows the last call alone.
+Requests that arrive during a pause wait. At most one goal is pending: a later call replaces or
+joins it, and resume and wake_up cancel it. Every Future is resolved, so no order of calls
+deadlocks, and the scheduler's state depends on the last call alone.
 """
 
 from __future__ import annotations
@@ -23,28 +25,32 @@ PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[0, 1, 2]
 
 WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
+#: Arguments of wake_up.
 TAGS = (WEIGHTS, KV_CACHE, SCHEDULING)
-"""What wake_up can name."""
 
 _MEMORIES = frozenset({WEIGHTS, KV_CACHE})
 _NOT_ASLEEP = -1
 
 
 class PausedEngine(Protocol):
-    """What pausing asks of the engine core."""
+    """The part of the engine core that pausing needs."""
 
     def set_pause_state(self, state: PauseState) -> None: ...
 
     def abort_all(self) -> int: ...
 
     def finish_steps(self) -> None:
-        """Takes in all steps in flight."""
+        """Take in all steps in flight."""
 
     def num_running(self) -> int:
-        """Requests that run, or are swapped out and will go on."""
+        """Return the number of requests that run, or are swapped out and will continue."""
 
     def free_kv_cache(self) -> bool:
-        """Takes the KV of all requests, empties the prefix cache. False while transfers hold blocks; then ask again."""
+        """Free the KV of all requests and clear the prefix cache.
+
+        Returns:
+            False while transfers hold blocks. The caller tries again later.
+        """
 
     def sleep_workers(self, level: int) -> None: ...
 
@@ -52,18 +58,18 @@ class PausedEngine(Protocol):
 
 
 class PauseControl:
-    """The state machine. All calls from the engine's thread."""
+    """The state machine. Only the engine's thread calls it."""
 
     def __init__(self, engine: PausedEngine) -> None:
         self._engine = engine
+        #: None: not paused.
         self._mode: PauseMode | None = None
-        """None: not paused."""
         self._level = _NOT_ASLEEP
+        #: Those of weights and KV cache that are dropped.
         self._asleep: set[str] = set()
-        """Which of weights and KV cache are given up."""
         self._paused_by_sleep = False
+        #: Pending calls: the Future and the sleep level of each.
         self._waiting: list[tuple[Future[None], int]] = []
-        """Who waits for the pause, and for which sleep level."""
 
     @property
     def is_paused(self) -> bool:
@@ -75,17 +81,27 @@ class PauseControl:
 
     @property
     def memory_dropped(self) -> bool:
-        """Workers cannot run: weights or KV cache are not there."""
+        """Whether workers cannot run, because weights or KV cache are dropped."""
         return bool(self._asleep)
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
-        """Returns None if the engine is paused now, else a Future that ends when it is, or when another call makes it void."""
+        """Start a pause.
+
+        Returns:
+            None if the engine is paused now, else a Future. It is resolved when the engine is
+            paused, or fails when another call cancels the pause.
+        """
         _check_mode(mode)
-        self._paused_by_sleep = False  # what is paused explicitly is resumed explicitly
+        self._paused_by_sleep = False  # an explicit pause needs an explicit resume
         return self._begin(mode, _NOT_ASLEEP)
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Returns None if the engine sleeps now, else a Future that ends when it does, or when another call makes it void."""
+        """Start to sleep.
+
+        Returns:
+            None if the engine sleeps now, else a Future. It is resolved when the engine sleeps, or
+            fails when another call cancels this one.
+        """
         _check_mode(mode)
         if level not in (0, 1, 2):
             raise ValueError(f"level must be 0, 1 or 2, got {level}")
@@ -95,7 +111,8 @@ class PauseControl:
             and not (level == self._level and len(self._asleep) == len(_MEMORIES))
         ):
             raise RuntimeError(
-                f"the engine sleeps at level {self._level} already, wholly or in part; wake_up() first"
+                f"the engine sleeps at level {self._level} already, wholly or in part; "
+                "wake_up() first"
             )
         if self._level >= level:
             return None
@@ -104,10 +121,10 @@ class PauseControl:
         return self._begin(mode, level)
 
     def resume(self) -> None:
-        """Schedules again. Without a pause it does nothing.
+        """Schedule again. Without a pause this does nothing.
 
         Raises:
-            RuntimeError: weights or KV cache are not there.
+            RuntimeError: weights or KV cache are dropped.
         """
         if self._asleep:
             raise RuntimeError(f"the engine sleeps at level {self._level}; wake_up() first")
@@ -116,10 +133,12 @@ class PauseControl:
         self._unpause()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Ends sleep, or a part of it; once all is back, scheduling goes on if it was sleep that stopped it.
+        """End sleep, or a part of it.
+
+        Scheduling resumes once all memory is back, if sleep had stopped it.
 
         Args:
-            tags: some of TAGS; None: all.
+            tags: some of TAGS. None: all of them.
 
         Raises:
             ValueError: there is no such tag.
@@ -142,7 +161,10 @@ class PauseControl:
             self._end_sleep()
 
     def advance(self) -> None:
-        """Completes what is pending, if the time has come. Cheap while nothing is; called whenever something changed."""
+        """Complete what is pending, if possible.
+
+        Call it whenever requests or steps have changed. It is cheap while nothing is pending.
+        """
         if not self._waiting or (self._mode == "wait" and self._engine.num_running() > 0):
             return
         self._engine.finish_steps()
@@ -158,7 +180,7 @@ class PauseControl:
                 self._asleep = set(_MEMORIES)
             self._level = level
             logger.info("asleep at level %d", level)
-        except Exception as error:  # it stays paused; who asked decides
+        except Exception as error:  # the engine stays paused
             waiting, self._waiting = self._waiting, []
             for future, _ in waiting:
                 future.set_exception(error)
@@ -187,14 +209,14 @@ class PauseControl:
         return future.result()
 
     def _answer(self, level: int) -> None:
-        """To all who wait for a sleep of `level` at most, or just for the pause."""
+        """Resolve all calls for a sleep of at most `level`, and those for a pause alone."""
         done = [future for future, wanted in self._waiting if wanted <= level]
         self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted > level]
         for future in done:
             future.set_result(None)
 
     def _cancel(self, level: int, reason: str) -> bool:
-        """Fails all who wait for a sleep of `level` at least. Returns whether there were any."""
+        """Fail all calls for a sleep of at least `level`. Return whether there were any."""
         void = [future for future, wanted in self._waiting if wanted >= level]
         self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted < level]
         for future in void:

@@ -1,4 +1,4 @@
-"""What is checked of a request before it enters the scheduler: everything that no later step should have to doubt."""
+"""Checks of a request before the scheduler sees it, so that later steps need not check again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ _ROLES = {
 def validate_request(
     request: EngineCoreRequest, *, vocab_size: int, kv_role: KVRole, data_parallel_rank: int = 0
 ) -> None:
-    """Raises ValueError naming the field and the bound, or RequestRefusedError: it is for another rank."""
+    """Check a request.
+
+    Raises:
+        ValueError: a field is out of bounds; the message names both.
+        RequestRefusedError: the request is for another rank.
+    """
     params = request.sampling_params
     num_generated = len(request.generated_token_ids)
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
@@ -51,10 +56,10 @@ def validate_request(
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} must name token ids in [0, {vocab_size}), got {token_id}")
     if request.data_parallel_rank not in (None, data_parallel_rank):
-        raise RequestRefusedError(  # it may have been that rank a moment ago
+        raise RequestRefusedError(  # the rank may have changed after the client sent the request
             ErrorCode.DRAINING,
-            f"data_parallel_rank is {request.data_parallel_rank}, but this engine is rank {data_parallel_rank}; "
-            "send the request to that rank, or leave the field out",
+            f"data_parallel_rank is {request.data_parallel_rank}, but this engine is rank "
+            f"{data_parallel_rank}; send the request to that rank, or leave the field out",
         )
     if request.lora_name:
         raise ValueError(
@@ -72,8 +77,8 @@ def validate_request(
         return
     if kv_role not in _ROLES[transfer.side]:
         raise ValueError(
-            f"kv_transfer.side is {transfer.side.name}, but this engine's kv_transfer.role is {kv_role.value}; "
-            "send the request to a pod of the other role"
+            f"kv_transfer.side is {transfer.side.name}, but this engine's kv_transfer.role is "
+            f"{kv_role.value}; send the request to a pod of the other role"
         )
     if not 0 < len(transfer.transfer_id) <= MAX_ID_LENGTH:
         raise ValueError(f"kv_transfer.transfer_id must have 1 to {MAX_ID_LENGTH} characters")
@@ -81,7 +86,8 @@ def validate_request(
         raise ValueError("kv_transfer.peer_instance_id must name the other engine's instance")
     if transfer.side is KVSide.CONSUME and params.prompt_logprobs is not None:
         raise ValueError(
-            "prompt_logprobs needs the prompt computed here; it cannot be combined with kv_transfer CONSUME"
+            "prompt_logprobs needs the prompt computed here; "
+            "it cannot be combined with kv_transfer CONSUME"
         )
     if transfer.side is KVSide.CONSUME and not (
         transfer.remote_host and 0 < transfer.remote_port < 65536
@@ -90,41 +96,47 @@ def validate_request(
             "kv_transfer.remote_host and remote_port must name the producer's side channel"
         )
     if transfer.side is KVSide.PRODUCE and params.max_tokens != num_generated + 1:
-        # More would write into the partial last block while the peer reads it, and would need memory that cannot be preempted.
+        # More would write into the partial last block while the peer reads it, and would need
+        # memory that cannot be preempted.
         raise ValueError(
-            f"a PRODUCE request samples one token: max_tokens must be {num_generated + 1}, got {params.max_tokens}"
+            f"a PRODUCE request samples one token: max_tokens must be {num_generated + 1}, "
+            f"got {params.max_tokens}"
         )
 
 
 def _validate_group_member(request: EngineCoreRequest) -> None:
-    """What can be said of one sample of a group without the others: the scheduler compares the prompts."""
+    """Check what one sample of a group shows without the others. The scheduler compares prompts."""
     if len(request.group_id) > MAX_ID_LENGTH:
         raise ValueError(
             f"group_id must have at most {MAX_ID_LENGTH} characters, got {len(request.group_id)}"
         )
     if request.generated_token_ids:
         raise ValueError(
-            "generated_token_ids must be empty in a request with a group_id; continue the request alone"
+            "generated_token_ids must be empty in a request with a group_id; "
+            "continue the request alone"
         )
     if request.kv_transfer is not None:
         raise ValueError("kv_transfer cannot be combined with group_id; send the samples alone")
 
 
 def _validate_beam_search(request: EngineCoreRequest) -> None:
-    """A beam search is one request with one output: nothing of it can be continued, handed over or be one of many samples."""
+    """Check a beam search. It cannot be continued, handed over or be one of several samples."""
     if request.kv_transfer is not None:
         raise ValueError(
-            "kv_transfer cannot be combined with beam_width; beam search prefills and decodes in one engine"
+            "kv_transfer cannot be combined with beam_width; "
+            "beam search prefills and decodes in one engine"
         )
     if request.generated_token_ids:
         raise ValueError(
-            "generated_token_ids must be empty with beam_width: a beam search starts from its prompt"
+            "generated_token_ids must be empty with beam_width: "
+            "a beam search starts from its prompt"
         )
     if request.sampling_params.structured_output is not None:
         raise ValueError(
-            "structured_output cannot be combined with beam_width: beams are not held to a grammar"
+            "structured_output cannot be combined with beam_width: beams do not follow a grammar"
         )
     if request.group_id or request.sample_index:
         raise ValueError(
-            "group_id and sample_index cannot be combined with beam_width: it has one output with all beams"
+            "group_id and sample_index cannot be combined with beam_width: "
+            "a beam search has one output with all beams"
         )

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.gloo_connections import (
     Address,
     connected_from,
@@ -30,10 +29,11 @@ from baton_engine.distributed.gloo_connections import (
     shut_out_strangers,
 )
 from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.rows import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
-from baton_engine.distributed.store import connect_store
-from baton_engine.distributed.store_wire import StoreAddress
+from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.wire import StoreAddress
 from baton_protocol.config import ParallelConfig, pod_ip
 
 logger = logging.getLogger(__name__)

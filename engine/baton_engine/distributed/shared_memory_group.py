@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import Group
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.rows import row_bytes
 
 BUFFER_NBYTES = 2**20

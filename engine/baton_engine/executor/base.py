@@ -1,4 +1,4 @@
-"""What an engine core asks of whoever runs its steps."""
+"""The interface of an executor, which runs an engine core's steps on workers."""
 
 from __future__ import annotations
 
@@ -15,52 +15,53 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
 from baton_protocol.kv_compatibility import KVCompatibility
 
+#: Classes by the short names of `ParallelConfig.executor_class`.
 EXECUTORS = {
     "uniproc": "baton_engine.executor.uniproc.UniProcExecutor",
-    "multiproc": "baton_engine.executor.multiproc.MultiprocExecutor",
+    "multiproc": "baton_engine.executor.multiproc.multiproc_executor.MultiprocExecutor",
     "external_launcher": "baton_engine.executor.external_launcher.ExternalLauncherExecutor",
     "ray": "baton_engine.executor.ray.RayExecutor",
 }
-"""Short names of `ParallelConfig.executor_class`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine core must know of a loaded model."""
+    """What the engine core needs to know of a loaded model."""
 
+    #: KV blocks allocated.
     num_blocks: int
-    """KV blocks allocated."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_position_embeddings: int
     compatibility_hash: str
+    #: Host blocks for swapped requests.
     num_swap_blocks: int = 0
-    """Host blocks that swapped requests may take."""
+    #: Host blocks for prefix blocks that are evicted from the device.
     num_offload_blocks: int = 0
-    """Host blocks for what the prefix cache evicts."""
+    #: Layers with experts.
     num_sparse_layers: int = 0
-    """Layers with experts."""
+    #: Experts per such layer.
     num_experts: int = 0
-    """Of each."""
+    #: Properties that peers must share with this engine. None: it exchanges no KV blocks.
     kv: KVCompatibility | None = None
-    """What peers must have in common with this engine. None: it exchanges no KV blocks."""
 
 
 class Executor(abc.ABC):
-    """Runs steps on one or more workers. All methods but `interrupt` are called by the engine's thread.
+    """Runs steps on one or more workers. Only `interrupt` may be called by other threads.
 
-    One step is two calls, `execute_model` then `sample_tokens`; between them the caller computes what the model does not need but
-    the sampler does. Up to `max_concurrent_batches` steps may be between their first call and the end of their future.
+    One step is two calls, `execute_model` then `sample_tokens`. Between them the caller computes
+    what only the sampler needs. Up to `max_concurrent_batches` steps may be between their first
+    call and the end of their future.
     """
 
+    #: Steps in flight: pipeline stages, or 2 with asynchronous scheduling.
     max_concurrent_batches: int = 1
-    """Steps in flight: pipeline stages, or 2 with asynchronous scheduling."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
-        """Must be cheap; `initialize` does the work.
+        """Create the executor without workers. `initialize` does the work.
 
         Args:
-            instance_id: of this engine process.
+            instance_id: id of this engine process.
             wakeup: called from any thread when a step would find something new in its connector.
         """
         self.config = config
@@ -70,12 +71,12 @@ class Executor(abc.ABC):
 
     @property
     def is_forked_copy(self) -> bool:
-        """Whether this is the copy in a forked child. What it would shut down, also when that child exits, is its parent's."""
+        """Whether this is a copy in a forked child, which must leave its parent's workers alone."""
         return os.getpid() != self._pid
 
     @abc.abstractmethod
     def initialize(self) -> ModelInfo:
-        """Loads the model, allocates the KV cache, warms up.
+        """Load the model, allocate the KV cache and warm up.
 
         Raises:
             ConfigurationError: the model or the configuration cannot be served.
@@ -83,62 +84,73 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Starts a step. Returns before the model has run; what goes wrong is raised by the future of `sample_tokens`."""
+        """Start a step and return before the model has run.
+
+        Errors are raised by the future of `sample_tokens`.
+        """
 
     @abc.abstractmethod
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """Ends the step that was started last: samples from its logits, and ends its transfers.
+        """End the step that was started last: sample from its logits, and end its transfers.
 
         Returns:
-            The result. Any exception in it means that the engine cannot go on, except GroupBrokenError: the exchange of experts
-            with other engines failed, the step is dropped, and steps of another generation may follow.
+            The result. After an exception the engine cannot continue, except after
+            GroupBrokenError: the exchange of experts with other engines failed, the step is
+            dropped, and steps of another generation may follow.
         """
 
     @abc.abstractmethod
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        """Calls a method of every worker, after all steps started so far. Results in rank order.
+        """Call a method of every worker, after all steps started so far.
+
+        Returns:
+            The results in rank order.
 
         Raises:
             TimeoutError: a worker did not answer in time.
             WorkerError: the method failed on a worker; the message has its traceback.
-            WorkerDiedError: a worker process is gone.
+            WorkerDiedError: a worker process has ended.
         """
 
     def interrupt(self, nonce: str = "") -> None:
-        """Ends an exchange with other engines that a step waits in: its future raises GroupBrokenError. By any thread, at once.
+        """Interrupt a step that waits in an exchange with other engines.
 
-        Executors that serve expert-parallel groups have it; the others refuse such configurations.
+        Its future raises GroupBrokenError. Any thread may call this. Executors without it refuse
+        expert-parallel configurations.
 
         Args:
-            nonce: only if the workers are in that generation; empty: whichever it is.
+            nonce: interrupt only workers in this generation. Empty: in any generation.
         """
         raise NotImplementedError(f"{type(self).__name__} does not serve expert-parallel groups")
 
     @abc.abstractmethod
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """`callback(reason)` is called once, from any thread, when a worker process dies."""
+        """Set `callback(reason)`, called once, from any thread, when a worker process dies."""
 
     @abc.abstractmethod
     def connector_stats(self) -> ConnectorStats | None:
-        """None without a KV connector."""
+        """Return the connector's counters, or None without a KV connector."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Ends workers and connections. Idempotent; also after a failed `initialize`. Nothing in a forked child."""
+        """End workers and connections. Idempotent, also after a failed `initialize`.
+
+        Does nothing in a forked child.
+        """
 
 
 class WorkerError(RuntimeError):
-    """A worker's method raised."""
+    """A worker's method raised an exception."""
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended; the message says which, and how."""
+    """A worker process ended. The message names it and the cause."""
 
 
 def executor_name(config: EngineConfig) -> str:
-    """Qualified name of the executor class that `config.parallel` asks for."""
+    """Return the qualified name of the executor class that `config.parallel` selects."""
     name = config.parallel.executor_class
     if name == "auto":
         name = "multiproc" if config.parallel.world_size > 1 else "uniproc"
@@ -146,16 +158,24 @@ def executor_name(config: EngineConfig) -> str:
 
 
 def load_executor_class(qualified_name: str) -> type[Executor]:
-    """The class `package.module.Class`. Raises ValueError if there is no such executor."""
+    """Import the executor `package.module.Class`. Raise ValueError if there is none."""
     return load_class(qualified_name, Executor, "executor")
 
 
 def load_class(qualified_name: str, base: type[Any], what: str) -> type[Any]:
-    """The subclass of `base` called `package.module.Class`. Raises ValueError, naming `what`, if there is none."""
+    """Import the subclass of `base` called `package.module.Class`.
+
+    Args:
+        what: kind of class, for the message.
+
+    Raises:
+        ValueError: there is no such class.
+    """
     module_name, _, class_name = qualified_name.rpartition(".")
     if not module_name:
         raise ValueError(
-            f"cannot load {what} {qualified_name!r}: it is no known name and not of the form package.module.Class"
+            f"cannot load {what} {qualified_name!r}: "
+            "it is no known name and not of the form package.module.Class"
         )
     try:
         found = getattr(importlib.import_module(module_name), class_name)

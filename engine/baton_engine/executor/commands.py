@@ -1,4 +1,7 @@
-"""What an executor and its worker processes tell each other. Pickled: both ends are processes of one pod."""
+"""Messages between an executor and its worker processes.
+
+They are pickled, because both ends are processes of one pod.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from baton_engine.distributed.errors import GroupBrokenError
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.executor.base import WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
@@ -21,16 +24,17 @@ class StartWorker:
     config: EngineConfig
     instance_id: str
     rank: int
+    #: It returns the results of steps. The others only report failures and ended transfers.
     is_output_rank: bool
-    """It answers steps; the others only say what went wrong, and which transfers ended."""
     ring_fd: int
+    #: Readers, slots, bytes per slot.
     ring_geometry: tuple[int, int, int]
-    """Readers, slots, bytes per slot."""
     log_level: int
+    #: A pipe. Each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not
+    #: wait for the step.
     interrupt_fd: int
-    """Of a pipe: each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not wait for the step."""
+    #: CPUs to which it is bound. Empty: those of the parent.
     cpus: frozenset[int] = frozenset()
-    """Those it keeps to; empty: the parent's."""
 
 
 # Commands, broadcast through the ring
@@ -38,18 +42,24 @@ class StartWorker:
 
 @dataclass(slots=True)
 class ExecuteModel:
+    """Run the model on a step."""
+
     step: SchedulerOutput
 
 
 @dataclass(slots=True)
 class SampleTokens:
+    """Sample from the logits of the last step."""
+
+    #: Counts steps from 0.
     number: int
-    """Counts steps from 0."""
     grammar: GrammarOutput | None
 
 
 @dataclass(slots=True)
 class Call:
+    """Call a method of the worker."""
+
     call_id: int
     method: str
     args: tuple[Any, ...]
@@ -57,7 +67,7 @@ class Call:
 
 @dataclass(slots=True)
 class Shutdown:
-    pass
+    """End the process."""
 
 
 # Answers, through the worker's connection
@@ -65,19 +75,20 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker's exception. Exceptions themselves need not survive pickling."""
+    """A worker's exception, in a form that survives pickling."""
 
     rank: int
+    #: Type and message, one line.
     summary: str
-    """Type and message, one line."""
     traceback: str
+    #: Type, reason and message of a ConfigurationError.
     configuration: tuple[type[ConfigurationError], str, str] | None = None
-    """Type, reason and message, if it was one."""
+    #: The exception was a GroupBrokenError.
     group_broken: bool = False
-    """It was a GroupBrokenError."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
+        """Describe an exception of a worker."""
         configuration = (
             (type(error), error.reason, error.message)
             if isinstance(error, ConfigurationError)
@@ -88,10 +99,12 @@ class Failure:
         return cls(rank, summary, text, configuration, isinstance(error, GroupBrokenError))
 
     def exception(self, doing: str) -> Exception:
-        """What the executor raises: the same ConfigurationError or GroupBrokenError, or a WorkerError with the traceback.
+        """Return the exception that the executor raises.
+
+        It is the same ConfigurationError or GroupBrokenError, or a WorkerError with the traceback.
 
         Args:
-            doing: what the worker was asked for.
+            doing: the operation that failed.
         """
         if self.group_broken:
             return GroupBrokenError(f"worker {self.rank}, in {doing}: {self.summary}")
@@ -107,35 +120,44 @@ class Failure:
 
 @dataclass(slots=True)
 class Started:
-    """The worker's object exists; it waits for commands."""
+    """The worker's object exists and waits for commands."""
 
 
 @dataclass(slots=True)
 class StartFailed:
+    """The worker's object could not be created."""
+
     failure: Failure
 
 
 @dataclass(slots=True)
 class StepDone:
+    """The results of a step, by the output rank."""
+
     number: int
     output: ModelRunnerOutput
 
 
 @dataclass(slots=True)
 class TransfersEnded:
-    """Of a worker that does not answer steps: what its connector had to report with one."""
+    """The connector's report of a worker that is not the output rank."""
 
     output: ConnectorOutput
 
 
 @dataclass(slots=True)
 class StepFailed:
+    """A step failed, and the engine cannot continue."""
+
     failure: Failure
 
 
 @dataclass(slots=True)
 class StepBroken:
-    """The step is dropped, for the expert group broke; on all workers alike, and others may follow."""
+    """The step is dropped on all workers, because the expert-parallel group broke.
+
+    Other steps may follow.
+    """
 
     number: int
     failure: Failure
@@ -143,12 +165,16 @@ class StepBroken:
 
 @dataclass(slots=True)
 class CallDone:
+    """The result of a call."""
+
     call_id: int
     result: Any
 
 
 @dataclass(slots=True)
 class CallFailed:
+    """The exception of a call."""
+
     call_id: int
     failure: Failure
 

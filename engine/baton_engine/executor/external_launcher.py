@@ -1,8 +1,9 @@
-"""Under torchrun: every rank is a whole engine with its own worker, and all of them decide the same.
+"""Ranks under torchrun: each is a whole engine with one worker, and all decide the same.
 
-For offline use. Given identical requests in identical order, schedulers agree without a word, so no command is broadcast. What a
-rank cannot know by itself travels between the ranks: the tokens that the last pipeline stage sampled, the least number of KV
-blocks, and the results of `collective_rpc`. It travels as msgpack: ranks may live in different pods.
+For offline use. Given identical requests in identical order, the schedulers agree without
+communication, so no command is broadcast. The ranks exchange what a rank cannot compute: the tokens
+that the last pipeline stage sampled, the least number of KV blocks, and the results of
+`collective_rpc`. The format is msgpack, because ranks may be in different pods.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.distributed.process_group import create_group
-from baton_engine.distributed.store import connect_store
-from baton_engine.distributed.store_proof import store_secret
-from baton_engine.distributed.store_server import StoreServer, open_store
-from baton_engine.distributed.store_wire import StoreAddress
+from baton_engine.distributed.store.handshake import store_secret
+from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.startup import (
@@ -40,24 +41,27 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
+#: Executors in the life of a process.
 MAX_EXECUTORS = 2**20
-"""In the life of a process."""
 _executor_numbers = itertools.count()
 
 
 class _Result(msgspec.Struct):
-    """How a call ended on one rank."""
+    """The end of a call on one rank."""
 
     value: Any = None
+    #: Empty if it succeeded.
     error: str = ""
-    """Empty: it did not fail."""
+    #: Reason of a ConfigurationError.
     reason: str = ""
-    """Of a ConfigurationError."""
 
 
 class ExternalLauncherExecutor(Executor):
+    """The executor of one rank."""
+
+    #: With several steps in flight, schedules would depend on when steps end, and ranks would
+    #: decide differently.
     max_concurrent_batches = 1
-    """What is scheduled while steps are in flight depends on when they end, and ranks would decide differently."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -66,8 +70,9 @@ class ExternalLauncherExecutor(Executor):
         self._output_rank = output_rank(config)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._worker: Any = None  # of the class that the configuration names
+        #: All ranks. It carries everything except the model's tensors. The worker's thread uses it,
+        #: in the order of the steps.
         self._control: Group = LoneGroup()
-        """All ranks, for what is not tensors of the model. Used by the worker's thread, so in the order of the steps."""
         self._store: StoreServer | None = None  # the one that this rank holds for all
         self._forward: Future[None] | None = None
 
@@ -76,21 +81,24 @@ class ExternalLauncherExecutor(Executor):
         if (launched := _environment("WORLD_SIZE")) != self._world_size:
             raise ConfigurationError(
                 "InvalidConfig",
-                f"torchrun started {launched} ranks, but tensor_parallel_size x pipeline_parallel_size is {self._world_size}; "
-                f"make them equal",
+                f"torchrun started {launched} ranks, but tensor_parallel_size x "
+                f"pipeline_parallel_size is {self._world_size}; make them equal",
             )
         if self._world_size > 1 and self.config.kv_transfer.role is not KVRole.NONE:
-            # Transfers end at other times on other ranks, whose schedulers would decide differently from then on.
+            # Transfers end at different times on different ranks, and their schedulers would then
+            # decide differently.
             raise ConfigurationError(
                 "KVTransferInvalid",
                 f"executor external_launcher has {self._world_size} ranks and kv_transfer.role is "
-                f"{self.config.kv_transfer.role.value}, but its ranks cannot move KV blocks between engines; set "
-                f"parallel.executor_class to multiproc, or kv_transfer.role to none",
+                f"{self.config.kv_transfer.role.value}, but its ranks cannot move KV blocks "
+                "between engines; set parallel.executor_class to multiproc, or "
+                "kv_transfer.role to none",
             )
         config = share_threads(
             self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
         )
-        # Unique in the agent's store, which outlives executors: every rank's program makes its executors in the same order.
+        # Unique in the agent's store, which outlives executors. Every rank creates its executors
+        # in the same order.
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
         try:
@@ -122,7 +130,7 @@ class ExternalLauncherExecutor(Executor):
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         forward, self._forward = self._forward, None
-        assert forward is not None, "execute_model() first"
+        assert forward is not None, "call execute_model() first"
 
         def sample() -> ModelRunnerOutput:
             forward.result()  # its exception, if it has one
@@ -133,8 +141,10 @@ class ExternalLauncherExecutor(Executor):
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        """As everywhere, and every rank must make the same call. Other ranks' results arrive as msgpack has them: no tuples,
-        a dataclass as a dict."""
+        """Call a method on every rank. Every rank must make the same call.
+
+        Other ranks' results arrive as msgpack decodes them: no tuples, a dataclass as a dict.
+        """
         future = self._thread.submit(self._call_everywhere, method, args)
         try:
             return future.result(timeout_s)
@@ -146,7 +156,10 @@ class ExternalLauncherExecutor(Executor):
             ) from None
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Never called: this rank's worker lives and dies with this process, and a dead rank fails the others' steps."""
+        """Do nothing. This rank's worker ends only with this process.
+
+        A dead rank fails the steps of the others.
+        """
 
     def connector_stats(self) -> ConnectorStats | None:
         stats: ConnectorStats | None = (
@@ -166,8 +179,10 @@ class ExternalLauncherExecutor(Executor):
             self._store.close()
 
     def _find_store(self, generation: int, secret: bytes) -> StoreAddress:
-        """Where the ranks meet: in a store that rank 0 opens at torchrun's address, or, where an agent's own store is there
-        already, anywhere, and says so in that.
+        """Return the address of the store in which the ranks meet.
+
+        Rank 0 opens it at torchrun's address. If an agent's own store is there, rank 0 opens it at
+        any address and publishes that in the agent's store.
 
         Raises:
             TimeoutError: the agent's store or rank 0 does not answer.
@@ -188,14 +203,15 @@ class ExternalLauncherExecutor(Executor):
             port, host = agent.get(key).decode().split()
         except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
             raise TimeoutError(
-                f"torchrun's store at {master.host}:{master.port} does not say where rank 0 is ({error})"
+                f"torchrun's store at {master.host}:{master.port} has no address of rank 0 "
+                f"({error})"
             ) from error
         return StoreAddress(host, int(port))
 
     # In the worker's thread
 
     def _share_output(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """The output rank's. Tensor ranks of a single stage have sampled the same bits."""
+        """Return the output rank's output. Tensor ranks of a single stage sample the same bits."""
         if self.config.parallel.pipeline_parallel_size == 1:
             return output
         if self._rank != self._output_rank:
@@ -230,7 +246,7 @@ class ExternalLauncherExecutor(Executor):
         return [own if rank == self._rank else result.value for rank, result in enumerate(results)]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """All ranks' data, in rank order."""
+        """Return all ranks' data, in rank order."""
         lengths = self._control.all_gather(torch.tensor([len(data)])).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
@@ -243,12 +259,12 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _environment(name: str) -> int:
-    """An integer that torchrun sets. Raises ConfigurationError if it did not."""
+    """Return an integer that torchrun sets. Raise ConfigurationError if it is missing."""
     try:
         return int(os.environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
             "InvalidConfig",
-            f"executor external_launcher needs {name} in the environment, a number; start the program with "
-            f"torchrun --nproc-per-node=N",
+            f"executor external_launcher needs {name} in the environment, a number; "
+            "start the program with torchrun --nproc-per-node=N",
         ) from None

@@ -1,4 +1,4 @@
-"""Futures that several threads may end: the first one does, the others are too late."""
+"""Futures that several threads may resolve. The first one wins."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Which CPUs each of a host's workers computes on: those this process may use, told by core and NUMA node, shared out.
+"""Placement: which CPUs each worker of a host uses.
 
-Linux tells what there is in /sys and /proc; where it does not, there is one node, and every CPU is a core.
+The CPUs that this process may use are shared out by core and NUMA node, as /sys and /proc describe
+them. Without that information there is one node, and every CPU is a core.
 """
 
 from __future__ import annotations
@@ -19,28 +20,33 @@ ROOT = Path("/")
 
 
 class Core(NamedTuple):
+    """A physical core."""
+
+    #: NUMA node.
     node: int
-    """NUMA node."""
+    #: Its hardware threads, ascending: one, or two siblings that share its arithmetic units.
     cpus: tuple[int, ...]
-    """Its hardware threads, ascending: one, or two siblings that share its arithmetic units."""
 
 
 class Place(NamedTuple):
+    """The CPUs of one worker."""
+
     cpus: frozenset[int]
+    #: One per core, because siblings would only wait for each other. Fewer under a CPU limit.
     num_threads: int
-    """One per core, since siblings would only wait for each other; fewer where a limit leaves no time for so many."""
 
 
 def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None) -> list[Place]:
-    """Shares the cores out: equally many for every rank, none for two ranks. If there are fewer cores than ranks, all get all.
+    """Share the cores out: equally many for every rank, none for two ranks.
 
-    With at least as many ranks as nodes, each rank's cores are of one node, even if some stay unused; with fewer, ranks take
+    If there are fewer cores than ranks, all ranks get all cores. With at least as many ranks as
+    nodes, each rank's cores are of one node, even if some stay unused. With fewer ranks, they get
     their part of all cores in the order of the nodes.
 
     Args:
         cores: at least one.
         num_ranks: at least 1.
-        cpu_limit: CPUs' worth of time that all ranks together get; None: no limit.
+        cpu_limit: CPUs' worth of time for all ranks together. None: no limit.
     """
     nodes = [list(own) for _, own in groupby(sorted(cores), lambda core: core.node)]
     share = len(cores) // num_ranks
@@ -62,14 +68,15 @@ def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None)
 
 
 def place_here(num_ranks: int) -> list[Place]:
-    """`place` of the CPUs that this process may use."""
+    """Share out the CPUs that this process may use."""
     return place(usable_cores(os.sched_getaffinity(0)), num_ranks, cpu_limit())
 
 
 def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[frozenset[int]]:
-    """The CPUs that each of several worker processes on this host keeps to; empty: it is not bound.
+    """Return the CPUs to which each worker process is bound. Empty: it is not bound.
 
-    They are bound if the configuration wants it, they are certain to compute on the CPU, and each has a CPU per thread.
+    Workers are bound if the configuration wants it, they certainly compute on the CPU, and each has
+    a CPU per thread.
     """
     on_cpu = config.device == "cpu" or (
         config.device == "auto" and not (root / "proc/driver/nvidia").exists()
@@ -82,7 +89,7 @@ def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[fr
 
 
 def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
-    """The cores and nodes of `cpus`, as far as /sys tells."""
+    """Return the cores and nodes of `cpus`, from /sys."""
     system = root / "sys/devices/system"
     node_of: dict[int, int] = {}
     for folder in sorted(system.glob("node/node[0-9]*")):
@@ -96,7 +103,10 @@ def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """CPUs' worth of time that this process's control groups grant it: the least of its own and those above. None: no limit."""
+    """Return the CPUs' worth of time that this process's control groups allow. None: no limit.
+
+    It is the least of its own group and those above.
+    """
     limits = []
     for folder in _control_groups(root):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
@@ -112,7 +122,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """Folders of this process's groups that may limit CPU time, and of all above them."""
+    """Yield the folders of this process's groups that may limit CPU time, and all above them."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -131,7 +141,7 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _read_cpu_list(path: Path) -> list[int]:
-    """Of Linux's form "0-3,8,10-11"; empty if it cannot be read."""
+    """Parse Linux's form "0-3,8,10-11". Return an empty list if it cannot be read."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
         return [cpu for part in parts for cpu in range(int(part[0]), int(part[-1]) + 1)]
@@ -140,5 +150,5 @@ def _read_cpu_list(path: Path) -> list[int]:
 
 
 def _starts(length: int, share: int) -> range:
-    """Where whole runs of `share` begin."""
+    """Return the starts of whole runs of `share` entries."""
     return range(0, length - share + 1, share) if share else range(0)

@@ -1,8 +1,8 @@
-"""One Ray actor per rank, on any node of the cluster that Ray knows. Behind the extra `ray`.
+"""One Ray actor per rank, on any node of the Ray cluster. Needs the extra `ray`.
 
-A program that has called `ray.init` itself, or set RAY_ADDRESS, has its cluster used. Otherwise a local one is started, without
-dashboard and usage statistics, and ended at `shutdown`. What Ray leaves behind then: logs in /tmp/ray, and, if it authenticates
-by token and was given none, ~/.ray/auth_token.
+If the program has called `ray.init`, or set RAY_ADDRESS, that cluster is used. Otherwise a local
+one is started, without dashboard and usage statistics, and stopped at `shutdown`. Ray then leaves
+logs in /tmp/ray and, if it authenticates by token and had none, ~/.ray/auth_token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from baton_engine.distributed.store_server import StoreServer, open_store
+from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.futures import reject, resolve
@@ -38,16 +38,18 @@ from baton_protocol.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 
+#: Concurrency group of the call that ends with the actor. All other calls run one after the other.
 WATCH = "watch"
-"""The actors' concurrency group of the call that ends with the actor; all others run one after the other."""
 
 
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class RayExecutor(Executor):
+    """The executor of Ray actors."""
+
+    #: Time for workers to end by themselves. Then they are killed.
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
-    """For workers to leave in order; then they are ended."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -59,8 +61,8 @@ class RayExecutor(Executor):
         self._all_up = False
         self._owns_ray = False
         self._store: StoreServer | None = None
+        #: Guards the fields below, because Ray's threads report answers and deaths.
         self._lock = threading.Lock()
-        """Guards what follows: Ray's threads report answers and deaths."""
         self._pending: dict[int, Future[Any]] = {}
         self._tickets = itertools.count()
         self._failure: Exception | None = None
@@ -73,8 +75,10 @@ class RayExecutor(Executor):
         if self.config.kv_transfer.role is not KVRole.NONE:
             raise ConfigurationError(
                 "KVTransferInvalid",
-                f"kv_transfer.role is {self.config.kv_transfer.role.value}, but executor ray cannot move KV blocks between "
-                f"engines; set parallel.executor_class to multiproc, or kv_transfer.role to none",
+                f"kv_transfer.role is {self.config.kv_transfer.role.value}, but executor ray "
+                "cannot move KV blocks between engines; set parallel.executor_class to "
+                "multiproc, or "
+                "kv_transfer.role to none",
             )
         if not self._ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -98,7 +102,8 @@ class RayExecutor(Executor):
             hosts = self._ask("host", (), JOIN_TIMEOUT_S)
         except TimeoutError as error:
             raise TimeoutError(
-                f"{error}; the cluster must have one CPU per worker free, and a GPU unless device is cpu: see `ray status`"
+                f"{error}; the cluster must have one free CPU per worker, and a GPU unless device "
+                "is cpu: see `ray status`"
             ) from None
         self._all_up = True
         if self._world_size > 1:
@@ -161,7 +166,7 @@ class RayExecutor(Executor):
             self._ray.shutdown()
 
     def _ask(self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
-        """Calls a method of every actor. Results and errors as those of `collective_rpc`."""
+        """Call a method of every actor. Results and errors are those of `collective_rpc`."""
         results: dict[int, Any] = {}
         future: Future[list[Any]] = Future()
         if not self._admit(future):
@@ -187,7 +192,7 @@ class RayExecutor(Executor):
             ) from None
 
     def _admit(self, future: Future[Any]) -> bool:
-        """Notes a future that must fail if a worker dies. False: it has failed already."""
+        """Register a future that fails if a worker dies. Return False if one has died already."""
         ticket = next(self._tickets)
         with self._lock:
             failure = self._failure
@@ -209,11 +214,14 @@ class RayExecutor(Executor):
         doing: str = "a step",
         step: bool = False,
     ) -> None:
-        """Hands an actor's answer to `take`, or its failure to `future`; the failure of a step ends all steps."""
+        """Pass an actor's answer to `take`, or its failure to `future`.
+
+        The failure of a step fails all steps.
+        """
 
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
-            if error is not None:  # Ray's own: what workers raise comes as a Failure
+            if error is not None:  # Ray's own error; workers return a Failure
                 self._fail(WorkerDiedError(f"worker {rank} is gone: {_one_line(error)}"), died=True)
                 return
             result = answer.result()
@@ -227,37 +235,37 @@ class RayExecutor(Executor):
         ref.future().add_done_callback(done)
 
     def _fail(self, error: Exception, *, died: bool) -> None:
-        """No step can be run any more."""
+        """Fail all pending and later steps."""
         with self._lock:
             self._failure = self._failure or error
-            tell = self._on_failure if died and not self._died and not self._stopping else None
+            callback = self._on_failure if died and not self._died and not self._stopping else None
             self._died = self._died or died
             pending: Sequence[Future[Any]] = list(self._pending.values())
         for future in pending:
             reject(future, error)
-        if tell is not None:
-            tell(str(error))
+        if callback is not None:
+            callback(str(error))
 
 
 class _RankActor:
-    """What runs in the actor's process. Exceptions are returned, as Failures: Ray would wrap them in its own types."""
+    """The actor of one rank. It returns exceptions as Failures, because Ray would wrap them."""
 
     def __init__(self, config: EngineConfig, instance_id: str, rank: int) -> None:
         self._rank = rank
         self._failure: Failure | None = None
         self._worker: Any = None
-        os.environ["LOCAL_RANK"] = "0"  # Ray shows it one GPU
+        os.environ["LOCAL_RANK"] = "0"  # the actor sees one GPU
         try:
             self._worker = load_worker_class(config)(config, instance_id, rank)
         except Exception as error:
             self._failure = Failure.of(error, rank)
 
     def hold(self) -> None:
-        """Never returns: fails at the caller when this actor dies."""
+        """Block until the actor dies, which the caller sees as a failure."""
         threading.Event().wait()
 
     def host(self) -> Any:
-        """The address at which other ranks reach this one."""
+        """Return the address at which other ranks reach this one."""
         return self._failure or _import_ray().util.get_node_ip_address()
 
     def join_groups(self, store_address: tuple[str, int], hosts: list[str], secret: bytes) -> Any:
@@ -266,7 +274,7 @@ class _RankActor:
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         try:
             if method == "open_connector":
-                args = (lambda: None,)  # there is no connector that could wake the engine
+                args = (lambda: None,)  # no connector can wake the engine
             return getattr(self._worker, method)(*args)
         except Exception as error:
             return Failure.of(error, self._rank)
@@ -289,7 +297,7 @@ class _RankActor:
 
 
 def _one_line(error: BaseException) -> str:
-    """Ray tells what it knows of a dead actor in many lines."""
+    """Put Ray's description of a dead actor on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

@@ -3,11 +3,9 @@
 No torch, so that schedulers are tested without it.
 
 A worker applies a step in this order: store evicted blocks, start transfers (they may write to
-those blocks at once),
-forget `finished_request_ids`, swap out, swap in, restore offloaded blocks, copy blocks, add new
-requests and update
-known ones, run the tokens, sample. Workers apply steps in the order in which they were scheduled.
-Several may be in flight.
+those blocks at once), forget `finished_request_ids`, swap out, swap in, restore offloaded blocks,
+copy blocks, add new requests and update known ones, run the tokens, sample. Workers apply steps in
+the order in which they were scheduled. Several may be in flight.
 """
 
 from __future__ import annotations
@@ -66,6 +64,8 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
+    """One step: what each worker does."""
+
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
     #: Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A
@@ -139,6 +139,8 @@ class GrammarOutput:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
+    """The results of one step."""
+
     #: Per request that sampled in this step: the token.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
     #: Per request that asked for them. Requests with a beam_width get 2 * beam_width top entries

@@ -1,4 +1,4 @@
-"""One worker in the engine's own process, in a thread of its own: the engine's thread prepares while the model runs."""
+"""One worker in a thread of this process. The engine's thread works while the model runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from baton_protocol.config import EngineConfig
 
 
 class UniProcExecutor(Executor):
+    """The executor of one worker."""
+
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
         self.max_concurrent_batches = num_concurrent_batches(config)
@@ -31,7 +33,7 @@ class UniProcExecutor(Executor):
 
     def initialize(self) -> ModelInfo:
         check_single_worker(self.config, "uniproc")
-        # Who set this for the process that the worker lives in has decided; torch follows it by itself.
+        # torch reads OMP_NUM_THREADS by itself, so an explicit setting wins.
         config = self.config if "OMP_NUM_THREADS" in os.environ else share_threads(self.config, 1)
         worker_class = load_worker_class(config)
         self._worker = self._thread.submit(worker_class, config, self.instance_id).result()
@@ -42,7 +44,7 @@ class UniProcExecutor(Executor):
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         forward, self._forward = self._forward, None
-        assert forward is not None, "execute_model() first"
+        assert forward is not None, "call execute_model() first"
 
         def sample() -> ModelRunnerOutput:
             forward.result()  # its exception, if it has one
@@ -62,7 +64,7 @@ class UniProcExecutor(Executor):
             worker.interrupt(nonce)
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Never called: the worker lives and dies with this process."""
+        """Do nothing: the worker ends only with this process."""
 
     def connector_stats(self) -> ConnectorStats | None:
         stats: ConnectorStats | None = (
@@ -77,7 +79,7 @@ class UniProcExecutor(Executor):
         if worker is not None:
             try:
                 ended = self._thread.submit(worker.shutdown)
-            except RuntimeError:  # the interpreter is ending, and has ended the thread already
+            except RuntimeError:  # the interpreter is ending and has ended the thread
                 worker.shutdown()
             else:
                 ended.result()
@@ -93,7 +95,10 @@ def call_in_thread(
     *,
     rank: int,
 ) -> Any:
-    """What `worker.method(*args)` returns, called by the worker's thread. Errors as in `Executor.collective_rpc`."""
+    """Return `worker.method(*args)`, called in the worker's thread.
+
+    Errors are those of `Executor.collective_rpc`.
+    """
 
     def call() -> Any:
         try:

@@ -15,8 +15,8 @@ import msgspec
 
 from baton_engine.fetch import progress as progress_server
 from baton_engine.fetch.download import Patience
-from baton_engine.fetch.errors import FetchError
 from baton_engine.fetch.fetch import Order, fetch
+from baton_engine.fetch.fetch_errors import FetchError
 from baton_engine.fetch.folder import Marker
 from baton_protocol import arguments
 from baton_protocol.config import container_path, pod_ip

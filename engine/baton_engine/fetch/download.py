@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from baton_engine.fetch.errors import FetchError, TransientError, no_space
+from baton_engine.fetch.fetch_errors import FetchError, TransientError, no_space
 from baton_engine.fetch.folder import Partial
 from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.source import RemoteFile, Source, verify

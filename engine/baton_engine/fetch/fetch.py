@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_engine.fetch.download import Download, Patience
-from baton_engine.fetch.errors import TransientError, no_space
+from baton_engine.fetch.fetch_errors import TransientError, no_space
 from baton_engine.fetch.folder import Marker, Partial, read_complete
 from baton_engine.fetch.lock import FetchLock
+from baton_engine.fetch.open_source import open_source
 from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import Only, select
-from baton_engine.fetch.source import Listing, RemoteFile, Source, open_source
+from baton_engine.fetch.source import Listing, RemoteFile, Source
 from baton_protocol.progress import LoadProgress
 
 POLL_S = 0.5
@@ -75,7 +76,7 @@ def _fetch_once(order: Order, source: Source, progress: Progress, patience: Pati
         )
     partial = Partial(order.target, order.uri, listing.revision)
     try:
-        partial.adopt()
+        partial.reuse_leftovers()
         lacking = total - sum(map(partial.size_of, files))
         free = shutil.disk_usage(order.target.parent).free
         if lacking > free:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton_engine.fetch.errors import FetchError, TransientError
+from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.lock import boot_id
 from baton_engine.fetch.selection import Only
 from baton_engine.fetch.source import RemoteFile
@@ -97,7 +97,7 @@ class Partial:
         fcntl.flock(self._owner, fcntl.LOCK_EX)  # the kernel lets go of it when this process dies
         self._write_state()
 
-    def adopt(self) -> None:
+    def reuse_leftovers(self) -> None:
         """Takes over what others began, and removes their folders, but for that of a fetcher that still lives on this machine; and
         what somebody died removing.
 
@@ -105,11 +105,11 @@ class Partial:
         """
         for other in sorted(self._target.parent.glob(f"{self._target.name}.partial-*")):
             if other != self.path and not other.is_symlink():
-                self._adopt_one(other)
+                self._reuse_leftover(other)
         for doomed in self._target.parent.glob(f"{self._target.name}.discarded-*"):
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _adopt_one(self, other: Path) -> None:
+    def _reuse_leftover(self, other: Path) -> None:
         try:
             owner = os.open(other / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # killed before it got so far, or removed by another

@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from baton_engine.fetch.errors import TransientError, access_denied, invalid, missing
+from baton_engine.fetch.fetch_errors import TransientError, access_denied, invalid, missing
 from baton_engine.fetch.source import Listing, RemoteFile
 from baton_engine.fetch.uri import HubModel
 

@@ -24,7 +24,7 @@ from obstore.exceptions import (
 )
 from obstore.store import GCSStore, S3Store
 
-from baton_engine.fetch.errors import (
+from baton_engine.fetch.fetch_errors import (
     FetchError,
     TransientError,
     access_denied,

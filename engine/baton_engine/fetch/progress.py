@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 
 import msgspec
 
-from baton_engine.json_handler import JSONHandler, JSONServer
+from baton_engine.http.json_server import JSONHandler, JSONServer
 from baton_protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
         if self.path == "/health":
             self._answer(200, msgspec.json.encode(self.server.progress.health()))
         else:
-            self._tell(404, "NotFound", "there is only GET /health: the model is being fetched")
+            self._send_reason(
+                404, "NotFound", "there is only GET /health: the model is being fetched"
+            )
 
 
 def serve(progress: Progress, host: str, port: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Literal
 
-from baton_engine.fetch.errors import invalid
+from baton_engine.fetch.fetch_errors import invalid
 
 Only = Literal["all", "tokenizer"]
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from baton_engine.fetch.errors import FetchError
-from baton_engine.fetch.uri import HubModel, parse
-
 _BUFFER_BYTES = 2**20
 
 
@@ -46,22 +43,6 @@ class Source(Protocol):
         Raises:
             FetchError, TransientError, OSError (of `target`).
         """
-
-
-def open_source(uri: str) -> Source:
-    """Imports only the library that the URI needs. Raises FetchError."""
-    model = parse(uri)
-    try:
-        if isinstance(model, HubModel):
-            from baton_engine.fetch.hub import HubSource
-
-            return HubSource(model)
-        from baton_engine.fetch.object_store import ObjectStoreSource
-
-        return ObjectStoreSource(model)
-    except ImportError as error:
-        text = f"this image does not hold what {uri.partition(':')[0]}:// needs (pip install baton[fetch]): {error}"
-        raise FetchError("ModelSourceUnsupported", text) from error
 
 
 def verify(path: Path, file: RemoteFile) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from baton_engine.fetch.errors import FetchError
+from baton_engine.fetch.fetch_errors import FetchError
 
 _HUB = re.compile(
     r"hf://([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?",

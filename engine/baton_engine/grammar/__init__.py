@@ -1,1 +1,4 @@
-"""Structured output: compiled grammars and the tokens that they allow next. No torch."""
+"""Structured output. No torch.
+
+structured_output   compiled grammars and the tokens that they allow next
+"""

@@ -1,10 +1,9 @@
 """Structured output: limits tokens to texts of a JSON schema, regex, choice or grammar.
 
 The scheduler compiles a request's specification on arrival, requests a bitmask for every step that
-samples for the
-request, and passes each sampled token to the grammar. `llguidance` parses and computes the masks.
-It is imported, and
-the tokenizer read, for the first request that needs them.
+samples for the request, and passes each sampled token to the grammar. `llguidance` parses and
+computes the masks. It is imported, and the tokenizer is read, for the first request that needs
+them.
 """
 
 from __future__ import annotations
@@ -50,10 +49,11 @@ class Grammar:
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance over sampled tokens.
 
-        Return False if they break the grammar, which cannot be used then.
-
         An EOS token is accepted where the grammar may end, and ends it. After it only EOS is
         accepted.
+
+        Returns:
+            False if the tokens break the grammar. It cannot be used afterwards.
         """
         for token_id in token_ids:
             if self._ended:
@@ -72,10 +72,7 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot continue: a token that breaks it, or a resource limit.
-
-        Empty if it can.
-        """
+        """Why the grammar cannot continue: a resource limit, or a token broke it. "" if it can."""
         return _reason(self.matcher)
 
     def copy(self) -> Grammar:
@@ -98,8 +95,9 @@ class StructuredOutputManager:
     """Compiles specifications and computes bitmasks.
 
     Args:
-        model_path: the checkpoint; its tokenizer.json is read when the first request needs it.
-        vocab_size: of the logits. Ids that the tokenizer does not know (a padded embedding) are never allowed.
+        model_path: the checkpoint. Its tokenizer.json is read when the first request needs it.
+        vocab_size: width of the logits. Ids that the tokenizer lacks (a padded embedding) are never
+            allowed.
         eos_token_ids: the model's own end tokens, allowed exactly where a grammar may end.
         wakeup: called, by the compiling thread, when a Future of `compile` is done.
     """
@@ -121,10 +119,7 @@ class StructuredOutputManager:
         self._pool: ThreadPoolExecutor | None = None
 
     def compile(self, spec: StructuredOutput) -> Future[Grammar]:
-        """Start to compile.
-
-        The Future's ValueError describes an invalid specification or tokenizer.
-        """
+        """Start to compile. The Future raises ValueError for an invalid specification."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         future = self._pool.submit(self._compile, spec)
@@ -136,8 +131,9 @@ class StructuredOutputManager:
         words = -(-self._vocab_size // 32)
         if self._backend is None or not grammars:
             return np.zeros((len(grammars), words), dtype=np.int32)
-        # As wide as the tokenizer, whose ids may go past the vocabulary. All rows at once, in threads and without the GIL.
-        # A grammar that can go no further (`error` says why) allows its end only.
+        # The mask is as wide as the tokenizer, whose ids may exceed the vocabulary. All rows are
+        # computed at once, in threads and without the GIL. A grammar that cannot continue allows
+        # only its end; `error` says why.
         bitmask = np.zeros(
             (len(grammars), -(-self._backend.tokenizer.vocab_size // 32)), dtype=np.int32
         )
@@ -205,19 +201,22 @@ class StructuredOutputManager:
 
         if not self._eos_token_ids:
             raise ValueError(
-                "structured_output needs a model with an eos_token_id: nothing else ends such a text"
+                "structured_output needs a model with an eos_token_id: "
+                "nothing else ends such a text"
             )
         file = self._model_path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
-                f"structured_output needs the model's tokenizer: {file} does not exist; serve a checkpoint folder that has it"
+                f"structured_output needs the model's tokenizer: {file} does not exist; "
+                "serve a checkpoint folder that has it"
             )
         eos_token_ids = sorted(self._eos_token_ids)
         try:
             content = file.read_text(encoding="utf-8")
             try:
                 tokenizer = LLTokenizer(content, n_vocab=self._vocab_size, eos_token=eos_token_ids)
-            except ValueError:  # more ids than logits, in some checkpoints: the ids past the end are cut from the bitmask
+            except ValueError:
+                # Some tokenizers have more ids than logits. `bitmask` cuts those past the end.
                 tokenizer = LLTokenizer(content, eos_token=eos_token_ids)
         except Exception as error:
             raise ValueError(f"structured_output cannot use {file}: {error}") from error
@@ -238,7 +237,8 @@ def _reason(matcher: LLMatcher) -> str:
 def _to_llguidance(spec: StructuredOutput) -> str:
     """Convert the specification to llguidance's form.
 
-    Raises ValueError where that needs more than llguidance.
+    Raises:
+        ValueError: the specification is not valid JSON, where that is needed.
     """
     from llguidance import LLMatcher, grammar_from
 

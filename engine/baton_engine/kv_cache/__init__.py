@@ -1,4 +1,7 @@
-"""Bookkeeping of an engine's KV blocks: holders, prefix cache, swapping and offloading.
+"""The KV cache: blocks of a fixed number of tokens. No torch.
 
-No torch.
+manager      blocks of each sequence: allocate, fork, swap, cache, free
+sequence     the tokens and blocks of one sequence
+block_pool   free blocks and the prefix cache
+offload      prefix blocks in host memory
 """

@@ -1,9 +1,8 @@
 """Block pool: reference counts, the prefix cache's hashes and the list of free blocks.
 
 All operations are O(1) per block. A free block keeps its cached tokens, and can be found by hash,
-until it is
-handed out again. The least recently used block goes first. Its content then moves to the offload
-tier, if there is one.
+until it is handed out again. The least recently used block goes first. Its content then moves to
+the offload tier, if there is one.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ class Block:
         self.next: Block | None = None
 
     def __repr__(self) -> str:
-        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.block_hash is not None})"
+        cached = self.block_hash is not None
+        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={cached})"
 
 
 class FreeList:
-    """Doubly linked list of free blocks.
+    """Free blocks as a doubly linked list. A sentinel closes the ring.
 
-    The head is handed out next. A sentinel closes the ring.
+    The head is handed out next.
     """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
@@ -91,7 +91,8 @@ class BlockPool:
         events: list[KVEvent] | None = None,
         offload: OffloadTier | None = None,
     ) -> None:
-        """
+        """Create blocks that are all free.
+
         Args:
             events: list to which evictions and resets are appended.
             offload: stores evicted blocks. For `events`, a block that it holds is still cached.

@@ -1,9 +1,8 @@
 """KV cache manager: prefix lookup, allocation, copy-on-write, swapping, restoring.
 
 A sequence's blocks are in `KVSequence.blocks` and `KVSequence.swapped_blocks`. Only this manager
-changes these lists.
-The manager moves no KV itself: workers make the copies that it returns, in the order that
-`executor/step.py` describes.
+changes these lists. The manager moves no KV itself: workers make the copies that it returns, in the
+order that `executor/step.py` describes.
 
 A block must be read before it is overwritten. Within one step this forbids three orders:
 
@@ -39,6 +38,8 @@ class PrefixCacheStats:
 
 
 class KVCacheManager:
+    """Owns the blocks of all sequences and the prefix cache."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -51,7 +52,8 @@ class KVCacheManager:
         watermark_blocks: int = 0,
         enable_events: bool = False,
     ) -> None:
-        """
+        """Create pools in which all blocks are free.
+
         Args:
             block_size: tokens per block.
             model_key: the engine's compatibility hash. Block hashes can be compared only under the
@@ -142,9 +144,8 @@ class KVCacheManager:
 
         Args:
             cached: result of `find_cached_prefix`, for a request without blocks. An offloaded block
-                gets a device block, which
-                enters the prefix cache at once. The step under construction restores it before its
-                tokens run.
+                gets a device block, which enters the prefix cache at once. The step under
+                construction restores it before its tokens run.
             keep_free: blocks that must stay free if any are taken.
 
         Returns:
@@ -169,10 +170,8 @@ class KVCacheManager:
         """Let `child` share the blocks of its first `num_tokens` tokens, equal to the parent's.
 
         A partial last block is shared too. It may also hold later tokens of the parent: a request
-        does not read positions
-        that it has not computed. Before either of them writes to the block, `make_writable` copies
-        it for the writer. The last
-        holder of a block writes in place.
+        does not read positions that it has not computed. Before either of them writes to the block,
+        `make_writable` copies it for the writer. The last holder of a block writes in place.
 
         Raises:
             ValueError: the parent's blocks hold fewer tokens, or the child has blocks already.
@@ -180,7 +179,8 @@ class KVCacheManager:
         num_blocks = self.num_blocks_for(num_tokens)
         if child.blocks or child.swapped_blocks:
             raise ValueError(
-                f"{child.request_id} has KV blocks; free it before it is forked from {parent.request_id}"
+                f"{child.request_id} has KV blocks; "
+                f"free it before it is forked from {parent.request_id}"
             )
         if num_blocks > len(parent.blocks):
             raise ValueError(
@@ -197,10 +197,8 @@ class KVCacheManager:
         """Copy on write: make `request` the only holder of the blocks of positions [start, end).
 
         A block with other holders is replaced in `request.blocks` by a copy, and the others keep
-        the old one. A block without
-        other holders stays. If it is in the prefix cache, it is removed: a forked child may be the
-        last holder of a block that
-        its parent filled.
+        the old one. A block without other holders stays. If it is in the prefix cache, it is
+        removed: a forked child may be the last holder of a block that its parent filled.
 
         Returns:
             Copies to make before the step's tokens run. None, with nothing changed, if too few
@@ -214,7 +212,8 @@ class KVCacheManager:
         first, last = start // self.block_size, self.num_blocks_for(end)
         if last > len(request.blocks):
             raise ValueError(
-                f"{request.request_id} has {len(request.blocks)} KV blocks; positions to {end} need {last}"
+                f"{request.request_id} has {len(request.blocks)} KV blocks; "
+                f"positions to {end} need {last}"
             )
         shared = [index for index in range(first, last) if request.blocks[index].ref_count > 1]
         if not self._can_take(len(shared)):
@@ -228,13 +227,10 @@ class KVCacheManager:
         return copies
 
     def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
-        """Move all blocks of these requests to host memory.
-
-        A block that several of them share is moved once.
+        """Move all blocks of these requests to host memory. A block that they share is moved once.
 
         Their device blocks are freed as by `free`: full cached ones stay in the prefix cache until
-        they are handed out again.
-        Other holders keep their blocks.
+        they are handed out again. Other holders keep their blocks.
 
         Returns:
             Copies from device blocks to host blocks. None, with nothing changed, if too few host
@@ -258,9 +254,7 @@ class KVCacheManager:
     def swap_in(
         self, requests: Sequence[KVSequence], *, keep_free: int = 0
     ) -> list[BlockCopy] | None:
-        """Move all blocks of these requests back to the device.
-
-        Blocks shared on the host are shared there.
+        """Move all blocks of these requests to the device. A block that they share is moved once.
 
         The new blocks enter the prefix cache with the next `cache_blocks`. Other holders keep their
         host blocks.

@@ -1,14 +1,11 @@
 """Offload tier: maps evicted blocks of the prefix cache to slots in host memory.
 
-Workers make the copies.
+Workers make the copies. The step that overwrites a block on the device stores it first. The step of
+a request that needs the prefix restores it into a new device block.
 
-The step that overwrites a block on the device stores it first. The step of a request that needs the
-prefix restores it
-into a new device block. Workers apply steps in order. Within a step they store before any other
-write to the device,
-and restore before the tokens run (`executor/step.py`), so no copy waits for a step to finish. Only
-within one step, a
-slot that is written or read must not be given to another block.
+Workers apply steps in order. Within a step they store before any other write to the device, and
+restore before the tokens run (`executor/step.py`), so no copy waits for a step to finish. Only
+within one step, a slot that is written or read must not be given to another block.
 
 A restored block keeps its slot, so evicting it again copies nothing.
 """
@@ -34,7 +31,8 @@ class OffloadTier:
     """Slots in least-recently-used order. All operations are O(1) per block."""
 
     def __init__(self, num_slots: int) -> None:
-        """
+        """Create a tier in which all slots are free.
+
         Args:
             num_slots: blocks of host memory on every worker.
         """
@@ -71,8 +69,7 @@ class OffloadTier:
 
         Returns:
             The hash that leaves the tier: of the least recently used block, or `block_hash` itself
-            if the step needs
-            that block. None if a slot was free.
+            if the step needs that block. None if a slot was free.
         """
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)
@@ -92,9 +89,7 @@ class OffloadTier:
         return lost
 
     def hold(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Keep these blocks of a sequence, given in order, until the step is built.
-
-        `restore` follows.
+        """Keep these blocks of a sequence, given in order, until `restore` and the end of the step.
 
         The tail counts as used less recently, because it is useless without its prefix.
         """

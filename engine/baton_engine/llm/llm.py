@@ -1,4 +1,4 @@
-"""LLM: a model in this process. `generate`, `chat` and `beam_search` run many prompts as one continuously changing batch."""
+"""LLM: a model in this process. `generate`, `chat` and `beam_search` run prompts as one batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 import msgspec
 
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.core.metrics import engine_registry
 from baton_engine.executor.base import executor_name, load_executor_class
-from baton_engine.llm.collect import BeamsCollector, Prompt, SamplesCollector
-from baton_engine.llm.config import EngineArgs, engine_config
+from baton_engine.llm.collectors import BeamsCollector, Prompt, SamplesCollector
+from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.outputs import BeamSearchOutput, Metric, RequestOutput
 from baton_engine.llm.params import BeamSearchParams, SamplingParams
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
+from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.messages import EngineCoreRequest
 from baton_text.chat_template import ChatTemplate
 from baton_text.messages import ChatMessage, template_messages
@@ -30,24 +30,31 @@ from baton_text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
+    """A prompt as text."""
+
     prompt: str
 
 
 class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
     prompt_token_ids: list[int]
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
+#: OpenAI's form: `role` and `content`. Other fields are passed to the model's chat template.
 Message = dict[str, Any]
-"""As OpenAI's: `role` and `content`, and what the model's chat template makes of other fields."""
 
 
 class LLM:
-    """A model for offline inference. Calls are served one after another; from several threads, they wait for each other.
+    """A model for offline inference.
+
+    Calls are served one after another. Calls from several threads wait for each other.
 
     Args:
         model: folder of the checkpoint.
-        seed: of the seeds that are drawn for prompts whose parameters have none: equal calls of equal LLMs give equal texts.
+        seed: seed of the seeds that are drawn for prompts whose parameters have none. Equal calls
+            of equal LLMs return equal texts.
         args: fields of EngineConfig by name, see `EngineArgs`.
 
     Raises:
@@ -63,7 +70,7 @@ class LLM:
         wakeup = threading.Event()
         executor_class = load_executor_class(executor_name(self.config))
         executor = executor_class(self.config, uuid.uuid4().hex, wakeup.set)
-        # Also when the LLM is not closed: worker processes and threads end with it, or with the interpreter.
+        # Worker processes and threads end with this object, even without close().
         self._finalizer = weakref.finalize(self, executor.shutdown)
         try:
             self._core = EngineCore(self.config, executor)
@@ -84,12 +91,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: ProgressBar = True,
     ) -> list[RequestOutput]:
-        """Continues prompts.
+        """Continue prompts.
 
         Args:
-            prompts: one or several; each a text or token ids, also as `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
+            prompts: one or several. Each is a text or token ids, also as `{"prompt": ...}` or
+                `{"prompt_token_ids": ...}`.
             sampling_params: for all prompts, or one per prompt. None: the defaults.
-            use_tqdm: show a progress bar; or what makes one from tqdm's arguments.
+            use_tqdm: show a progress bar, or a function that makes one from tqdm's arguments.
 
         Returns:
             One output per prompt, in their order.
@@ -114,7 +122,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers conversations.
+        """Answer conversations.
 
         Args:
             messages: one conversation or several.
@@ -122,7 +130,12 @@ class LLM:
             add_generation_prompt: open the assistant's turn.
             chat_template_kwargs: further variables of the template, such as enable_thinking.
 
-        Returns, raises: as `generate`; also ValueError: the template is missing, or refuses the messages.
+        Returns:
+            As `generate`.
+
+        Raises:
+            ValueError: as `generate`; also if the template is missing, or refuses the messages.
+            RuntimeError: as `generate`.
         """
         if chat_template is None:
             template = self._tokenizer.chat_template
@@ -160,12 +173,14 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: ProgressBar = False,
     ) -> list[BeamSearchOutput]:
-        """The most likely continuations of prompts, as far as a beam search finds them.
+        """Search for the most likely continuations of prompts.
 
         Returns:
-            One output per prompt, in their order; its sequences best first.
+            One output per prompt, in their order. Its sequences are sorted, best first.
 
-        Raises: as `generate`.
+        Raises:
+            ValueError: as `generate`.
+            RuntimeError: as `generate`.
         """
         _check_params(params, BeamSearchParams, "params")
         wire = params.to_wire()
@@ -185,37 +200,41 @@ class LLM:
         return self._tokenizer
 
     def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Frees memory while nothing is to be done. 0: nothing; 1: weights go to the host, KV is dropped; 2: both are dropped."""
+        """Free memory between calls.
+
+        Level 0 frees nothing. Level 1 moves the weights to host memory and drops the KV cache.
+        Level 2 drops both.
+        """
         with self._lock:
             self._check_open()
             self._core.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """The way back. `tags`: some of `weights`, `kv_cache` and `scheduling`; None: all."""
+        """Restore memory: some of `weights`, `kv_cache` and `scheduling`. None: all."""
         with self._lock:
             self._check_open()
             self._core.wake_up(tags)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the KV of earlier prompts. False if it was in use."""
+        """Drop the KV of earlier prompts. Return False if it was in use."""
         with self._lock:
             self._check_open()
             return self._core.reset_prefix_cache()
 
     def start_profile(self) -> None:
-        """Starts torch's profiler in every worker; needs `profiler_dir`."""
+        """Start torch's profiler in every worker. Needs `profiler_dir`."""
         with self._lock:
             self._check_open()
             self._core.start_profile()
 
     def stop_profile(self) -> None:
-        """Ends it: the traces are in `profiler_dir`."""
+        """Stop the profiler. The traces are in `profiler_dir`."""
         with self._lock:
             self._check_open()
             self._core.stop_profile()
 
     def get_metrics(self) -> list[Metric]:
-        """What the engine counted and measured, under the names of its /metrics."""
+        """Return the engine's metrics, under the names of its /metrics."""
         with self._lock:
             self._check_open()
             name = Path(self.config.model.path).name
@@ -227,7 +246,7 @@ class LLM:
             ]
 
     def close(self) -> None:
-        """Ends workers and frees the model's memory. Idempotent."""
+        """End workers and free the model's memory. Idempotent."""
         with self._lock:
             self._finalizer()
 
@@ -255,13 +274,15 @@ class LLM:
             sampling_params = [sampling_params] * len(prompts)
         elif not isinstance(sampling_params, list | tuple):
             raise TypeError(
-                f"sampling_params must be SamplingParams or a list of them, got {type(sampling_params).__name__}"
+                "sampling_params must be SamplingParams or a list of them, "
+                f"got {type(sampling_params).__name__}"
             )
         for index, params in enumerate(sampling_params):
             _check_params(params, SamplingParams, f"sampling_params[{index}]")
         if len(sampling_params) != len(prompts):
             raise ValueError(
-                f"sampling_params must be one for all or one per prompt: got {len(sampling_params)} for {len(prompts)}"
+                "sampling_params must be one for all or one per prompt: "
+                f"got {len(sampling_params)} for {len(prompts)}"
             )
         ids = [str(next(self._ids)) for _ in prompts]
         collectors = [
@@ -279,11 +300,11 @@ class LLM:
     def _requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams
     ) -> list[EngineCoreRequest]:
-        """The samples of one prompt: one group, so that the engine computes the prompt once."""
+        """Return the samples of one prompt, as one group, so that the prompt is computed once."""
         wire = params.to_wire(self._tokenizer, seed=self._seeds.getrandbits(63))
         num = params.num_candidates
         arrival = time.time()
-        # Only one of them has to tell what the prompt's tokens were worth.
+        # One sample returns the prompt's logprobs for all.
         silent = msgspec.structs.replace(wire, prompt_logprobs=None)
         return [
             EngineCoreRequest(
@@ -298,11 +319,12 @@ class LLM:
         ]
 
     def _tokenize(self, prompt: PromptType, index: int) -> Prompt:
-        given: Any = prompt  # whatever a caller may have put there
+        given: Any = prompt  # not checked yet
         if isinstance(given, dict):
             if not {"prompt", "prompt_token_ids"} & given.keys():
                 raise TypeError(
-                    f"prompt {index} must have prompt or prompt_token_ids, got {', '.join(map(repr, given))}"
+                    f"prompt {index} must have prompt or prompt_token_ids, "
+                    f"got {', '.join(map(repr, given))}"
                 )
             given = given.get("prompt_token_ids", given.get("prompt"))
         if isinstance(given, str):
@@ -314,7 +336,8 @@ class LLM:
             tokenized = Prompt(list(given), None)
         else:
             raise TypeError(
-                f"prompt {index} must be a text or a list of token ids (int), got {_type_name(given)}"
+                f"prompt {index} must be a text or a list of token ids (int), "
+                f"got {_type_name(given)}"
             )
         if not tokenized.token_ids:
             raise ValueError(f"prompt {index} is empty: a model continues one token at least")
@@ -331,13 +354,14 @@ class LLM:
 
 
 def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    """One prompt is a list of one."""
+    """Return one prompt as a list of one."""
     given: Any = prompts
     if isinstance(given, str | dict):
         return [cast(PromptType, given)]
     if not isinstance(given, list | tuple):
         raise TypeError(
-            f"prompts must be a text, a list of token ids, or a list of these, got {type(given).__name__}"
+            "prompts must be a text, a list of token ids, or a list of these, "
+            f"got {type(given).__name__}"
         )
     if given and all(isinstance(item, int) for item in given):
         return [cast(list[int], given)]
@@ -345,18 +369,24 @@ def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptT
 
 
 def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
-    """One conversation is a list of one. Raises TypeError or ValueError: it is neither, or one is empty."""
+    """Return one conversation as a list of one.
+
+    Raises:
+        TypeError: this is neither a conversation nor a list of them.
+        ValueError: a conversation is empty.
+    """
     if not isinstance(messages, list | tuple):
         raise TypeError(
-            f"messages must be a list of messages, or of conversations, got {type(messages).__name__}"
+            "messages must be a list of messages, or of conversations, "
+            f"got {type(messages).__name__}"
         )
     if messages and isinstance(messages[0], dict):
         messages = [messages]
     for index, conversation in enumerate(messages):
         if not isinstance(conversation, list | tuple):
             raise TypeError(
-                f"conversation {index} must be a list of messages like {{'role': 'user', 'content': 'Hello'}}, "
-                f"got {type(conversation).__name__}"
+                f"conversation {index} must be a list of messages like "
+                f"{{'role': 'user', 'content': 'Hello'}}, got {type(conversation).__name__}"
             )
         if not conversation:
             raise ValueError(f"conversation {index} is empty: it needs one message at least")
@@ -364,10 +394,10 @@ def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
 
 
 def _type_name(given: object) -> str:
-    """Of a list, its first foreign item's, too."""
+    """Name the type of a value and, in a list, of the first item that is not an int."""
     if isinstance(given, list | tuple):
-        foreign = next(type(item).__name__ for item in given if type(item) is not int)
-        return f"a {type(given).__name__} with {foreign}"
+        item_type = next(type(item).__name__ for item in given if type(item) is not int)
+        return f"a {type(given).__name__} with {item_type}"
     return type(given).__name__
 
 

@@ -1,4 +1,4 @@
-"""What the offline API returns, in the shapes vLLM's users know."""
+"""Results of the offline API, in the shapes of vLLM."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class CompletionOutput:
 
     index: int
     text: str
+    #: Including the token that ended it.
     token_ids: list[int]
-    """The token that ended it included."""
+    #: Sum for `token_ids`. None unless logprobs were requested.
     cumulative_logprob: float | None
-    """Of `token_ids`; None if logprobs were not asked for."""
+    #: Per token of `token_ids`: its own and the most likely ones, by token id.
     logprobs: list[dict[int, Logprob]] | None
-    """Per token of `token_ids`: itself and the most likely ones, by token id."""
+    #: stop, length or repetition.
     finish_reason: str | None
-    """stop, length or repetition."""
+    #: The stop string or stop token id that ended it. None for the model's own end token.
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for the model's own end."""
+    #: Experts of all computed tokens, if `return_routed_experts` was set.
     routed_experts: RoutedExperts | None = None
-    """If `return_routed_experts` was asked for: of all tokens that were computed."""
 
 
 @dataclass
@@ -42,27 +42,29 @@ class RequestOutput:
     """Everything generated for one prompt."""
 
     request_id: str
+    #: None if token ids were given.
     prompt: str | None
-    """None if token ids were given."""
     prompt_token_ids: list[int]
+    #: Per prompt token. None for the first, which nothing predicts.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per prompt token; nothing for the first, which nothing predicts."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    #: Prompt tokens taken from the prefix cache.
     num_cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache."""
 
 
 @dataclass
 class BeamSearchSequence:
+    """One beam."""
+
+    #: The prompt's and the generated tokens.
     tokens: list[int]
-    """The prompt's and the generated ones."""
+    #: Text of `tokens`, including the prompt, as in vLLM.
     text: str
-    """Of `tokens`: the prompt's text is in it, as in vLLM."""
+    #: Sum for the generated tokens.
     cum_logprob: float
-    """Of the generated tokens."""
+    #: cum_logprob / number of generated tokens ** length_penalty. Beams are sorted by it.
     score: float
-    """cum_logprob / number of generated tokens ** length_penalty: what beams are ordered by."""
     finish_reason: str
     stop_reason: int | None = None
 
@@ -76,7 +78,7 @@ class BeamSearchOutput:
 
 @dataclass
 class Metric:
-    """One sample of a metric, as the engine's /metrics has it."""
+    """One sample of a metric, as on the engine's /metrics."""
 
     name: str
     labels: dict[str, str]

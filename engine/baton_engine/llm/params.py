@@ -1,4 +1,4 @@
-"""What callers of the offline API may ask for: the protocol's parameters and those that the client side itself serves."""
+"""Parameters of the offline API: the protocol's, and those that the client side implements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INDEX = re.compile(r"\$\[(\d+)\]")
 
 
 def check_types(params: msgspec.Struct) -> None:
-    """Raises ValueError naming the field: Python takes any object for a field, the engine does not."""
+    """Raise ValueError naming the first field with a value of the wrong type."""
     kind = type(params)
     for name in kind.__struct_fields__:
         if isinstance(getattr(params, name), set | frozenset):
@@ -31,14 +31,14 @@ def check_types(params: msgspec.Struct) -> None:
         ).removeprefix("$.")
         raise ValueError(f"{path}: {what[:1].lower()}{what[1:]}") from error
     except TypeError as error:
-        raise ValueError(f"{_foreign_field(params)}: {error}") from error
+        raise ValueError(f"{_unencodable_field(params)}: {error}") from error
     for name in kind.__struct_fields__:
         given, expected = getattr(params, name), type(getattr(checked, name))
         if issubclass(expected, msgspec.Struct) and not isinstance(given, expected):
             raise ValueError(f"{name}: expected {expected.__name__}, got {type(given).__name__}")
 
 
-def _foreign_field(params: msgspec.Struct) -> str:
+def _unencodable_field(params: msgspec.Struct) -> str:
     """Name of the first field whose value has a type that no message could carry."""
     for name in params.__struct_fields__:
         try:
@@ -49,25 +49,26 @@ def _foreign_field(params: msgspec.Struct) -> str:
 
 
 class SamplingParams(WireSamplingParams, kw_only=True):
-    """Parameters of one prompt. Give them by name: `SamplingParams(temperature=0.8, max_tokens=64)`."""
+    """Parameters of one prompt, given by name: `SamplingParams(temperature=0.8, max_tokens=64)`."""
 
+    #: Limit of generated tokens, as in vLLM. None: up to max_model_len.
     max_tokens: int | None = 16
-    """Generated tokens at most, as in vLLM. None: up to max_model_len."""
-    seed: int | None = None  # type: ignore[assignment]  # the wire's is always set: `to_wire` takes the one that was drawn
-    """None: one is drawn per prompt, from the LLM's own seed."""
+    #: None: one is drawn per prompt, from the LLM's own seed.
+    seed: int | None = None  # type: ignore[assignment]  # never None on the wire
+    #: Sequences to return for each prompt.
     n: int = 1
-    """Sequences to return for each prompt."""
+    #: Sequences to draw for each prompt. The n with the highest log-probability per token are
+    #: returned, best first.
     best_of: int | None = None
-    """Sequences to draw for each prompt, of which the n with the highest log-probability per token are returned, best first."""
+    #: Strings that end a sequence. They are not part of the output.
     stop: str | list[str] | None = None
-    """Strings that end a sequence. What comes out ends before them."""
+    #: The string or token that ends a sequence is part of its text.
     include_stop_str_in_output: bool = False
-    """What ends a sequence, a string or a token, is part of its text."""
     skip_special_tokens: bool = True
+    #: Words that are never generated.
     bad_words: list[str] | None = None
-    """Words that never come."""
+    #: Form of the text: JSON, a regex, a choice or a grammar.
     structured_outputs: StructuredOutputsParams | None = None
-    """What the text must look like."""
 
     @property
     def num_candidates(self) -> int:
@@ -81,7 +82,7 @@ class SamplingParams(WireSamplingParams, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     def validate(self) -> None:
-        """Raises ValueError naming the field and the bound."""
+        """Raise ValueError naming the field and the bound."""
         check_types(self)
         if self.n < 1:
             raise ValueError(f"n must be at least 1, got {self.n}")
@@ -100,7 +101,7 @@ class SamplingParams(WireSamplingParams, kw_only=True):
         self._wire(seed=self.seed or 0, bad_words=self.bad_words_token_ids).validate()
 
     def to_wire(self, tokenizer: Tokenizer, *, seed: int) -> WireSamplingParams:
-        """What each sequence asks of the engine.
+        """Return the parameters that each sequence sends to the engine.
 
         Args:
             seed: used if the caller gave none.
@@ -121,7 +122,7 @@ class SamplingParams(WireSamplingParams, kw_only=True):
             name: getattr(self, name) for name in WireSamplingParams.__struct_fields__
         }
         if self.num_candidates > self.n and self.logprobs is None:
-            fields["logprobs"] = 0  # the best are found by them
+            fields["logprobs"] = 0  # to rank the candidates
         structured_output = self.structured_output or self._structured_output()
         fields |= {
             "seed": seed,
@@ -149,13 +150,13 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
+    #: Exponent of the length by which cumulative log-probabilities are divided.
     length_penalty: float = 1.0
-    """Exponent of the length that cumulative log-probabilities are divided by."""
+    #: End with the first beam_width finished beams, even if a live one could still beat them.
     early_stopping: bool = False
-    """End with the first beam_width finished beams, also if a running one could still beat them."""
 
     def to_wire(self) -> WireSamplingParams:
-        """Raises ValueError naming the field and the bound."""
+        """Return the engine's parameters. Raise ValueError naming the field and the bound."""
         check_types(self)
         if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
             raise ValueError(f"beam_width must be in [1, {MAX_BEAM_WIDTH}], got {self.beam_width}")

@@ -1,4 +1,4 @@
-"""Runs requests through an engine core in this process until all have ended: the offline API's busy loop."""
+"""The offline API's loop: runs requests through an engine core until all have ended."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from tqdm import tqdm
 
 from baton_engine.core.engine_core import EngineCore
-from baton_engine.llm.collect import Collector, check_output
+from baton_engine.llm.collectors import Collector, check_output
 from baton_protocol.messages import EngineCoreOutput
 
+#: A step that found nothing to do is tried again after this long, or when the core is woken.
 IDLE_S = 0.05
-"""A step that found nothing to do is tried again after this long, or when the core is woken."""
 
 ProgressBar = bool | Callable[..., "tqdm[Any]"]
 
 
 class StepLoop:
-    """The loop over one core. One thread at a time.
+    """The loop over one core, used by one thread at a time.
 
     Args:
         wakeup: set when the core may have found something to do.
@@ -35,15 +35,16 @@ class StepLoop:
         self._failure = ""
 
     def run(self, collectors: Sequence[Collector], progress: ProgressBar) -> None:
-        """Runs all requests of `collectors`. Whatever is raised, nothing of them is left in the core.
+        """Run all requests of `collectors`. After an exception, none of them is left in the core.
 
         Args:
-            progress: whether to show a bar on stderr, or what makes one from tqdm's arguments.
+            progress: show a bar on stderr, or a function that makes one from tqdm's arguments.
 
         Raises:
             ValueError: a prompt or its parameters cannot be served.
             RuntimeError: the engine failed, now or earlier.
-            KeyboardInterrupt: after the step that ran when Ctrl-C was pressed; a second Ctrl-C does not wait for it.
+            KeyboardInterrupt: Ctrl-C was pressed. The current step ends first, unless Ctrl-C is
+                pressed again.
         """
         if self._failure:
             raise RuntimeError(f"the engine failed earlier ({self._failure}); make a new LLM")
@@ -73,11 +74,11 @@ class StepLoop:
                 running[request.request_id] = index, collector
 
     def _step(self, running: dict[str, tuple[int, Collector]], bar: _Bar) -> Iterator[int]:
-        """Runs one step and takes in what it generated. Yields the prompt index of every request that ended."""
+        """Run one step and yield the prompt index of every request that ended."""
         outputs = self._run_step()
         for output in outputs:
             if output.request_id not in running:
-                continue  # it was ended at a stop string
+                continue  # it has ended at a stop string
             index, collector = running[output.request_id]
             if output.error:
                 del running[output.request_id]
@@ -109,12 +110,12 @@ class StepLoop:
         if self._failure:
             return
         self._core.abort_requests(list(running))
-        while self._core.has_requests:  # steps in flight, and blocks that go free with them
+        while self._core.has_requests:  # steps in flight still hold blocks
             self._run_step()
 
 
 class _Bar:
-    """vLLM's: prompts done, and estimated tokens per second in and out."""
+    """The progress bar of vLLM: prompts done, and estimated tokens per second in and out."""
 
     def __init__(self, bar: tqdm[Any] | None) -> None:
         self._bar = bar
@@ -128,7 +129,10 @@ class _Bar:
         if self._bar is None or not prompts:
             return
         elapsed_s = max(time.perf_counter() - self._started, 1e-9)
-        self._bar.postfix = f"est. speed input: {self._input / elapsed_s:.2f} toks/s, output: {self._output / elapsed_s:.2f} toks/s"
+        self._bar.postfix = (
+            f"est. speed input: {self._input / elapsed_s:.2f} toks/s, "
+            f"output: {self._output / elapsed_s:.2f} toks/s"
+        )
         self._bar.update(prompts)
 
 
@@ -144,15 +148,16 @@ def _progress_bar(progress: ProgressBar, num_prompts: int) -> Iterator[_Bar]:
 
 @contextlib.contextmanager
 def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C waits for the end of a step: half a step would leave the scheduler in doubt about what was computed.
+    """Delay Ctrl-C until the end of a step, because half a step would corrupt the scheduler.
 
-    Yields what raises the KeyboardInterrupt that came. Outside the main thread Python raises none.
+    Yields a function that raises a pending KeyboardInterrupt. Outside the main thread Python raises
+    none.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
     before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # ignored, or not Python's: leave it so
+    if not callable(before):  # ignored, or not Python's
         yield lambda: None
         return
     came = False
@@ -167,9 +172,8 @@ def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
         nonlocal came
         if came:
             came = False
-            before(
-                signal.SIGINT, None
-            )  # Python's own raises KeyboardInterrupt; a caller's may let the loop go on
+            # Python's handler raises KeyboardInterrupt. A caller's handler may return.
+            before(signal.SIGINT, None)
 
     signal.signal(signal.SIGINT, note)
     try:

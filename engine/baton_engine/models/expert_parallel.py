@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import Group
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_kernels.moe import ExpertWeights, run_experts
 
 MASKED_ROWS = 256

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import Group
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_kernels.attention import plan_attention
 from baton_kernels.attention.cpu import AttentionPlan
 from baton_kernels.kv_write import plan_write

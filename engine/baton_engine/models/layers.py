@@ -12,9 +12,9 @@ from functools import cached_property
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from baton_engine.compilation.decorators import support_torch_compile
 from baton_engine.distributed.group import Group, ParallelContext
-from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.dynamic_dims import support_torch_compile
 from baton_engine.models.operators import all_reduce, attend
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
@@ -278,10 +278,10 @@ class CausalLM(nn.Module):
                 layers.append((f"model.layers.{layer_id}.{layer.mlp_name}", layer.mlp))
         return layers
 
-    def take_part(self) -> None:
+    def run_dummy_batch(self) -> None:
         """A step without tokens of this rank's own, within a `forward_context`: others' tokens go through its experts."""
         for _, layer in self.sparse_layers:
-            layer.take_part()
+            layer.run_dummy_batch()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] -> float32 [rows, vocab_size], the same on every tensor rank. On the last stage only."""

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from baton_engine.load_counter import COUNTER
-from baton_engine.models.config import CONFIG_FILE
+from baton_engine.metrics.load_counter import COUNTER
+from baton_engine.models.checkpoint_config import CONFIG_FILE
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.sharding import WeightTarget
 

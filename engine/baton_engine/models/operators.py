@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import Group
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.expert_parallel import ExpertShard
 from baton_engine.models.forward_context import current_context
 from baton_kernels.attention import paged_attention
@@ -74,7 +74,7 @@ def mix_experts(
     return run_experts(x, gate_up, down, weights, expert_ids)
 
 
-def mix_spread_experts(
+def mix_parallel_experts(
     x: Tensor, router_logits: Tensor, shard: ExpertShard | None, top_k: int, renormalize: bool
 ) -> Tensor:
     """As `mix_experts`, with experts that are spread over the ranks of a group. Collective; never in a compiled graph.

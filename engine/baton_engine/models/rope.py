@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from baton_engine.models.config import (
+from baton_engine.models.checkpoint_config import (
     CheckpointConfig,
     LinearRopeScaling,
     Llama3RopeScaling,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from baton_engine.distributed.group import Group
-from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.checkpoint_config import CheckpointConfig
 from baton_engine.models.expert_parallel import ExpertShard
 from baton_engine.models.operators import (
     all_reduce,
     exchange_tokens,
     mix_experts,
-    mix_spread_experts,
+    mix_parallel_experts,
 )
 from baton_engine.models.projections import Linear, parameter
 from baton_engine.models.sharding import WeightTarget, WeightTargets, split
@@ -63,19 +63,19 @@ class SparseMoE(nn.Module):
             num_experts, hidden_size, length
         )
         """All experts in one allocation, which is what a GPU multiplies by; one by one after `separate_experts`."""
-        self.is_spread = False
+        self.is_expert_parallel = False
         """Over the ranks of an expert-parallel group."""
         self.shard: ExpertShard | None = None
         """Of a layer that is spread: what it has of the experts; None: nothing yet."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_spread:
-            y = mix_spread_experts(x, self.gate(x), self.shard, self.top_k, self.renormalize)
+        if self.is_expert_parallel:
+            y = mix_parallel_experts(x, self.gate(x), self.shard, self.top_k, self.renormalize)
         else:
             y = mix_experts(x, self.gate(x), self.gate_up, self.down, self.top_k, self.renormalize)
         return all_reduce(y, self.group)
 
-    def take_part(self) -> None:
+    def run_dummy_batch(self) -> None:
         """Runs other ranks' tokens through this rank's experts, in a step in which it has none of its own."""
         if self.shard is not None:
             router = self.gate.weight
@@ -87,7 +87,7 @@ class SparseMoE(nn.Module):
     def leave_out_experts(self) -> None:
         """The layer is spread. Before memory is allocated for it."""
         del self.gate_up, self.down
-        self.is_spread = True
+        self.is_expert_parallel = True
 
     def new_expert(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Room for one expert's gate and up rows, and its down projection: this tensor rank's part."""
@@ -107,7 +107,7 @@ class SparseMoE(nn.Module):
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         targets = self.gate.weight_targets(f"{prefix}.gate")
-        if not self.is_spread:
+        if not self.is_expert_parallel:
             for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
                 targets |= self.expert_targets(prefix, expert, gate_up, down)
         return targets

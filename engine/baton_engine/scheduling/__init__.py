@@ -1,13 +1,19 @@
 """Scheduling: decides which requests run in the next step. No torch.
 
-scheduler        `schedule()` asks the others in order and applies their decisions;
-`update_from_output()` takes in results
-decisions        the values that the others return, applied by the scheduler alone
-admission        which waiting request joins the batch, or starts to load its KV
+scheduler        `schedule()` asks the others in order and applies their decisions
+decisions        the values that the others return
 planner          how many tokens each running request gets
+admission        which waiting request joins the batch, or starts to load its KV
 preemption       which running request loses its memory, and which swapped one gets it back
-results          what follows from a step's tokens: an output, the end of a request, the next
-step of a beam search
-remote_prefill   when a request continues whose prompt a peer has computed
+step_results     what follows from a step's tokens
+handoff          requests whose prompt a peer computes, or whose KV a peer reads
+groups           samples of one prompt, and beam search
+grammar_queue    requests that wait for their grammar
+stop_rules       when a request ends
+refusals         requests that can never run
 request          a request as plain data
+queues           waiting and running requests, in order
+step_builder     a step under construction
+worker_mirror    what the worker has, so that a step carries only changes
+request_outputs  outputs for clients
 """

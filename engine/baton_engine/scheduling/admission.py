@@ -1,18 +1,15 @@
 """Admission: decides which waiting request joins the batch, or starts to load its KV.
 
 A request needs memory for all its known tokens, a place in the batch and token budget. All queues
-share one order,
-(priority, arrival). If the first request finds no memory, later ones do not overtake it. Requests
-that wait for remote
-KV, a grammar or a sibling's prompt do not block the others.
+share one order, (priority, arrival). If the first request finds no memory, later ones do not
+overtake it. Requests that wait for remote KV, a grammar or a sibling's prompt do not block the
+others.
 
-This is free of starvation. After finitely many requests end, a request becomes the first of its
-priority. The first
-one is admitted as soon as memory is free. From then on it is preempted last and is the first to get
-budget that
-decodes leave. Decodes take one token each and never use the whole budget, because no more requests
-run than the budget
-has tokens. A priority waits for lower values, by definition.
+Admission is free of starvation. After finitely many requests end, a request becomes the first of
+its priority. The first one is admitted as soon as memory is free. From then on it is preempted last
+and is the first to get budget that decodes leave. Decodes take one token each and never use the
+whole budget, because no more requests run than the budget has tokens. A priority waits for lower
+values, by definition.
 """
 
 from __future__ import annotations
@@ -28,7 +25,10 @@ from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class Admission:
-    """Asked twice per step. The caller applies each decision before it asks for the next one."""
+    """Selects waiting requests, in order.
+
+    Asked twice per step. The caller applies each decision before it asks for the next one.
+    """
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Admission:
         max_num_seqs: int,
         chunked: bool,
     ) -> None:
-        """
+        """Watch these queues. The caller moves requests between them.
+
         Args:
             chunked: a prompt may run in several steps.
         """
@@ -100,7 +101,7 @@ class Admission:
         return self._running.num_seqs + num_seqs <= self._max_num_seqs
 
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
-        """Decide on the first request of `waiting`. None if it does not fit now."""
+        """Decide on the first request of `waiting`. Return None if it does not fit now."""
         group = request.group
         if group is not None and self._groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
@@ -114,9 +115,10 @@ class Admission:
         )
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
-        """Allocate blocks for all known tokens of a request. None if it does not fit now."""
+        """Allocate blocks for all known tokens of a request. Return None if it does not fit now."""
         sequence, kv = request.sequences[0], self._kv
-        # The last known token is always computed here for its logits. prompt_logprobs needs every position's.
+        # The last known token is always computed, for its logits. prompt_logprobs needs the logits
+        # of every position.
         reads_cache = request.report.prompt_logprobs is None
         cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
@@ -139,10 +141,7 @@ class Admission:
     def _admit_sharing(
         self, request: Request, source: Request, step: StepBuilder
     ) -> Admitted | None:
-        """Let a request share the prompt's blocks of `source`.
-
-        None if the rest does not fit now.
-        """
+        """Share the prompt's blocks of `source`. Return None if the rest does not fit now."""
         kv = self._kv
         num_shared = request.num_prompt_tokens - 1  # the last one is computed for its logits
         num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
@@ -165,14 +164,13 @@ class Admission:
         """Blocks that a load leaves free, one per sequence that decodes now or after its load.
 
         Loads take memory long before they run. Without this reserve they would fill it, and running
-        requests would preempt
-        each other.
+        requests would preempt each other.
         """
         num_growing = self._running.num_seqs + len(self._queues.loading) + len(self._queues.loaded)
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Allocate the blocks of a CONSUME request. None if they do not fit now.
+        """Allocate the blocks of a CONSUME request. Return None if they do not fit now.
 
         Args:
             keep_for: earlier request that waits for a place. The load leaves enough memory for it.
@@ -185,7 +183,7 @@ class Admission:
             if wanted > kv.num_free_blocks:
                 return None
         cached = kv.find_cached_prefix(request, request.num_tokens)
-        # One token more, so that the request can start without waiting for memory while it holds some.
+        # One token more, so that the request can start without waiting for more memory.
         if (
             kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads)
             is None

@@ -14,8 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarQueue:
+    """Requests whose grammar is being compiled, and the manager that compiles it."""
+
     def __init__(self, manager: StructuredOutputManager | None) -> None:
-        """
+        """Create an empty queue.
+
         Args:
             manager: compiles grammars. None: structured outputs are refused.
         """
@@ -59,7 +62,7 @@ class GrammarQueue:
         self._waiting.pop(request.request_id, None)
 
     def take_compiled(self) -> Iterator[tuple[Request, ValueError | None]]:
-        """Remove the requests whose compilation has ended. Yields each with its error or None."""
+        """Remove the requests whose compilation has ended. Yield each with its error or None."""
         for request in list(self._waiting.values()):
             future = self._futures[request.request_id]
             if not future.done():
@@ -83,7 +86,7 @@ class GrammarQueue:
                 )
 
     def bitmask(self, requests: Iterable[Request]) -> GrammarOutput | None:
-        """Return the tokens allowed next for requests with a grammar. None if there are none."""
+        """Return the tokens allowed next for requests with a grammar, or None if there are none."""
         rows = [request for request in requests if request.grammar is not None]
         if not rows:
             return None
@@ -97,7 +100,8 @@ class GrammarQueue:
 def accept_tokens(request: Request) -> bool:
     """Advance the request's grammar over its new generated tokens.
 
-    Return whether it accepts them.
+    Returns:
+        Whether the grammar accepts them.
     """
     grammar = request.grammar
     if grammar is None:

@@ -1,9 +1,8 @@
 """Planner: gives running requests their tokens in a step, decodes first, then prompt chunks.
 
 Only decodes need memory here, because a prompt gets all its blocks at admission. Decodes get it in
-order. A request
-that is preempted for them comes later in the order, so the step never loses a request that it
-already contains.
+order. A request that is preempted for them comes later in the order, so the step never loses a
+request that it already contains.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from baton_protocol.messages import ErrorCode, FinishReason
 
 
 class RunningPlanner:
+    """Distributes a step's token budget over the running requests."""
+
     def __init__(
         self,
         kv: KVCacheManager,
@@ -34,7 +35,8 @@ class RunningPlanner:
         runs_ahead: bool,
         long_prefill_threshold: int,
     ) -> None:
-        """
+        """Plan for the requests in `running`.
+
         Args:
             runs_ahead: schedule decodes before the token they start from is known.
             long_prefill_threshold: `SchedulerConfig.long_prefill_token_threshold`.
@@ -119,7 +121,7 @@ class RunningPlanner:
     def _plan_growing(
         self, step: StepBuilder, request: Request, index: int
     ) -> Generator[Preempted | SwappedOut, None, bool]:
-        """Run a decode that needs a block. False: the request was preempted itself."""
+        """Run a decode that needs a block. Return False if the request itself was preempted."""
         while (copies := step.reserve(request, request.num_computed_tokens + 1)) is None:
             victim = self._preemptor.find_victim(index)
             if (
@@ -144,7 +146,7 @@ class RunningPlanner:
         """Run the beams that have not reported, within the budget.
 
         Returns:
-            False: the search was preempted, or ended.
+            False if the search was preempted, or ended.
         """
         group = root.beams
         assert group is not None
@@ -155,7 +157,8 @@ class RunningPlanner:
             self._prefills += beams
             return True
         beams = beams[: step.budget]
-        # All or none: a search is preempted as a whole, and then the step must not contain any of its beams.
+        # All or none: a search is preempted as a whole, and then the step must not contain any of
+        # its beams.
         while self._beams.num_blocks_needed(beams) > self._kv.num_free_blocks:
             victim = self._preemptor.find_victim(index)
             assert victim is not None
@@ -183,7 +186,8 @@ class RunningPlanner:
 
     def _out_of_memory(self, root: Request) -> Finished:
         message = (
-            f"beam_width={root.sampling_params.beam_width} has used up all {self._kv.pool.num_blocks} KV blocks; "
+            f"beam_width={root.sampling_params.beam_width} has used up all "
+            f"{self._kv.pool.num_blocks} KV blocks; "
             "use fewer beams, fewer tokens or an engine with more KV memory"
         )
         return Finished.without_token(root, FinishReason.LENGTH, ErrorCode.LENGTH, message)

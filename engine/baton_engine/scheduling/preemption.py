@@ -4,8 +4,8 @@ The last request in order loses first. Two modes (Kwon et al. 2023, PagedAttenti
 
 - recompute: its blocks are freed, and it queues again with the tokens it has.
 - swap: its blocks move to host memory. Running samples of one prompt share blocks, so they are
-swapped together, and so
-  are the beams of a search. Swapped requests are resumed before new ones are admitted.
+  swapped together, and so are the beams of a search. Swapped requests are resumed before new ones
+  are admitted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 class Preemptor:
+    """Selects victims, and keeps the swapped requests in order."""
+
     def __init__(
         self,
         mode: str,
@@ -34,7 +36,8 @@ class Preemptor:
     ) -> None:
         if mode not in PREEMPTION_MODES:
             raise ValueError(
-                f"scheduler.preemption_mode must be one of {', '.join(PREEMPTION_MODES)}, got {mode!r}"
+                f"scheduler.preemption_mode must be one of {', '.join(PREEMPTION_MODES)}, "
+                f"got {mode!r}"
             )
         self._mode = mode if can_swap else "recompute"
         self._kv = kv
@@ -63,7 +66,7 @@ class Preemptor:
     def find_loaded_victim(self, beneficiary: Request) -> Request | None:
         """Return the last loaded request if it comes after `beneficiary`.
 
-        A loaded request holds memory without running. If it waits for the place of `beneficiary`,
+        A loaded request holds memory without running. If it waited for the place of `beneficiary`,
         neither could continue.
         """
         victim = max(self._loaded, key=by_order, default=None)
@@ -109,7 +112,7 @@ class Preemptor:
                 return
 
     def resume(self) -> Iterator[SwappedIn]:
-        """Bring swapped requests back, in order, while there are places and memory.
+        """Resume swapped requests, in order, while there are places and memory.
 
         The caller applies each decision before it asks for the next one.
         """

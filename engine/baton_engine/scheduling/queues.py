@@ -76,8 +76,9 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self.waiting = RequestQueue()
-        #: CONSUME requests whose blocks are loaded. They hold all memory they need to start, so they
-        #: precede `waiting`. Behind a request that waits for memory, they would block that memory.
+        #: CONSUME requests whose blocks are loaded. They hold all memory they need to start, so
+        #: they precede `waiting`. Behind a request that waits for memory, they would block that
+        #: memory.
         self.loaded = RequestQueue()
         #: CONSUME requests without blocks. Those with blocks wait in `loading` and block no others.
         self.waiting_to_load = RequestQueue()

@@ -28,7 +28,11 @@ def refuse_what_never_fits(
     max_model_len: int,
     max_num_seqs: int,
 ) -> None:
-    """Raise RequestRefusedError if no amount of waiting would let the request run."""
+    """Refuse a request that no amount of waiting would let run.
+
+    Raises:
+        RequestRefusedError: it exceeds a limit of this engine.
+    """
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
     width = request.sampling_params.beam_width
     if num_tokens >= max_model_len:
@@ -40,21 +44,23 @@ def refuse_what_never_fits(
     if not config.enable_chunked_prefill and num_tokens > config.max_num_batched_tokens:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
-            f"{num_tokens} prompt and generated tokens exceed the {config.max_num_batched_tokens} tokens of a step, and this "
-            "engine does not chunk prompts; raise max_num_batched_tokens, or enable_chunked_prefill",
+            f"{num_tokens} prompt and generated tokens exceed the "
+            f"{config.max_num_batched_tokens} tokens of a step, and this engine does not chunk "
+            "prompts; raise max_num_batched_tokens, or set enable_chunked_prefill",
         )
     if width > max_num_seqs:
         raise RequestRefusedError(
             ErrorCode.INVALID,
-            f"beam_width={width} exceeds the {max_num_seqs} sequences that run at a time; raise max_num_seqs",
+            f"beam_width={width} exceeds the {max_num_seqs} sequences that run at a time; "
+            "raise max_num_seqs",
         )
-    num_blocks = (
-        num_tokens // kv.block_size + width
-    )  # beams share full blocks, and each writes one of its own
+    # Beams share full blocks, and each writes one of its own.
+    num_blocks = num_tokens // kv.block_size + width
     if num_blocks > kv.pool.num_blocks:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
-            f"{num_tokens} prompt tokens and one more for each of {width} beams need {num_blocks} KV blocks: "
+            f"{num_tokens} prompt tokens and one more for each of {width} beams need "
+            f"{num_blocks} KV blocks: "
             f"this engine has {kv.pool.num_blocks}",
         )
 

@@ -1,8 +1,8 @@
 """A request inside the engine, its beams and its sample group: plain data.
 
 Each part has one writer: the KV cache manager the block fields (`KVSequence`), `WorkerMirror` the
-field `worker`, and
-`RequestOutputs` the field `report`. The scheduler and its collaborators write the rest.
+field `worker`, and `RequestOutputs` the field `report`. The scheduler and its collaborators write
+the rest.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ _sequence = itertools.count()
 
 
 class RequestStatus(enum.Enum):
+    """What a request waits for, or that it runs or has ended."""
+
     #: Waits for memory, a place in the batch and token budget.
     WAITING = enum.auto()
     #: Waits until the grammar of its structured output is compiled.
     WAITING_FOR_GRAMMAR = enum.auto()
     #: Waits while another member of its group computes their prompt.
     WAITING_FOR_PROMPT = enum.auto()
-    #: A peer computes the KV of its prompt. Waits for memory, then the blocks, then the first token.
+    #: A peer computes the KV of its prompt. Waits for memory, then the blocks, then the first
+    #: token.
     WAITING_FOR_REMOTE_KV = enum.auto()
     #: Preempted. Waits for its steps in flight to return.
     WAITING_FOR_STEPS = enum.auto()
@@ -76,7 +79,8 @@ class Request(KVSequence):
     """One sequence, or the root of a beam search, whose beams are sequences of their own."""
 
     def __init__(self, core_request: EngineCoreRequest, *, root: Request | None = None) -> None:
-        """
+        """Create a request that waits, from the client's message.
+
         Args:
             root: root of the search if this sequence is a beam.
         """
@@ -161,7 +165,8 @@ class Request(KVSequence):
         return [self] if self.beams is None else self.beams.live
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
+        tokens = f"{self.num_computed_tokens}/{self.num_tokens} tokens"
+        return f"Request({self.request_id}, {self.status.name}, {tokens})"
 
 
 class Beam(Request):

@@ -1,16 +1,13 @@
 """Scheduler: continuous batching, chunked prefill, preemption, sample groups, beam search.
 
-`schedule()` returns what to run, and `update_from_output()` takes in its results and returns
-outputs for clients. Both ask
-collaborators for decisions (`decisions`) and apply them. No collaborator calls back into the
-scheduler.
+`schedule()` returns the next step: it asks its collaborators in a fixed order and applies the
+decisions that they return. `update_from_output()` takes in a step's results and returns outputs for
+clients. No collaborator calls back into the scheduler.
 
 Several steps may be in flight. `schedule()` counts scheduled tokens as computed, and results arrive
-in the order of the
-steps. Workers apply steps in that order too, so a later step may use at once what an earlier one
-frees. A request is in one
-step at a time. Only asynchronous scheduling schedules it again before its token is known here: the
-worker has that token.
+in the order of the steps. Workers apply steps in that order too, so a later step may use at once
+what an earlier one frees. A request is in one step at a time. Only asynchronous scheduling
+schedules it again before its token is known here: the worker has that token.
 """
 
 from __future__ import annotations
@@ -18,10 +15,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from baton_engine.core.stats import EngineStats
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.admission import Admission
 from baton_engine.scheduling.decisions import (
     Admitted,
@@ -37,17 +34,17 @@ from baton_engine.scheduling.decisions import (
 from baton_engine.scheduling.grammar_queue import GrammarQueue, accept_tokens
 from baton_engine.scheduling.groups.beams import BeamSearches, root_id
 from baton_engine.scheduling.groups.samples import SampleGroups
-from baton_engine.scheduling.kv_handoff import KVHandoff
-from baton_engine.scheduling.outputs import RequestOutputs
+from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
+from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
 from baton_engine.scheduling.refusals import RequestRefusedError as RequestRefusedError
 from baton_engine.scheduling.refusals import refuse_what_never_fits
-from baton_engine.scheduling.remote_prefill import RemotePrefill
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.results import StepResults
+from baton_engine.scheduling.request_outputs import RequestOutputs
 from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
+from baton_engine.scheduling.step_results import StepResults
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.config import SchedulerConfig
@@ -65,6 +62,8 @@ POLICIES = ("priority", "fcfs")
 
 
 class PauseState(enum.Enum):
+    """What `schedule` may run."""
+
     UNPAUSED = enum.auto()
     #: Running and swapped requests continue. No request is admitted.
     PAUSED_NEW = enum.auto()
@@ -73,6 +72,8 @@ class PauseState(enum.Enum):
 
 
 class Scheduler:
+    """Decides which requests run in each step, and owns all unfinished requests."""
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -85,7 +86,8 @@ class Scheduler:
         send_token_ids: bool = False,
         structured_output: StructuredOutputManager | None = None,
     ) -> None:
-        """
+        """Create a scheduler without requests.
+
         Args:
             max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
             num_swap_blocks: host blocks of the KV cache manager. 0 disables swapping.
@@ -100,7 +102,8 @@ class Scheduler:
         """
         if max_model_len > kv.pool.num_blocks * kv.block_size:
             raise ValueError(
-                f"max_model_len={max_model_len} exceeds {kv.pool.num_blocks} blocks of {kv.block_size} tokens"
+                f"max_model_len={max_model_len} exceeds "
+                f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens"
             )
         if config.policy not in POLICIES:
             raise ValueError(
@@ -110,9 +113,8 @@ class Scheduler:
         self.kv = kv
         self.handoff = KVHandoff(kv)
         self.max_model_len = max_model_len
-        self.max_num_seqs = min(
-            config.max_num_seqs, config.max_num_batched_tokens
-        )  # budget for one token each
+        # Each running sequence needs budget for one token.
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         #: All unfinished requests.
         self.requests: dict[str, Request] = {}
         self.running = RunningRequests()
@@ -215,9 +217,9 @@ class Scheduler:
             self._remote_prefill.forget(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests, ignoring unknown ids.
+        """End requests. Unknown ids are ignored.
 
-        A request that has ended, but whose blocks a peer may still read, releases them.
+        If a request has ended but a peer may still read its blocks, the blocks are released.
         """
         for request_id in request_ids:
             request = self.requests.get(request_id)
@@ -248,8 +250,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Build the next step.
 
-        Running requests come first, then swapped ones, then waiting ones, within budget, places and
-        memory.
+        Running requests come first, then swapped ones, then waiting ones. The token budget, the
+        places in the batch and the KV memory limit all three.
         """
         step = StepBuilder(
             self.kv, self._worker, self._num_steps, self.config.max_num_batched_tokens
@@ -259,27 +261,16 @@ class Scheduler:
         if self.pause_state is not PauseState.PAUSED_ALL:
             preempted = self._apply(step, self._planner.plan(step))
             moved |= preempted
-            # Running requests need the memory that a preemption frees. A request admitted in the same
-            # step would take it, and a load could write to a block before it is swapped out.
+            # Running requests need the memory that a preemption frees. A request admitted in the
+            # same step would take it, and a load could write to a block before it is swapped out.
             if not preempted:
                 moved |= self._schedule_others(step)
-        for entry in step.ranges:
-            if entry.request.kv_transfer is not None and entry.request.produces:
-                self.handoff.save(entry.request, entry.end)
-        output = step.output
-        output.store, output.restore = self.kv.take_offload_copies()
-        if step.ranges:
-            self._in_flight[output.step_id] = step.ranges
-        if output.reaches_model_runner:  # else workers only pass metadata to the connector
-            output.finished_request_ids = self._worker.take_forgotten_ids()
-        output.connector = self.handoff.take_metadata()
-        self.made_progress = bool(output.reaches_model_runner or output.connector or moved)
-        return output
+        return self._finish_step(step, moved)
 
     def _schedule_others(self, step: StepBuilder) -> bool:
-        """Resume swapped requests.
+        """Resume swapped requests, then admit waiting ones. Return whether any was resumed.
 
-        Once none is left, admit others. Return whether any was resumed.
+        No request is admitted while swapped ones remain.
         """
         unpaused = self.pause_state is PauseState.UNPAUSED
         if unpaused:
@@ -293,7 +284,8 @@ class Scheduler:
             resumed += decision.requests
         for request in resumed:
             self._settle(self._results.advance_beams(request))
-        # A resumed search may free blocks that this step swaps in. A load must not write to them first.
+        # A resumed search may free blocks that this step swaps in. A load started now could write
+        # to them first.
         if unpaused and not self._preemptor.swapped and not resumed:
             self._apply(step, self._admission.admit(step))
         return bool(resumed)
@@ -324,7 +316,8 @@ class Scheduler:
     def _end_waits(self) -> bool:
         """Queue requests whose grammar is compiled, or whose group's prompt is computed.
 
-        Return if any was.
+        Returns:
+            Whether there were any.
         """
         found = False
         for request, error in self._grammars.take_compiled():
@@ -341,6 +334,21 @@ class Scheduler:
             found = True
             self._enqueue(request)
         return found
+
+    def _finish_step(self, step: StepBuilder, moved: bool) -> SchedulerOutput:
+        """Add transfers, offload copies and the worker's removals to a step."""
+        for entry in step.ranges:
+            if entry.request.kv_transfer is not None and entry.request.produces:
+                self.handoff.save(entry.request, entry.end)
+        output = step.output
+        output.store, output.restore = self.kv.take_offload_copies()
+        if step.ranges:
+            self._in_flight[output.step_id] = step.ranges
+        if output.reaches_model_runner:  # else workers only pass metadata to the connector
+            output.finished_request_ids = self._worker.take_forgotten_ids()
+        output.connector = self.handoff.take_metadata()
+        self.made_progress = bool(output.reaches_model_runner or output.connector or moved)
+        return output
 
     # Results of a step
 
@@ -418,6 +426,7 @@ class Scheduler:
         return self.kv.take_events()
 
     def stats(self) -> EngineStats:
+        """Return the counters since start and the current gauges."""
         stats = self._counters
         stats.num_requests_running = len(self.running)
         stats.num_requests_waiting = len(self.requests) - len(self.running)

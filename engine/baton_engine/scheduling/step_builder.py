@@ -22,8 +22,11 @@ class ScheduledRange(NamedTuple):
 
 
 class StepBuilder:
+    """Fills one `SchedulerOutput`, range by range."""
+
     def __init__(self, kv: KVCacheManager, worker: WorkerMirror, step_id: int, budget: int) -> None:
-        """
+        """Start an empty step.
+
         Args:
             budget: tokens that the step may run.
         """
@@ -49,7 +52,7 @@ class StepBuilder:
     def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
         """Allocate writable blocks for the positions up to `end`.
 
-        The request keeps them in any case.
+        The request keeps them even if the step does not run it.
 
         Returns:
             Copies to make in this step, for `run`. None if memory is short.

@@ -11,6 +11,8 @@ from baton_protocol.sampling import RepetitionDetection
 
 
 class StopRules:
+    """The rules that end a request. Stateless."""
+
     def __init__(self, eos_token_ids: Iterable[int], max_model_len: int) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
@@ -68,11 +70,11 @@ class StopRules:
         token_id = request.token_ids[-1]
         if not stuck and token_id in self.eos_token_ids:  # sampled when no token is possible
             return (
-                "structured_output and the parameters that mask tokens leave none to go on with",
+                "structured_output and the parameters that mask tokens leave no token to sample",
                 ErrorCode.INVALID,
             )
         if why:  # nearly always a resource limit of the parser
-            return f"structured_output cannot go on: {why}", ErrorCode.INVALID
+            return f"structured_output cannot continue: {why}", ErrorCode.INVALID
         return (
             f"token {token_id} was sampled, but structured_output does not allow it",
             ErrorCode.INTERNAL,
@@ -83,15 +85,15 @@ def repeats(token_ids: Sequence[int], detection: RepetitionDetection) -> bool:
     """Return whether `token_ids` end in `min_count` repetitions of one pattern of an allowed size.
 
     Looks at the last max_pattern_size * min_count tokens, whatever the length. The fields have the
-    meaning of vLLM's
-    RepetitionDetectionParams.
+    meaning of vLLM's RepetitionDetectionParams.
     """
     length, count = len(token_ids), detection.min_count
     for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
         span = size * count
         if span > length:
             return False
-        # The tail is periodic iff it equals itself shifted by one period. Most outputs differ in the very first pair.
+        # The tail is periodic iff it equals itself shifted by one period. Most outputs differ in
+        # the very first pair.
         if all(token_ids[-i] == token_ids[-i - size] for i in range(1, span - size + 1)):
             return True
     return False

@@ -10,7 +10,8 @@ class WorkerMirror:
     """Fills a step's requests. The only writer of `Request.worker`."""
 
     def __init__(self, *, send_token_ids: bool) -> None:
-        """
+        """Start with a worker that has no sequence.
+
         Args:
             send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
                 next step carries them.

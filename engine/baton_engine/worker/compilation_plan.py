@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from baton_engine.compilation.dispatch import CudagraphMode, default_sizes
-from baton_engine.models.config import CheckpointConfig
+from baton_engine.models.checkpoint_config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig
 

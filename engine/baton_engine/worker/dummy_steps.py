@@ -7,7 +7,7 @@ import torch
 
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.worker.forward_runner import ForwardRunner
-from baton_engine.worker.sampler import SamplingInput, sample
+from baton_engine.worker.sampling.sampler import SamplingInput, sample
 from baton_kernels.sampling import greedy
 from baton_protocol.sampling import SamplingParams
 

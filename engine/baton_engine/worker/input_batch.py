@@ -15,7 +15,7 @@ import torch
 
 from baton_engine.executor.step import CachedRequestData, NewRequestData
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
-from baton_engine.worker.sampler import SamplingInput
+from baton_engine.worker.sampling.sampler import SamplingInput
 from baton_protocol.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.models.config import CheckpointConfig, load_checkpoint_config
+from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
+from baton_engine.models.factory import load_model
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.loader import identity_files
-from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
@@ -31,24 +32,30 @@ from baton_engine.worker.devices import (
     resolve_device,
     resolve_dtype,
 )
-from baton_engine.worker.expert_parallel_checks import check_expert_parallel
-from baton_engine.worker.expert_weights import ExpertStore, expert_form
 from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
 from baton_engine.worker.input_batch import InputBatch, Int64Array, ScheduledRows, to_device
-from baton_engine.worker.kv_memory import KVMemory
-from baton_engine.worker.logprobs import count_nans
-from baton_engine.worker.memory import BlockSize, blocks_on_cpu, blocks_on_gpu, offload_blocks
+from baton_engine.worker.memory.block_budget import (
+    BlockSize,
+    blocks_on_cpu,
+    blocks_on_gpu,
+    offload_blocks,
+)
+from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.profiler import Profiler
 from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
-from baton_engine.worker.sampler import sample
-from baton_engine.worker.spread_steps import check_unbroken, take_part
+from baton_engine.worker.sampling.logprobs import count_nans
+from baton_engine.worker.sampling.sampler import sample
 from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
-from baton_kv_transfer.connector import KVCacheLayout
+from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.config import EngineConfig, compatibility_hash, container_path
 from baton_protocol.kv_compatibility import KVCompatibility
+
+if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.experts
+    from baton_engine.worker.experts.expert_steps import ExpertSteps
+    from baton_engine.worker.experts.expert_weights import ExpertStore
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +104,7 @@ class ModelRunner:
         self._input_batch: InputBatch
         self._forward_runner: ForwardRunner | None = None
         self._model: CausalLM | None = None
+        self._expert_steps: ExpertSteps | None = None
         self._model_on_host: CausalLM | None = None
         """While this runner sleeps at level 1."""
         self._kv: KVMemory | None = None
@@ -158,7 +166,9 @@ class ModelRunner:
             ModelInvalid: naming the file and tensor at fault.
             ConfigurationError: if the model cannot be split over the configured ranks.
         """
-        if self._spreads_experts:
+        if self._is_expert_parallel:
+            from baton_engine.worker.experts.config_checks import check_expert_parallel
+
             check_expert_parallel(self.config, self.model_config, self.device)
         self._input_batch = InputBatch(
             self.config.scheduler.max_num_seqs, self.max_model_len, self.config.cache.block_size
@@ -166,7 +176,9 @@ class ModelRunner:
         self._load_weights()
 
     def expert_store(self) -> ExpertStore:
-        """Of the loaded model, whose experts are spread over ranks."""
+        """Return the store of the loaded model's experts, for an expert-parallel engine."""
+        from baton_engine.worker.experts.expert_weights import ExpertStore, expert_form
+
         model = self._loaded()
         device = next(model.parameters()).device
         form = expert_form(self.config.model.quantization, self.dtype, device)
@@ -274,11 +286,11 @@ class ModelRunner:
             batch.add(new)
         batch.update(step.cached_requests)
         if not step.num_scheduled_tokens:
-            if step.wave_tokens:
-                take_part(model, kv.cache, step.wave_tokens, self.parallel.tensor, self.device)
+            if step.wave_tokens and self._expert_steps is not None:
+                self._expert_steps.run_dummy_batch(kv.cache, step.wave_tokens)
             return
-        if self._spreads_experts and model.sparse_layers[0][1].shard is None:
-            raise RuntimeError("a step came before a generation was adopted, so without experts")
+        if self._expert_steps is not None:
+            self._expert_steps.check_has_experts()
         scheduled = batch.schedule(step.num_scheduled_tokens)
         forward = batch.make_forward_batch(scheduled, kv.cache, self.device)
         wants_experts = bool(batch.wants_routed_experts[scheduled.rows].any())
@@ -289,8 +301,8 @@ class ModelRunner:
         forward.context.routed_experts = experts
         forward.context.wave_tokens = step.wave_tokens
         hidden = self._runner().run(forward, received)
-        if self._spreads_experts:
-            check_unbroken(forward.context, self.parallel.tensor, self.device)
+        if self._expert_steps is not None:
+            self._expert_steps.check_expert_groups(forward.context)
         if not self.parallel.is_last_stage:
             pipeline.send(hidden, pipeline.rank + 1)
             if experts:
@@ -412,9 +424,13 @@ class ModelRunner:
             self.dtype,
             self.device,
             self.parallel,
-            spread_experts=self._spreads_experts,
+            expert_parallel=self._is_expert_parallel,
             show_progress=show_progress,
         )
+        if self._is_expert_parallel:
+            from baton_engine.worker.experts.expert_steps import ExpertSteps
+
+            self._expert_steps = ExpertSteps(self._model, self.parallel.tensor, self.device)
         backend = graph_backend(self.device)
         plan = plan_compilation(
             self.config, self.model_config, self.max_model_len, has_graphs=backend is not None
@@ -445,7 +461,7 @@ class ModelRunner:
         return self._loaded(), self._kv
 
     @property
-    def _spreads_experts(self) -> bool:
+    def _is_expert_parallel(self) -> bool:
         return self.config.parallel.enable_expert_parallel
 
     @property

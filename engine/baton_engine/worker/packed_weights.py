@@ -46,7 +46,7 @@ def _replace_weights(model: CausalLM, prepare: Prepare, *, routers: bool) -> Non
         if isinstance(module, (Linear, ColumnParallelLinear, RowParallelLinear)):
             if module not in kept:
                 _replace(module, "weight", prepare)
-        elif isinstance(module, SparseMoE) and not module.is_spread:
+        elif isinstance(module, SparseMoE) and not module.is_expert_parallel:
             module.separate_experts(prepare)
     head = model.lm_head or (model.embed_tokens if model.parallel.is_last_stage else None)
     if head is None:

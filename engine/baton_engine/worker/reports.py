@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.worker.input_batch import InputBatch, ScheduledRows
-from baton_engine.worker.logprobs import prompt_logprobs
+from baton_engine.worker.sampling.logprobs import prompt_logprobs
 from baton_protocol.messages import PromptLogprobs, RoutedExperts
 
 MAX_LOGITS_BYTES = 64 * 2**20

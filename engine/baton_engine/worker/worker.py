@@ -11,34 +11,33 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import ParallelContext
+from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.process_group import create_parallel_context
-from baton_engine.distributed.store_proof import store_secret
-from baton_engine.distributed.store_wire import StoreAddress
+from baton_engine.distributed.store.handshake import store_secret
+from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.devices import resolve_device
-from baton_engine.worker.generations import ExpertWorker, Generations, join_group
+from baton_engine.worker.memory.peer_memory import PeerMemory
 from baton_engine.worker.model_runner import ModelRunner
-from baton_engine.worker.peer_memory import PeerMemory
-from baton_engine.worker.preparation import Preparation
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.connector import (
-    ConnectorStats,
-    KVCacheLayout,
-    KVConnectorWorker,
-    RankAddress,
-)
+from baton_kv_transfer.connector import ConnectorStats, KVConnectorWorker
+from baton_kv_transfer.memory.layout import KVCacheLayout, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_protocol.config import EngineConfig, KVRole, pod_ip
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import ExpertLoads, Generation
+
+if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.experts
+    from baton_engine.worker.experts.generations import Generations
+    from baton_engine.worker.experts.preparation import Preparation
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +224,7 @@ class Worker:
             output.connector = self.connector.get_finished()
         return output
 
-    # Generations of an expert-parallel group: see worker.generations
+    # Generations of an expert-parallel group: see worker.experts.generations
 
     def prepare_generation(self, generation: Generation, current: Generation | None = None) -> None:
         """Begins to prepare it beside what serves, in the background.
@@ -239,24 +238,24 @@ class Worker:
             generation.operation_id or "no operation",
             f"generation {current.number}" if current is not None else "none",
         )
-        self._spread.prepare(generation)
+        self._expert_generations.prepare(generation)
 
     def preparation(self) -> Preparation:
-        return self._spread.preparation()
+        return self._expert_generations.preparation()
 
-    def adopt_generation(self, nonce: str) -> None:
+    def commit_generation(self, nonce: str) -> None:
         """Between two steps. Raises ValueError if it is not prepared."""
-        self._spread.adopt(nonce)
+        self._expert_generations.commit(nonce)
 
     def drop_generation(self, nonce: str) -> None:
         """Of what is prepared."""
-        self._spread.drop(nonce)
+        self._expert_generations.drop(nonce)
 
     def leave_generation(self) -> None:
-        self._spread.leave()
+        self._expert_generations.leave()
 
     def expert_loads(self) -> ExpertLoads:
-        return self._spread.loads()
+        return self._expert_generations.loads()
 
     def interrupt(self, nonce: str = "") -> None:
         """Ends an exchange of experts that a step waits in: it raises GroupBrokenError. By any thread.
@@ -332,13 +331,15 @@ class Worker:
         return self._runner
 
     @property
-    def _spread(self) -> Generations:
+    def _expert_generations(self) -> Generations:
         assert self._generations is not None, (
             "only an engine with parallel.enable_expert_parallel has generations"
         )
         return self._generations
 
     def _make_generations(self, runner: ModelRunner) -> Generations:
+        from baton_engine.worker.experts.generations import ExpertWorker, Generations, join_group
+
         timeout_s = self.config.parallel.collective_timeout_s
         tensor = self.parallel.tensor
         # A tensor rank whose expert group is silent must give up before those that wait for it in the tensor group do.
@@ -371,7 +372,8 @@ class Worker:
         if parallel.tensor_parallel_size > num_heads:
             raise ConfigurationError(
                 "KVTransferInvalid",
-                f"kv_transfer.role is {role}, but KV blocks are only moved between workers with heads of their own: "
-                f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has {num_heads} KV heads; lower the "
-                f"first, or set kv_transfer.role to none",
+                f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has "
+                f"{num_heads} KV heads, but kv_transfer.role is {role} and workers without KV heads "
+                "of their own exchange no KV blocks; lower the first (in an LLMService: "
+                "parallelism.tensor), or set kv_transfer.role to none",
             )

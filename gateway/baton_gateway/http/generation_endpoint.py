@@ -86,7 +86,11 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self._encode = msgspec.json.Encoder().encode
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        """Answer one request. Raises APIError for failures before the first byte of the response."""
+        """Answer one request.
+
+        Raises:
+            APIError: the request failed before the first byte of the response.
+        """
         started = time.monotonic()
         self._admission.check_open()
         self._admission.begin()

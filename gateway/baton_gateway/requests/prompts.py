@@ -40,7 +40,16 @@ class PromptBounds:
         return self.max_model_len if limit is None else min(self.max_model_len, limit)
 
     def check(self, at_least: int, field: str) -> None:
-        """Check a prompt of `at_least` tokens. Raises APIError or RequestError if it is too long."""
+        """Check the length of a prompt.
+
+        Args:
+            at_least: least number of tokens it has.
+            field: of the request; the error names it.
+
+        Raises:
+            APIError: the prompt is longer than the context.
+            RequestError: it is longer than this server's limit.
+        """
         if at_least >= self.max_model_len:
             raise prompt_too_long(self.max_model_len, at_least, field)
         self.check_server_limit(at_least, field)

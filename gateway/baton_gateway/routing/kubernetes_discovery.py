@@ -1,4 +1,4 @@
-"""Discovery of engine pods in Kubernetes, by a list and a watch of pods with the service's label."""
+"""Discovery of engine pods in Kubernetes: lists and watches pods with the service's label."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class KubernetesDiscovery(Discovery):
 
 
 async def _connect(stack: AsyncExitStack) -> KubeClient:
-    """Connect with the service account.
+    """Connect by the service account.
 
-    A pod that runs as a plain process has its files under $BATON_POD_ROOT.
+    A pod that runs as a plain process has its files under $POCKETKUBE_POD_ROOT.
     """
     while True:
         try:

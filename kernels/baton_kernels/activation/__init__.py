@@ -10,10 +10,16 @@ from baton_kernels.activation.reference import silu_and_mul_reference
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's product (Shazeer 2020): silu(gate) * up, for gate and up concatenated in [..., 2 * dim] -> [..., dim]."""
-    if (
-        gate_up.is_cuda and not torch.compiler.is_compiling()
-    ):  # a compiler fuses the reference with what surrounds it
+    """Compute silu(gate) * up, the product of SwiGLU (Shazeer 2020).
+
+    Args:
+        gate_up: gate and up concatenated, of shape [..., 2 * dim].
+
+    Returns:
+        A tensor of shape [..., dim].
+    """
+    # torch.compile fuses the reference with its neighbours.
+    if gate_up.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.activation.triton_kernel import silu_and_mul_triton
 
         return silu_and_mul_triton(gate_up)

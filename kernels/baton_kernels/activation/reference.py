@@ -1,4 +1,4 @@
-"""Gated activations in torch. The truth for tests, the CPU's version without a compiler, and what torch.compile fuses."""
+"""Gated activations in torch, for tests, CPUs without compiled operations, and torch.compile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch.nn.functional import silu
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """Arguments and result as `baton_kernels.activation.silu_and_mul`."""
+    """Compute `baton_kernels.activation.silu_and_mul`, with the same arguments and result."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up

@@ -1,4 +1,4 @@
-"""Gated activations in Triton: one program per (row, tile), computed in float32 and rounded once."""
+"""Gated activations in Triton: one program per (row, tile), in float32 with one rounding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CANDIDATES: list[Configuration] = [
 
 
 def shape_class(num_rows: int, dim: int) -> str:
-    """What a launch is tuned for: few rows are cut into smaller tiles, to reach all of the GPU."""
+    """Return the class a launch is tuned for. Few rows need smaller tiles to occupy the GPU."""
     return f"{'few' if num_rows <= 64 else 'many'}/dim={triton.next_power_of_2(dim)}"
 
 
 @triton.jit
-def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _silu_and_mul_kernel(
     out_ptr,  # [num_rows, dim]
     gate_up_ptr,  # [num_rows, 2 * dim]
     dim,
@@ -43,7 +43,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]  # Triton types its pa
 
 
 def silu_and_mul_triton(gate_up: Tensor, config: Configuration | None = None) -> Tensor:
-    """Arguments and result as `baton_kernels.activation.silu_and_mul`."""
+    """Compute `baton_kernels.activation.silu_and_mul`, with the same arguments and result."""
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     num_rows, dim = rows.shape[0], rows.shape[1] // 2

@@ -1,19 +1,21 @@
-"""Paged attention: queries of many sequences against keys and values that lie in fixed-size blocks.
+"""Paged attention: queries of many sequences over keys and values in fixed-size blocks.
 
-For the query at position p of a sequence, and its query head h in the group of KV head g = h // (num_heads / num_kv_heads):
+For the query at position p of a sequence, and its query head h in the group of KV head
+g = h // (num_heads / num_kv_heads):
 
     out[h] = sum over t <= p of softmax_t(scale * q[h] . K[g, t]) * V[g, t]
 
 Options, each off by default:
 
-    sliding window (Beltagy et al. 2020)     the sum is over p - window < t <= p
-    soft cap (Gemma Team 2024)               scores = cap * tanh(scores / cap), of the scores scale * q[h] . K[g, t]
-    ALiBi (Press et al. 2022)                scores + slope[h] * (t - p), after the cap
-    fp8 caches                               K[g, t] = key_scale[g] * what the key cache holds, V likewise
+    sliding window (Beltagy et al. 2020)   the sum is over p - window < t <= p
+    soft cap (Gemma Team 2024)             score = cap * tanh(score / cap)
+    fp8 caches                             K[g, t] = key_scale[g] * cached key, V likewise
 
-One entry serves prefill chunks and decode steps together (varlen): sequence s owns the query rows
-`cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, which are the last ones of its `seq_lens[s]` tokens. Slots of its last block past
-`seq_lens[s]` hold stale bytes, NaN perhaps, and never reach the result.
+The engine does not set the soft cap or the scales yet. Gemma models and fp8 KV caches need them.
+
+One call serves prefill chunks and decode steps together (varlen). Sequence s owns the query rows
+`cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, the last ones of its `seq_lens[s]` tokens. Slots of its
+last block past `seq_lens[s]` may hold stale bytes or NaN, which never affect the result.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from baton_kernels import cpu as compiled  # "cpu" is the name of a file of this folder
+from baton_kernels import cpu as compiled  # this folder has a module named cpu
 
 if TYPE_CHECKING:
     from baton_kernels.attention.cpu import AttentionPlan
@@ -36,16 +38,16 @@ def plan_attention(
     seq_lens: Tensor,
     window: int | None = None,
 ) -> AttentionPlan | None:
-    """Computes once what the layers of a step have in common. Arguments as of `paged_attention`.
+    """Compute once what all layers of a step share. Other arguments as in `paged_attention`.
 
     Args:
-        key_cache: of any layer: the others' have the same shape and strides.
+        key_cache: the cache of any layer. All layers have the same shape and strides.
 
     Returns:
-        None where there is nothing to prepare: in Triton and C++.
+        None for Triton and C++, which prepare nothing.
 
     Raises:
-        ValueError: if the cache's strides are not what the device's implementation addresses.
+        ValueError: the device's implementation does not support the cache's strides.
     """
     if key_cache.is_cuda or (compiled.OPS is not None and key_cache.dtype in compiled.DTYPES):
         return None
@@ -66,39 +68,43 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     *,
     soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     max_seqlen_q: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention with grouped query heads, by device of `query`.
+    """Compute causal attention with grouped query heads, on the device of `query`.
+
+    On a GPU the call does not wait for the device. Its launches depend only on shapes and host
+    values, so a CUDA graph can capture them and replay them with other lengths and block tables.
 
     Args:
         query: of shape [num_tokens, num_heads, head_dim].
-        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim], dtype of query or float8_e4m3fn; any strides, the last
-            one 1. On a CPU the tokens of a block and head lie one after the other, and other strides are multiples of their size.
+        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype or
+            float8_e4m3fn. The last stride is 1. On a CPU the tokens of a block and head are
+            contiguous, and the other strides are multiples of their size.
         value_cache: like key_cache, with the same strides.
-        block_tables: int32 block ids of each sequence, of shape [num_seqs, max_blocks_per_seq]; padding is not read.
+        block_tables: int32 block ids of each sequence, of shape [num_seqs, max_blocks_per_seq].
+            Padding is not read.
         cu_seqlens_q: int32 prefix sum of query lengths, of shape [num_seqs + 1].
         seq_lens: int32 tokens of each sequence including its queries, of shape [num_seqs].
-        scale: multiplies the scores, usually head_dim ** -0.5; positive.
-        window: each query sees at most so many tokens, itself included; at least 1. None: all.
-        plan: what `plan_attention` made of the same arguments; None: it is made now.
-        soft_cap: bounds the scores; positive.
-        alibi_slopes: float32 of shape [num_heads]: what a token further back loses of its score.
-        key_scale: float32 of shape [num_kv_heads], positive; with fp8 caches, and only with them.
+        scale: positive factor of the scores, usually head_dim ** -0.5.
+        window: tokens that a query sees, itself included. At least 1; None for all.
+        plan: result of `plan_attention` for the same arguments. None computes it here.
+        soft_cap: positive bound of the scores.
+        key_scale: positive float32 of shape [num_kv_heads]. Required for fp8 caches, else None.
         value_scale: like key_scale.
-        max_seqlen_q: queries of a sequence at most, as far as the host knows; a GPU splits long sequences of few queries (decode).
-        out: written and returned if given: contiguous in the last dimension, shape and dtype of query.
+        max_seqlen_q: upper bound of a sequence's queries, if the host knows one. With few queries
+            per sequence (decode), a GPU splits long sequences.
+        out: receives the result. Shape and dtype of query, last stride 1.
 
     Returns:
-        Of shape [num_tokens, num_heads, head_dim], dtype of query. A sequence of length 0 has zeros. On a GPU nothing waits for the
-        device, and the launches depend only on shapes and numbers given: they can be captured in a graph, and replayed with other
-        lengths and block tables.
+        Tensor of shape [num_tokens, num_heads, head_dim] in query's dtype. A sequence of length 0
+        gets zeros.
 
     Raises:
-        ValueError: options that contradict one another, or strides that the device's implementation does not address.
+        ValueError: the options contradict each other, or the device's implementation does not
+            support the strides.
     """
     _check(query, key_cache, scale, window, soft_cap, key_scale, value_scale)
     if query.is_cuda:
@@ -114,7 +120,6 @@ def paged_attention(
             scale,
             window,
             soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
             key_scale=key_scale,
             value_scale=value_scale,
             max_seqlen_q=max_seqlen_q,
@@ -124,10 +129,10 @@ def paged_attention(
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         sequences = (block_tables, cu_seqlens_q, seq_lens)
         compiled.OPS.paged_attention(
-            out, query, key_cache, value_cache, *sequences, scale, window, soft_cap, alibi_slopes
+            out, query, key_cache, value_cache, *sequences, scale, window, soft_cap
         )
         return out
-    if soft_cap is not None or alibi_slopes is not None or key_scale is not None:
+    if soft_cap is not None or key_scale is not None:
         from baton_kernels.attention.reference import paged_attention_reference
 
         attended = paged_attention_reference(
@@ -140,7 +145,6 @@ def paged_attention(
             scale,
             window,
             soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
             key_scale=key_scale,
             value_scale=value_scale,
         )
@@ -161,15 +165,17 @@ def _check(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:
-    """Raises ValueError for what no implementation computes; looks at no tensor's values."""
+    """Raise ValueError for arguments that no implementation supports. Reads no tensor's values."""
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     if (key_scale is not None, value_scale is not None) != (is_fp8, is_fp8):
         raise ValueError(
-            f"key_scale and value_scale go with float8_e4m3fn caches, and these are {key_cache.dtype}"
+            "key_scale and value_scale go with float8_e4m3fn caches, and these are "
+            f"{key_cache.dtype}"
         )
     if not is_fp8 and key_cache.dtype != query.dtype:
         raise ValueError(
-            f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, not {key_cache.dtype}"
+            f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, "
+            f"not {key_cache.dtype}"
         )
     if query.shape[1] % key_cache.shape[1]:
         raise ValueError(

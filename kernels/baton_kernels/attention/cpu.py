@@ -1,9 +1,10 @@
-"""Paged attention on a CPU without compiled operations: gather the blocks, then torch's scaled_dot_product_attention on them.
+"""Paged attention on a CPU without compiled operations: gather blocks, then call torch's SDPA.
 
-The keys of one block and head lie together, and so do its values: the caches are matrices whose rows are these, and whole rows
-are gathered by number. Sequences with one query (decode) are computed together where they have equally many blocks; each
-longer query (a prefill chunk) is a call of its own. Which rows, and what of them is visible, is the same for all layers of a
-step: `AttentionPlan` finds it out once.
+The keys of one block and head are contiguous, and so are its values. Each cache is therefore a
+matrix with a row per block and head, and whole rows are gathered by index. Sequences with one query
+(decode) are computed together if they have the same number of blocks. Each prefill chunk is a call
+of its own. The rows and masks are the same for all layers of a step; `AttentionPlan` computes them
+once.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+#: Upper bound of the keys that a group of decodes gathers, so that they stay in the CPU's cache. A
+#: single sequence may exceed it.
 GROUP_BYTES = 1 << 20
-"""Keys that a group of decodes gathers at most, unless one sequence alone has more: they should stay in the cache."""
 
 
 def paged_attention_cpu(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.attention.paged_attention`.
+    """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
 
     Raises:
-        ValueError: the caches' strides are not those of the plan.
+        ValueError: the caches' strides differ from those of the plan.
     """
     if not key_cache.stride() == value_cache.stride() == plan.strides:
         raise ValueError(
-            "key and value cache need equal strides, those of the cache that the plan was made with: "
-            f"{plan.strides}, not {key_cache.stride()} and {value_cache.stride()}"
+            f"key and value cache need equal strides, those of the plan's cache {plan.strides}, "
+            f"not {key_cache.stride()} and {value_cache.stride()}"
         )
     if len(plan.groups) == 1 and plan.groups[0].queries is None:
         return _attend(query, key_cache, value_cache, plan, plan.groups[0], scale)
@@ -50,7 +52,7 @@ def _attend(
     group: _Group,
     scale: float,
 ) -> Tensor:
-    """Of the group's queries [n, num_heads, head_dim]."""
+    """Compute the attention of the group's queries [n, num_heads, head_dim]."""
     head_dim = query.shape[2]
     gathered = (group.num_seqs, plan.num_kv_heads, -1, head_dim)
     key, value = (
@@ -60,7 +62,7 @@ def _attend(
         for cache, room in zip((key_cache, value_cache), plan.room(group), strict=True)
     )
     if group.invisible is not None:
-        # A slot that was never written may hold NaN, which no mask silences.
+        # A slot that was never written may hold NaN, which a mask does not remove.
         for tensor in (key, value):
             tensor.view(-1, head_dim).index_fill_(0, group.invisible, 0)
     key, value = key[:, :, group.slots], value[:, :, group.slots]
@@ -84,38 +86,36 @@ def _attend(
 
 @dataclass(slots=True)
 class _Group:
-    """What one call computes: a chunk's queries, or those of decodes that have equally many blocks."""
+    """The queries of one SDPA call: a chunk, or decodes with the same number of blocks."""
 
-    queries: slice | Tensor | None
-    """Which of the batch's queries; None: all of them."""
+    queries: slice | Tensor | None  #: Indices into the batch's queries; None for all.
     num_seqs: int
     is_decode: bool
-    rows: Tensor
-    """int64 [num_seqs * num_kv_heads * blocks per sequence]: of the caches' matrices."""
-    slots: slice
-    """What is visible of the slots gathered for each sequence."""
+    rows: Tensor  #: int64 [num_seqs * num_kv_heads * blocks per sequence]: rows of the caches.
+    slots: slice  #: The visible part of each sequence's gathered slots.
+    #: int64: slots that some sequences do not see, as indices into [num_seqs * num_kv_heads *
+    #: slots] of the gathered rows.
     invisible: Tensor | None = None
-    """int64: slots that not all sequences see, as rows [num_seqs * num_kv_heads * slots] of what was gathered."""
+    #: Added to the scores. None: a decode sees all slots, a chunk is causal from its first slot.
     mask: Tensor | None = None
-    """Added to the scores. None: a decode sees all slots, and a chunk is causal from its first slot on."""
 
 
 class _Decode(NamedTuple):
     """A sequence with one query."""
 
     seq: int
-    query: int
-    """Row of its query."""
-    first: int
-    """Position of the first token it sees."""
+    query: int  #: Row of its query.
+    first: int  #: Position of the first token it sees.
     end: int
 
 
 class AttentionPlan:
-    """What is the same for all layers of a step. Arguments as `baton_kernels.attention.plan_attention`.
+    """Rows and masks shared by all layers of a step.
+
+    Arguments as in `baton_kernels.attention.plan_attention`.
 
     Raises:
-        ValueError: the tokens of one block and head do not lie one after the other, as this implementation needs.
+        ValueError: the tokens of a block and head are not contiguous in the cache.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class AttentionPlan:
         per_block, per_head, *within = self.strides
         if tuple(within) != (head_dim, 1) or per_block % row or per_head % row:
             raise ValueError(
-                f"on a CPU the cache needs strides {head_dim} and 1 within a block, equal ones for keys and values, "
-                f"and otherwise multiples of {row}; it has {self.strides}"
+                f"on a CPU the cache needs strides {head_dim} and 1 within a block, and otherwise "
+                f"multiples of {row}; it has {self.strides}"
             )
         self._rows_per_block, self._rows_per_head = per_block // row, per_head // row
         num_rows = (
@@ -141,8 +141,7 @@ class AttentionPlan:
             + (num_blocks - 1) * self._rows_per_block
             + (self.num_kv_heads - 1) * self._rows_per_head
         )
-        self.matrix = (num_rows, row)
-        """Shape of a cache as a matrix, a row for each block and KV head."""
+        self.matrix = (num_rows, row)  #: Shape of a cache as a matrix: a row per block and KV head.
         self._dtype = key_cache.dtype
         self.groups = self._make_groups(
             block_tables, cu_seqlens_q.tolist(), seq_lens.tolist(), window
@@ -151,7 +150,10 @@ class AttentionPlan:
         self._room = torch.empty((2, most, row), dtype=key_cache.dtype)
 
     def room(self, group: _Group) -> tuple[Tensor, Tensor]:
-        """Where the group's keys and values go; one place for all groups, for new memory costs more than the copies."""
+        """Return scratch memory for the group's keys and values.
+
+        All groups share it, because new memory costs more than the copies.
+        """
         keys, values = self._room[:, : len(group.rows)].unbind()
         return keys, values
 
@@ -183,11 +185,11 @@ class AttentionPlan:
         return groups
 
     def _blocks(self, first: int, end: int) -> slice:
-        """Columns of the block table that hold positions [first, end)."""
+        """Return the columns of the block table that hold positions [first, end)."""
         return slice(first // self.block_size, -(-end // self.block_size))
 
     def _rows(self, blocks: Tensor) -> Tensor:
-        """Block ids [n, num_blocks] -> rows of the matrices [n * num_kv_heads * num_blocks]."""
+        """Map block ids [n, num_blocks] to rows of the caches [n * num_kv_heads * num_blocks]."""
         heads = torch.arange(self.num_kv_heads)[:, None] * self._rows_per_head
         return (blocks.long()[:, None] * self._rows_per_block + heads).flatten()
 
@@ -195,7 +197,7 @@ class AttentionPlan:
         tables = torch.stack(
             [block_tables[seq, self._blocks(first, end)] for seq, _, first, end in decodes]
         )
-        # Positions within what is gathered, in which sequences may begin and end at different slots.
+        # Visible slots of each gathered sequence. Sequences may begin and end at different slots.
         visible = [
             (first % self.block_size, first % self.block_size + end - first)
             for *_, first, end in decodes
@@ -221,7 +223,7 @@ class AttentionPlan:
     def _chunk(
         self, queries: slice, table: Tensor, first: int, end: int, window: int | None
     ) -> _Group:
-        """The last tokens of one sequence; the first of them sees from position `first` on."""
+        """Make the group of one sequence's last tokens, the first of which sees from `first` on."""
         num_queries = queries.stop - queries.start
         start = first % self.block_size
         rows = self._rows(table[None, self._blocks(first, end)])

@@ -1,4 +1,4 @@
-"""Paged attention as its formula reads: one sequence and one query at a time, in float64. The truth for tests."""
+"""Paged attention as in its formula: one sequence and query at a time, in float64. For tests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def paged_attention_reference(
     window: int | None = None,
     *,
     soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.attention.paged_attention`, on any device that can wait for the host."""
+    """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
+
+    Works on every device. It reads lengths on the host.
+    """
     num_kv_heads, block_size = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for seq, seq_len in enumerate(seq_lens.tolist()):
         first, end = int(cu_seqlens_q[seq]), int(cu_seqlens_q[seq + 1])
-        # Before `oldest`, not even the first query sees anything.
+        # No query sees a token before `oldest`.
         oldest = 0 if window is None else max(0, seq_len - (end - first) - window + 1)
         positions = torch.arange(oldest, seq_len, device=query.device)
         blocks, slots = block_tables[seq, positions // block_size].long(), positions % block_size
@@ -48,7 +50,5 @@ def paged_attention_reference(
             scores = scale * torch.einsum("hd,thd->ht", query[row].double(), k)
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            if alibi_slopes is not None:
-                scores = scores + alibi_slopes.double()[:, None] * (positions[visible] - position)
             out[row] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), v).to(query.dtype)
     return out

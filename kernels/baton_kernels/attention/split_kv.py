@@ -1,12 +1,14 @@
-"""Split-KV in Triton: how few long sequences keep all of a GPU busy (Flash-Decoding, Dao et al. 2023).
+"""Split-KV in Triton: a few long sequences occupy the whole GPU (Flash-Decoding, Dao et al. 2023).
 
-The tiles of a sequence's keys are divided among segments, each a program per KV head of its own, and a reduce joins their results.
-How many segments a sequence has is decided on the device, from all lengths of the batch:
+The key tiles of a sequence are divided among segments. Each segment is a program per KV head, and a
+reduction joins their results. The device computes the number of segments of each sequence from all
+lengths of the batch:
 
     tiles_per_segment = max(min_tiles, ceil(tiles of all sequences / target_segments))
     segments of a sequence = max(1, round(tiles / tiles_per_segment))
 
-These are at most target_segments + num_seqs, which bounds the grid without asking the device for lengths.
+Their sum is at most target_segments + num_seqs. This bounds the grid without reading lengths back
+from the device.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _segments_of(tiles, tiles_per_segment):  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _segments_of(tiles, tiles_per_segment):
     return tl.maximum(1, (2 * tiles + tiles_per_segment) // (2 * tiles_per_segment))
 
 
 @triton.jit
-def _count_tiles(  # type: ignore[no-untyped-def]
+def _count_tiles(
     seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Tiles with keys that the sequences' queries see; 0 outside of the batch."""
+    """Count the tiles with keys that a sequence's queries see; 0 outside of the batch."""
     seq_len = tl.load(seq_lens_ptr + seqs, mask=in_batch, other=0)
     tiles = (seq_len + KV_TILE - 1) // KV_TILE
     if WINDOW > 0:
@@ -35,7 +37,7 @@ def _count_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_segment(  # type: ignore[no-untyped-def]
+def find_segment(
     item,
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
@@ -44,12 +46,13 @@ def find_segment(  # type: ignore[no-untyped-def]
     KV_TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
-    SCAN: tl.constexpr,  # sequences looked at at once
+    SCAN: tl.constexpr,  # sequences read at once
 ):
-    """Of the batch's segments, sequence by sequence, the one of number `item`.
+    """Find segment `item` of the batch, counted sequence by sequence.
 
     Returns:
-        (sequence, number within the sequence, segments of the sequence); the sequence is num_seqs if there is no such segment.
+        (sequence, index within the sequence, segments of the sequence). The sequence is num_seqs if
+        there is no such segment.
     """
     lanes = tl.arange(0, SCAN)
     all_tiles = 0
@@ -79,11 +82,11 @@ def find_segment(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=["cu_seqlens_q_ptr"])
-def join_segments_kernel(  # type: ignore[no-untyped-def]
+def join_segments_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     partial_out_ptr,  # float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum
     partial_sum_ptr,  # float32 [items, num_kv_heads, BLOCK_M]
-    partial_max_ptr,  # float32, like the sums: base-2 logarithm of what the item's weights were divided by
+    partial_max_ptr,  # float32, like the sums: base-2 logarithm of the weights' divisor
     segments_ptr,  # int32 [num_seqs, 2]: first item and segments of each sequence
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     stride_out_token,
@@ -95,7 +98,10 @@ def join_segments_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     SEGMENT_TILE: tl.constexpr,  # segments joined at once
 ):
-    """One program per (query head, sequence, query of the sequence). Sequences of one segment have their result already."""
+    """Join the segments of one (query head, sequence, query of the sequence) per program.
+
+    Sequences of one segment have their result already.
+    """
     head = tl.program_id(0)
     seq = tl.program_id(1)
     query = tl.program_id(2)
@@ -125,9 +131,8 @@ def join_segments_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )  # [SEGMENT_TILE, HEAD_DIM_PADDED]
         new_max = tl.maximum(running_max, tl.max(maxima, axis=0))
-        base = tl.where(
-            new_max == float("-inf"), 0.0, new_max
-        )  # so far no segment that this query sees
+        # -inf: the query has seen no key yet.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.math.exp2(running_max - base)
         weights = tl.math.exp2(maxima - base)
         running_sum = running_sum * rescale + tl.sum(sums * weights, axis=0)

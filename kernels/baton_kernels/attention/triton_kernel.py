@@ -1,13 +1,14 @@
-"""Paged attention in Triton: one program per (query block, KV head), online softmax over KV tiles (FlashAttention-2, Dao 2023).
+"""Paged attention in Triton: one program per (query block, KV head), online softmax over KV tiles.
 
-The query heads of one KV head times a few query tokens are packed into the M dimension of `tl.dot`, so decode (one token) and
-prefill share the code. Where each sequence has few queries (decode), a program's number names its sequence, or the segment of one
-(see `split_kv`). Otherwise the program finds its sequence by binary search in `cu_seqlens_q`: the grid's bound
-`num_tokens // BLOCK_Q + num_seqs` needs only shapes, so the host never waits for the device. The last query blocks of a sequence
-see most and are started first.
+After FlashAttention-2 (Dao 2023). The M dimension of `tl.dot` holds the query heads of one KV head
+times a few query tokens, so decode (one token) and prefill share the code. If each sequence has few
+queries (decode), the program id selects the sequence, or a segment of one (see `split_kv`).
+Otherwise the program finds its sequence by binary search in `cu_seqlens_q`. The grid's bound
+`num_tokens // BLOCK_Q + num_seqs` needs only shapes, so the host never waits for the device. The
+last query blocks of a sequence see most keys and start first.
 
-A tile of keys need not be a block: each of its tokens is looked up in the block table, and the ids of the next tile are on their
-way while this one is computed. Scores are kept in base 2 because exp2 is what the hardware has.
+A tile of keys is not tied to a block: each token is looked up in the block table. The block ids of
+the next tile are loaded while this one is computed. Scores are in base 2, for the hardware's exp2.
 """
 
 from __future__ import annotations
@@ -56,32 +57,35 @@ PREFILL_CANDIDATES: list[Configuration] = [
     )
     for stages in (2, 3, 4)
 ]
+#: Candidates of the tuner, which takes the half that a shape class begins with. Some need more
+#: shared memory than the device has.
 CANDIDATES = [*DECODE_CANDIDATES, *PREFILL_CANDIDATES]
-"""What may be tried for a shape class, whose first word says which half is worth it. Some need more shared memory than there is."""
 
+#: Upper bound of (query heads of a KV head * queries of a sequence) for one query block per
+#: sequence. Only such sequences may be split.
 FEW_ROWS = 64
-"""Query heads of a KV head times queries of each sequence, up to which these are one block, and the sequence may be split."""
+#: From this many (sequences * KV heads) per SM on, no sequence is split: the GPU is busy.
 ENOUGH_PROGRAMS_PER_SM = 4
-"""Sequences times KV heads from which no sequence is split: there is enough else to do."""
-MIN_TILES = 4
-"""KV tiles of a segment at least, unless the sequence has fewer."""
-SCAN = 128
-"""Sequences that a program looks at at once to find its segment."""
+MIN_TILES = 4  #: Lower bound of a segment's KV tiles, unless the sequence has fewer.
+SCAN = 128  #: Sequences that a program reads at once to find its segment.
 
 
 def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -> str:
-    """Such as "decode/rows=16/head_dim=128/bfloat16": what fits into shared memory beside 16 rows may not fit beside 64.
+    """Return the class a launch is tuned for, such as "decode/rows=16/head_dim=128/bfloat16".
 
     Args:
         decode: sequences have few queries, or their queries fit into one block.
-        rows: that a block of queries needs at least; prefill has blocks of any height.
+        rows: lower bound of a query block's rows. They compete with tiles for shared memory.
     """
     kind = f"decode/rows={rows}" if decode else "prefill"
     return f"{kind}/head_dim={head_dim}/{str(kv_dtype).removeprefix('torch.')}"
 
 
 def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) -> Configuration:
-    """What serves where nothing was measured: at most 32 KiB of keys and values in a tile, two or three tiles under way."""
+    """Return the configuration for devices without measurements.
+
+    A tile has up to 32 KiB of keys and values, and two or three tiles are in flight.
+    """
     tile = min(64, max(16, 16384 // (triton.next_power_of_2(head_dim) * kv_dtype.itemsize)))
     if decode:
         stages = 4 if kv_dtype.itemsize == 1 else 3
@@ -108,9 +112,9 @@ _UNALIGNED = ["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _paged_attention_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
-    partial_out_ptr,  # as of join_segments_kernel, and the next three; only with SPLIT
+    partial_out_ptr,  # like the next three, as in join_segments_kernel; only with SPLIT
     partial_sum_ptr,
     partial_max_ptr,
     segments_ptr,
@@ -119,7 +123,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     v_ptr,  # like k_ptr, same strides
     key_scale_ptr,  # [num_kv_heads], only with HAS_KV_SCALES
     value_scale_ptr,  # like key_scale_ptr
-    alibi_slopes_ptr,  # [num_heads], only with HAS_ALIBI
     block_tables_ptr,  # [num_seqs, max_blocks_per_seq]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
@@ -145,7 +148,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     KV_TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     HAS_SOFT_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
     HAS_KV_SCALES: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # each sequence has at most BLOCK_Q queries
     SPLIT: tl.constexpr,  # segments of sequences; only with ONE_BLOCK
@@ -177,7 +179,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     elif ONE_BLOCK:
         seq = item
     else:
-        # Sequence s owns the query blocks from cu_seqlens_q[s] // BLOCK_Q + s on: find the last s that begins at or before ours.
+        # Sequence s owns the query blocks from cu_seqlens_q[s] // BLOCK_Q + s on. Find the last s
+        # that begins at or before this block.
         q_block = tl.num_programs(0) // NUM_KV_HEADS - 1 - item
         left = 0
         right = num_seqs
@@ -212,16 +215,14 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
     last_visible = seq_len - q_len + q_index  # [BLOCK_M] position of each query
     if HAS_KV_SCALES:
         scale *= tl.load(key_scale_ptr + kv_head)
-    # `unit` takes scores to base 2 where they are what the product is; the options below do it themselves.
+    # `unit` converts scores to base 2. With a soft cap, the cap's own factor does.
     unit = scale * LOG2E
-    if HAS_SOFT_CAP or HAS_ALIBI:
+    if HAS_SOFT_CAP:
         unit = 1.0
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + head, mask=row_mask, other=0.0) * LOG2E
 
     kv_end = tl.minimum(seq_len, first_position + BLOCK_Q)
     kv_start = 0
-    if WINDOW > 0:  # what even the first query does not see
+    if WINDOW > 0:  # no query sees an earlier token
         kv_start = tl.maximum(0, first_position - WINDOW + 1)
     first_tile = kv_start // KV_TILE
     end_tile = (kv_end + KV_TILE - 1) // KV_TILE
@@ -237,7 +238,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
 
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    if ONE_BLOCK:  # warps share the rows: the sum over a tile would have them meet each time
+    if ONE_BLOCK:  # warps share the rows: a sum per tile would synchronize them each time
         running_sum = tl.zeros([BLOCK_M, KV_TILE], dtype=tl.float32)
     else:
         running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -254,7 +255,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         kv_offset = (block * stride_kv_block + (token % BLOCK_SIZE) * stride_kv_slot)[
             :, None
         ] + dims[None, :]
-        # What lies past kv_end is never loaded: stale bytes may be NaN, and 0 * NaN is NaN. What lies before kv_start may be freed.
+        # Tokens past kv_end are not loaded: stale bytes may be NaN, and 0 * NaN is NaN. Blocks
+        # before kv_start may have been freed.
         kv_mask = (token < kv_end)[:, None]
         if WINDOW > 0:
             kv_mask = kv_mask & (token >= kv_start)[:, None]
@@ -265,10 +267,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), exact at both infinities
             scores = 1.0 - 2.0 / (1.0 + tl.math.exp2(scores * (2.0 * LOG2E * scale / soft_cap)))
             scores *= soft_cap * LOG2E
-        elif HAS_ALIBI:
-            scores *= scale * LOG2E
-        if HAS_ALIBI:
-            scores += slope[:, None] * (token[None, :] - last_visible[:, None]).to(tl.float32)
         at_edge = tile_start + KV_TILE > first_position + 1
         if WINDOW > 0:
             at_edge = at_edge | (tile_start <= first_position + BLOCK_Q - 1 - WINDOW)
@@ -279,7 +277,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        # A query may see nothing of its first tiles: its window begins behind them, or its segment behind it.
+        # A query may see no key of its first tiles: its window begins later, or its segment lies
+        # behind its position.
         base = tl.where(new_max == float("-inf"), 0.0, new_max) * unit
         rescale = tl.math.exp2(running_max * unit - base)
         weights = tl.math.exp2(scores * unit - base[:, None])
@@ -299,9 +298,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]  # Triton types its
         acc *= tl.load(value_scale_ptr + kv_head)
     mask = row_mask[:, None] & dim_mask[None, :]
     if segments == 1:
-        acc = (
-            acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        )  # 0: an empty sequence, whose result is 0
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # 0: an empty sequence
         out = (
             out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + dims[None, :]
         )
@@ -333,20 +330,19 @@ def paged_attention_triton(
     window: int | None = None,
     *,
     soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     max_seqlen_q: int | None = None,
     out: Tensor | None = None,
     config: Configuration | None = None,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.attention.paged_attention`.
+    """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
 
     Args:
-        config: replaces what the table or the default says.
+        config: overrides single constants of the measured or default configuration.
 
     Raises:
-        ValueError: if strides are not what the kernel addresses, or the scale is not positive.
+        ValueError: the kernel does not support the strides, or the scale is not positive.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
@@ -360,7 +356,8 @@ def paged_attention_triton(
         or out.stride(2) != 1
     ):
         raise ValueError(
-            "key and value cache need equal strides, and the head dimension of q, k, v and out stride 1"
+            "key and value cache need equal strides, and the head dimension of q, k, v and out "
+            "stride 1"
         )
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
@@ -370,7 +367,8 @@ def paged_attention_triton(
     one_block = max_seqlen_q is not None and max_seqlen_q * group <= max(
         FEW_ROWS, triton.next_power_of_2(group)
     )
-    # The longest query may be unknown; where queries are short on average, long blocks would be empty for the most part.
+    # The longest query may be unknown. If queries are short on average, long blocks would be mostly
+    # empty.
     decode = one_block or num_tokens <= 4 * num_seqs
     queries_at_once = max_seqlen_q if one_block and max_seqlen_q is not None else 1
     rows = max(16, triton.next_power_of_2(queries_at_once * group))
@@ -395,7 +393,7 @@ def paged_attention_triton(
         items += target_segments
     elif not one_block:
         items += num_tokens // block_q
-    partial_out = partial_sum = partial_max = segments = out  # not read without splits
+    partial_out = partial_sum = partial_max = segments = out  # unused without splits
     if split:
         partials = (items, num_kv_heads, block_m)
         partial_out = torch.empty((*partials, head_dim), dtype=torch.float32, device=query.device)
@@ -415,7 +413,6 @@ def paged_attention_triton(
         value_cache,
         query if key_scale is None else key_scale,
         query if value_scale is None else value_scale,
-        query if alibi_slopes is None else alibi_slopes,
         block_tables,
         cu_seqlens_q,
         seq_lens,
@@ -441,7 +438,6 @@ def paged_attention_triton(
         KV_TILE=kv_tile,
         WINDOW=window or 0,
         HAS_SOFT_CAP=soft_cap is not None,
-        HAS_ALIBI=alibi_slopes is not None,
         HAS_KV_SCALES=key_scale is not None,
         ONE_BLOCK=one_block,
         SPLIT=split,

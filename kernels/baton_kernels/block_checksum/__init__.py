@@ -1,11 +1,12 @@
-"""Word sums of KV blocks: what tells a block that arrived whole from one that did not. The connector binds them to transfers.
+"""Word sums of KV blocks, with which the KV connector verifies the blocks of a transfer.
 
     x_i   the run's i-th 64-bit little-endian word
     y_i = x_i XOR (x_i >> 32)
-    w_i = u(i mod 8192) * u(2^32 + i div 8192)    u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1, mix is splitmix64's finalizer
+    w_i = u(i mod 8192) * u(2^32 + i div 8192)
+    u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1       mix is splitmix64's finalizer
     sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64      in any order
 
-Sums are equal bit by bit, whatever computed them: the processor's vectors, Triton, torch, or the connector's own numpy.
+All implementations give equal bits: C++, Triton, torch, and the connector's numpy version.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from baton_kernels.block_checksum.reference import WORD_BYTES, sum_runs_referenc
 
 
 def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) -> NDArray[np.uint64]:
-    """Word sums of n runs of host memory. Other Python threads run meanwhile.
+    """Compute the word sums of n runs of host memory. Releases the GIL.
 
     Args:
         addresses: int64 [n]; any alignment.
-        nbytes: of each run, a multiple of 8.
-        num_threads: one by default, because sums are taken beside the model's own computations.
+        nbytes: bytes of each run, a multiple of 8.
+        num_threads: one by default, because the model computes at the same time.
 
     Returns:
         uint64 [n].
 
     Raises:
-        ValueError: the addresses are no flat list, or nbytes or num_threads cannot be.
+        ValueError: addresses is not one-dimensional, or nbytes or num_threads is out of range.
     """
     if addresses.ndim != 1:
         raise ValueError(f"addresses must be [n], not {list(addresses.shape)}")
     if nbytes < 0 or nbytes % WORD_BYTES or num_threads < 1:
         raise ValueError(
-            f"a run must be a multiple of {WORD_BYTES} bytes, not {nbytes}, and num_threads at least 1, not {num_threads}"
+            f"a run must be a multiple of {WORD_BYTES} bytes, not {nbytes}, "
+            f"and num_threads at least 1, not {num_threads}"
         )
     if cpu.OPS is None:
         return sum_runs_reference(addresses, nbytes)
@@ -50,24 +52,27 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
 def block_sums(
     kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, num_threads: int = 1
 ) -> Tensor:
-    """Word sums of a range of heads of each block, by device of the cache. On a GPU nothing waits for the device.
+    """Compute the word sums of a range of heads of each block, on the device of the cache.
+
+    On a GPU the call does not wait for the device.
 
     Args:
         kv_cache: of shape [num_blocks, heads, ...], contiguous.
         block_ids: int64 [n], in host memory.
-        first_head: in the cache's own numbering.
-        num_threads: on a CPU.
+        first_head: index into the heads of this cache.
+        num_threads: used on a CPU only.
 
     Returns:
-        int64 [n] on the cache's device: the sums' bits.
+        The bits of the sums as int64 [n], on the cache's device.
 
     Raises:
-        ValueError: the cache or the range of heads is not of that form, or a head of a block is no multiple of 8 bytes.
+        ValueError: an argument has another form, or a head of a block is not a multiple of 8 bytes.
         IndexError: a block lies outside the cache.
     """
     if kv_cache.dim() < 3 or not kv_cache.is_contiguous():
         raise ValueError(
-            f"a cache must be contiguous, of shape [num_blocks, heads, ...], not {list(kv_cache.shape)}"
+            "a cache must be contiguous, of shape [num_blocks, heads, ...], "
+            f"not {list(kv_cache.shape)}"
         )
     num_blocks, cache_heads = kv_cache.shape[:2]
     if first_head < 0 or num_heads < 1 or first_head + num_heads > cache_heads:
@@ -76,7 +81,8 @@ def block_sums(
         )
     if block_ids.dtype != torch.int64 or block_ids.dim() != 1 or block_ids.is_cuda:
         raise ValueError(
-            f"block ids must be int64 [n] in host memory, not {block_ids.dtype} {list(block_ids.shape)}"
+            "block ids must be int64 [n] in host memory, "
+            f"not {block_ids.dtype} {list(block_ids.shape)}"
         )
     if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < num_blocks:
         raise IndexError(f"block ids lie outside the cache's {num_blocks} blocks")

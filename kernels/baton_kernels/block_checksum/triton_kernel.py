@@ -1,4 +1,4 @@
-"""Word sums in Triton: a program sums a part of one block's heads; parts are added up after it, in any order."""
+"""Word sums in Triton: a program sums a part of one block's heads, and torch adds up the parts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from baton_kernels.block_checksum.reference import OUTER_OFFSET, PERIOD, WORD_BYTES, factors
 from baton_kernels.configurations import Configuration, configuration
 
+#: tile: words, a divisor of the weights' period; tiles: tiles of a program.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "tiles": tiles, "num_warps": num_warps}
     for tile in (512, 1024, 2048)
     for tiles in (1, 4, 16)
     for num_warps in (4, 8)
 ]
-"""tile: in words, a divisor of the weights' period; tiles: how many of them a program sums."""
 
 
 def shape_class() -> str:
-    """What a launch is tuned for: blocks are long, so that one class serves all."""
+    """Return the class a launch is tuned for. Blocks are long, so one class serves all."""
     return "any"
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # it may begin anywhere in a table
-def _block_sums_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+@triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # may begin anywhere in a table
+def _block_sums_kernel(
     out_ptr,  # [num_block_ids, parts]
     words_ptr,  # [num_blocks, words_per_block]
     block_ids_ptr,  # [num_block_ids]
@@ -60,13 +60,13 @@ def block_sums_triton(
     num_heads: int,
     config: Configuration | None = None,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.block_checksum.block_sums`, which checks them."""
+    """Compute `baton_kernels.block_checksum.block_sums`, which has checked the arguments."""
     if len(block_ids) == 0:
         return torch.empty(0, dtype=torch.int64, device=kv_cache.device)
     words = kv_cache.flatten(1).view(torch.uint8).view(torch.int64)  # [num_blocks, words_per_block]
     head_words = kv_cache[0, 0].nbytes // WORD_BYTES
     num_words = num_heads * head_words
-    if kv_cache.is_cuda:  # from pageable memory the upload would wait
+    if kv_cache.is_cuda:  # an upload from pageable memory would block
         block_ids = block_ids.pin_memory().to(kv_cache.device, non_blocking=True)
     inner, outer = _weights(num_words, kv_cache.device)
     if config is None:
@@ -93,5 +93,5 @@ def block_sums_triton(
 
 @functools.lru_cache(maxsize=8)
 def _weights(num_words: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Both factors, on the device: [PERIOD] and [periods of a run]."""
+    """Return both factors on the device: [PERIOD] and [periods of a run]."""
     return factors(0, PERIOD).to(device), factors(OUTER_OFFSET, -(-num_words // PERIOD)).to(device)

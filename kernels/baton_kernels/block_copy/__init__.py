@@ -1,9 +1,9 @@
-"""Copies of whole KV blocks: within one cache (copy-on-write) and between device and host memory (swapping).
+"""Copies of whole KV blocks, within a cache (copy-on-write) or between device and host (swap).
 
     target[t] = source[s]      for each pair (s, t)
 
-Pairs take effect in their order. The caches are of shape [num_blocks, ...] and contiguous: a block is one run of bytes that
-holds all heads and layers.
+Pairs take effect in their order. The caches are of shape [num_blocks, ...] and contiguous: a block
+is one run of bytes that holds all heads and layers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
-    """Copies blocks within one cache, by its device. On a GPU nothing waits for the device.
+    """Copy blocks within one cache, on its device. On a GPU the call does not wait for the device.
 
     Args:
         kv_cache: of shape [num_blocks, ...], contiguous.
         pairs: int64 (source block, target block), of shape [n, 2], in host memory.
 
     Raises:
-        ValueError: the cache or the pairs are not of that form.
+        ValueError: the cache or the pairs have another form.
     """
     _check_cache(kv_cache)
     _check_pairs(pairs)
@@ -36,27 +36,29 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
 
 
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """Copies blocks from one cache to another, between host and device in either direction or on the host.
+    """Copy blocks from one cache to another, between host and device or on the host.
 
-    Where one is on a GPU the copies are queued on its current stream; the host cache may be read after that stream was
-    synchronised, and must be in pinned memory. It is one copy or one launch in any case: blocks that are consecutive in both caches
-    go to its copy engine, which takes none of its processors; scattered ones would be one such call each, so that a kernel copies
-    them, addressing the pinned memory itself.
+    With a GPU the copies are queued on its current stream, as one copy or one launch. The host
+    cache must be in pinned memory, and may be read after that stream was synchronized. The copy
+    engine copies blocks that are consecutive in both caches, which occupies no SM. A kernel copies
+    scattered blocks, because each would be a call of its own.
 
     Args:
         source: of shape [num_blocks, ...], contiguous.
-        target: like source, another number of blocks perhaps.
-        pairs: int64 (block of source, block of target), of shape [n, 2], in host memory; no two have the same target.
+        target: like source; the number of blocks may differ.
+        pairs: int64 (block of source, block of target), of shape [n, 2], in host memory. Targets
+            are distinct.
 
     Raises:
-        ValueError: the caches or the pairs are not of that form.
+        ValueError: the caches or the pairs have another form.
     """
     _check_cache(source)
     _check_cache(target)
     _check_pairs(pairs)
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise ValueError(
-            f"blocks differ: {source.dtype} {list(source.shape[1:])} and {target.dtype} {list(target.shape[1:])}"
+            f"blocks differ: {source.dtype} {list(source.shape[1:])} and "
+            f"{target.dtype} {list(target.shape[1:])}"
         )
     if not source.is_cuda and not target.is_cuda:
         target.index_copy_(0, pairs[:, 1], source.index_select(0, pairs[:, 0]))
@@ -64,7 +66,8 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     for cache in (source, target):
         if not cache.is_cuda and not cache.is_pinned():
             raise ValueError(
-                "the host's swap blocks are not in pinned memory; allocate them with pin_memory=True"
+                "the host's swap blocks are not in pinned memory; "
+                "allocate them with pin_memory=True"
             )
     runs = list(_adjacent_runs(pairs))
     if len(runs) == 1:
@@ -81,7 +84,8 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 def _check_cache(cache: Tensor) -> None:
     if cache.dim() < 2 or not cache.is_contiguous():
         raise ValueError(
-            f"a cache must be contiguous, of shape [num_blocks, ...], not {list(cache.shape)} strided"
+            "a cache must be contiguous, of shape [num_blocks, ...], not "
+            f"{list(cache.shape)} with strides {list(cache.stride())}"
         )
 
 
@@ -93,7 +97,7 @@ def _check_pairs(pairs: Tensor) -> None:
 
 
 def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
-    """Cuts the pairs so that within a run their order does not matter. Almost always it is one run."""
+    """Cut the pairs into runs within which their order has no effect. Usually there is one run."""
     start = 0
     sources: set[int] = set()
     targets: set[int] = set()
@@ -109,7 +113,7 @@ def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
 
 
 def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
-    """Groups the pairs, in their order, so that what a group writes no other reads or writes."""
+    """Group the pairs, in their order. A block that a group writes occurs in no other group."""
     listed: list[tuple[int, int]] = [(source, target) for source, target in pairs.tolist()]
     parent = {target: target for _, target in listed}  # a forest over written blocks
 
@@ -128,7 +132,7 @@ def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(first source, first target, length) of stretches that are consecutive in both caches: one copy each."""
+    """Yield (first source, first target, length) of runs that are consecutive in both caches."""
     first_source = first_target = length = 0
     for source, target in pairs.tolist():
         if length and (source, target) == (first_source + length, first_target + length):

@@ -1,9 +1,10 @@
 """Block copies in Triton: all pairs in one launch, within one cache or between two.
 
-Pairs that touch a block which another pair writes form a chain. One program copies one tile of every pair of a chain, in their
-order: tiles do not depend on one another, and neither do chains. Almost always a chain is one pair.
+Pairs that touch a block which another pair writes form a chain. One program copies one tile of
+every pair of a chain, in their order. Tiles are independent, and so are chains. Usually a chain is
+one pair.
 
-A cache in pinned host memory is addressed by its pointer like one on the device (unified virtual addressing).
+A kernel addresses a cache in pinned host memory by its pointer (unified virtual addressing).
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: tile: words of up to eight bytes.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "num_warps": num_warps}
     for tile in (512, 1024, 2048, 4096)
     for num_warps in (4, 8)
 ]
-"""tile: in words of up to eight bytes."""
 
 
 def shape_class() -> str:
-    """What a launch is tuned for: blocks are long, so that one class serves all."""
+    """Return the class a launch is tuned for. Blocks are long, so one class serves all."""
     return "any"
 
 
-@triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # it begins anywhere in a table
-def _copy_blocks_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+@triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # may begin anywhere in a table
+def _copy_blocks_kernel(
     source_ptr,  # [num_blocks, words_per_block]
     target_ptr,  # [num_blocks, words_per_block]
     pairs_ptr,  # [num_pairs, 2], ordered by chain
@@ -45,9 +46,9 @@ def _copy_blocks_kernel(  # type: ignore[no-untyped-def]  # Triton types its par
         source = tl.load(pairs_ptr + 2 * pair)
         target = tl.load(pairs_ptr + 2 * pair + 1)
         content = tl.load(source_ptr + source * words_per_block + word, mask=mask)
-        tl.debug_barrier()  # another thread of the program may have to read what this one overwrites
+        tl.debug_barrier()  # all threads have read before any overwrites
         tl.store(target_ptr + target * words_per_block + word, content, mask=mask)
-        tl.debug_barrier()  # or to read what this one wrote
+        tl.debug_barrier()  # all threads have written before any reads the next pair
 
 
 def copy_blocks_triton(
@@ -56,12 +57,13 @@ def copy_blocks_triton(
     chains: list[list[tuple[int, int]]],
     config: Configuration | None = None,
 ) -> None:
-    """Copies in one launch, without waiting for the device.
+    """Copy in one launch, without waiting for the device.
 
     Args:
         source: of shape [num_blocks, ...], contiguous; on the device or in pinned host memory.
-        target: like source, another number of blocks perhaps; may be `source` itself.
-        chains: (source block, target block) in the order in which they take effect; a block that one chain writes is in no other.
+        target: like source; the number of blocks may differ. May be `source` itself.
+        chains: (source block, target block) pairs in order. A block that one chain writes occurs in
+            no other chain.
     """
     if not chains:
         return
@@ -70,7 +72,7 @@ def copy_blocks_triton(
     starts = torch.tensor([0, *(len(chain) for chain in chains)]).cumsum(0)
     pairs = torch.tensor([pair for chain in chains for pair in chain], dtype=torch.int64)
     table = torch.cat((starts, pairs.flatten()))
-    if device.type == "cuda":  # from pageable memory the upload of a long table would wait
+    if device.type == "cuda":  # an upload of a long table from pageable memory would block
         table = table.pin_memory().to(device, non_blocking=True)
     words_per_block = source.shape[1]
     if config is None:
@@ -87,7 +89,7 @@ def copy_blocks_triton(
 
 
 def _words(*caches: Tensor) -> list[Tensor]:
-    """The caches as integers, [num_blocks, words_per_block], of the widest type that divides a block of each of them."""
+    """View the caches as integers [num_blocks, words_per_block], of the widest type that fits."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
         if all(cache[0].nbytes % size == 0 and cache.data_ptr() % size == 0 for cache in caches):

@@ -1,8 +1,8 @@
-"""How to launch each Triton kernel on each kind of GPU, measured ahead of serving; nothing is tuned while serving.
+"""Launch configurations of the Triton kernels per GPU, measured before serving, never during it.
 
-`<device>.json` beside this file, written by `benchmarks/kernels/tune.py`: {operation: {shape class: {name: integer}}}. The device
-is the GPU's name as `device_key` makes it. An operation names its shape classes itself (its Triton file says how) and brings the
-configuration that serves where nothing was measured.
+`benchmarks/kernels/tune.py` writes `<device_key>.json` beside this file:
+{operation: {shape class: {name: integer}}}. The Triton file of an operation defines its shape
+classes and the default configuration for devices without measurements.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from pathlib import Path
 
 import torch
 
-Configuration = Mapping[str, int]
-"""Constants of a launch by name: tile sizes, num_warps, num_stages."""
-Table = dict[str, dict[str, dict[str, int]]]
-"""{operation: {shape class: configuration}}."""
+Configuration = Mapping[str, int]  #: Constants of a launch: tile sizes, num_warps, num_stages.
+Table = dict[str, dict[str, dict[str, int]]]  #: {operation: {shape class: configuration}}.
+#: (operation, shape class, default) -> configuration.
 Answer = Callable[[str, str, Configuration], Configuration]
-"""(operation, shape class, default) -> what to launch with."""
 
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
@@ -30,12 +28,12 @@ _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 def configuration(
     operation: str, shape_class: str, device: torch.device, default: Configuration
 ) -> Configuration:
-    """What was measured best for the operation on this device and shape class, or `default`.
+    """Return the measured configuration of this device and shape class, or `default`.
 
     Args:
-        operation: the kernel folder's name, "attention" for example.
-        shape_class: what the launch is tuned for, "few/dim=4096" for example.
-        default: names every constant; a measured one replaces those it names.
+        operation: name of the kernel's folder, for example "attention".
+        shape_class: class the launch is tuned for, for example "few/dim=4096".
+        default: every constant. A measured configuration overrides the constants it names.
     """
     answer = _answer.get()
     if answer is not None:
@@ -46,7 +44,7 @@ def configuration(
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Within it, this thread's launches get what `answer` says instead of what the table says: for measuring, not for serving."""
+    """Take this thread's configurations from `answer` instead of the table. For the tuner."""
     token = _answer.set(answer)
     try:
         yield
@@ -56,22 +54,22 @@ def answering(answer: Answer) -> Iterator[None]:
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """Names the table: "nvidia-h200"; "cpu" where kernels are interpreted."""
+    """Return the name of the device's table: "nvidia-h200", or "cpu" for interpreted kernels."""
     if device.type != "cuda":
         return device.type
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
 
 
 def read_table(file: Path) -> Table:
-    """What the file holds; empty if there is none."""
+    """Return the file's table. It is empty if the file does not exist."""
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | None]]) -> None:
-    """Puts what was measured in the place of what the file says of the same shape classes, and leaves all else.
+    """Replace the file's entries of the measured shape classes. Other entries stay.
 
     Args:
-        measured: None: the kernel's default is the best. The file says nothing of that shape class then.
+        measured: new entries. None removes an entry, because the kernel's default is the fastest.
     """
     table = read_table(file)
     for operation, classes in measured.items():
@@ -85,7 +83,7 @@ def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | 
 
 
 def table_file(key: str) -> Path:
-    """Of the device called so, as `device_key` says; it need not exist."""
+    """Return the path of a device's table, which may not exist. `key` is from `device_key`."""
     return Path(str(resources.files(__name__))) / f"{key}.json"
 
 

@@ -1,9 +1,12 @@
-"""Operations for CPUs in C++ (`source/`), as torch.ops.baton_cpu.*: paged attention, KV write, norms, rotary embedding, SwiGLU,
-draws of tokens, checksums of blocks.
+"""C++ operations for CPUs (`source/`), loaded as torch.ops.baton_cpu.*.
 
-`python -m baton_kernels.cpu.build` compiles them; `make install` does so. Where that was not done, or could not be, or the
-processor lacks what they were compiled for, OPS is None and dispatchers take their torch versions. BATON_CPU_KERNELS=torch asks
-for that, and BATON_CPU_KERNELS=avx2 for what an older processor would take.
+`make install` compiles them with `python -m baton_kernels.cpu.build`. OPS is None if they were not
+compiled or if the processor lacks their instructions. Dispatchers then call the torch versions.
+BATON_CPU_KERNELS=torch forces this, and BATON_CPU_KERNELS=avx2 selects the kernels of an older
+processor.
+
+    libraries   the compiled files, one per instruction set
+    build       the compilation
 """
 
 from __future__ import annotations
@@ -20,16 +23,15 @@ from torch import Tensor
 
 from baton_kernels.cpu.libraries import InstructionSet, instruction_sets, library_file
 
+#: The dtypes of the operations. Dispatchers use the torch versions for other dtypes.
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""What the operations compute with and store; for others the torch versions serve."""
 
-Op = Callable[..., Any]
-"""Any: torch operators and C functions are untyped; each is called in one place, beside a torch version with types."""
+Op = Callable[..., Any]  #: A torch operator or C function. Both are untyped.
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Arguments as of the dispatchers; the schemas, and what is no torch operator, are at the end of source/ops.cpp."""
+    """The compiled operations. Their schemas are at the end of source/ops.cpp."""
 
     rms_norm: Op
     add_rms_norm: Op
@@ -42,7 +44,7 @@ class Ops:
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What the processor can do, as Linux names it. Empty where that is not said."""
+    """Return the processor's flags as Linux names them, or an empty set if they are unknown."""
     try:
         with cpuinfo.open() as lines:
             for line in lines:
@@ -55,22 +57,21 @@ def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, str]:
-    """The compiled operations that this processor can run.
+    """Choose the best compiled instruction set that this processor supports.
 
     Args:
-        wanted: the value of BATON_CPU_KERNELS: "torch", an instruction set's name, or "" for the best.
+        flags: result of `processor_flags`.
+        wanted: value of BATON_CPU_KERNELS: "torch", an instruction set's name, or "" for the best.
 
     Returns:
-        The instruction set and its name; or None and why.
+        The instruction set and its name, or None and the reason.
     """
     if wanted == "torch":
         return None, "BATON_CPU_KERNELS=torch"
     able = [one for one in instruction_sets() if one.needs <= flags and wanted in ("", one.name)]
     if not able:
-        return (
-            None,
-            f"no C++ kernels for this processor{f' and BATON_CPU_KERNELS={wanted}' if wanted else ''}",
-        )
+        setting = f" and BATON_CPU_KERNELS={wanted}" if wanted else ""
+        return None, f"no C++ kernels for this processor{setting}"
     compiled = next((one for one in able if library_file(one).exists()), None)
     if compiled is None:
         return None, "not compiled for this version: python -m baton_kernels.cpu.build"
@@ -98,7 +99,7 @@ def _load() -> tuple[Ops | None, str]:
 
 
 def _register_fakes() -> None:
-    """Shapes of results, for torch.compile."""
+    """Register the results' shapes for torch.compile."""
 
     def fake(name: str) -> Callable[[Op], Op]:
         return torch.library.register_fake(f"baton_cpu::{name}")
@@ -135,15 +136,13 @@ def _register_fakes() -> None:
         return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
+#: The compiled operations, or None if torch versions are used; and a description for the log.
 OPS, DESCRIPTION = _load()
-"""The compiled operations, None: the torch versions serve; and which of the two it is and why, for the log."""
 
 
 def ops_for(x: Tensor) -> Ops | None:
-    """The compiled operations if they take x. torch.compile fuses the torch versions with what surrounds them."""
+    """Return the compiled operations if they support x.
+
+    Returns None under torch.compile, which fuses the torch versions with their neighbours.
+    """
     return OPS if x.is_cpu and x.dtype in DTYPES and not torch.compiler.is_compiling() else None
-
-
-def available() -> bool:
-    """Whether the compiled operations are loaded."""
-    return OPS is not None

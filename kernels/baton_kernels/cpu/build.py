@@ -1,8 +1,9 @@
-"""Compiles the C++ operations of this folder: `python -m baton_kernels.cpu.build`, in the environment that will use them.
+"""The compilation of the C++ operations: `python -m baton_kernels.cpu.build`.
 
-Needs GCC with C++20 (`$CXX`, else `c++` or `g++`) and torch's own headers, nothing else. A file for each instruction set that the
-compiler can aim at lies in `built/` afterwards, whatever processor compiled it; at load the processor chooses. A file's name says
-which torch and which sources it belongs to: after a change of either it is not found any more, and this is to be run again.
+Run it in the environment that will use them. It needs GCC with C++20 (`$CXX`, else `c++` or `g++`)
+and torch's headers. It writes a file per instruction set to `built/`, for any processor; the right
+one is chosen at load time. File names contain the torch version and a hash of the sources. Run it
+again after a change of either.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from baton_kernels.cpu.libraries import (
     library_file,
 )
 
-# Compiled with OpenMP but not linked with it: torch's copy is in the process already, and a second one would have its own threads.
-# That copy is GCC's: what Clang compiles calls another one.
+#: Compiles with OpenMP but does not link it: torch has loaded its copy, and a second one would have
+#: threads of its own. torch's copy is GCC's, which Clang's code does not call.
 OPENMP = "-fopenmp"
 
 
 def compiler() -> str | None:
-    """The C++ compiler's command, if there is one."""
+    """Return the command of the C++ compiler, or None."""
     candidates = (os.environ.get("CXX"), "c++", "g++")
     return next((command for command in candidates if command and shutil.which(command)), None)
 
 
 def build(instruction_set: InstructionSet, command: str) -> Path:
-    """Compiles unless it is done already; an older file of the same torch goes.
+    """Compile if necessary, and remove older files for the same torch version.
 
     Raises:
-        RuntimeError: with what the compiler said.
+        RuntimeError: the compiler failed. The message contains its output.
     """
     target = library_file(instruction_set)
     if target.exists():
@@ -67,7 +68,7 @@ def build(instruction_set: InstructionSet, command: str) -> Path:
                 "-lc10",
             ]
         )
-        linked.replace(target)  # at once: another process may be loading
+        linked.replace(target)  # atomic: another process may be loading
     for old in BUILT.glob(f"{instruction_set.name}-torch{torch.__version__}-*.so"):
         if old != target:
             old.unlink(missing_ok=True)
@@ -81,12 +82,12 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Exits with 0 also where nothing can be compiled: the torch versions serve."""
+    """Compile for all instruction sets. Exits with 0 on failure: torch versions replace them."""
     wanted = instruction_sets()
     command = compiler()
     if not wanted or command is None:
         missing = "C++ compiler" if command is None else f"C++ kernels for {platform.machine()}"
-        print(f"no {missing}: Baton's CPU kernels run as torch operations, slower")
+        print(f"no {missing}: Baton uses slower torch operations on this CPU")
         return 0
     started = time.monotonic()
     with ThreadPoolExecutor() as pool:
@@ -96,7 +97,8 @@ def main() -> int:
     }
     for name, error in failed.items():
         print(
-            f"compiling the CPU kernels for {name} failed; torch operations serve there, slower:\n{error}",
+            f"compiling the CPU kernels for {name} failed; Baton uses slower torch operations "
+            f"there:\n{error}",
             file=sys.stderr,
         )
     built = ", ".join(name for name in futures if name not in failed)

@@ -1,4 +1,4 @@
-"""The files that hold the compiled operations: one for each instruction set, torch version and state of the sources."""
+"""The files of compiled operations, one per instruction set, torch version and sources' hash."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", 
 class InstructionSet:
     name: str
     flags: tuple[str, ...]
-    needs: frozenset[str]
-    """Flags of /proc/cpuinfo without which its instructions end the process."""
+    needs: frozenset[str]  #: Required flags of /proc/cpuinfo.
 
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -29,7 +28,7 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 def instruction_sets(machine: str = platform.machine()) -> tuple[InstructionSet, ...]:
-    """The best first. Empty for machines that the operations were never compiled for."""
+    """Return the supported instruction sets of a machine, best first. May be empty."""
     if machine in ("x86_64", "AMD64"):
         return (
             InstructionSet("avx512", ("-march=x86-64-v4",), _V4),
@@ -39,7 +38,7 @@ def instruction_sets(machine: str = platform.machine()) -> tuple[InstructionSet,
 
 
 def library_file(instruction_set: InstructionSet) -> Path:
-    """Where its compiled operations lie, for the torch and the sources of this process. It need not exist."""
+    """Return the file's path for this process's torch and sources. The file may not exist."""
     key = hashlib.sha256(repr((FLAGS, instruction_set.flags)).encode())
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         key.update(source.name.encode() + b"\0" + source.read_bytes())

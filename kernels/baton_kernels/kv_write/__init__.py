@@ -1,8 +1,9 @@
-"""KV write (vLLM: reshape_and_cache): puts the keys and values of new tokens into their cache slots.
+"""KV write (vLLM: reshape_and_cache): stores keys and values of new tokens in their cache slots.
 
     key_cache[slot // block_size, :, slot % block_size] = key[token]      slot = slot_mapping[token]
 
-and the same for values. A negative slot writes nothing (padding, warm-up).
+and the same for values. A negative slot writes nothing (padding, warm-up). The engine does not use
+the fp8 scales yet; fp8 KV caches need them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels import cpu as compiled  # "cpu" is the name of a file of this folder
+from baton_kernels import cpu as compiled  # this folder has a module named cpu
 from baton_kernels.kv_write.cpu import Slots, write_kv_cpu
 from baton_kernels.kv_write.reference import to_fp8
 
 
 def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
-    """Computes once what the layers of a step have in common; None where there is nothing to prepare: in Triton and C++.
+    """Compute once what all layers of a step share. Triton and C++ prepare nothing: None.
 
     Args:
-        slot_mapping: as of `write_kv`.
+        slot_mapping: as in `write_kv`.
+        block_size: slots per block.
     """
     return (
         None
@@ -38,17 +40,18 @@ def write_kv(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Writes in place, by device of `key`.
+    """Write in place, on the device of `key`.
 
     Args:
         key: of shape [num_tokens, num_kv_heads, head_dim].
         value: like key.
-        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim]; any strides, the last one 1.
+        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim], last stride 1.
         value_cache: like key_cache, with the same strides.
         slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
-        plan: what `plan_write` made of this slot mapping; None: it is made now.
-        key_scale: of an fp8 cache, float32 of shape [num_kv_heads]: it holds keys divided by it, saturated; None: 1.
-        value_scale: the same of values; both or none.
+        plan: result of `plan_write` for this slot mapping. None computes it here.
+        key_scale: float32 of shape [num_kv_heads]; None means 1. An fp8 cache stores keys divided
+            by it and saturated.
+        value_scale: the same for values. Give both scales or neither.
     """
     if key.is_cuda:
         from baton_kernels.kv_write.triton_kernel import write_kv_triton

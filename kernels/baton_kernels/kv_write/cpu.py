@@ -1,4 +1,4 @@
-"""KV write on a CPU without compiled operations: one indexed assignment each for keys and values, at indices made once per step."""
+"""KV write on a CPU without compiled operations: indexed assignments, indices made per step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from torch import Tensor
 
 
 class Slots:
-    """A step's slots, taken apart once. Arguments as `baton_kernels.kv_write.plan_write`."""
+    """A step's slots as block and offset. Arguments as in `baton_kernels.kv_write.plan_write`."""
 
     def __init__(self, slot_mapping: Tensor, block_size: int) -> None:
         written = slot_mapping >= 0
-        self.tokens: Tensor | None = None
-        """bool [num_tokens]: those that are written; None: all."""
+        self.tokens: Tensor | None = None  #: bool [num_tokens]: written tokens; None for all.
         if not bool(written.all()):
             self.tokens, slot_mapping = written, slot_mapping[written]
         self.block, self.slot = slot_mapping // block_size, slot_mapping % block_size
@@ -20,7 +19,7 @@ class Slots:
 def write_kv_cpu(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Slots
 ) -> None:
-    """Arguments as `baton_kernels.kv_write.write_kv`."""
+    """Compute `baton_kernels.kv_write.write_kv`, with the same arguments."""
     if slots.tokens is not None:
         key, value = key[slots.tokens], value[slots.tokens]
     key_cache[slots.block, :, slots.slot] = key.to(key_cache.dtype)

@@ -1,4 +1,4 @@
-"""KV write in Triton: one program per (token, few KV heads) copies their keys and values, divided by scales into an fp8 cache."""
+"""KV write in Triton: one program per (token, few KV heads) copies, and scales for an fp8 cache."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: heads: heads per program, a power of two.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (1, 2, 4, 8) for num_warps in (1, 2, 4)
 ]
-"""heads: per program, a power of two."""
 
 
 def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
-    """What a launch is tuned for."""
+    """Return the class a launch is tuned for."""
     return f"{'few' if num_tokens <= 256 else 'many'}/kv_heads={num_kv_heads}/head_dim={head_dim}"
 
 
 @triton.jit
-def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[HEADS, dims] / scale [HEADS], saturated: the format has no infinity. 448 is its largest number."""
+def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):
+    """Divide [HEADS, dims] by scale [HEADS] and saturate at 448, the format's largest number."""
     scaled = values.to(tl.float32) / tl.load(scale_ptr + head, mask=head_mask, other=1.0)
     scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
-def _write_kv_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _write_kv_kernel(
     key_ptr,  # [num_tokens, num_kv_heads, head_dim]
     value_ptr,  # [num_tokens, num_kv_heads, head_dim]
     key_cache_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
@@ -87,10 +87,10 @@ def write_kv_triton(
     value_scale: Tensor | None = None,
     config: Configuration | None = None,
 ) -> None:
-    """Arguments as `baton_kernels.kv_write.write_kv`.
+    """Compute `baton_kernels.kv_write.write_kv`, with the same arguments.
 
     Raises:
-        ValueError: if strides are not what the kernel addresses.
+        ValueError: the kernel does not support the strides.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     if (

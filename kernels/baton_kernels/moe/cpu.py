@@ -1,6 +1,6 @@
-"""Experts on a CPU: products one expert after the other, over all rows routed to it, so that each weight is read once.
+"""Experts on a CPU, one after the other over all rows routed to each, so each weight is read once.
 
-A single token's experts are taken from a list of ids; rows of several tokens are sorted by expert.
+Rows of several tokens are sorted by expert. A single token needs no sorting.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.linear import Int8Weight, linear
 
+#: A matrix per expert: stacked in one tensor, or a sequence of plain, packed or int8 matrices.
 ExpertWeights = Tensor | Sequence[Tensor | Int8Weight] | nn.ParameterList | nn.ModuleList
-"""Of each expert a matrix: stacked in one tensor, or one by one and perhaps packed or quantised."""
 
 
 def run_experts_cpu(
     x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.moe.run_experts`."""
+    """Compute `baton_kernels.moe.run_experts`, with the same arguments and result."""
     if expert_ids.shape[0] == 1:
         return _run_one_token(x, gate_up, down, weights, expert_ids)
     num_tokens, top_k = expert_ids.shape
     num_experts = len(gate_up)
     pairs = expert_ids.flatten()
     absent = (pairs < 0) | (pairs >= num_experts)
-    pairs = pairs.masked_fill(absent, num_experts)  # sorted to the end, and cut off
+    pairs = pairs.masked_fill(absent, num_experts)  # sorted to the end, then cut off
     counts: list[int] = torch.bincount(pairs, minlength=num_experts + 1)[:num_experts].tolist()
     order = pairs.argsort(stable=True)[: sum(counts)]
     inputs = x[order // top_k].split(counts)
@@ -40,23 +40,22 @@ def run_experts_cpu(
     if not products:
         return torch.zeros_like(x)
     by_pair = x.new_empty(num_tokens * top_k, x.shape[1])
-    if len(order) < len(by_pair):  # some choices have no expert here
+    if len(order) < len(by_pair):  # some experts are on other ranks
         by_pair.zero_()
         weights = weights.masked_fill(absent.view(expert_ids.shape), 0)
     by_pair.index_copy_(0, order, torch.cat(products))
     return (by_pair.view(num_tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
 
 
-def _run_expert(
-    rows: Tensor, gate_up: Any, down: Any
-) -> Tensor:  # Any: a ModuleList does not say what it holds
+# Any: the items of a ModuleList are untyped.
+def _run_expert(rows: Tensor, gate_up: Any, down: Any) -> Tensor:
     return linear(silu_and_mul(linear(rows, gate_up)), down)
 
 
 def _run_one_token(
     x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """A token's experts are distinct: nothing to group."""
+    """Run the experts of one token, which are distinct."""
     ids: list[int] = expert_ids[0].tolist()
     here = [choice for choice, expert in enumerate(ids) if 0 <= expert < len(gate_up)]
     if not here:

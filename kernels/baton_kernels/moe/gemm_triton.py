@@ -1,12 +1,12 @@
-"""The experts' products for many tokens in Triton: grouped GEMMs over aligned tiles, then the sum over each token's choices.
+"""Experts for many tokens in Triton: grouped GEMMs over aligned tiles, then a sum per token.
 
-    activated[pair] = silu(gate[e] @ x[token]) * (up[e] @ x[token])      gate and up rows by the same program: written once
+    activated[pair] = silu(gate[e] @ x[token]) * (up[e] @ x[token])      one program for gate and up
     rows[pair] = weight[pair] * down[e] @ activated[pair]
-    out[token] = sum of the token's rows                                 in float32, in the order of its choices
+    out[token] = sum of the token's rows                     in float32, in the order of its choices
 
-A tile multiplies BLOCK_M pairs of one expert by BLOCK_N rows of its weights. With few rows per expert the product is taken
-transposed (SWAP): the weights are then the operand whose tile has 64 rows or more, which is what Hopper's wgmma reads from shared
-memory, and the few tokens are its narrow side.
+A tile multiplies BLOCK_M pairs of one expert by BLOCK_N rows of its weights. With few rows per
+expert the product is transposed (SWAP): Hopper's wgmma needs an operand of at least 64 rows, which
+the weights have and the few tokens do not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from baton_kernels.moe.routing_triton import align_pairs
 
 
 @triton.jit
-def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Neighbours share weights: GROUP_M tiles of rows take turns on one tile of weights while it is in the L2 cache."""
+def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Map a program to its tile. GROUP_M adjacent programs share a tile of weights in the L2."""
     group = program // (GROUP_M * TILES_N)
     within = program % (GROUP_M * TILES_N)
     group_m = tl.minimum(num_tiles - group * GROUP_M, GROUP_M)
@@ -30,7 +30,7 @@ def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.cons
 
 
 @triton.jit
-def _load_rows(row_ptrs, k_start, row_mask, K: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(row_ptrs, k_start, row_mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
     k = k_start + tl.arange(0, BLOCK_K)
     mask = row_mask[:, None]
     if K % BLOCK_K != 0:
@@ -39,7 +39,7 @@ def _load_rows(row_ptrs, k_start, row_mask, K: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def _load_weights(row_ptrs, k_start, K: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_weights(row_ptrs, k_start, K: tl.constexpr, BLOCK_K: tl.constexpr):
     k = k_start + tl.arange(0, BLOCK_K)
     if K % BLOCK_K == 0:
         tile = tl.load(row_ptrs[:, None] + k[None, :])
@@ -49,7 +49,7 @@ def _load_weights(row_ptrs, k_start, K: tl.constexpr, BLOCK_K: tl.constexpr):  #
 
 
 @triton.jit
-def _multiply(rows, weights, acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _multiply(rows, weights, acc, SWAP: tl.constexpr):
     if SWAP:
         acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
     else:
@@ -58,7 +58,7 @@ def _multiply(rows, weights, acc, SWAP: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _gate_up_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _gate_up_kernel(
     activated_ptr,  # [num_pairs, intermediate]
     x_ptr,  # [num_tokens, hidden]
     gate_up_ptr,  # [num_experts, 2 * intermediate, hidden]
@@ -84,7 +84,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # Triton types its paramet
     row_mask = pair < num_pairs
     x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64) * HIDDEN
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Columns past the end read the last one again, and are not stored.
+    # Columns past the end read the last one again and are not stored.
     weight_row = tl.minimum(column, INTERMEDIATE - 1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile_m).to(tl.int64)
     gate_ptrs = gate_up_ptr + expert * (2 * INTERMEDIATE * HIDDEN) + weight_row * HIDDEN
@@ -112,7 +112,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # Triton types its paramet
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _down_kernel(  # type: ignore[no-untyped-def]
+def _down_kernel(
     rows_ptr,  # [num_pairs, hidden]
     activated_ptr,  # [num_pairs, intermediate]
     down_ptr,  # [num_experts, hidden, intermediate]
@@ -165,7 +165,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _combine_kernel(  # type: ignore[no-untyped-def]
+def _combine_kernel(
     out_ptr,  # [num_tokens, hidden]
     rows_ptr,  # [num_pairs, hidden]
     expert_ids_ptr,  # int64 [num_pairs]
@@ -180,7 +180,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.broadcast_to(tl.load(expert_ids_ptr + pair), [BLOCK_H])
-        # The row of an expert that is not here was never written.
+        # The row of an expert of another rank was never written.
         here = (expert >= 0) & (expert < NUM_EXPERTS)
         row = tl.load(rows_ptr + pair * HIDDEN + column, mask=(column < HIDDEN) & here, other=0.0)
         acc += row.to(tl.float32)
@@ -198,7 +198,10 @@ def run_experts_gemm(
     expert_ids: Tensor,
     config: Configuration,
 ) -> None:
-    """Arguments as `baton_kernels.moe.triton_kernel.run_experts_triton`, all contiguous, with at least one token."""
+    """Compute `baton_kernels.moe.triton_kernel.run_experts_triton` by grouped GEMMs.
+
+    The arguments are contiguous and have at least one token.
+    """
     num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
     num_experts, hidden, intermediate = down.shape
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
@@ -208,7 +211,7 @@ def run_experts_gemm(
     rows = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
     tiles = {"BLOCK_M": block_m, "BLOCK_K": config["BLOCK_K"], "GROUP_M": config["GROUP_M"]}
     launch = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
-    # Half of the rows are gate's: both products stream tiles of the same size.
+    # Half of the rows are gate rows, so that both products stream tiles of the same size.
     _gate_up_kernel[(max_tiles * triton.cdiv(intermediate, block_n // 2),)](
         activated,
         x,

@@ -1,10 +1,11 @@
-"""The experts' products for a few tokens in Triton: nothing is sorted or padded, and each pair reads its expert's weights itself.
+"""Experts for a few tokens in Triton: GEMVs, without sorting or padding.
 
-    activated[pair] = silu(gate[e] @ x[token]) * (up[e] @ x[token])            a program per (pair, BLOCK_N columns)
-    out[token] = sum over its choices of weight * down[e] @ activated[pair]    a program per (token, BLOCK_N columns)
+    activated[pair] = silu(gate[e] @ x[token]) * (up[e] @ x[token])    per (pair, BLOCK_N columns)
+    out[token] = sum of weight * down[e] @ activated[pair]             per (token, BLOCK_N columns)
 
-Products are multiplied and added in float32 without tensor cores: there is one row, and the weights' way from memory is what
-takes the time. Partial sums stay apart until the end, so that a step of the loop needs no exchange between threads.
+Each pair (token, choice) reads its expert's weights. Products are computed in float32 without
+tensor cores: there is one row, and reading the weights takes the time. Partial sums are joined at
+the end, so that an iteration of the loop needs no exchange between threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from baton_kernels.configurations import Configuration
 
 
 @triton.jit
-def _gate_up_row_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _gate_up_row_kernel(
     activated_ptr,  # [num_pairs, intermediate]
     x_ptr,  # [num_tokens, hidden]
     gate_up_ptr,  # [num_experts, 2 * intermediate, hidden]
@@ -35,13 +36,13 @@ def _gate_up_row_kernel(  # type: ignore[no-untyped-def]  # Triton types its par
     if (expert < 0) | (expert >= NUM_EXPERTS):
         return
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Columns past the end read the last one again, and are not stored.
+    # Columns past the end read the last one again and are not stored.
     weight_row = tl.minimum(column, INTERMEDIATE - 1).to(tl.int64)
     gate_ptrs = gate_up_ptr + expert * (2 * INTERMEDIATE * HIDDEN) + weight_row * HIDDEN
     up_ptrs = gate_ptrs + INTERMEDIATE * HIDDEN
     gate = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    # x is read as often as there are rows, which costs no memory traffic and spares the threads an exchange.
+    # Each row reads x from the cache, which avoids an exchange between threads.
     x_ptrs = x_ptr + (pair // TOP_K) * HIDDEN + tl.zeros([BLOCK_N, 1], dtype=tl.int64)
     for k_start in range(0, HIDDEN, BLOCK_K):
         k = k_start + tl.arange(0, BLOCK_K)[None, :]
@@ -55,7 +56,7 @@ def _gate_up_row_kernel(  # type: ignore[no-untyped-def]  # Triton types its par
 
 
 @triton.jit
-def _down_row_kernel(  # type: ignore[no-untyped-def]
+def _down_row_kernel(
     out_ptr,  # [num_tokens, hidden]
     activated_ptr,  # [num_pairs, intermediate]
     down_ptr,  # [num_experts, hidden, intermediate]
@@ -76,7 +77,7 @@ def _down_row_kernel(  # type: ignore[no-untyped-def]
     for choice in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
         pair = token * TOP_K + choice
         expert = tl.load(expert_ids_ptr + pair)
-        # Masked rather than skipped: the loads of several choices can then be under way at once.
+        # Masked rather than skipped, so that the loads of several choices overlap.
         experts = tl.broadcast_to(expert, [1, BLOCK_K])
         here = (experts >= 0) & (experts < NUM_EXPERTS)
         weight = tl.load(weights_ptr + pair).to(tl.float32)
@@ -106,7 +107,10 @@ def run_experts_gemv(
     expert_ids: Tensor,
     config: Configuration,
 ) -> None:
-    """Arguments as `baton_kernels.moe.triton_kernel.run_experts_triton`, all contiguous, with at least one token."""
+    """Compute `baton_kernels.moe.triton_kernel.run_experts_triton` by GEMVs.
+
+    The arguments are contiguous and have at least one token.
+    """
     num_tokens, top_k = expert_ids.shape
     num_experts, hidden, intermediate = down.shape
     block_n = config["BLOCK_N"]
@@ -118,7 +122,7 @@ def run_experts_gemv(
         "INTERMEDIATE": intermediate,
     }
     tiles = {"BLOCK_N": block_n, "BLOCK_K": config["BLOCK_K"]}
-    # Pairs vary fastest: those of one expert then read its weights at about the same time, once from memory.
+    # Pairs vary fastest, so that the pairs of an expert share one read of its weights from memory.
     _gate_up_row_kernel[(num_tokens * top_k, triton.cdiv(intermediate, block_n))](
         activated, x, gate_up, expert_ids, **shapes, **tiles, num_warps=config["num_warps"]
     )

@@ -1,4 +1,4 @@
-"""Routing and experts in plain torch, one expert after the other, in float32. The truth for tests."""
+"""Routing and experts in plain torch, one expert after the other, in float32. For tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 def route_top_k_reference(
     router_logits: Tensor, top_k: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as `baton_kernels.moe.route_top_k`."""
+    """Compute `baton_kernels.moe.route_top_k`, with the same arguments and result."""
     probs = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
     weights, expert_ids = probs.topk(top_k, dim=-1)
     if renormalize:
@@ -27,7 +27,7 @@ def run_experts_reference(
     weights: Tensor,
     expert_ids: Tensor,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.moe.run_experts`; the experts' weights are plain ones."""
+    """Compute `baton_kernels.moe.run_experts`, with plain weights only."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, (gate_up_rows, down_rows) in enumerate(zip(gate_up, down, strict=True)):
         token, choice = torch.nonzero(expert_ids == expert, as_tuple=True)

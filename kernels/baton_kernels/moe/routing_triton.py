@@ -1,9 +1,9 @@
-"""Routing in Triton: which experts each token gets, and which rows each tile of the grouped products multiplies.
+"""Routing in Triton: the experts of each token, and the rows of each tile of the grouped GEMMs.
 
-Alignment gives every expert whole tiles of BLOCK_M rows. A row is a pair (token, choice), numbered token * top_k + choice; where an
-expert's pairs end within a tile, padding follows. How many tiles there are is known on the device only: buffers and grids are
-sized for the worst case of the shapes, and programs past the end leave at once. Nothing is decided by a race: pairs of an expert
-keep their order, so a step repeated gives the same bits.
+Alignment gives every expert whole tiles of BLOCK_M rows. A row is a pair (token, choice) with the
+index token * top_k + choice. Padding fills the last tile of an expert. The number of tiles is known
+on the device only: buffers and grids have the worst-case size of the shapes, and programs past the
+end return at once. Pairs of an expert keep their order, so repeating a step gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUTING_CANDIDATES: list[Configuration] = [
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _route_kernel(
     weights_ptr,  # [num_tokens, top_k]
     expert_ids_ptr,  # int64 [num_tokens, top_k]
     logits_ptr,  # [num_tokens, num_experts]
@@ -48,11 +48,11 @@ def _route_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameter
         mask=token_mask[:, None] & expert_mask[None, :],
         other=float("-inf"),
     ).to(tl.float32)  # [ROWS, EXPERTS_PADDED]
-    # A row past the end is all -inf: its largest becomes 0 so that no NaN arises there.
+    # A row past the end is all -inf: 0 as its maximum avoids a NaN.
     largest = tl.where(token_mask, tl.max(logits, axis=1), 0.0)
     shares = tl.exp(logits - largest[:, None])
     total = tl.sum(shares, axis=1)
-    # Shares are >= 0. A NaN compares with nothing, so it counts as 0: ids stay in range, and the weights are NaN by the total.
+    # Shares are >= 0. A NaN counts as 0 here to keep ids in range. The total makes the weights NaN.
     left = tl.where(expert_mask[None, :], tl.where(shares == shares, shares, 0.0), -2.0)
     weights = tl.zeros([ROWS, TOP_K_PADDED], dtype=tl.float32)
     chosen = tl.zeros([ROWS, TOP_K_PADDED], dtype=tl.int32)
@@ -79,7 +79,7 @@ def routing_shape_class(num_experts: int, top_k: int) -> str:
 def route_top_k_triton(
     router_logits: Tensor, top_k: int, renormalize: bool, config: Configuration | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as `baton_kernels.moe.route_top_k`. Of equal probabilities the lowest expert ids are taken."""
+    """Compute `baton_kernels.moe.route_top_k`. Among equal probabilities the lowest ids win."""
     num_tokens, num_experts = router_logits.shape
     if router_logits.stride(1) != 1:
         router_logits = router_logits.contiguous()
@@ -108,18 +108,17 @@ def route_top_k_triton(
 
 
 class AlignedPairs(NamedTuple):
-    """The rows of each tile of the grouped products; `BLOCK_M` rows per tile."""
+    """The rows of each tile of the grouped GEMMs, `BLOCK_M` rows per tile."""
 
+    #: int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding. Undefined past
+    #: `num_padded`.
     sorted_pairs: Tensor
-    """int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding; undefined past `num_padded`."""
-    tile_experts: Tensor
-    """int32 [max_tiles]: whose weights a tile is multiplied by."""
-    num_padded: Tensor
-    """int32 [1]: rows that count, a multiple of BLOCK_M."""
+    tile_experts: Tensor  #: int32 [max_tiles]: the expert of each tile.
+    num_padded: Tensor  #: int32 [1]: number of valid rows, a multiple of BLOCK_M.
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(  # type: ignore[no-untyped-def]
+def _count_kernel(
     counts_ptr,  # int32 [num_experts]
     expert_ids_ptr,  # int64 [num_pairs]
     num_pairs,
@@ -135,7 +134,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _place_kernel(
     sorted_pairs_ptr,  # int32 [max_tiles * BLOCK_M]
     tile_experts_ptr,  # int32 [max_tiles]
     num_padded_ptr,  # int32 [1]
@@ -170,16 +169,18 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 
 def max_num_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that any routing of so many pairs needs."""
+    """Return the number of tiles that any routing of the pairs needs in the worst case."""
     with_pairs = min(num_pairs, num_experts)
     return (num_pairs + with_pairs * (block_m - 1)) // block_m
 
 
 def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPairs:
-    """Groups pairs by expert. Ids outside [0, num_experts) are in no tile.
+    """Group pairs by expert. Pairs with ids outside [0, num_experts) are in no tile.
 
     Args:
         expert_ids: int64 of shape [num_tokens, top_k], contiguous, not empty.
+        num_experts: experts of this rank.
+        block_m: rows per tile.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
@@ -187,7 +188,7 @@ def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPa
     sorted_pairs = torch.empty(max_tiles * block_m, dtype=torch.int32, device=device)
     tile_experts = torch.empty(max_tiles, dtype=torch.int32, device=device)
     num_padded = torch.empty(1, dtype=torch.int32, device=device)
-    # Two sizes, not one for each power of two, which would be compiled when a step first has so many pairs.
+    # Only two sizes: each size is compiled when a step first has so many pairs.
     chunk, num_warps = (1024, 4) if num_pairs <= 1024 else (4096, 8)
     _count_kernel[(num_experts,)](counts, expert_ids, num_pairs, CHUNK=chunk, num_warps=num_warps)
     _place_kernel[(num_experts,)](

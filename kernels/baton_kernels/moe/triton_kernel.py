@@ -1,12 +1,12 @@
-"""Experts in Triton: chooses between grouped GEMMs and, for a few tokens, GEMVs, and their tiles.
+"""Experts in Triton: the choice between grouped GEMMs and, for a few tokens, GEMVs.
 
 Constants of a launch:
 
-    BLOCK_M     rows per tile; 1: GEMVs, with neither sorting nor padding
-    BLOCK_N     rows of weights per tile; in the first GEMM half of them gate's and half up's
-    BLOCK_K     columns of weights per step
-    GROUP_M     tiles of rows that take turns on one tile of weights
-    SWAP        1: the product is taken transposed, weights on the wide side
+    BLOCK_M     rows per tile; 1 selects GEMVs
+    BLOCK_N     rows of weights per tile; in the first GEMM half gate rows and half up rows
+    BLOCK_K     columns of weights per iteration
+    GROUP_M     tiles of rows that share a tile of weights in the L2 cache
+    SWAP        1: transposed product
     num_warps, num_stages
 """
 
@@ -29,8 +29,7 @@ __all__ = [
     "shape_class",
 ]
 
-GEMV_TOKENS = 8
-"""Up to so many tokens are multiplied one by one where nothing was measured."""
+GEMV_TOKENS = 8  #: The default configuration uses GEMVs up to this many tokens.
 
 
 def _gemv(block_n: int, block_k: int, num_warps: int) -> Configuration:
@@ -57,6 +56,7 @@ def _gemm(
     }
 
 
+#: Candidates of the tuner, for 16-bit weights. Some need more shared memory than a device has.
 CANDIDATES: list[Configuration] = [
     *(
         _gemv(block_n, block_k, num_warps)
@@ -107,14 +107,16 @@ CANDIDATES: list[Configuration] = [
         for group_m in (8, 16)
     ),
 ]
-"""What tune.py measures, for 16-bit weights. Those that need more shared memory than a device has fail to launch there."""
 
 
 def default_configuration(
     num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype
 ) -> Configuration:
-    """What serves where nothing was measured: tiles about as high as an expert has rows on average."""
-    halves = dtype.itemsize // 2  # float32 takes twice the room
+    """Return the configuration for devices without measurements.
+
+    A tile has about as many rows as an expert has on average.
+    """
+    halves = dtype.itemsize // 2  # float32 needs twice the memory
     rows_per_expert = num_tokens * top_k / num_experts
     if num_tokens <= GEMV_TOKENS:
         return _gemv(4, 512 // halves, 4)
@@ -135,7 +137,7 @@ def shape_class(
     intermediate: int,
     dtype: torch.dtype,
 ) -> str:
-    """Tokens count up to the next power of two, and those beyond 8192 as 8192."""
+    """Return the class a launch is tuned for. Tokens are rounded up to powers of two <= 8192."""
     tokens = min(8192, triton.next_power_of_2(num_tokens))
     model = f"experts={num_experts}/top_k={top_k}/hidden={hidden}/intermediate={intermediate}"
     return f"{model}/{str(dtype).removeprefix('torch.')}/tokens={tokens}"
@@ -151,16 +153,20 @@ def run_experts_triton(
     config: Configuration | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.moe.run_experts`; `out` is written if given.
+    """Compute `baton_kernels.moe.run_experts`, with the same arguments and result.
+
+    Args:
+        config: replaces the measured or default configuration.
+        out: receives the result, like x.
 
     Raises:
-        ValueError: the experts' weights are not contiguous, or their shapes do not belong together.
+        ValueError: the experts' weights are not contiguous, or shapes do not match.
     """
     num_tokens, top_k = expert_ids.shape
     num_experts, hidden, intermediate = down.shape
     if gate_up.shape != (num_experts, 2 * intermediate, hidden) or x.shape != (num_tokens, hidden):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, gate_up, down, expert_ids))
-        raise ValueError(f"x, gate_up, down and expert ids do not belong together: {shapes}")
+        raise ValueError(f"shapes of x, gate_up, down and expert ids do not match: {shapes}")
     if not gate_up.is_contiguous() or not down.is_contiguous():
         raise ValueError("the experts' stacked weights must be contiguous")
     if out is None:

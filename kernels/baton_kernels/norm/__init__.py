@@ -1,4 +1,7 @@
-"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), alone and after a residual's sum."""
+"""RMSNorm, with or without a residual: y = x / sqrt(mean(x^2) + eps) * weight.
+
+After Zhang and Sennrich 2019.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,14 @@ from baton_kernels.norm.reference import add_rms_norm_reference, rms_norm_refere
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalises the last dimension; the mean is taken in float32.
+    """Normalize the last dimension, with the mean in float32.
 
     Args:
         x: of shape [..., dim].
         weight: of shape [dim].
     """
-    if (
-        x.is_cuda and not torch.compiler.is_compiling()
-    ):  # a compiler fuses the reference with what surrounds it
+    # torch.compile fuses the reference with its neighbours.
+    if x.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.norm.triton_kernel import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps)
@@ -28,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds what a layer computed to its residual, and normalises the sum for the next layer.
+    """Add a layer's output to its residual and normalize the sum for the next layer.
 
     Args:
         x: of shape [num_tokens, dim].

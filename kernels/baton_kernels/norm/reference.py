@@ -1,4 +1,4 @@
-"""RMSNorm in torch. The truth for tests, the CPU's version without a compiler, and what torch.compile fuses."""
+"""RMSNorm in torch, for tests, CPUs without compiled operations, and torch.compile."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Arguments and result as `baton_kernels.norm.rms_norm`."""
+    """Compute `baton_kernels.norm.rms_norm`, with the same arguments and result."""
     return torch_rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
 
 
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as `baton_kernels.norm.add_rms_norm`."""
+    """Compute `baton_kernels.norm.add_rms_norm`, with the same arguments and result."""
     total = residual + x
     return rms_norm_reference(total, weight, eps), total

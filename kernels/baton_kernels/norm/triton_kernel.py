@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: one program per few rows, statistics in float32; the sum with the residual on the way, if there is one."""
+"""RMSNorm in Triton: one program per few rows, statistics in float32, with an optional residual."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: Longer rows are read twice, in tiles of this many elements; shorter ones stay in registers.
 MAX_TILE = 8192
-"""Longer rows are read twice, in tiles of this many elements; shorter ones stay in registers."""
 
+#: elements: elements per program. Short rows share a program.
 CANDIDATES: list[Configuration] = [
     {"elements": elements, "num_warps": num_warps}
     for elements in (1024, 2048, 4096)
     for num_warps in (2, 4, 8, 16)
 ]
-"""elements: of short rows, as many rows per program as have this many."""
 
 
 def shape_class(num_rows: int, dim: int) -> str:
-    """What a launch is tuned for: few rows need many warps each, many rows fill the GPU anyway."""
+    """Return the class a launch is tuned for. Few rows need more warps each to occupy the GPU."""
     return f"{'few' if num_rows <= 256 else 'many'}/dim={triton.next_power_of_2(dim)}"
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _rms_norm_kernel(
     out_ptr,  # [num_rows, dim]
     total_ptr,  # [num_rows, dim]: residual + x
     x_ptr,  # [num_rows, dim]
@@ -72,7 +72,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
             mask = (row < num_rows) & (start + column < dim)
             weight = tl.load(weight_ptr + start + column, mask=start + column < dim, other=0.0)
             x = tl.load(x_ptr + row * stride_x_row + start + column, mask=mask, other=0.0)
-            if ADD:  # the sum again, since what another thread stored may not be seen yet
+            if ADD:  # another thread's stored sum may not be visible yet: add again
                 x += tl.load(
                     residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0
                 )
@@ -83,7 +83,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]  # Triton types its parame
 def rms_norm_triton(
     x: Tensor, weight: Tensor, eps: float, config: Configuration | None = None
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.norm.rms_norm`."""
+    """Compute `baton_kernels.norm.rms_norm`, with the same arguments and result."""
     rows = x.reshape(-1, x.shape[-1])
     return _launch(rows, None, weight, eps, config)[0].view(x.shape)
 
@@ -91,7 +91,7 @@ def rms_norm_triton(
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, config: Configuration | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as `baton_kernels.norm.add_rms_norm`."""
+    """Compute `baton_kernels.norm.add_rms_norm`, with the same arguments and result."""
     return _launch(x, residual, weight, eps, config)
 
 

@@ -1,6 +1,7 @@
-"""Rotary position embedding (Su et al. 2021), half-split as in Hugging Face checkpoints, after the norm of the heads, if any.
+"""Rotary position embedding (Su et al. 2021), with an optional norm of the heads before it.
 
-Dimension pair (i, i + head_dim / 2) of a head at position p turns by the angle p * inv_freq[i]:
+Dimension pair (i, i + head_dim / 2) of a head at position p is rotated by the angle
+p * inv_freq[i], as in Hugging Face checkpoints:
 
     y[i]       = x[i] * cos - x[i + d/2] * sin
     y[i + d/2] = x[i + d/2] * cos + x[i] * sin
@@ -16,12 +17,12 @@ from baton_kernels.rope.reference import rotate_qk_reference
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a step's positions, once for all layers.
+    """Compute cosines and sines of a step's positions, once for all layers.
 
     Args:
         positions: integers of shape [num_tokens].
         inv_freq: float32 of shape [head_dim / 2].
-        scale: multiplies both, and so queries and keys: YaRN's attention factor (Peng et al. 2023, section 3.4).
+        scale: factor of both: YaRN's attention factor (Peng et al. 2023, section 3.4).
 
     Returns:
         cos and sin, each float32 of shape [num_tokens, head_dim / 2].
@@ -41,21 +42,25 @@ def rotate_qk(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Takes queries and keys out of what the projection gave, norms their heads if there are weights, and turns them.
+    """Normalize (optional) and rotate the queries and keys of a QKV projection.
 
     Args:
-        qkv: each token's query heads, key heads and value heads, of shape [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
+        qkv: query heads, key heads and value heads of each token, of shape
+            [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
+        num_heads: query heads.
+        num_kv_heads: key heads, and value heads.
         cos: float32 of shape [num_tokens, head_dim / 2], see `rotary_angles`.
         sin: like cos.
-        q_weight: of the RMSNorm of query heads (Qwen3), of shape [head_dim]; None: no norm.
-        k_weight: the same of key heads; both or none.
+        q_weight: RMSNorm weight of query heads (Qwen3), of shape [head_dim]. None: no norm.
+        k_weight: the same for key heads. Give both weights or neither.
+        eps: epsilon of the RMSNorm.
 
     Returns:
-        Queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim], dtype of qkv, computed in float32.
+        Queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim],
+        computed in float32 and rounded to qkv's dtype.
     """
-    if (
-        qkv.is_cuda and not torch.compiler.is_compiling()
-    ):  # a compiler fuses the reference with what surrounds it
+    # torch.compile fuses the reference with its neighbours.
+    if qkv.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.rope.triton_kernel import rotate_qk_triton
 
         return rotate_qk_triton(qkv, num_heads, num_kv_heads, cos, sin, q_weight, k_weight, eps)

@@ -1,4 +1,4 @@
-"""Rotary embedding in torch. The truth for tests, the CPU's version without a compiler, and what torch.compile fuses."""
+"""Rotary embedding in torch, for tests, CPUs without compiled operations, and torch.compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton_kernels.norm.reference import rms_norm_reference
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each head of `x`, [num_tokens, num_heads, head_dim], by the angles of its token (as of `rotate_qk`)."""
+    """Rotate each head of x [num_tokens, num_heads, head_dim] by the angles of its token."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -25,7 +25,7 @@ def rotate_qk_reference(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as `baton_kernels.rope.rotate_qk`."""
+    """Compute `baton_kernels.rope.rotate_qk`, with the same arguments and result."""
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     if q_weight is not None and k_weight is not None:

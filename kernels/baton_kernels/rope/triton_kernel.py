@@ -1,6 +1,6 @@
-"""Rotary embedding in Triton: one program per (token, few heads), query and key heads alike, with the norm of the heads before it.
+"""Rotary embedding in Triton: one program per (token, few heads), with the norm before it.
 
-Reads queries and keys where the projection left them and writes both results: one launch, no copy of qkv.
+One launch reads the query and key heads of qkv in place and writes both results.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: heads: heads per program.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (2, 4, 8, 16) for num_warps in (1, 2, 4)
 ]
-"""heads: per program."""
 
 
 def shape_class(num_tokens: int, head_dim: int) -> str:
-    """What a launch is tuned for."""
+    """Return the class a launch is tuned for."""
     return f"{'few' if num_tokens <= 256 else 'many'}/head_dim={head_dim}"
 
 
 @triton.jit
-def _rotate_qk_kernel(  # type: ignore[no-untyped-def]  # Triton types its parameters itself
+def _rotate_qk_kernel(
     q_ptr,  # [num_tokens, num_heads, head_dim]
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
     qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -51,8 +51,8 @@ def _rotate_qk_kernel(  # type: ignore[no-untyped-def]  # Triton types its param
     source = qkv_ptr + token * stride_qkv_token + head * (2 * HALF) + dim
     first = tl.load(source, mask=mask, other=0.0)  # [HEADS, HALF_PADDED]
     second = tl.load(source + HALF, mask=mask, other=0.0)
+    dtype = q_ptr.dtype.element_ty
     if NORM:
-        dtype = first.dtype
         first_wide, second_wide = first.to(tl.float32), second.to(tl.float32)
         squares = tl.sum(first_wide * first_wide + second_wide * second_wide, axis=1)
         factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
@@ -65,19 +65,15 @@ def _rotate_qk_kernel(  # type: ignore[no-untyped-def]  # Triton types its param
         second = (second_wide * factor).to(dtype) * second_weight
     cos = tl.load(cos_ptr + token * stride_cos_token + dim, mask=dim < HALF, other=0.0)
     sin = tl.load(sin_ptr + token * stride_sin_token + dim, mask=dim < HALF, other=0.0)
-    turned_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(
-        q_ptr.dtype.element_ty
-    )
-    turned_second = (second.to(tl.float32) * cos + first.to(tl.float32) * sin).to(
-        q_ptr.dtype.element_ty
-    )
+    rotated_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(dtype)
+    rotated_second = (second.to(tl.float32) * cos + first.to(tl.float32) * sin).to(dtype)
 
     to_q = q_ptr + (token * NUM_HEADS + head) * (2 * HALF) + dim
-    tl.store(to_q, turned_first, mask=mask & is_q)
-    tl.store(to_q + HALF, turned_second, mask=mask & is_q)
+    tl.store(to_q, rotated_first, mask=mask & is_q)
+    tl.store(to_q + HALF, rotated_second, mask=mask & is_q)
     to_k = k_ptr + (token * NUM_KV_HEADS + head - NUM_HEADS) * (2 * HALF) + dim
-    tl.store(to_k, turned_first, mask=mask & (head >= NUM_HEADS))
-    tl.store(to_k + HALF, turned_second, mask=mask & (head >= NUM_HEADS))
+    tl.store(to_k, rotated_first, mask=mask & (head >= NUM_HEADS))
+    tl.store(to_k + HALF, rotated_second, mask=mask & (head >= NUM_HEADS))
 
 
 def rotate_qk_triton(
@@ -91,10 +87,10 @@ def rotate_qk_triton(
     eps: float,
     config: Configuration | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as `baton_kernels.rope.rotate_qk`.
+    """Compute `baton_kernels.rope.rotate_qk`, with the same arguments and result.
 
     Raises:
-        ValueError: if strides are not what the kernel addresses.
+        ValueError: the kernel does not support the strides.
     """
     if qkv.stride(-1) != 1 or cos.stride(-1) != 1 or sin.stride(-1) != 1:
         raise ValueError("the last dimension of qkv, cos and sin needs stride 1")

@@ -1,15 +1,16 @@
-"""Choosing tokens: the most likely one, or a sample of what filters keep.
+"""Choice of tokens: the most likely one, or a sample of the tokens that filters keep.
 
     token = argmax over the kept t of (logits[t] / temperature + noise[t])           Gumbel-max
 
-is a sample of the softmax over the kept tokens. The noise is a hash of (key, t) (noise.py), so nothing holds state. The filters
-apply in this order, each to what the one before left: min_p, top_k (ties: lower ids stay), top_p (the smallest set of best tokens
-that reaches it; ties likewise). The most likely token always stays.
+This is a sample of the softmax over the kept tokens. The noise is a hash of (key, t) (noise.py), so
+there is no generator state. The filters apply in this order, each to the tokens that the previous
+one kept: min_p, top_k, top_p (the smallest set of best tokens that reaches it). Among ties the
+lower ids stay. The most likely token always stays.
 
-Nothing is sorted as a whole, neither in C++ (../cpu/source/sampling.h) nor in torch (cpu.py) nor on a GPU (triton_kernel.py). They
-agree: the random bits are the same; logits are compared in float32, probabilities summed in fixed point, which is exact in any
-order; scores are float64. Only where two scores, or a sum and top_p, differ in the last bits of an implementation's exp and log can
-the chosen token differ.
+No implementation sorts a whole row: C++ (../cpu/source/sampling.h), torch (cpu.py), Triton
+(triton_kernel.py). Their random bits are the same. They compare logits in float32, sum
+probabilities in fixed point (exact in any order), and compute scores in float64. Their tokens can
+differ only if two scores, or a sum and top_p, agree up to the last bits of exp and log.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ __all__ = ["DrawParams", "draw_tokens", "greedy"]
 
 
 def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]) -> Tensor:
-    """Draws one token per row, by device of the logits; on a GPU nothing waits for the device.
+    """Draw one token per row, on the device of the logits.
+
+    On a GPU the call does not wait for the device. The logits are not changed.
 
     Args:
-        logits: float32 of shape [rows, vocab_size]; finite, or -inf for masked tokens, at least one per row is not; not changed.
-        params: per row.
-        keys: per row, from `noise.noise_key`.
+        logits: float32 of shape [rows, vocab_size]. Masked tokens have -inf, all others are finite,
+            and each row has at least one of these.
+        params: one per row.
+        keys: one per row, from `noise.noise_key`.
 
     Returns:
         Token ids, int64 of shape [rows].
@@ -57,12 +61,15 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
 
 
 def greedy(logits: Tensor) -> list[int] | None:
-    """The most likely token of each row, of equal ones the lowest; None if a row has a NaN or +inf, or nothing but -inf.
+    """Return the most likely token of each row, the lowest id among ties.
 
-    Reads the device once, and waits for it.
+    Reads the result from the device once and waits for it.
 
     Args:
         logits: float32 of shape [rows, vocab_size].
+
+    Returns:
+        None if a row has a NaN or +inf, or only -inf.
     """
     if logits.is_cuda:
         from baton_kernels.sampling.triton_greedy import greedy_triton
@@ -70,6 +77,6 @@ def greedy(logits: Tensor) -> list[int] | None:
         token_ids: list[int] = greedy_triton(logits).tolist()
         return None if -1 in token_ids else token_ids
     values = logits.numpy()
-    winners = values.argmax(axis=-1)  # of a row with a NaN, that
+    winners = values.argmax(axis=-1)  # the first NaN, if a row has one
     best = np.take_along_axis(values, winners[:, None], axis=-1)
     return winners.tolist() if np.isfinite(best).all() else None

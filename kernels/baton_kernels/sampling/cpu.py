@@ -1,9 +1,10 @@
-"""The draw in torch, without touching most of the vocabulary in float64.
+"""The draw in torch. Only a few candidates of the vocabulary are computed in float64.
 
-Only candidates are looked at exactly. A row's candidates are the tokens not below a bound that no kept token can be below: the
-k-th largest of the maxima of blocks of the vocabulary, among which the best k tokens are. Rows without a filter take two rounds:
-the best of some 64 likely candidates sets how much noise any other token would need to win, few have it, and those are compared.
-Probabilities are summed in fixed point, which is exact in any order: a row's result does not depend on its batch.
+Candidates are the tokens that reach a bound which every kept token reaches: the k-th largest
+maximum of the vocabulary's blocks. Rows without a filter take two rounds. The best of about 64
+likely candidates determines the noise that any other token needs to win. Few tokens have it, and
+the second round compares those. Probabilities are summed in fixed point, which is exact in any
+order, so a row's result does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from baton_kernels.sampling.vocabulary_blocks import (
     tokens_at_least,
 )
 
-FEW = 64
-MANY = 1024
-"""Candidates at first, and where top_p needs more. Those it needs beyond are all tokens."""
+#: Numbers of candidates to try, in this order. If top_p needs more, all tokens are candidates.
+FEW, MANY = 64, 1024
+#: Fixed point of probabilities relative to the most likely token's. The sum of 2**20 tokens is
+#: exact in float64.
 _UNIT = 2.0**32
-"""Fixed point of probabilities relative to the most likely token's: 2**20 tokens sum up to what float64 holds exactly."""
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]) -> Tensor:
-    """Arguments and result as `baton_kernels.sampling.draw_tokens`."""
+    """Compute `baton_kernels.sampling.draw_tokens`, with the same arguments and result."""
     drawn = [
         _sample_chunk(logits[rows], params[rows], keys_tensor(keys[rows], logits.device))
         for rows in row_chunks(logits)
@@ -43,21 +44,16 @@ def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence
 
 @dataclass(slots=True)
 class _Rows:
-    """What is known per row, in columns of shape [rows, 1]; float64 unless said."""
+    """Parameters of each row, in columns of shape [rows, 1]; float64 unless noted."""
 
-    keys: Tensor
-    """int64."""
+    keys: Tensor  #: int64.
     temperature: Tensor
-    log_min_p: Tensor
-    """-inf: no min_p."""
-    top_k: Tensor
-    """int64; vocab_size: no top_k."""
-    top_p: Tensor
-    """inf: no top_p."""
-    best: Tensor
-    """The largest of logits / temperature."""
+    log_min_p: Tensor  #: -inf: no min_p.
+    top_k: Tensor  #: int64; vocab_size: no top_k.
+    top_p: Tensor  #: inf: no top_p.
+    best: Tensor  #: The largest of logits / temperature.
+    #: Sum of the probabilities that top_p refers to, in fixed point. 0: the candidates' sum.
     total: Tensor
-    """Sum of the probabilities that top_p is relative to, in units of the fixed point; 0: those of the candidates."""
 
     def take(self, index: Tensor) -> _Rows:
         return _Rows(*(getattr(self, name)[index] for name in self.__slots__))
@@ -101,7 +97,7 @@ def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) ->
         mine, others, to_beat = rows.take(index), logits, scores[index]
         if len(index) < len(params):
             others = logits[index]
-        # A token below the bound wins only with so much noise.
+        # Noise that a token below the bound needs to win.
         needed = least_mantissa(to_beat - bound[index].double() / mine.temperature)
         possible = noise_mantissa(mine.keys, torch.arange(vocab_size, device=device)) >= needed
         possible &= (others < bound[index]) & (others >= floor[index])
@@ -111,9 +107,15 @@ def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) ->
 
 
 def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Of each row's candidates the winner after the filters, and its score, -inf if there is none; [rows, 1] each.
+    """Choose the winner among each row's candidates, after the filters.
 
-    Candidates are row indices and token ids, ordered by row, then id.
+    Args:
+        logits: float32 of shape [rows, vocab_size].
+        candidates: row indices and token ids, ordered by row, then id.
+        rows: parameters of each row.
+
+    Returns:
+        Winner and score, [rows, 1] each. The score is -inf for a row without candidates.
     """
     token_ids, present = _compact(candidates, len(logits))
     scaled = (logits.gather(-1, token_ids).double() / rows.temperature).masked_fill_(
@@ -128,7 +130,7 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
         )
         weights = _fixed_point(scaled, rows.best)
         total = torch.where(rows.total > 0, rows.total, weights.sum(dim=-1, keepdim=True))
-        # A token stays if those ahead of it do not reach top_p yet.
+        # A token stays if the tokens before it do not reach top_p.
         drop = weights.cumsum(dim=-1) - weights >= rows.top_p * total
         drop[:, 0] = False
         scaled.masked_fill_(drop, -math.inf)
@@ -139,18 +141,22 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
 
 
 def _min_p_bound(rows: _Rows) -> Tensor:
-    """A logit that all tokens that min_p keeps reach; [rows, 1] float32."""
+    """Return a logit that every token kept by min_p reaches; [rows, 1] float32."""
     least = (rows.best + rows.log_min_p) * rows.temperature
-    slack = 1e-6 * (
-        least.abs() + (rows.best * rows.temperature).abs()
-    )  # more than float32 rounds away
+    # More than the rounding to float32.
+    slack = 1e-6 * (least.abs() + (rows.best * rows.temperature).abs())
     return torch.nan_to_num(least - slack, nan=_LOWEST).clamp_min_(_LOWEST).float()
 
 
 def _top_p_bound(
     logits: Tensor, rows: _Rows, sorted_maxima: Tensor, floor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A logit that all tokens that top_p keeps reach, and the sum of all probabilities that min_p leaves; [rows, 1] each."""
+    """Bound the logits of the tokens that top_p keeps.
+
+    Returns:
+        A logit that every kept token reaches, and the sum of the probabilities that min_p keeps;
+        [rows, 1] each.
+    """
     scaled = logits.double().div_(rows.temperature)
     if bool((rows.log_min_p > -math.inf).any()):
         scaled.masked_fill_(scaled < rows.best + rows.log_min_p, -math.inf)
@@ -168,12 +174,20 @@ def _top_p_bound(
 
 
 def _fixed_point(scaled: Tensor, best: Tensor) -> Tensor:
-    """Probabilities relative to the best token's, in units of 2**-32: whole numbers, in float64."""
+    """Return probabilities relative to the best token's, as multiples of 2**-32 in float64."""
     return (scaled - best).exp_().mul_(_UNIT).round_()
 
 
 def _compact(places: Sequence[Tensor], num_rows: int) -> tuple[Tensor, Tensor]:
-    """Columns by row, [num_rows, most in a row], from row and column indices ordered by row; and which of them are filled."""
+    """Arrange column indices by row.
+
+    Args:
+        places: row and column indices, ordered by row.
+        num_rows: number of rows.
+
+    Returns:
+        Columns [num_rows, largest count of a row], and a mask of the filled ones.
+    """
     rows, columns = places
     counts = torch.bincount(rows, minlength=num_rows)
     width = max(int(counts.max()), 1)

@@ -1,8 +1,9 @@
-"""The sampler's noise: a hash of (seed, position, sample index, token id), so that no generator holds state.
+"""The sampler's noise: a hash of (seed, position, sample index, token id), without generator state.
 
-SplitMix64 (Steele, Lea and Flood 2014) as a counter-based generator. `noise_key` chains the mixer over seed, position and sample
-index; token t gets mix(key + (t + 1) * GAMMA). Integer operations only, so the bits are the same on every device; their upper 52
-become u in (0, 1), and the noise is -log(-log(u)) in float64: standard Gumbel.
+SplitMix64 (Steele, Lea and Flood 2014) serves as a counter-based generator. `noise_key` chains the
+mixer over seed, position and sample index. Token t gets mix(key + (t + 1) * GAMMA). Integer
+operations give the same bits on every device. Their upper 52 become u in (0, 1), and the noise is
+-log(-log(u)) in float64: standard Gumbel.
 """
 
 from __future__ import annotations
@@ -16,31 +17,34 @@ _MASK64 = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-_MANTISSA_BITS = 52  # one less than a double has, so that u + 1/2 ulp stays below 1
+_MANTISSA_BITS = 52  # one less than float64 has, so that u + 1/2 ulp stays below 1
 
 
 def noise_key(seed: int, position: int, sample_index: int) -> int:
-    """64 bits that select the noise of one sampled position."""
+    """Return the 64 bits that select the noise of one sampled position."""
     return _mix(_mix(_mix(seed) + position) + sample_index)
 
 
 def keys_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
-    """Keys as int64, of shape [len(keys)]."""
+    """Convert keys to an int64 tensor of shape [len(keys)]."""
     return torch.tensor([signed(key) for key in keys], dtype=torch.int64, device=device)
 
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise per (key, token id), float64 of shape [len(keys), vocab_size]."""
+    """Return standard Gumbel noise per (key, token id), float64 [len(keys), vocab_size]."""
     return gumbel(
         noise_mantissa(keys_tensor(keys, device)[:, None], torch.arange(vocab_size, device=device))
     )
 
 
 def noise_mantissa(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The 52 random bits per (key, token id), as int64 in [0, 2**52); the arguments are broadcast. The noise grows with them."""
+    """Return the 52 random bits per (key, token id) as int64 in [0, 2**52).
+
+    The arguments are broadcast. The noise is monotonic in these bits.
+    """
     bits = keys + (token_ids + 1) * signed(GAMMA)
     shifted = torch.empty_like(bits)
-    # torch multiplies modulo 2**64; its shift copies the sign bit, which the mask takes away again.
+    # torch multiplies modulo 2**64. Its shift copies the sign bit, which the mask removes.
     for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 0)):
         torch.bitwise_right_shift(bits, shift, out=shifted)
         bits ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)
@@ -51,20 +55,23 @@ def noise_mantissa(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(mantissa: Tensor) -> Tensor:
-    """float64 noise from the 52 bits."""
+    """Convert the 52 bits to float64 noise."""
     uniform = (mantissa.double() + 0.5) * 2.0**-_MANTISSA_BITS
     return -torch.log(-torch.log(uniform))
 
 
 def least_mantissa(noise: Tensor) -> Tensor:
-    """int64 bound below which no mantissa gives at least this much noise (float64); too low by a hair, never too high."""
+    """Return an int64 lower bound of the mantissas that give at least this noise (float64).
+
+    Rounding can make it slightly too low, never too high.
+    """
     fraction_above = -torch.expm1(-torch.exp(-noise))
     count = (fraction_above * (1 + 1e-9) * 2.0**_MANTISSA_BITS).ceil() + 2
     return (2.0**_MANTISSA_BITS - count).clamp_min(0).long()
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's step on Python integers; the tensor form is in noise_mantissa."""
+    """Apply a SplitMix64 step to a Python integer. The tensor form is in noise_mantissa."""
     value = (value + GAMMA) & _MASK64
     value = ((value ^ (value >> 30)) * MIX_1) & _MASK64
     value = ((value ^ (value >> 27)) * MIX_2) & _MASK64
@@ -72,6 +79,6 @@ def _mix(value: int) -> int:
 
 
 def signed(value: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """Return the int64 with the bits of a uint64."""
     value &= _MASK64
     return value - 2**64 if value >= 2**63 else value

@@ -1,28 +1,28 @@
-"""What a row's draw depends on besides its logits and its noise."""
+"""The sampling parameters of a row."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+#: Lower temperatures count as this one, to avoid overflow. The most likely token wins in any case.
 MIN_TEMPERATURE = 1e-5
-"""Lower ones count as this: the most likely token wins anyway, and nothing overflows."""
 
 
 class DrawParams(Protocol):
-    """Of one row; anything with these fields."""
+    """The parameters of one row."""
 
     @property
     def temperature(self) -> float:
-        """Over 0."""
+        """Positive divisor of the logits."""
 
     @property
     def top_k(self) -> int:
-        """Only so many best tokens stay; 0 or less, or the vocabulary's size and more: all."""
+        """Number of best tokens to keep. Keeps all if <= 0 or >= the vocabulary's size."""
 
     @property
     def top_p(self) -> float:
-        """The smallest set of best tokens stays whose probabilities reach it; 1: all."""
+        """Probability mass to keep: the smallest set of best tokens that reaches it. 1: all."""
 
     @property
     def min_p(self) -> float:
-        """Tokens stay that have at least this much of the best one's probability; 0: all."""
+        """Lower bound of a kept token's probability, relative to the best token's. 0: all."""

@@ -1,4 +1,4 @@
-"""The filters and the draw with a full sort, row by row. The truth for tests."""
+"""The filters and the draw with a full sort, row by row, for tests."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
 def draw_tokens_reference(
     logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.sampling.draw_tokens`."""
+    """Compute `baton_kernels.sampling.draw_tokens`, with the same arguments and result."""
     vocab_size = logits.shape[-1]
     winners = []
-    for row, wish, key in zip(logits, params, keys, strict=True):
-        scaled, token_ids = (row.double() / max(wish.temperature, MIN_TEMPERATURE)).sort(
+    for row, p, key in zip(logits, params, keys, strict=True):
+        scaled, token_ids = (row.double() / max(p.temperature, MIN_TEMPERATURE)).sort(
             descending=True, stable=True
         )
         best = scaled[0].clone()
-        if wish.min_p > 0:
-            scaled[scaled < best + math.log(wish.min_p)] = -math.inf
-        if 0 < wish.top_k < vocab_size:
-            scaled[wish.top_k :] = -math.inf
-        if wish.top_p < 1:
+        if p.min_p > 0:
+            scaled[scaled < best + math.log(p.min_p)] = -math.inf
+        if 0 < p.top_k < vocab_size:
+            scaled[p.top_k :] = -math.inf
+        if p.top_p < 1:
             weights = ((scaled - best).exp() * 2.0**32).round()
-            drop = weights.cumsum(0) - weights >= wish.top_p * weights.sum()
+            drop = weights.cumsum(0) - weights >= p.top_p * weights.sum()
             drop[0] = False
             scaled[drop] = -math.inf
         noise = gumbel_noise([key], vocab_size, logits.device)[0]

@@ -1,4 +1,4 @@
-"""The most likely tokens in Triton: tiles of the vocabulary first, then their best; two launches, nothing waits for the host."""
+"""The most likely tokens in Triton, in two launches: the best of each tile, then the best tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton_kernels.sampling.triton_kernel import DEFAULT, shape_class
 
 
 @triton.jit
-def _greedy_tiles_kernel(  # type: ignore[no-untyped-def]
+def _greedy_tiles_kernel(
     best_ptr,  # [rows, num_tiles]
     winner_ptr,  # [rows, num_tiles]
     logits_ptr,  # [rows, vocab_size]
@@ -25,7 +25,7 @@ def _greedy_tiles_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(
         logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
     )
-    x = tl.where(x == x, x, float("inf"))  # a NaN is found as what is not finite
+    x = tl.where(x == x, x, float("inf"))  # a NaN counts as not finite
     best = tl.max(x, axis=0)
     to = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + to, best)
@@ -33,7 +33,7 @@ def _greedy_tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _greedy_kernel(  # type: ignore[no-untyped-def]
+def _greedy_kernel(
     out_ptr,  # [rows]
     best_ptr,  # [rows, num_tiles]
     winner_ptr,  # [rows, num_tiles]
@@ -51,13 +51,14 @@ def _greedy_kernel(  # type: ignore[no-untyped-def]
 
 
 def greedy_triton(logits: Tensor, config: Configuration | None = None) -> Tensor:
-    """The most likely token per row, of equal ones the lowest; -1 for a row with a NaN or +inf, or nothing but -inf.
+    """Return the most likely token per row, the lowest id among ties.
 
     Args:
         logits: float32 of shape [rows, vocab_size].
+        config: replaces the measured or default configuration.
 
     Returns:
-        int64 of shape [rows].
+        int64 of shape [rows]; -1 for a row with a NaN or +inf, or with only -inf.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

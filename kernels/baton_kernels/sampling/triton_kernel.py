@@ -1,17 +1,18 @@
-"""The draw in Triton: four launches for a batch, whatever its rows ask for, and none of them waits for the host.
+"""The draw in Triton: four launches per batch, for any parameters, without waiting for the device.
 
-    block maxima    of 64 tokens each                                      programs: rows x tiles of the vocabulary
-    bounds          a logit that all tokens of the top k reach             programs: rows
-    collect         gathers the few tokens that reach it, sums up          programs: rows x tiles
-                    probabilities; of rows without top_k and top_p the
-                    best score of each tile
-    draw            searches the filters' exact thresholds among the       programs: rows
-                    gathered tokens, and the winner among the kept
+    block maxima    maxima of 64 tokens each                    programs: rows x vocabulary tiles
+    bounds          a logit that all top-k tokens reach         programs: rows
+    collect         gathers the tokens that reach it, sums      programs: rows x vocabulary tiles
+                    probabilities; without top_k and top_p
+                    the best score of each tile
+    draw            finds the filters' exact thresholds among   programs: rows
+                    the gathered tokens, and the winner
 
-A filter's threshold is a place in the order of the tokens: the logit's bits, read as an integer in the same order, followed by the
-id's, lower ids first, so that there are no ties. It is searched without sorting: a pass over the tokens counts, or sums up, those
-that reach each of 16 places at once, which divides what is left to search by 17. Where too few or too many tokens were gathered
-(flat distributions, large k) the passes read the whole row instead; results do not depend on it.
+A filter's threshold is a place in the order of the tokens: the logit's bits as an ordered integer,
+then the bits of the id, lower ids first. There are no ties. The search does not sort: one pass
+counts the tokens (or sums the probabilities) that reach each of 16 places, which divides the search
+range by 17. If too few or too many tokens were gathered (flat distributions, large k), the passes
+read the whole row, with the same result.
 """
 
 from __future__ import annotations
@@ -38,30 +39,28 @@ from baton_kernels.sampling.triton_search import (
     search,
 )
 
-BLOCK = 64
-"""Tokens per block maximum."""
-PIVOTS = 16
-"""Places at which a pass over a row counts."""
-TOP_P_RANK = 1024
-"""Rows with top_p alone gather the tokens that reach the maximum of this rank."""
-CAPACITY = 4096
-"""Tokens that can be gathered per row."""
+BLOCK = 64  #: Tokens per block maximum.
+PIVOTS = 16  #: Places that one pass over a row counts.
+TOP_P_RANK = 1024  #: Rows with top_p alone gather tokens that reach the maximum of this rank.
+CAPACITY = 4096  #: Gathered tokens per row.
 
+#: tile and num_warps for programs that read a part of a row; row_tile and row_warps for programs
+#: that read a whole row.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "num_warps": num_warps, "row_tile": row_tile, "row_warps": row_warps}
     for tile in (1024, 2048, 4096)
     for num_warps in (4, 8)
     for row_tile, row_warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16))
 ]
-"""tile, num_warps: of programs that read a part of a row; row_tile, row_warps: of those that read all of one."""
 DEFAULT: Configuration = {"tile": 1024, "num_warps": 4, "row_tile": 1024, "row_warps": 8}
 
 
 def shape_class(num_rows: int, vocab_size: int) -> str:
-    """What a launch is tuned for."""
+    """Return the class a launch is tuned for."""
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
+#: Rows of the uploaded table. Their alignment depends on the batch size, which changes per step.
 _PER_ROW = [
     "noise_key_ptr",
     "top_k_ptr",
@@ -70,11 +69,10 @@ _PER_ROW = [
     "log_min_p_ptr",
     "top_p_ptr",
 ]
-"""Lines of one table: where they begin depends on the number of rows, which is another in every step."""
 
 
 @triton.jit
-def _block_maxima_kernel(  # type: ignore[no-untyped-def]
+def _block_maxima_kernel(
     maxima_ptr,  # [rows, num_blocks]
     logits_ptr,  # [rows, vocab_size]
     vocab_size,
@@ -94,7 +92,7 @@ def _block_maxima_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _bounds_kernel(  # type: ignore[no-untyped-def]
+def _bounds_kernel(
     best_ptr,  # [rows]
     bound_ptr,  # [rows] keys
     count_ptr,  # [rows] zeroed for the next kernel
@@ -139,7 +137,7 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _collect_kernel(  # type: ignore[no-untyped-def]
+def _collect_kernel(
     gathered_ptr,  # [rows, CAPACITY] logits
     gathered_id_ptr,  # [rows, CAPACITY]
     count_ptr,  # [rows] tokens that reach the bound
@@ -195,7 +193,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def _draw_kernel(  # type: ignore[no-untyped-def]
+def _draw_kernel(
     out_ptr,  # [rows]
     gathered_ptr,  # [rows, CAPACITY]
     gathered_id_ptr,  # [rows, CAPACITY]
@@ -327,9 +325,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
                 least,
                 threshold,
                 highest,
-                tl.maximum(
-                    top_p * total, 1.0
-                ),  # the best token reaches that: it stays even if top_p is 0
+                # 1.0: the best token stays even if top_p is 0.
+                tl.maximum(top_p * total, 1.0),
                 True,
                 PIVOTS,
                 TILE,
@@ -358,15 +355,15 @@ def draw_tokens_triton(
     keys: Sequence[int],
     config: Configuration | None = None,
 ) -> Tensor:
-    """Arguments and result as `baton_kernels.sampling.draw_tokens`; a NaN counts as -inf.
+    """Compute `baton_kernels.sampling.draw_tokens`. A NaN counts as -inf.
 
     Raises:
-        ValueError: the vocabulary is larger than a place in the order can say.
+        ValueError: the vocabulary has 2**24 tokens or more.
     """
     num_rows, vocab_size = logits.shape
     if vocab_size >= 2**24:
         raise ValueError(
-            f"vocabularies of 2**24 tokens and more cannot be sampled, and this one has {vocab_size}"
+            f"vocabularies of 2**24 tokens and more cannot be sampled; this one has {vocab_size}"
         )
     device = logits.device
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -414,12 +411,12 @@ def draw_tokens_triton(
         TILE=row_tile,
         num_warps=config["row_warps"],
     )
-    wishes = (noise_keys, top_k, temperature, log_min_p, top_p, vocab_size)
+    row_params = (noise_keys, top_k, temperature, log_min_p, top_p, vocab_size)
     found = (gathered, gathered_ids, count, total, scores, winners, logits, best)
     _collect_kernel[(num_rows, num_tiles)](
         *found,
         bound,
-        *wishes,
+        *row_params,
         logits.stride(0),
         TILE=tile,
         CAPACITY=CAPACITY,
@@ -428,7 +425,7 @@ def draw_tokens_triton(
     _draw_kernel[(num_rows,)](
         out,
         *found,
-        *wishes,
+        *row_params,
         num_tiles,
         logits.stride(0),
         PIVOTS=PIVOTS,
@@ -442,7 +439,12 @@ def draw_tokens_triton(
 def _upload(
     params: Sequence[DrawParams], keys: Sequence[int], vocab_size: int, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Per row: noise key, top_k, rank of the bound (int64), temperature, log min_p, top_p (float64); in one transfer."""
+    """Upload the rows' parameters in one transfer.
+
+    Returns:
+        Noise key, top_k and rank of the bound as int64; temperature, log min_p and top_p as
+        float64; [rows] each.
+    """
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     rank = [
         k if k < vocab_size else TOP_P_RANK if p.top_p < 1 else 0

@@ -1,6 +1,7 @@
-"""What the draw's programs share: noise, probabilities, and the order of a row's tokens with the search for a place in it.
+"""Shared device functions of the draw: noise, probabilities, token order, and search in that order.
 
-The tokens looked at are those of the whole row or the gathered ones: of `in_row` and `gathered`, their numbers, one is 0.
+They read either the whole row (`in_row` tokens) or the gathered tokens (`gathered`); the other
+count is 0.
 """
 
 from __future__ import annotations
@@ -13,27 +14,26 @@ from baton_kernels.sampling.noise import GAMMA, MIX_1, MIX_2
 _GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite float32
 _UNIT = tl.constexpr(2.0**32)  # fixed point of probabilities relative to the best token's
-_TO_INTEGER = tl.constexpr(
-    2.0**52
-)  # added and taken away again, it rounds to a whole number, half to even
+# Adding and subtracting it rounds to an integer, half to even.
+_TO_INTEGER = tl.constexpr(2.0**52)
 
 
 @triton.jit
-def order_key(x):  # type: ignore[no-untyped-def]  # Triton types its parameters itself
-    """int32 in the order of float32; both zeros alike."""
+def order_key(x):
+    """Map float32 to int32 in the same order. Both zeros map to 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def order_place(key, token):  # type: ignore[no-untyped-def]
-    """int64 that orders tokens by logit, then lower ids higher; ids have 24 bits."""
+def order_place(key, token):
+    """Return an int64 that orders tokens by logit, then by descending id. Ids have 24 bits."""
     return (key.to(tl.int64) << 24) + (0xFFFFFF - token)
 
 
 @triton.jit
-def gumbel_of(noise_key, token_id):  # type: ignore[no-untyped-def]
-    """float64 noise; see noise.py."""
+def gumbel_of(noise_key, token_id):
+    """Return float64 noise; see noise.py."""
     bits = (
         noise_key.to(tl.uint64, bitcast=True) + (token_id.to(tl.int64) + 1).to(tl.uint64) * _GAMMA
     )
@@ -45,16 +45,16 @@ def gumbel_of(noise_key, token_id):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def relative_weight(scaled, best):  # type: ignore[no-untyped-def]
-    """The probability relative to the best token's in fixed point: a whole number in float64."""
+def relative_weight(scaled, best):
+    """Return the probability relative to the best token's, in fixed point: integers in float64."""
     return (tl.exp(scaled - best) * _UNIT + _TO_INTEGER) - _TO_INTEGER
 
 
 @triton.jit
 def load_tokens(
     row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE: tl.constexpr
-):  # type: ignore[no-untyped-def]
-    """Logits and ids of a tile of the row's tokens, or of the gathered ones: one of the two numbers is 0. -inf past the end."""
+):
+    """Load logits and ids of a tile of tokens, with -inf past the end."""
     place = start + tl.arange(0, TILE)
     from_row = tl.load(row_ptr + place, mask=place < in_row, other=float("-inf"))
     x = tl.load(gathered_ptr + place, mask=place < gathered, other=float("-inf"))
@@ -63,8 +63,11 @@ def load_tokens(
 
 
 @triton.jit
-def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tile's tokens their place in the order, and the probability or 1 of those that min_p keeps, else 0; float64."""
+def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):
+    """Return the tokens' places in the order, and their amounts in float64.
+
+    The amount of a token that min_p keeps is its probability, or 1 without WEIGH. Others have 0.
+    """
     scaled = x.to(tl.float64) / temperature
     amount = tl.full(x.shape, 1.0, tl.float64)
     if WEIGH:
@@ -75,7 +78,7 @@ def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):  # type
 
 
 @triton.jit
-def reaching(  # type: ignore[no-untyped-def]
+def reaching(
     row_ptr,
     gathered_ptr,
     gathered_id_ptr,
@@ -88,7 +91,7 @@ def reaching(  # type: ignore[no-untyped-def]
     WEIGH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The number of tokens that reach the threshold, or the sum of their probabilities."""
+    """Return the number of tokens that reach the threshold, or the sum of their probabilities."""
     result = tl.zeros([], tl.float64)
     for start in range(0, in_row + gathered, TILE):
         x, token = load_tokens(
@@ -100,7 +103,7 @@ def reaching(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def search(  # type: ignore[no-untyped-def]
+def search(
     row_ptr,
     gathered_ptr,
     gathered_id_ptr,
@@ -116,7 +119,10 @@ def search(  # type: ignore[no-untyped-def]
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The last place, from the threshold on, that so many tokens reach, or tokens with so much probability."""
+    """Find the last place from `threshold` on that tokens of the amount `wanted` reach.
+
+    The amount is a number of tokens, or a sum of probabilities with WEIGH.
+    """
     left = threshold
     right = highest
     while left < right:

@@ -1,6 +1,7 @@
-"""Finding the few best tokens of many rows without sorting them: the vocabulary in blocks, by their maxima.
+"""Search for the few best tokens of many rows without sorting, by the maxima of vocabulary blocks.
 
-The k-th largest block maximum is a logit that at least k tokens reach, and the blocks below it hold none of them.
+At least k tokens reach the k-th largest block maximum. Blocks with a smaller maximum hold none of
+them.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 64
-CPU_CHUNK = 2**18
-"""Logits handled at a time on a CPU, so that what is computed from them stays in its cache."""
-GPU_CHUNK = 2**24
-"""The same on a GPU, whose memory it bounds: 128 MiB per float64 copy."""
+CPU_CHUNK = 2**18  #: Logits computed at a time on a CPU, to stay in its cache.
+GPU_CHUNK = 2**24  #: Logits computed at a time on a GPU, to bound memory: 128 MiB per float64 copy.
 
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of the rows, to be handled one after the other."""
+    """Yield slices of the rows, to be computed one after the other."""
     chunk = max((CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1], 1)
     return (slice(start, start + chunk) for start in range(0, len(logits), chunk))
 
 
 def block_maxima(logits: Tensor) -> Tensor:
-    """Of shape [rows, ceil(vocab_size / BLOCK_SIZE)]; the last block may be shorter."""
+    """Return maxima [rows, ceil(vocab_size / BLOCK_SIZE)]. The last block may be shorter."""
     whole = logits.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
     maxima = logits[:, :whole].unflatten(-1, (-1, BLOCK_SIZE)).amax(dim=-1)
     if whole < logits.shape[-1]:
@@ -35,7 +34,10 @@ def block_maxima(logits: Tensor) -> Tensor:
 
 
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the largest logit and its token id, the lowest of equal ones; [rows] each. A NaN makes the logit NaN."""
+    """Return the largest logit and its token id, the lowest among ties; [rows] each.
+
+    A NaN in a row makes its logit NaN.
+    """
     best, block = block_maxima(logits).max(dim=-1, keepdim=True)
     token_ids = _tokens_of(block, logits.shape[-1])
     offset = logits.gather(-1, token_ids).argmax(dim=-1, keepdim=True)
@@ -43,7 +45,9 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rank_bound(sorted_maxima: Tensor, rank: Tensor) -> Tensor:
-    """A logit that at least `rank` tokens reach, as near as the blocks tell, and that no masked (-inf) token reaches.
+    """Return a finite logit that at least `rank` tokens reach, as high as the blocks allow.
+
+    No masked (-inf) token reaches it.
 
     Args:
         sorted_maxima: block maxima, descending, float32 of shape [rows, blocks].
@@ -55,18 +59,22 @@ def rank_bound(sorted_maxima: Tensor, rank: Tensor) -> Tensor:
 
 
 def tokens_at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Row indices and ids of the tokens that reach their row's bound ([rows, 1]), ordered by row, then id."""
+    """Return row indices and ids of the tokens that reach their row's bound, sorted by row and id.
+
+    Args:
+        logits: of shape [rows, vocab_size].
+        maxima: the logits' `block_maxima`.
+        bound: of shape [rows, 1].
+    """
     rows, blocks = (maxima >= bound).nonzero(as_tuple=True)
     token_ids = _tokens_of(blocks[:, None], logits.shape[-1])
     reach = logits[rows[:, None], token_ids] >= bound[rows]
-    reach[:, 1:] &= (
-        token_ids[:, 1:] > token_ids[:, :-1]
-    )  # the last token stands for those past the end
+    reach[:, 1:] &= token_ids[:, 1:] > token_ids[:, :-1]  # ids past the end repeat the last token
     return rows[:, None].expand_as(token_ids)[reach], token_ids[reach]
 
 
 def _tokens_of(blocks: Tensor, vocab_size: int) -> Tensor:
-    """Ids in the blocks [n, 1]: [n, BLOCK_SIZE]; past the vocabulary's end the last id again."""
+    """Return the ids of blocks [n, 1] as [n, BLOCK_SIZE]. Past the end the last id repeats."""
     return (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=blocks.device)).clamp_max(
         vocab_size - 1
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_kv_transfer.transports.base import Descriptors, Region
+from baton_kv_transfer.transports.transfer import Descriptors, Region
 
 _RUN = struct.Struct("<qq")
 RUN_BYTES = _RUN.size

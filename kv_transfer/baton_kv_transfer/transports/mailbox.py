@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from baton_kv_transfer.transports.base import TransportError
+from baton_kv_transfer.transports.transfer import TransportError
 
 CALL_TIMEOUT_S = 30.0
 

@@ -1,5 +1,8 @@
-"""Preview of a rollout or resize: every step that the planner takes from one spec to another, on a simulated cluster. Pure.
+"""Preview of a rollout or resize: the planner's steps on a simulated cluster.
 
-`rollout.py` runs the operator's own planner. `cluster.py` and `coordinator.py` simulate pods and coordinator. `steps.py` has
-the structs of the result.
+rollout: runs the operator's own planner.
+target: the desired state, and its changes.
+cluster: the simulated pods.
+coordinator: the simulated coordinator.
+steps: the structs of the result.
 """

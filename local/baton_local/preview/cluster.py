@@ -14,8 +14,7 @@ from baton_operator import names
 from baton_operator.plan.plan_group import Member
 from baton_protocol.topology import TopologyStatus
 
-GONE_AFTER = timedelta(seconds=1)
-"""Time from the deletion of a pod to its end."""
+GONE_AFTER = timedelta(seconds=1)  # time from the deletion of a pod to its end
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +81,6 @@ class Cluster:
             [self.coordinator.phase_ends_at, *(pod.next_event_at for pod in self.pods.values())]
         )
 
-    # Actions of the operator
-
     def create(self, pod: Pod, now: datetime) -> None:
         self.pods[pod.name] = pod
         self._bind(now)
@@ -94,8 +91,6 @@ class Cluster:
 
     def delete(self, name: str, now: datetime) -> None:
         self._change(name, deletion=now, gone_at=now + GONE_AFTER)
-
-    # Events in the cluster
 
     def advance(self, now: datetime) -> list[str]:
         """Apply all events that are due. Return a description of each."""
@@ -128,7 +123,7 @@ class Cluster:
         return events
 
     def _bind(self, now: datetime) -> list[str]:
-        """Bind pods to nodes in the order of their creation. Return the names of those that had waited."""
+        """Bind pods to nodes in the order of creation. Return the names of those that waited."""
         unbound = [
             pod for pod in self.pods.values() if pod.ready_at is None and pod.deletion is None
         ]

@@ -54,13 +54,16 @@ class Coordinator:
         )
 
     def advance(self, now: datetime, usable: set[str]) -> list[str]:
-        """End the phase that is due, and begin the next operation. Return a description of each event.
+        """End the phase that is due, and begin the next operation.
 
         Args:
             usable: names of the members that can be ranks.
+
+        Returns:
+            A description of each event.
         """
         events = []
-        if not usable.issuperset(self.ranks):  # a rank was deleted: the others go on without it
+        if not usable.issuperset(self.ranks):  # a rank was deleted; the others continue without it
             self.ranks = [name for name in self.ranks if name in usable]
             self._generation += bool(self.ranks)
         if self._operation is not None and self.phase_ends_at <= now:

@@ -1,4 +1,4 @@
-"""Run the planner from one spec to another on a simulated cluster, with a virtual clock that jumps to the next event."""
+"""The planner on a simulated cluster, with a virtual clock that jumps to the next event."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
 from baton_operator.plan.plan_group import GroupPlan, Member, update_of
-from baton_operator.plan.topology import record
-from baton_operator.revisions import former_of, held_back, with_sizes
+from baton_operator.plan.topology_view import record
+from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
+#: Added to the longest deadline of the spec: a rollout has stopped if nothing changes in that time.
 PATIENCE = timedelta(seconds=60)
-"""Added to the longest deadline of the spec. A rollout without a change for the sum has stopped."""
 
 
 def preview(
     old: Target | None, new: Target, conditions: Conditions, max_steps: int = 200
 ) -> Preview:
-    """Return every step from `old`, whose members are all ready, to `new`. `old` None: no member exists."""
+    """Return all steps from `old`, with all members ready, to `new`.
+
+    Args:
+        old: None if no member exists.
+    """
     wanted = new
     waiting: tuple[str, ...] = ()
     if new.owner.spec.paused:
@@ -64,7 +68,9 @@ class _Rollout:
         self.steps: list[Step] = []
         self._now = START
         self._owner, self._templates = new.owner, new.desired.members
-        self._former = {} if old is None else former_of(new.owner, old.spec, self._templates)
+        self._former = (
+            {} if old is None else previous_revisions_of(new.owner, old.spec, self._templates)
+        )
         self._recorded: llmservice.TopologyStatus | None = None
         self._never_ready = conditions.never_ready
         self._cluster = Cluster(conditions, [] if old is None else self._pods_of(old))
@@ -84,7 +90,7 @@ class _Rollout:
                 )
 
     def run(self, max_steps: int) -> list[str]:
-        """Reconcile until the service has settled, the rollout has stopped, or `max_steps` are done.
+        """Reconcile until the service settles, the rollout stops, or `max_steps` are done.
 
         Returns:
             Why it has not settled; empty if it has.
@@ -100,7 +106,7 @@ class _Rollout:
                     return [f"the bound of {max_steps} steps is reached", *waits_for]
                 self._record_step(events, actions)
                 last_change = self._now
-                continue  # each change wakes the operator at once
+                continue  # each change starts a reconcile at once
             next_event_at = self._cluster.next_event_at()
             revisit_at = min(
                 (self._now + timedelta(seconds=s) for p in plans.values() if (s := p.revisit_s)),
@@ -136,7 +142,7 @@ class _Rollout:
             topology=topology,
             recorded=self._recorded,
             has_coordinator=True,
-            has_former=role in self._former,
+            has_previous_revision=role in self._former,
         )
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
@@ -172,7 +178,10 @@ class _Rollout:
             pod = self._pod(role, template, ordinal, becomes_ready=not self._never_ready)
             done.setdefault(("create", why), []).append(pod.name)
             cluster.create(pod, self._now)
-        why = f"of the earlier revision: the new one is not ready within {update.progress_deadline_s:g} s"
+        why = (
+            "of the earlier revision: the new one is not ready within "
+            f"{update.progress_deadline_s:g} s"
+        )
         for ordinal in plan.restore:
             pod = self._pod(role, self._former[role].template, ordinal)
             done.setdefault(("restore", why), []).append(pod.name)

@@ -1,4 +1,4 @@
-"""What a preview returns: the steps of one service from one spec to another, and their bounds."""
+"""The result of a preview: steps and bounds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 from baton_operator.names import MemberRole
 
+#: `restore` creates a member of the earlier revision.
 ActionName = Literal["request topology", "drain", "delete", "create", "restore"]
-"""restore: create a member of the earlier revision."""
+#: `standby` is an engine of an expert-parallel group that is not a rank of the topology.
 State = Literal["no room", "starting", "standby", "ready", "draining", "terminating"]
-"""standby: an engine of an expert-parallel group that is not a rank of the present generation."""
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,11 +11,10 @@ from baton_local.preview.steps import FieldChange, GroupChange
 from baton_operator.api.rules import valid_spec
 from baton_operator.autoscale.settings import settings_of
 from baton_operator.builders.owner import Object, Owner
-from baton_operator.desired import Desired, desired
+from baton_operator.desired import Desired, compute_desired
 from baton_operator.plan.plan_group import update_of
 
-COORDINATOR = "192.0.2.1"
-"""Address of the coordinator's Service: ranks have no template without one."""
+COORDINATOR = "192.0.2.1"  # address of the coordinator's Service, which rank templates need
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -41,7 +40,7 @@ def target_of(service: Object) -> Target:
         coordinator=COORDINATOR if spec.decode.parallelism.expert else None,
         sizes={role: settings.initial for role, settings in settings_of(spec).items()},
     )
-    return Target(service["spec"], owner, desired(owner, "policy/v1", http_routes=True))
+    return Target(service["spec"], owner, compute_desired(owner, "policy/v1", http_routes=True))
 
 
 def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:
@@ -70,7 +69,7 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
 
 
 def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
-    """Return kinds and names of the objects beside the members that are created, changed and deleted."""
+    """Return kinds and names of changed objects other than members."""
     targets = ([] if old is None else old.desired.objects, new.desired.objects)
     before, after = (
         {f"{each['kind']} {each['metadata']['name']}": each for each in found} for found in targets

@@ -1,8 +1,8 @@
 """The CustomResourceDefinition, made from the structs of `llmservice.py`.
 
-The schema is structural, with the CEL rules of `rules.py`. API servers before Kubernetes 1.25 drop the rules, but their
-server-side apply, and clients that validate against their schema, refuse them: there the CRD is applied without rules,
-or with `--validate=false`.
+The schema is structural, with the CEL rules of `rules.py`. API servers before Kubernetes 1.25 drop
+the rules, but their server-side apply, and clients that validate against their schema, refuse them:
+there the CRD is applied without rules, or with `--validate=false`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _REF = "#/$defs/"
 
 
 def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
-    """Return the CustomResourceDefinition of LLMService. `rules`: False for a server that does not know them."""
+    """Return the CustomResourceDefinition of LLMService.
+
+    `rules`: False for a server that does not know them.
+    """
     schema = _service_schema()
     if rules:
         add_rules(schema["properties"]["spec"])
@@ -78,7 +81,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
 
 
 def _service_schema() -> dict[str, Any]:
-    """Return the structural schema of LLMService: references inlined, null left out, every node typed and described."""
+    """Return the structural schema of LLMService, without references and null."""
     (root,), definitions = msgspec.json.schema_components(
         [llmservice.LLMService], ref_template=_REF + "{name}"
     )
@@ -89,7 +92,7 @@ def _service_schema() -> dict[str, Any]:
 def _describe(
     struct: type[ApiStruct], inherited: dict[str, str], definitions: dict[str, dict[str, Any]]
 ) -> None:
-    """Add the comments of fields to the definitions of `struct` and of the structs derived from it."""
+    """Add the comments of fields to the definitions of `struct` and its subclasses."""
     comments = {**inherited, **_comments(struct)}
     if struct.__name__ in definitions:
         properties = definitions[struct.__name__]["properties"]
@@ -101,7 +104,7 @@ def _describe(
 
 
 def _comments(struct: type[ApiStruct]) -> dict[str, str]:
-    """Return the `#:` comments of the struct's own fields: on the lines before a field, or behind it."""
+    """Return the `#:` comments of the struct's own fields, before a field or behind it."""
     comments: dict[str, str] = {}
     lines: list[str] = []
     for line in inspect.getsource(struct).splitlines():
@@ -125,6 +128,8 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
         node["enum"] = [value for value in node["enum"] if value is not None]
         node["type"] = _JSON_TYPES[type(node["enum"][0])]
     node.pop("title", None)
+    if "description" in node:  # a docstring may have several lines
+        node["description"] = " ".join(node["description"].split())
     if node.get("default", ...) is None:
         del node["default"]
     elif isinstance(node.get("default"), dict):
@@ -146,7 +151,7 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the structural form of integer or string, in which bounds hold for numbers and patterns for strings."""
+    """Return the structural form of integer or string, with the bounds of both."""
     bounds = {key: value for branch in branches for key, value in branch.items() if key != "type"}
     return {
         "x-kubernetes-int-or-string": True,

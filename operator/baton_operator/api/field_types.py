@@ -1,4 +1,4 @@
-"""What the structs of the LLMService resource share: their base, and types with bounds or free form."""
+"""Types that several structs of the LLMService resource use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _FREE_FORM = {"x-kubernetes-preserve-unknown-fields": True}
 
 
 class ApiStruct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    """An object of the API. Its docstring and the `#:` comments of its fields are their descriptions in the CRD."""
+    """An object of the API.
+
+    Its docstring and the `#:` comments of its fields are their descriptions in the CRD.
+    """
 
 
 Count = Annotated[int, Meta(ge=0)]
@@ -26,7 +29,7 @@ Hostname = Annotated[
     Meta(
         pattern=r"^(\*\.)?" + DNS_NAME[1:],
         max_length=253,
-        description="A name, or *.DOMAIN for those below it.",
+        description="A host name, or *.DOMAIN for all names below the domain.",
     ),
 ]
 #: A peer of a NetworkPolicy.
@@ -34,7 +37,8 @@ Peer = Annotated[
     dict[str, Any],
     Meta(
         min_length=1,
-        description="As in a NetworkPolicy: podSelector, namespaceSelector, ipBlock. At least one of them.",
+        description="A peer as in a NetworkPolicy, with at least one of podSelector, "
+        "namespaceSelector and ipBlock.",
         extra_json_schema=_FREE_FORM,
     ),
 ]
@@ -48,8 +52,9 @@ Resources = Annotated[
 Template = Annotated[
     dict[str, Any],
     Meta(
-        description="Pod template overlay (metadata, spec), merged over what the operator builds; lists of named items "
-        "merge by name. The container is called engine in prefill and decode pods, gateway in gateway pods.",
+        description="Pod template overlay (metadata, spec), merged over the pod that the operator "
+        "builds. Lists of named items merge by name. The container is called engine in prefill and "
+        "decode pods, and gateway in gateway pods.",
         extra_json_schema=_FREE_FORM,
     ),
 ]
@@ -68,6 +73,6 @@ _UNITS = {
 
 
 def quantity_bytes(quantity: str) -> int:
-    """`512Mi` as bytes. `quantity` is a valid Quantity."""
+    """Return the bytes of a valid Quantity such as `512Mi`."""
     digits = quantity.rstrip("KMGTki")
     return int(digits) * _UNITS[quantity[len(digits) :]]

@@ -1,12 +1,13 @@
 """Rules between fields of the spec, in one list for the API server and the operator.
 
-Each rule is written twice: in CEL for the CRD's schema, where the API server refuses what breaks it, and in Python for
-the operator, which reports InvalidSpec where the API server knows no CEL (before Kubernetes 1.25) or the object is
-older than the rule. A test compares the two over random specs.
+Each rule is written twice. In CEL it is part of the CRD's schema, and the API server refuses specs
+that break it. In Python it is for the operator, which reports InvalidSpec. That happens if the API
+server does not evaluate CEL (before Kubernetes 1.25) or the object is older than the rule. A test
+compares both over random specs.
 
-No rule compares with the old object, because every edit can be rolled out. Pods of a new revision replace those of the
-old one. An expert group that becomes another one (another model, or independent engines) is scaled to zero and formed
-again (`plan_expert_group`).
+No rule compares with the old object, because every edit can be rolled out. Pods of a new revision
+replace those of the old one. An expert group that becomes another one (another model, or
+independent engines) is scaled to zero and formed again (`plan_expert_group`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def _is_free_folder(uri: str) -> bool:
-    """Whether a folder of the node can be mounted at its own path: pods have nothing of their own there."""
+    """Return whether a node's folder can be mounted at its own path in a pod."""
     scheme, _, path = uri.partition("://")
     match [scheme, *(part for part in path.split("/") if part not in ("", "."))]:
         case (
@@ -44,10 +45,8 @@ def _is_free_folder(uri: str) -> bool:
 
 
 def _is_no_certificate(gateway: Gateway) -> bool:
-    keys, certificates = (
-        gateway.api_keys,
-        (gateway.tls, gateway.ingress.tls if gateway.ingress else None),
-    )
+    keys = gateway.api_keys
+    certificates = gateway.tls, gateway.ingress.tls if gateway.ingress else None
     return keys is None or all(
         tls is None or tls.secret_name != keys.secret_name for tls in certificates
     )
@@ -56,16 +55,17 @@ def _is_no_certificate(gateway: Gateway) -> bool:
 RULES = (
     Rule(
         "",
-        "decode.parallelism.pipeline must be 1 with prefill: KV blocks are moved only to workers that have all layers",
+        "decode.parallelism.pipeline must be 1 with prefill: KV blocks are moved only to workers "
+        "that have all layers",
         "!has(self.prefill) || self.decode.parallelism.pipeline == 1",
         lambda spec: spec.prefill is None or spec.decode.parallelism.pipeline == 1,
     ),
     Rule(
         "",
-        "engine.numBlocks is needed with decode.parallelism.expert on device cuda: what experts leave of a GPU depends "
-        "on the group's size",
-        "!self.decode.parallelism.expert || !has(self.engine.device) || self.engine.device != 'cuda' || "
-        "has(self.engine.numBlocks)",
+        "engine.numBlocks is required with decode.parallelism.expert on device cuda: the memory "
+        "that experts leave on a GPU depends on the group's size",
+        "!self.decode.parallelism.expert || !has(self.engine.device) || "
+        "self.engine.device != 'cuda' || has(self.engine.numBlocks)",
         lambda spec: (
             not spec.decode.parallelism.expert
             or spec.engine.device != "cuda"
@@ -80,7 +80,8 @@ RULES = (
     ),
     Rule(
         "",
-        "kvTransfer.rdma needs transport ucx or auto: tcp and shm do not use RDMA, and nixl chooses its own devices",
+        "kvTransfer.rdma needs transport ucx or auto: tcp and shm do not use RDMA, and nixl "
+        "chooses its own devices",
         "!self.kvTransfer.rdma || self.kvTransfer.transport in ['ucx', 'auto']",
         lambda spec: not spec.kv_transfer.rdma or spec.kv_transfer.transport in ("ucx", "auto"),
     ),
@@ -100,9 +101,11 @@ RULES = (
     ),
     Rule(
         "model",
-        "uri must not be /, /tmp, /etc, /etc/baton, /etc/baton-api-keys, /etc/baton-tls or in one of the last three: a "
-        "folder of the node is mounted at its own path, and pods have folders of their own there",
-        "!self.uri.matches('^file:/(/[.]?)*/([.]|tmp|etc(/([.]?/)*baton(-api-keys|-tls)?(/.*)?)?)?(/[.]?)*$')",
+        "uri must not be /, /tmp, /etc, /etc/baton, /etc/baton-api-keys, /etc/baton-tls or in one "
+        "of the last three: a folder of the node is mounted at its own path, and pods have folders "
+        "of their own there",
+        "!self.uri.matches('^file:/(/[.]?)*/([.]|tmp|etc(/([.]?/)*baton(-api-keys|-tls)?(/.*)?)?)?"
+        "(/[.]?)*$')",
         lambda model: _is_free_folder(model.uri),
     ),
     Rule(
@@ -115,25 +118,26 @@ RULES = (
     ),
     Rule(
         "decode.parallelism",
-        "pipeline must be 1 with expert: ranks of an expert group have all layers (tensor may be more)",
+        "pipeline must be 1 with expert: ranks of an expert group have all layers; tensor may be "
+        "more than 1",
         "!self.expert || self.pipeline == 1",
         lambda parallelism: not parallelism.expert or parallelism.pipeline == 1,
     ),
     Rule(
         "decode.parallelism",
-        "redundantExperts needs expert: engines of their own have one of each expert",
+        "redundantExperts needs expert: an independent engine has one of each expert",
         "self.expert || self.redundantExperts == 0",
         lambda parallelism: parallelism.expert or parallelism.redundant_experts == 0,
     ),
     Rule(
         "gateway",
-        "ingress and httpRoute exclude each other: two ways in would be two endpoints",
+        "ingress and httpRoute exclude each other: the status has one endpoint",
         "!has(self.ingress) || !has(self.httpRoute)",
         lambda gateway: gateway.ingress is None or gateway.http_route is None,
     ),
     Rule(
         "gateway",
-        "limits.maxConcurrentPerKey needs apiKeys: without keys clients cannot be told apart",
+        "limits.maxConcurrentPerKey needs apiKeys: without keys clients cannot be distinguished",
         "!has(self.limits.maxConcurrentPerKey) || has(self.apiKeys)",
         lambda gateway: (
             gateway.limits.max_concurrent_per_key is None or gateway.api_keys is not None
@@ -141,9 +145,12 @@ RULES = (
     ),
     Rule(
         "gateway",
-        "apiKeys.secretName must not be the Secret of a certificate: each of its entries would be a key",
-        "!has(self.apiKeys) || ((!has(self.tls) || self.tls.secretName != self.apiKeys.secretName) && "
-        "(!has(self.ingress) || !has(self.ingress.tls) || self.ingress.tls.secretName != self.apiKeys.secretName))",
+        "apiKeys.secretName must not be the Secret of a certificate: each of its entries would be "
+        "a key",
+        "!has(self.apiKeys) || "
+        "((!has(self.tls) || self.tls.secretName != self.apiKeys.secretName) && "
+        "(!has(self.ingress) || !has(self.ingress.tls) || "
+        "self.ingress.tls.secretName != self.apiKeys.secretName))",
         _is_no_certificate,
     ),
     *(
@@ -168,7 +175,7 @@ RULES = (
     ),
     Rule(
         "decode.autoscaling",
-        "holdSeconds is of use with minReplicas 0 only",
+        "holdSeconds applies only with minReplicas 0",
         "!has(self.holdSeconds) || self.minReplicas == 0",
         lambda autoscaling: autoscaling.hold_seconds is None or autoscaling.min_replicas == 0,
     ),
@@ -176,7 +183,7 @@ RULES = (
 
 
 def violations(spec: Spec) -> list[str]:
-    """Return what is wrong with `spec`, each beginning with the path of what holds the fields."""
+    """Return the messages of the rules that `spec` breaks, each after its path."""
     broken = []
     for rule in RULES:
         value: Any = spec
@@ -200,7 +207,7 @@ def valid_spec(spec: Any) -> Spec:
 
 
 def add_rules(spec_schema: dict[str, Any]) -> None:
-    """Write the rules into the schema of the spec, each where its path leads."""
+    """Write the rules into the schema of the spec, each at its path."""
     for rule in RULES:
         node = spec_schema
         for name in filter(None, rule.path.split(".")):

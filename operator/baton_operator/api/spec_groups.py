@@ -1,4 +1,4 @@
-"""`spec.prefill`, `spec.decode` and `spec.updateStrategy`: size, parallelism, autoscaling and updates of groups."""
+"""`spec.prefill`, `spec.decode` and `spec.updateStrategy`."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ StabilizationSeconds = Annotated[int, Meta(ge=0, le=3600)]
 class PrefillParallelism(ApiStruct, frozen=True):
     """How one prefill rank is spread over devices."""
 
-    #: Tensor-parallel size: workers of one pod, one device each, over which every layer is spread. Prefill and decode
-    #: may differ. The model's KV heads must divide among the workers.
+    #: Tensor-parallel size: workers of one pod, one device each, over which every layer is spread.
+    #: Prefill and decode may differ. The model's KV heads must divide among the workers.
     tensor: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
 class DecodeParallelism(PrefillParallelism, frozen=True):
     """How decode ranks are spread over devices."""
 
-    #: Pipeline-parallel size: stages over which the layers are spread. A pod has tensor x pipeline workers. Not with
-    #: prefill, whose KV blocks only workers with all layers can take, and not with expert.
+    #: Pipeline-parallel size: stages over which the layers are spread. A pod has tensor x pipeline
+    #: workers. Not with prefill, whose KV blocks only workers with all layers can take, and not
+    #: with expert.
     pipeline: Annotated[int, Meta(ge=1, le=64)] = 1
-    #: true: the ranks are one expert-parallel group, for a mixture-of-experts model, and editing replicas is an elastic
-    #: operation without a lost request. false: every rank is an independent engine.
+    #: true: the ranks are one expert-parallel group, for a mixture-of-experts model, and editing
+    #: replicas is an elastic operation without a lost request. false: every rank is an independent
+    #: engine.
     expert: bool = False
-    #: With expert: additional copies of experts in each sparse layer of the group, for load balance and for the death
-    #: of a rank. They cost memory on every rank.
+    #: With expert: additional copies of experts in each sparse layer of the group, for load balance
+    #: and for the death of a rank. They cost memory on every rank.
     redundant_experts: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
-    """What both groups have in common."""
+    """Bounds and delays of autoscaling."""
 
-    min_replicas: Replicas = (
-        1  #: 0: all pods of the group are removed after idleSeconds without a request.
-    )
+    #: 0: all pods of the group are removed after idleSeconds without a request.
+    min_replicas: Replicas = 1
     max_replicas: Annotated[int, Meta(ge=1, le=256)]  #: The group never has more pods.
     #: Percentile of the latencies of one minute that is compared with the targets.
     percentile: Annotated[int, Meta(ge=50, le=99)] = 95
@@ -62,34 +63,34 @@ class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
 
 
 class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group, by the time to the first token. replicas is the size that it begins with."""
+    """The operator sizes the group by the time to the first token. replicas is the initial size."""
 
-    ttft_milliseconds: (
-        Milliseconds  #: Target: from the engine's receipt of a request to its first token.
-    )
-    busy_percent: Percent = (
-        80  #: The group does not shrink so far that its engines would be busier than this.
-    )
+    #: Target: from the engine's receipt of a request to its first token.
+    ttft_milliseconds: Milliseconds
+    #: The group does not shrink so far that its engines would be busier than this.
+    busy_percent: Percent = 80
 
 
 class DecodeAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group, by the time between tokens. replicas is the size that it begins with."""
+    """The operator sizes the group by the time between tokens. replicas is the initial size."""
 
     itl_milliseconds: Milliseconds  #: Target: from one token of a sequence to the next.
     #: Target for the first token while there are no prefill pods; unset: it does not count.
     ttft_milliseconds: Milliseconds | None = None
     kv_usage_percent: Percent = 80  #: Target for the KV blocks in use, so that sequences can grow.
-    #: With minReplicas 0: the gateway holds a request for this long while the first pod starts, 300 if unset. Then it
-    #: answers 503 with Retry-After. Set it longer than the model takes to load.
+    #: With minReplicas 0: the gateway holds a request for this long while the first pod starts, 300
+    #: if unset. Then it answers 503 with Retry-After. Set it longer than the model takes to load.
     hold_seconds: Annotated[int, Meta(ge=1, le=3600)] | None = None
 
 
 class AutoscalingStatus(ApiStruct, frozen=True):
-    """What the autoscaler decided last for the group."""
+    """The last decision of the autoscaler for the group."""
 
-    size: Count  #: Size of the group that it decided on. The spec's replicas does not count.
-    recommended: Count  #: What the measurements ask for, before stabilisation, steps and bounds.
-    reason: Annotated[str, Meta(min_length=1, max_length=1024)]  #: One word for the message.
+    size: Count  #: Size of the group. The spec's replicas does not apply.
+    #: Size that the measurements recommend, before stabilisation, step limits and bounds.
+    recommended: Count
+    #: The cause in one word, for programs.
+    reason: Annotated[str, Meta(min_length=1, max_length=1024)]
     message: Annotated[str, Meta(max_length=32768)]  #: The decision and its figures.
     last_scale_time: Time | None = None  #: When the size changed last.
 
@@ -97,9 +98,8 @@ class AutoscalingStatus(ApiStruct, frozen=True):
 class Prefill(ApiStruct, frozen=True):
     """The group that runs the prefill stage of requests."""
 
-    replicas: Replicas = (
-        1  #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
-    )
+    #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
+    replicas: Replicas = 1
     autoscaling: PrefillAutoscaling | None = None
     parallelism: PrefillParallelism = PrefillParallelism()
     resources: Resources | None = None
@@ -119,25 +119,33 @@ class Decode(ApiStruct, frozen=True):
 class RollingUpdate(ApiStruct, frozen=True):
     """How the pods of one group are replaced by those of a new revision."""
 
-    #: Pods beyond replicas that may exist during a rollout: a number, or a share of replicas such as 25%, rounded up.
+    #: Pods beyond replicas that may exist during a rollout: a number, or a share of replicas such
+    #: as 25%, rounded up.
     max_surge: IntOrPercent = 1
-    #: How many fewer pods than replicas may serve during a rollout: a number, or a share of replicas, rounded down. If
-    #: maxSurge is zero too, it is at least one.
+    #: How many fewer pods than replicas may serve during a rollout: a number, or a share of
+    #: replicas, rounded down. If maxSurge is zero too, it is at least one.
     max_unavailable: IntOrPercent = 0
-    #: A new pod for which no node has had room for this long takes the place of an old one, which drains first. One pod
-    #: fewer serves until the new one is ready. Set it longer where new nodes are started on demand.
+    #: A new pod for which no node has had room for this long takes the place of an old one, which
+    #: drains first. One pod fewer serves until the new one is ready. Set it longer where new nodes
+    #: are started on demand.
     surge_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] = 30
 
 
 class UpdateStrategy(ApiStruct, frozen=True):
-    """How pods are replaced when their template or configuration changes. Other groups keep their pods."""
+    """How pods are replaced when their template or configuration changes.
+
+    Other groups keep their pods.
+    """
 
     prefill: RollingUpdate = RollingUpdate()
     decode: RollingUpdate = RollingUpdate()
 
 
 def surge_and_unavailable(strategy: RollingUpdate, replicas: int) -> tuple[int, int]:
-    """Return both as numbers of pods. They are never both zero, because then no pod could be replaced."""
+    """Return both as numbers of pods.
+
+    They are never both zero, because then no pod could be replaced.
+    """
     surge = math.ceil(_pods(strategy.max_surge, replicas))
     unavailable = min(math.floor(_pods(strategy.max_unavailable, replicas)), replicas)
     return surge, unavailable if surge or unavailable else 1

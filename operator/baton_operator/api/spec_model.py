@@ -16,50 +16,58 @@ MODEL_URI = rf"^(file:///.+|pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+|{_HUB}|{_STO
 
 
 def is_fetched(uri: str) -> bool:
-    """Whether an init container brings the model."""
+    """Return whether an init container brings the model."""
     return uri.partition("://")[0] in ("hf", "s3", "gs")
 
 
 class ModelCache(ApiStruct, frozen=True):
-    """Where models of a hub or object store are kept. Without hostPath or claim: in each pod, until it is deleted."""
+    """Where models of a hub or object store are kept.
 
-    #: Folder of every node, writable for user or group 65532, that its pods share: each node fetches once.
+    Without hostPath or claim: in each pod, until it is deleted.
+    """
+
+    #: Folder of every node, writable for user or group 65532, that its pods share: each node
+    #: fetches once.
     host_path: Annotated[str, Meta(pattern=r"^/.+", max_length=1024)] | None = None
-    #: PersistentVolumeClaim of the namespace that all pods share: the model is fetched once. On several nodes it needs
-    #: access mode ReadWriteMany.
+    #: PersistentVolumeClaim of the namespace that all pods share: the model is fetched once. On
+    #: several nodes it needs access mode ReadWriteMany.
     claim: ObjectName | None = None
-    #: A larger model is not fetched. Without hostPath and claim it also limits the pod's own volume.
+    #: A larger model is not fetched. Without hostPath and claim it also limits the pod's own
+    #: volume.
     size_limit: Quantity | None = None
 
 
 class Model(ApiStruct, frozen=True):
     """The model that the service serves."""
 
-    #: Where config.json, safetensors and tokenizer.json lie: file:///DIR on every node; pvc://CLAIM/DIR in a
-    #: PersistentVolumeClaim of the namespace; hf://ORG/NAME[@REVISION] on a Hugging Face hub; s3://BUCKET/PREFIX or
-    #: gs://BUCKET/PREFIX in an object store; image://REFERENCE[/DIR] in an image with a tag or digest (Kubernetes 1.31
-    #: and newer, where image volumes are enabled).
+    #: Where config.json, safetensors and tokenizer.json lie: file:///DIR on every node;
+    #: pvc://CLAIM/DIR in a PersistentVolumeClaim of the namespace; hf://ORG/NAME[@REVISION] on a
+    #: Hugging Face hub; s3://BUCKET/PREFIX or gs://BUCKET/PREFIX in an object store;
+    #: image://REFERENCE[/DIR] in an image with a tag or digest (Kubernetes 1.31 and newer, where
+    #: image volumes are enabled).
     uri: Annotated[str, Meta(pattern=MODEL_URI, max_length=2048)]
     cache: ModelCache | None = None
-    #: Secret of the namespace. Its entries are environment variables of the container that fetches the model, and of no
-    #: other: HF_TOKEN, HF_ENDPOINT, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, ...
+    #: Secret of the namespace. Its entries are environment variables of the container that fetches
+    #: the model, and of no other: HF_TOKEN, HF_ENDPOINT, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    #: AWS_ENDPOINT_URL, ...
     credentials_secret: ObjectName | None = None
     #: Name clients use; the resource's own name if unset.
     served_name: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
-    #: Type of weights and KV cache. auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively.
-    #: Engines of different dtypes exchange no KV blocks: set it where their machines differ.
+    #: Type of weights and KV cache. auto: the checkpoint's, but float32 on a CPU that does not
+    #: multiply in it natively. Engines of different dtypes exchange no KV blocks: set it where
+    #: their machines differ.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: int8: engines on CPUs multiply by weights rounded to eight bits; engines on GPUs refuse it. Unset: weights stay
-    #: as they are.
+    #: int8: engines on CPUs multiply by weights rounded to eight bits; engines on GPUs refuse it.
+    #: Unset: weights stay as they are.
     quantization: Literal["int8"] | None = None
-    max_model_len: Tokens | None = (
-        None  #: Prompt plus generated tokens; the model's own maximum if unset.
-    )
+    #: Prompt plus generated tokens; the model's own maximum if unset.
+    max_model_len: Tokens | None = None
 
 
 class ModelStatus(ApiStruct, frozen=True):
     """The model that pods had last; kept while none runs."""
 
     uri: str  #: As spec.model.uri named it.
-    #: Revision of a fetched model: the commit on the hub, or a hash over the metadata of its objects in the store.
+    #: Revision of a fetched model: the commit on the hub, or a hash over the metadata of its
+    #: objects in the store.
     revision: str | None = None

@@ -1,8 +1,10 @@
-"""The autoscaler at work: what the operator has seen of each service, its scrapes, and the sizes that follow.
+"""The autoscaler: scrapes services, decides and keeps the sizes of their groups.
 
-A reconcile asks for the sizes (`sized`) and tells what it saw (`observe`); `run` scrapes, decides, and makes a service due when
-something is to be done or said. The size lives in the status, so it outlives the process; what led to it does not: after a restart
-nothing shrinks before it was looked at for a whole stabilisation window.
+A reconcile reads the sizes (`apply_sizes`) and passes on the observed state (`observe`). `run`
+scrapes and decides, and makes a service due when a size or the status has changed.
+
+The status of the service stores the size, so it survives a restart of the operator. Measurements
+do not. After a restart no group shrinks before a whole stabilisation window has passed.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
-from baton_operator.autoscale.facts import groups_of, targets_of
-from baton_operator.autoscale.history import History
+from baton_operator.autoscale.decision_history import History
+from baton_operator.autoscale.inputs import groups_of, targets_of
 from baton_operator.autoscale.policy import Decision, Group, decide
 from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
@@ -30,14 +32,15 @@ from baton_operator.status import report_group
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
+#: Minimum interval between status writes of a size that stays. Its figures change with every
+#: scrape.
 PUBLISH_S = 60.0
-"""The status of a size that stays is written no more often: its figures change with every scrape."""
+#: Scrape periods without a reply after which a container counts as gone.
 FRESH_PERIODS = 2.5
-"""Without an answer for so many periods a container counts as gone."""
 
 
-class News(msgspec.Struct, frozen=True):
-    """An Event that is due."""
+class PendingEvent(msgspec.Struct, frozen=True):
+    """An Event that the next reconcile writes."""
 
     reason: str
     message: str
@@ -49,8 +52,8 @@ class _Role:
 
     def __init__(self, settings: Settings, status: AutoscalingStatus, now: float) -> None:
         self.settings = settings
+        #: For the status of the service. `size` is always up to date.
         self.status = status
-        """As it is told; of the size it is always true."""
         self.published_at = now
         self.history = History()
 
@@ -65,7 +68,7 @@ class _Service:
         self.targets: list[ScrapeTarget] = []
         self.snapshots: list[Snapshot] = []
         self.errors: dict[str, str] = {}
-        self.news: list[News] = []
+        self.news: list[PendingEvent] = []
         self.next_at = now
         self.is_scraped = False
 
@@ -81,7 +84,8 @@ class _Service:
 
 
 class Autoscaler:
-    """
+    """The sizes of all services that have autoscaling.
+
     Args:
         clock: seconds, for the measurements.
         wall_clock: for `lastScaleTime`.
@@ -96,13 +100,15 @@ class Autoscaler:
         self._wall_clock = wall_clock
         self._services: dict[Key, _Service] = {}
 
-    # What a reconcile asks and tells
+    # Called by reconciles
 
-    def sized(self, owner: Owner, service: dict[str, Any]) -> Owner:
-        """`owner` with the sizes that its groups shall have now, which are the spec's without `autoscaling`.
+    def apply_sizes(self, owner: Owner, service: dict[str, Any]) -> Owner:
+        """Return `owner` with the desired sizes of its groups.
+
+        Groups without `autoscaling` keep the replicas of the spec.
 
         Args:
-            service: the LLMService as it is stored; its status says what was decided before this process began.
+            service: the LLMService as stored. Its status has the decisions of earlier processes.
         """
         key, now = Key(owner.namespace, owner.name), self._clock()
         settings = settings_of(owner.spec)
@@ -116,8 +122,12 @@ class Autoscaler:
             if role not in settings:
                 known.roles.pop(role, None)
             elif role not in known.roles:
-                told = _told(service, role, settings[role]) or _first(role, settings[role])
-                known.roles[role] = _Role(settings[role], told, now)
+                known.roles[role] = _Role(
+                    settings[role],
+                    _stored_status(service, role, settings[role])
+                    or _initial_status(role, settings[role]),
+                    now,
+                )
             elif known.roles[role].settings != settings[role]:
                 self._change_settings(known, role, settings[role])
         return msgspec.structs.replace(owner, sizes=known.sizes)
@@ -128,11 +138,11 @@ class Autoscaler:
         groups: Mapping[names.Role, report_group.Group],
         pods: list[dict[str, Any]],
     ) -> None:
-        """What the same reconcile saw.
+        """Record the state that a reconcile observed.
 
         Args:
-            groups: those that are known.
-            pods: of the whole service.
+            groups: the groups that are known.
+            pods: all pods of the service.
         """
         known = self._services.get(Key(owner.namespace, owner.name))
         if known is not None:
@@ -143,13 +153,13 @@ class Autoscaler:
             )
 
     def status(self, owner: Owner, role: names.MemberRole) -> AutoscalingStatus | None:
-        """What the service's status is to say; None: the role is not sized here."""
+        """Return the status of a role; None: it has no autoscaling."""
         known = self._services.get(Key(owner.namespace, owner.name))
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status
 
-    def take_news(self, owner: Owner) -> list[News]:
-        """Events that are due, each once."""
+    def take_events(self, owner: Owner) -> list[PendingEvent]:
+        """Return the pending Events, and clear them."""
         known = self._services.get(Key(owner.namespace, owner.name))
         if known is None:
             return []
@@ -157,13 +167,13 @@ class Autoscaler:
         return news
 
     def forget(self, key: Key) -> None:
-        """The service is gone, or sizes itself no more."""
+        """Drop the state of a service that is gone or has no autoscaling."""
         self._services.pop(key, None)
 
-    # What goes on between reconciles
+    # Between reconciles
 
     async def run(self, scraper: Scraper, due: Callable[[Key], None]) -> None:
-        """Scrapes and decides until cancelled; `due` is told which service has to be reconciled."""
+        """Scrape and decide until cancelled. `due` is called with each service to reconcile."""
         async with asyncio.TaskGroup() as group:
             while True:
                 now = self._clock()
@@ -177,23 +187,23 @@ class Autoscaler:
         self, key: Key, service: _Service, scraper: Scraper, due: Callable[[Key], None]
     ) -> None:
         try:
-            if await self.look(key, scraper):
+            if await self.scrape_and_decide(key, scraper):
                 due(key)
-        except Exception:  # what goes wrong for one service must not end the operator
-            log.exception("the autoscaler failed for %s, again in %g s", key, service.period_s)
+        except Exception:  # an error in one service must not end the operator
+            log.exception("autoscaling of %s failed, retrying in %g s", key, service.period_s)
         finally:
             service.next_at = self._clock() + service.period_s
             service.is_scraped = False
 
-    async def look(self, key: Key, scraper: Scraper) -> bool:
-        """One scrape and the decisions that follow. Returns whether the service has to be reconciled."""
+    async def scrape_and_decide(self, key: Key, scraper: Scraper) -> bool:
+        """Scrape a service and decide its sizes. Return whether it has to be reconciled."""
         now, service = self._clock(), self._services[key]
         scraped = await scraper.scrape(service.targets)
         if self._services.get(key) is not service or not service.roles:
-            return False  # gone meanwhile
+            return False  # deleted during the scrape
         for pod, error in scraped.errors.items():
             if pod not in service.errors:
-                log.warning("%s: no metrics of pod %s: %s", key, pod, error)
+                log.warning("%s: pod %s returned no metrics: %s", key, pod, error)
         service.errors = scraped.errors
         oldest = now - max(state.settings.behavior.window_s for state in service.roles.values())
         service.snapshots = [
@@ -204,7 +214,7 @@ class Autoscaler:
         return any(due)
 
     def _decide(self, service: _Service, role: names.MemberRole, now: float) -> bool:
-        """Whether there is something to do or to say."""
+        """Decide the size of one role. Return whether the service has to be reconciled."""
         state, seen = service.roles[role], service.groups.get(role)
         if seen is None:
             return False
@@ -237,8 +247,8 @@ class Autoscaler:
         message = decision.explanation
         if decision.reason == "MetricsMissing" and service.errors:
             pod, error = min(service.errors.items())
-            message = f"{message} Of {pod}: {error}"
-        told = AutoscalingStatus(
+            message = f"{message} Pod {pod}: {error}"
+        status = AutoscalingStatus(
             size=decision.size,
             recommended=decision.recommended,
             reason=decision.reason,
@@ -247,11 +257,11 @@ class Autoscaler:
             if resized
             else before.last_scale_time,
         )
-        if told == before or not (resized or now - state.published_at >= PUBLISH_S):
+        if status == before or not (resized or now - state.published_at >= PUBLISH_S):
             return False
         if resized:
-            service.news.append(News("Scaled", message))
-        state.status, state.published_at = told, now
+            service.news.append(PendingEvent("Scaled", message))
+        state.status, state.published_at = status, now
         return True
 
     def _change_settings(
@@ -260,32 +270,33 @@ class Autoscaler:
         state = service.roles[role]
         if settings.replicas != state.settings.replicas:
             words = (
-                f"spec.{role}.replicas is {settings.replicas}, but autoscaling sizes the group, which stays at "
-                f"{state.status.size}: edit minReplicas and maxReplicas, or remove autoscaling"
+                f"spec.{role}.replicas is {settings.replicas}, but autoscaling sizes the group, "
+                f"which stays at {state.status.size}; edit minReplicas and maxReplicas, or remove "
+                "autoscaling"
             )
-            service.news.append(News("ReplicasIgnored", words, warning=True))
+            service.news.append(PendingEvent("ReplicasIgnored", words, warning=True))
         state.settings, service.next_at = settings, self._clock()
 
 
-def _told(
+def _stored_status(
     service: dict[str, Any], role: names.MemberRole, settings: Settings
 ) -> AutoscalingStatus | None:
-    """What the status said when it was read; None: nothing that can be used. Whoever wrote it: no size is out of bounds."""
+    """Return the stored status, with the size moved inside the bounds; None if it is invalid."""
     found = ((service.get("status") or {}).get(role) or {}).get("autoscaling")
     if not found:
         return None
     try:
-        told = msgspec.convert(found, AutoscalingStatus)
+        status = msgspec.convert(found, AutoscalingStatus)
     except msgspec.ValidationError:  # another version of the operator wrote it
         return None
-    size = settings.bounds.nearest(told.size)
-    if size == told.size:
-        return told
-    message = f"{role} {told.size} -> {size}: {told.size} is outside of {settings.bounds}."
-    return msgspec.structs.replace(told, size=size, reason="OutOfBounds", message=message)
+    size = settings.bounds.nearest(status.size)
+    if size == status.size:
+        return status
+    message = f"{role} {status.size} -> {size}: {status.size} is outside of {settings.bounds}."
+    return msgspec.structs.replace(status, size=size, reason="OutOfBounds", message=message)
 
 
-def _first(role: names.MemberRole, settings: Settings) -> AutoscalingStatus:
+def _initial_status(role: names.MemberRole, settings: Settings) -> AutoscalingStatus:
     size = settings.initial
-    message = f"{role} begins with {size}: spec.{role}.replicas is {settings.replicas}."
+    message = f"{role} starts with {size}: spec.{role}.replicas is {settings.replicas}."
     return AutoscalingStatus(size=size, recommended=size, reason="Initial", message=message)

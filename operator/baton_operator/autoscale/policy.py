@@ -1,18 +1,24 @@
-"""`decide`: the size of one role, from what was measured and what was decided before. Pure: no clock, no client.
+"""`decide`: the size of one role, from measurements and earlier decisions.
 
-In this order, as a HorizontalPodAutoscaler does (kubernetes.io, "Horizontal Pod Autoscaling", algorithm details and configurable
-scaling behavior), with what engines that take minutes to load need besides:
+Pure: no clock, no client.
 
-1. A size outside its bounds is brought inside, whatever is measured.
-2. The size stays while measurements are missing or stale, or pods are not what they should be, or were not while it was measured
-   (Dynamo's planner: no adjustment while workers are adjusted).
-3. From zero as soon as a gateway holds a request; to zero after nobody wanted anything for `idle_s`, if the minimum is 0.
-4. The recommendation is the largest wish of `signals`.
-5. Stabilised: up to the least recommendation of the last `up_window_s`, down to the largest of the last `down_window_s`, and not
-   down before there were recommendations for so long.
-6. At most `up_step` or doubled, down by `down_fraction` but at least one, within `step_s`; inside the bounds.
-7. A load per engine at which a target was missed after a step down is remembered: for `breach_memory_s` the role does not shrink
-   back to it.
+The rules are those of a HorizontalPodAutoscaler (kubernetes.io, "Horizontal Pod Autoscaling",
+algorithm details and configurable scaling behavior). Engines take minutes to load, so there are a
+few more. In this order:
+
+1. A size outside its bounds moves inside, without any measurement.
+2. A role without engines gets one as soon as a gateway holds a request.
+3. With minimum 0, a role without a request for `idle_s` goes to zero.
+4. The size stays while measurements are missing or stale. It also stays while the pods differ from
+   the desired ones, and until the window has no measurements from such a time (as Dynamo's planner
+   does).
+5. The recommendation is the largest size among the `signals`.
+6. The size grows to the smallest recommendation of the last `up_window_s`. It shrinks to the
+   largest of the last `down_window_s`, if recommendations cover all of that time.
+7. Within `step_s` the size grows by at most `up_step` or to the double, and shrinks by at most
+   `down_fraction`, but at least by one. It stays inside the bounds.
+8. If a target is missed after a step down, the role does not shrink to the same load per engine
+   again for `breach_memory_s`.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from typing import Literal
 
 import msgspec
 
-from baton_operator.autoscale.history import Breach, History
+from baton_operator.autoscale.decision_history import Breach, History
 from baton_operator.autoscale.signals import (
     Signal,
     SignalReason,
@@ -57,7 +63,7 @@ _MISSED = ("TTFTAboveTarget", "ITLAboveTarget", "KVUsageHigh", "RequestsQueue")
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """0 <= min <= max, 1 <= max."""
+    """Bounds of a size, with 0 <= min <= max and 1 <= max."""
 
     min: int
     max: int
@@ -66,60 +72,62 @@ class Bounds(msgspec.Struct, frozen=True):
         return f"{self.min} to {self.max}"
 
     def nearest(self, size: int) -> int:
-        """The size within that is nearest to `size`."""
+        """Return the size inside the bounds that is nearest to `size`."""
         return min(max(size, self.min), self.max)
 
 
 class Behavior(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast and how surely. Times in seconds."""
+    """How fast sizes change, and after which evidence. Times are in seconds."""
 
+    #: Length of the measurement window.
     window_s: float = 60.0
-    """Of the measurements."""
+    #: Older measurements are not used.
     stale_s: float = 60.0
-    """Older measurements decide nothing."""
+    #: A target is missed above (1 + tolerance) target, and met with a margin below (1 - tolerance).
     tolerance: float = 0.1
-    """A target is missed above (1 + tolerance) of it, met with a margin below (1 - tolerance)."""
     up_window_s: float = 30.0
     down_window_s: float = 300.0
     step_s: float = 60.0
+    #: Engines that may be added within `step_s`. Doubling is always allowed.
     up_step: int = 4
-    """Engines that may be added within `step_s`; doubling is always allowed."""
+    #: Fraction of the engines that may be removed within `step_s`. One is always allowed.
     down_fraction: float = 0.25
-    """Of the engines that may leave within `step_s`; one always may."""
     idle_s: float = 600.0
     breach_memory_s: float = 3600.0
 
     @property
     def keep_s(self) -> float:
-        """What the history keeps."""
+        """Time for which the history keeps entries."""
         return max(self.up_window_s, self.down_window_s, self.step_s)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """One role as it is."""
+    """The present state of one role."""
 
     role: MemberRole
+    #: Desired number of engines.
     size: int
-    """That it should have now."""
+    #: Existing pods, draining ones included.
     pods: int
-    """That exist, those that drain included."""
     ready: int
+    #: What must end before the size changes, for example a rollout. Empty: nothing.
     operation: str = ""
-    """What runs and must end first, for example a change of topology or a rollout."""
+    #: Whether this is decode without prefill engines.
     aggregated: bool = False
-    """Of decode: there are no prefill engines."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The decided size of one role, and why."""
+
     role: MemberRole
     size: int
     reason: Reason
+    #: One sentence with the numbers, for status and events.
     explanation: str
-    """One sentence with the numbers, for status and events."""
+    #: Size that the measurements recommend. Without a recommendation: the present size.
     recommended: int
-    """What the measurements alone ask for; of a hold, the size as it is."""
+    #: Input of the next decision.
     history: History
-    """For the next decision."""
 
 
 def decide(
@@ -131,11 +139,11 @@ def decide(
     history: History,
     behavior: Behavior,
 ) -> Decision:
-    """The size that `group` should have.
+    """Return the size that `group` should have.
 
     Args:
         now: seconds, of the clock of `window` and `history`.
-        window: the last `behavior.window_s`. None: nothing was measured yet.
+        window: measurements of the last `behavior.window_s`. None: there are none yet.
         history: of this role.
     """
     n = group.size
@@ -156,12 +164,13 @@ def decide(
         return _decision(now, group, history, behavior, 0, "Idle", words, idle=idle)
     if hold := _hold(now, group, window, history, behavior):
         reason, words, settled = hold
-        # While the engines of a step down leave, what asked for it still stands; what else keeps the size asks for it.
-        leaving = (
+        # While engines leave after a step down, its recommendation still holds. Otherwise a hold
+        # recommends the present size.
+        is_shrinking = (
             reason in ("OperationRunning", "PodsNotReady", "Settling")
             and history.changed(now, behavior.down_window_s) < 0
         )
-        stands = history.last_recommended(now) if leaving else None
+        recommended = history.last_recommended(now) if is_shrinking else None
         return _decision(
             now,
             group,
@@ -170,7 +179,7 @@ def decide(
             n,
             reason,
             words,
-            recommended=stands,
+            recommended=recommended,
             idle=idle,
             settled=settled,
         )
@@ -180,7 +189,7 @@ def decide(
     decisive = max(signals, key=lambda signal: signal.size)
     size, reason, words = _limited(now, n, bounds, decisive, signals, history, behavior)
     breach = None
-    # Only what shows that a step down went too far: after a step up latencies tell of the queue that is being drained.
+    # Only after a step down. After a step up, high latencies come from the queue that drains.
     if decisive.size > n and decisive.reason in _MISSED and history.last_delta < 0:
         breach = Breach(now, load_per_engine(n, group.role == "prefill", measured))
     return _decision(
@@ -208,16 +217,16 @@ def _from_zero(
             behavior,
             0,
             "MetricsMissing",
-            "no gateway tells whether requests wait",
+            "no gateway reports whether requests wait",
         )
-    # Decode engines are what requests are held for; without prefill engines they are only slower.
+    # Requests are held for decode engines only. Without prefill engines they are only slower.
     waiting = window.held if group.role == "decode" else window.in_flight
     missed = window.answered_at is not None and window.answered_at > history.changed_at
     if waiting > 0 or missed:
         words = (
-            f"requests that wait at the gateways: {waiting:.0f}"
+            f"requests waiting at the gateways: {waiting:.0f}"
             if waiting > 0
-            else "requests came and were not held"
+            else "requests arrived and were not held"
         )
         return _decision(now, group, history, behavior, 1, "RequestsHeld", words)
     return _decision(now, group, history, behavior, 0, "Idle", "no requests", idle=now)
@@ -226,7 +235,10 @@ def _from_zero(
 def _hold(
     now: float, group: Group, window: Window | None, history: History, behavior: Behavior
 ) -> tuple[Reason, str, bool] | None:
-    """Why nothing can be decided now, and whether the pods are what they should be."""
+    """Return why the size must stay, and whether the pods are the desired ones.
+
+    None: it may change.
+    """
     if group.operation:
         return "OperationRunning", f"{group.operation} is under way", False
     if group.ready != group.size or group.pods != group.size:
@@ -236,12 +248,12 @@ def _hold(
             False,
         )
     if window is None:
-        return "MetricsMissing", "nothing was measured yet", True
+        return "MetricsMissing", "there are no measurements yet", True
     if now - window.end > behavior.stale_s:
         return "MetricsStale", f"the last measurements are {now - window.end:.0f} s old", True
     engines = window.roles[group.role].engines
     if window.start < history.unsettled_until or window.end - window.start < behavior.window_s / 2:
-        return "Settling", "measurements of these engines alone are too few yet", True
+        return "Settling", "there are too few measurements since the pods changed", True
     if engines < group.size:
         return "MetricsMissing", f"{engines} of {group.size} engines answered with metrics", True
     if window.gateways == 0:
@@ -252,7 +264,7 @@ def _hold(
 def _idle_since(
     now: float, window: Window | None, history: History, behavior: Behavior
 ) -> float | None:
-    """Since when the gateways are known to have nothing to do. None: they have, or do not say."""
+    """Return since when no gateway has had a request. None: one has, or it is not known."""
     if (
         window is None
         or now - window.end > behavior.stale_s
@@ -275,10 +287,10 @@ def _signals(
     behavior: Behavior,
 ) -> list[Signal]:
     n, prefill = group.size, group.role == "prefill"
-    wishes = (
+    compute = (
         prefill_signals if prefill else aggregated_signals if group.aggregated else decode_signals
     )
-    signals = wishes(n, measured, targets, behavior.tolerance, window.quantile)
+    signals = compute(n, measured, targets, behavior.tolerance, window.quantile)
     if history.breach is not None and now - history.breach.at < behavior.breach_memory_s:
         signals.append(breach_signal(n, prefill, measured, history.breach, behavior.tolerance))
     return signals
@@ -293,54 +305,54 @@ def _limited(
     history: History,
     behavior: Behavior,
 ) -> tuple[int, Reason, str]:
-    """From the recommendation to the size: stabilised, in steps, inside the bounds."""
-    wants = max(decisive.size, bounds.min)
-    if wants > n:
-        numbers = decisive.text
-        size = min([wants, *history.recommended(now, behavior.up_window_s)])
-        if size <= n:
-            return (
-                n,
-                "Stabilizing",
-                f"{numbers}, which asks for {wants}, but not for {behavior.up_window_s:g} s yet",
-            )
-        if n == bounds.max:
-            return n, "AtMaximum", f"{numbers}, which asks for {wants}, but the maximum is {n}"
-        before = n - max(0, history.changed(now, behavior.step_s))
-        size = min(size, max(n, 2 * before, before + behavior.up_step), bounds.max)
-        if size == n:
-            return (
-                n,
-                "Stabilizing",
-                f"{numbers}, which asks for {wants}, but no more within {behavior.step_s:g} s",
-            )
-        return (
-            size,
-            decisive.reason,
-            numbers if size == wants else f"{numbers}, which asks for {wants}",
-        )
-    everything = "; ".join(signal.text for signal in signals)
-    if wants < n:
-        size = max([wants, *history.recommended(now, behavior.down_window_s)])
-        if size >= n or not history.covers(now, behavior.down_window_s):
-            return (
-                n,
-                "Stabilizing",
-                f"{wants} would do, but not for {behavior.down_window_s:g} s yet: {everything}",
-            )
-        before = n - min(0, history.changed(now, behavior.step_s))
-        size = max(size, min(n, before - max(1, int(before * behavior.down_fraction))))
-        if size == n:
-            return (
-                n,
-                "Stabilizing",
-                f"{wants} would do, but no fewer within {behavior.step_s:g} s: {everything}",
-            )
-        return size, "BelowTargets", everything
+    """Return size, reason and text: the recommendation stabilised, in steps, inside the bounds."""
+    recommended = max(decisive.size, bounds.min)
+    if recommended > n:
+        return _grown(now, n, bounds, recommended, decisive, history, behavior)
+    text = "; ".join(signal.text for signal in signals)
+    if recommended < n:
+        return _shrunk(now, n, recommended, text, history, behavior)
     unreachable = next((signal for signal in signals if signal.reason == "TargetUnreachable"), None)
     if unreachable is not None:
         return n, "TargetUnreachable", unreachable.text
-    return n, "OnTarget", everything
+    return n, "OnTarget", text
+
+
+def _grown(
+    now: float,
+    n: int,
+    bounds: Bounds,
+    recommended: int,
+    decisive: Signal,
+    history: History,
+    behavior: Behavior,
+) -> tuple[int, Reason, str]:
+    text = f"{decisive.text}, which calls for {recommended}"
+    size = min([recommended, *history.recommended(now, behavior.up_window_s)])
+    if size <= n:
+        return n, "Stabilizing", f"{text}, but not for {behavior.up_window_s:g} s yet"
+    if n == bounds.max:
+        return n, "AtMaximum", f"{text}, but the maximum is {n}"
+    before = n - max(0, history.changed(now, behavior.step_s))
+    size = min(size, max(n, 2 * before, before + behavior.up_step), bounds.max)
+    if size == n:
+        return n, "Stabilizing", f"{text}, but not more within {behavior.step_s:g} s"
+    return size, decisive.reason, decisive.text if size == recommended else text
+
+
+def _shrunk(
+    now: float, n: int, recommended: int, text: str, history: History, behavior: Behavior
+) -> tuple[int, Reason, str]:
+    size = max([recommended, *history.recommended(now, behavior.down_window_s)])
+    if size >= n or not history.covers(now, behavior.down_window_s):
+        why = f"{recommended} would be enough, but not for {behavior.down_window_s:g} s yet"
+        return n, "Stabilizing", f"{why}: {text}"
+    before = n - min(0, history.changed(now, behavior.step_s))
+    size = max(size, min(n, before - max(1, int(before * behavior.down_fraction))))
+    if size == n:
+        why = f"{recommended} would be enough, but no fewer within {behavior.step_s:g} s"
+        return n, "Stabilizing", f"{why}: {text}"
+    return size, "BelowTargets", text
 
 
 def _decision(
@@ -369,7 +381,7 @@ def _decision(
         reason=reason,
         explanation=f"{what}: {words}.",
         recommended=recommended,
-        history=history.noting(
+        history=history.with_decision(
             now,
             recommended,
             keep_s=behavior.keep_s,

@@ -1,4 +1,4 @@
-"""How long a request waits for one of several engines. Pure."""
+"""The time that a request waits for one of several engines. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from math import inf, log, sqrt
 
 
 def wait_quantile_s(engines: int, offered: float, service_s: float, quantile: float) -> float:
-    """Quantile of the wait in an M/M/c queue, seconds; infinite for an overloaded one.
+    """Return a quantile of the wait in an M/M/c queue in seconds; infinite if it is overloaded.
 
-    With u = offered / engines an arrival waits with probability P = u^(sqrt(2 (c + 1)) - 1) (Sakasegawa 1977, "An approximation
-    formula L_q = a rho^b / (1 - rho)"), and then for an exponential time of mean service / (c (1 - u)); so the quantile q is
-    ln(P / (1 - q)) times that mean, and 0 where P <= 1 - q. Requests go to the engine with the least load, which comes close to
-    one queue; prompts vary less than exponentially, so it errs upwards.
+    The utilization is u = offered / engines. An arrival waits with probability
+    P = u^(sqrt(2 (c + 1)) - 1) (Sakasegawa 1977, "An approximation formula L_q = a rho^b / (1 -
+    rho)"). Its wait is exponential with mean service / (c (1 - u)). So the quantile q is
+    ln(P / (1 - q)) times that mean, and 0 if P <= 1 - q.
+
+    Requests go to the engine with the least load, which is close to one queue. Prompts vary less
+    than exponentially, so the result is an upper estimate.
 
     Args:
         engines: c, at least 1.
-        offered: load in engines: the mean number that would be busy.
-        service_s: mean time that a request keeps an engine busy.
+        offered: load, as the mean number of busy engines.
+        service_s: mean time that a request occupies an engine.
         quantile: q, between 0 and 1.
     """
     utilization = offered / engines

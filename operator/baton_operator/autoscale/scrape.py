@@ -1,4 +1,4 @@
-"""Asks pods for their metrics. What does not answer, or not with metrics, is told by name and is missing from the answer."""
+"""HTTP requests for the metrics of pods."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from prometheus_client import Counter
 from baton_operator.autoscale.windows import Sample, sample
 from baton_operator.names import MemberRole, url_host
 
+#: Concurrent scrapes, over all services.
 CONCURRENCY = 32
-"""Scrapes at the same time, of all services."""
 TIMEOUT_S = 5.0
 MAX_BYTES = 4 * 2**20
 
@@ -22,10 +22,10 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
     """One container that exports metrics."""
 
     pod: str
+    #: Identifies the container, as in `windows.Snapshot`.
     container: str
-    """As in `windows.Snapshot`."""
+    #: Role of the engine. None: a gateway.
     role: MemberRole | None
-    """None: a gateway."""
     host: str
     port: int
     tls: bool = False
@@ -36,18 +36,19 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
 
 
 class Scraped(msgspec.Struct, frozen=True):
-    """The answers of one round."""
+    """The results of one round of scrapes."""
 
+    #: By container.
     samples: dict[str, Sample]
-    """By container."""
+    #: Why a pod has no sample, by pod.
     errors: dict[str, str]
-    """By pod: why there is no sample of it."""
 
 
 class Scraper:
-    """
+    """Scrapes pods over one HTTP session.
+
     Args:
-        results: counted by `ok` and `error`.
+        results: counter of scrapes by the label values `ok` and `error`.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Scraper:
         self._slots = asyncio.Semaphore(CONCURRENCY)
 
     async def scrape(self, targets: Iterable[ScrapeTarget]) -> Scraped:
-        """All of them side by side, each within TIMEOUT_S of its turn."""
+        """Scrape all targets concurrently. A scrape that fails is reported in `errors`."""
         scraped = Scraped({}, {})
 
         async def ask(target: ScrapeTarget) -> None:
@@ -80,8 +81,13 @@ class Scraper:
         return scraped
 
     async def _scrape(self, target: ScrapeTarget) -> Sample:
-        """Raises aiohttp.ClientError, OSError, TimeoutError; ValueError: the answer is none, is too long, or is no metrics."""
-        # Its certificate is for the names that clients use, not for the address of a pod.
+        """Scrape one target.
+
+        Raises:
+            aiohttp.ClientError, OSError, TimeoutError: there was no reply.
+            ValueError: the reply is an error, is too long or contains no metrics.
+        """
+        # The certificate is for the host names that clients use, not for the address of a pod.
         request = self._session.get(target.url, ssl=False, allow_redirects=False)
         async with self._slots, asyncio.timeout(self._timeout_s), request as response:
             if response.status != 200:

@@ -1,4 +1,4 @@
-"""From `spec.<role>.autoscaling` to what `decide` takes. Pure."""
+"""Targets, bounds and behavior of each role, from `spec.<role>.autoscaling`. Pure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from baton_operator.autoscale.signals import Targets
 from baton_operator.names import MEMBER_ROLES, MemberRole
 
 SCRAPE_S = 15.0
+#: While a role has no engines: the gateway may hold a request until the next scrape starts one.
 WAKEFUL_SCRAPE_S = 2.0
-"""While a request may be held for an engine that only the next scrape starts."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How one role is sized."""
+    """The autoscaling settings of one role."""
 
     bounds: Bounds
     targets: Targets
     behavior: Behavior
     quantile: float
+    #: As in the spec.
     replicas: int
-    """Of the spec."""
 
     @property
     def initial(self) -> int:
@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of(spec: Spec) -> dict[MemberRole, Settings]:
-    """Of the roles that are sized by the autoscaler."""
+    """Return the settings of the roles that have autoscaling."""
     found: dict[MemberRole, Settings] = {}
     if spec.prefill is not None and (prefill := spec.prefill.autoscaling) is not None:
         targets = Targets(
@@ -60,7 +60,7 @@ def _settings(autoscaling: AutoscalingBounds, targets: Targets, replicas: int) -
         tolerance=autoscaling.tolerance_percent / 100,
         up_window_s=float(autoscaling.scale_up_stabilization_seconds),
         down_window_s=float(autoscaling.scale_down_stabilization_seconds),
-        # A server without CEL lets minReplicas 0 pass without it.
+        # An API server without CEL accepts minReplicas 0 without idleSeconds.
         idle_s=inf if autoscaling.idle_seconds is None else float(autoscaling.idle_seconds),
     )
     return Settings(
@@ -73,7 +73,10 @@ def _settings(autoscaling: AutoscalingBounds, targets: Targets, replicas: int) -
 
 
 def scrape_period_s(settings: dict[MemberRole, Settings], sizes: dict[MemberRole, int]) -> float:
-    """How often to look at a service: often while it sleeps, and as finely as its idle times ask for."""
+    """Return the interval between scrapes of a service.
+
+    It is short while a role has no engines, and at most a quarter of the idle time.
+    """
     if any(sizes.get(role) == 0 for role in MEMBER_ROLES if role in settings):
         return WAKEFUL_SCRAPE_S
     idle_s = min(

@@ -1,10 +1,15 @@
-"""What each measurement wishes for the size of a role, in numbers and words. Pure; the largest wish decides (as among the metrics
-of a HorizontalPodAutoscaler).
+"""The size that each measurement recommends for a role, with its figures. Pure.
 
-A wish above the present size n says that a target is missed; one below it that so many engines would meet the target with a
-margin. Latency grows with load, but not in proportion: so a missed target raises the size by the ratio (HPA's ceil(n ratio)), but a
-latency below it says nothing about fewer engines by itself. What it would become with m of them is forecast from measured load.
-Every wish is at least 1, and the largest never falls when TTFT, ITL, the time in the queue or KV usage grows.
+The largest one decides, as among the metrics of a HorizontalPodAutoscaler (HPA).
+
+A signal above the present size n means that a target is missed. A signal below n means that this
+many engines would still meet the target with a margin. A missed target raises the size by the ratio
+(HPA's ceil(n ratio)). A latency below its target does not show how many engines are enough, because
+latency does not grow in proportion to load. So the latency with m engines is forecast from the
+measured load.
+
+Every signal is at least 1. The largest one never falls when TTFT, ITL, queue time or KV usage
+grows.
 """
 
 from __future__ import annotations
@@ -15,21 +20,21 @@ from typing import Literal
 
 import msgspec
 
-from baton_operator.autoscale.history import Breach
+from baton_operator.autoscale.decision_history import Breach
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.windows import RoleWindow
 
+#: With fewer observations, a quantile can keep a size but not raise it.
 MIN_SAMPLES = 20
-"""Observations below which a quantile is a story about single requests: it may keep a size, but not raise it."""
+#: Fraction of the TTFT target. More engines do not help requests that wait less than this.
 QUEUE_SHARE = 0.1
-"""Of the target for TTFT: requests that wait less than this for an engine would not gain from more of them."""
+#: Waiting requests per engine that count as a queue. Fewer are requests that arrived during a step.
 WAITING_PER_ENGINE = 1.0
-"""From here on there is a queue; less is a request that came during a step."""
 WAITING_AT_REST = 0.1
+#: Larger than any bound.
 LARGEST = 10_000
-"""More engines than any bound allows."""
+#: Time in which the recommended engines drain a queue of prompts.
 DRAIN_S = 60.0
-"""In which a queue of prompts shall be gone, once as many engines as it asks for are there."""
 
 SignalReason = Literal[
     "TTFTAboveTarget",
@@ -43,41 +48,43 @@ SignalReason = Literal[
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sizes are to achieve."""
+    """The targets of one role."""
 
+    #: Seconds to the first token, at the quantile of the window.
     ttft_s: float
-    """Seconds to the first token, at the window's quantile."""
+    #: Seconds between tokens, at the quantile of the window.
     itl_s: float
-    """Seconds per token after it."""
+    #: Fraction of KV blocks in use. The others let sequences grow without preemptions.
     kv_usage: float = 0.8
-    """Of a decode engine's KV blocks; what is left takes growing sequences without preemptions."""
+    #: Fraction of time that prefill engines compute. The role does not shrink above it.
     busy: float = 0.8
-    """Fraction of time that a prefill engine computes prompts, above which the role does not shrink."""
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """One wish."""
+    """The size that one measurement recommends."""
 
     reason: SignalReason
     size: int
+    #: The figures, as part of a sentence.
     text: str
-    """The numbers behind it, part of a sentence."""
 
 
 def prefill_signals(
     n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
 ) -> list[Signal]:
-    """Wishes for `n` prefill engines.
+    """Return the signals for `n` prefill engines.
 
-    - TTFT above target: ceil(n TTFT / target), but no more than the load needs, if requests wait for engines: more engines shorten
-      only the wait.
-    - TTFT below: the fewest m with TTFT + wait(m) - wait(n) <= (1 - tolerance) target, the waits modelled (`queueing`).
-    - Queue: who arrives now will wait for waiting / throughput (Little), known long before they have their token. If that misses
-      the target, what the load needs: seconds of an engine per request, times arrivals per second and the queue's share of
-      DRAIN_S, at the target for busy. Arrivals are what was computed plus the growth of the queue. While a queue drains, the TTFT
-      of those who left it is high; it does not ask for more then.
-    - Busy: at least ceil(n busy / target), as Dynamo sizes by throughput per engine. It never raises the size: an engine that is
-      always busy and nobody waits for is what one wants.
+    - TTFT above target: ceil(n TTFT / target), at most the engines that the load needs. Only if
+      requests wait for engines, because more engines shorten only the wait.
+    - TTFT below target: the smallest m with TTFT + wait(m) - wait(n) <= (1 - tolerance) target. The
+      waits come from the model in `queueing`.
+    - Queue: a request that arrives now will wait for waiting / throughput (Little's law). If that
+      misses the target: the engines that the load needs. They keep up with the arrivals and drain
+      the queue in DRAIN_S, at the target for busy. Arrivals are the computed requests plus the
+      growth of the queue. While a queue drains, the TTFT of the requests that leave it is high.
+      That does not recommend more engines.
+    - Busy: ceil(n busy / target), as Dynamo sizes by throughput per engine. It never raises the
+      size, because an engine that is always busy without a queue is well used.
     """
     offered = n * role.busy
 
@@ -114,8 +121,8 @@ def _prefill_latency(
             text,
         )
     if role.queue_s < QUEUE_SHARE * targets.ttft_s and role.waiting < WAITING_PER_ENGINE:
-        unreachable = f"{text}, but requests wait only {_time(role.queue_s)} for an engine: more would not help"
-        return Signal("TargetUnreachable", n, unreachable)
+        why = f"requests wait only {_time(role.queue_s)} for an engine"
+        return Signal("TargetUnreachable", n, f"{text}, but {why}: more would not help")
     if _ttft_of_next_s(n, role) > limit_s:
         return Signal("TTFTAboveTarget", n, text)
     return Signal(
@@ -132,7 +139,7 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
         after = (
             f"after {_time(next_s)}"
             if isfinite(next_s)
-            else "nobody knows when, for none was computed"
+            else "at an unknown time, because no prompt was computed"
         )
         return Signal(
             "RequestsQueue",
@@ -143,14 +150,14 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
 
 
 def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
-    """TTFT that a request arriving now can expect, seconds, by what waits before it; 0 without a queue."""
+    """Return the expected TTFT of a request that arrives now, in seconds; 0 without a queue."""
     if role.waiting < WAITING_PER_ENGINE:
         return 0.0
     return role.prefill_s + n * role.waiting / role.requests_per_s if role.requests_per_s else inf
 
 
 def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
-    """Prefill engines that keep up with the arrivals and drain the queue in DRAIN_S."""
+    """Return the prefill engines that keep up with the arrivals and drain the queue in DRAIN_S."""
     if role.requests_per_s == 0:
         return 2 * n
     engine_s = n * role.busy / role.requests_per_s
@@ -161,14 +168,16 @@ def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
 def decode_signals(
     n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
 ) -> list[Signal]:
-    """Wishes for `n` decode engines whose prompts come from prefill engines.
+    """Return the signals for `n` decode engines whose prompts come from prefill engines.
 
-    - ITL above target: ceil(n ITL / target), if engines run more than one sequence. The time of a step is a + b sequences.
-    - ITL below: the fewest m with ITL max(1, R / m) / max(1, R / n) <= (1 - tolerance) target for R running sequences; the
-      factor is an upper bound of how a + b sequences grows with the sequences.
-    - KV usage above target: HPA's ceil(n usage / target). Below: the fewest m with usage (n / m) times the factor <= target, for
-      sequences that share an engine with more others also stay longer.
-    - Queue: as many engines as would run all: ceil(n (running + waiting) / running).
+    - ITL above target: ceil(n ITL / target), if engines run more than one sequence. The time of a
+      step with s sequences is a + b s.
+    - ITL below target: the smallest m with ITL g <= (1 - tolerance) target. The factor
+      g = max(1, R / m) / max(1, R / n), for R running sequences, is an upper bound for the growth
+      of a + b s.
+    - KV usage above target: ceil(n usage / target). Below: the smallest m with usage (n / m) g <=
+      target. The factor is needed because sequences on fuller engines also run longer.
+    - Queue: the engines that would run all requests: ceil(n (running + waiting) / running).
     """
     return [
         _decode_latency(
@@ -182,7 +191,10 @@ def decode_signals(
 def aggregated_signals(
     n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
 ) -> list[Signal]:
-    """Wishes for `n` decode engines that prefill for themselves: TTFT counts like ITL, for prompts and tokens share steps."""
+    """Return the signals for `n` decode engines without prefill engines.
+
+    TTFT is treated like ITL, because prompts and tokens share steps.
+    """
     ttft = _decode_latency(
         "TTFT", role.ttft_s, role.first_tokens, targets.ttft_s, n, role, tolerance, quantile
     )
@@ -203,7 +215,8 @@ def _decode_latency(
     if latency_s is None:
         return Signal(reason, 1, "no tokens")
     running = n * role.running
-    text = f"{_latency_text(name, quantile, latency_s, target_s)} with {role.running:.1f} sequences per engine"
+    latency = _latency_text(name, quantile, latency_s, target_s)
+    text = f"{latency} with {role.running:.1f} sequences per engine"
     if latency_s > (1 + tolerance) * target_s and samples >= MIN_SAMPLES:
         if role.running > 1 or role.waiting >= WAITING_PER_ENGINE:
             return Signal(reason, _ceil(n * latency_s / target_s), text)
@@ -217,7 +230,7 @@ def _decode_latency(
 
 
 def _growth(n: int, m: int, running: float) -> float:
-    """By how much the time of a step grows at most when the sequences of `n` engines run on `m`."""
+    """Return an upper bound for the growth of a step if the sequences of `n` engines run on `m`."""
     return max(1.0, running / m) / max(1.0, running / n)
 
 
@@ -235,22 +248,24 @@ def _kv_usage(n: int, role: RoleWindow, targets: Targets, tolerance: float) -> S
 def _decode_queue(n: int, role: RoleWindow) -> Signal:
     text = f"{role.waiting:.1f} requests wait per engine"
     if role.waiting >= WAITING_PER_ENGINE:
-        # One that runs nothing yet and has a queue is as good as one sequence per engine.
+        # An engine that runs nothing and has a queue counts as one that runs one sequence.
         running = max(1.0, role.running)
         return Signal("RequestsQueue", _ceil(n * (running + role.waiting) / running), text)
     return Signal("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
 
 
 def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
-    """What an engine carries: the fraction of time it is busy in prefill, tokens per second in decode. Neither grows without
-    bounds, or when fewer engines take longer for the same."""
+    """Return the load of one engine: in prefill the busy fraction, in decode tokens per second.
+
+    Both are bounded, and neither grows because fewer engines take longer for the same work.
+    """
     return role.busy if prefill else role.tokens_per_s / n
 
 
 def breach_signal(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
 ) -> Signal:
-    """Not again to the load per engine at which a target was missed: the fewest m with load / m <= (1 - tolerance) of it."""
+    """Return the smallest size with less than (1 - tolerance) of the load that missed a target."""
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))
     load = (
@@ -258,16 +273,16 @@ def breach_signal(
         if prefill
         else f"{breach.load_per_engine:.0f} tokens/s per engine"
     )
-    return Signal("RecentBreach", size, f"a target was missed at {load} not long ago")
+    return Signal("RecentBreach", size, f"a target was recently missed at {load}")
 
 
 def _ceil(size: float) -> int:
-    """1 to LARGEST; what exceeds a whole number by rounding only is that number."""
+    """Return `size` rounded up, from 1 to LARGEST, without floating-point noise."""
     return max(1, ceil(min(size, LARGEST) - 1e-9))
 
 
 def _fewest(n: int, meets: Callable[[int], bool]) -> int:
-    """The smallest size up to `n` that meets, which is true from some size on; `n` if none does."""
+    """Return the smallest size below `n` for which `meets` is true, else `n`."""
     return next((m for m in range(1, n) if meets(m)), n)
 
 

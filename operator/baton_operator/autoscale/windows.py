@@ -1,7 +1,8 @@
-"""From scrapes of /metrics to measurements over a window, per role. Pure: the caller brings the texts and the times.
+"""Measurements per role over a time window, from scrapes of /metrics. Pure.
 
-A window is made of differences between scrapes of one container: what it counted before the first scrape is not in it, and a
-container that restarts counts from zero. Pods come and go: each gives what it was seen to do.
+A window consists of differences between scrapes of the same container. Counts from before the first
+scrape are not part of it, and a container that restarts counts from zero. A pod that exists for a
+part of the window contributes for that part.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton_operator.names import MEMBER_ROLES, MemberRole
 
+#: Endpoints whose requests count as demand.
 GENERATION_ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
-"""Whose requests are demand; reading the list of models, say, is none."""
+#: HTTP codes of client errors. More engines would not change them.
 REFUSALS = ("400", "401", "403", "404", "405", "408", "413", "415", "422")
-"""Answers that no engine has a part in: what is wrong with these requests more engines would not change."""
 
 TTFT = "baton:time_to_first_token_seconds"
 ITL = "baton:inter_token_latency_seconds"
@@ -40,7 +41,7 @@ ENGINE_GAUGES = (RUNNING, WAITING, WAITING_FOR_REMOTE_KV, KV_USAGE)
 ENGINE_HISTOGRAMS = (TTFT, ITL, QUEUE_TIME, PREFILL_TIME)
 GATEWAY_GAUGES = (IN_FLIGHT, HELD)
 GATEWAY_HISTOGRAMS = (CLIENT_TTFT, CLIENT_ITL)
-_NAMES = (
+_METRICS = (
     *ENGINE_GAUGES,
     *ENGINE_HISTOGRAMS,
     *GATEWAY_GAUGES,
@@ -48,15 +49,15 @@ _NAMES = (
     BUSY,
     HTTP_REQUESTS,
 )
-_READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_NAMES)})[_{{ ]")
-"""Lines of a scrape that anything is read from, a tenth of them: parsing takes its time."""
+#: Lines of a scrape that are parsed: a tenth of them, because parsing is slow.
+_READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ]")
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Observations since the process started, or, as a difference, between two scrapes."""
+    """Observations since the start of the process or, as a difference, between two scrapes."""
 
+    #: Number of observations up to each upper bound. The last bound is infinite.
     buckets: dict[float, float] = {}
-    """Upper bound -> observations up to it; the last bound is infinite."""
     sum: float = 0.0
 
     @property
@@ -65,31 +66,37 @@ class Histogram(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float | None:
-        """None without observations."""
+        """Mean of the observations; None without any."""
         return self.sum / self.count if self.count > 0 else None
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Both; where a bound is not shared, each counts what it knows to lie below: the quantile errs upwards."""
+        """Return the sum of both.
+
+        A bound that only one has counts the observations that the other surely has below it. So a
+        quantile is an upper estimate.
+        """
         bounds = sorted({*self.buckets, *other.buckets})
         return Histogram(
             {bound: self.at(bound) + other.at(bound) for bound in bounds}, self.sum + other.sum
         )
 
     def since(self, before: Histogram) -> Histogram:
-        """What came after `before`, an earlier scrape of the same process."""
+        """Return the observations after `before`, an earlier scrape of the same process."""
         return Histogram(
             {bound: count - before.at(bound) for bound, count in self.buckets.items()},
             self.sum - before.sum,
         )
 
     def at(self, bound: float) -> float:
-        """Observations known to be at most `bound`."""
+        """Return the number of observations known to be at most `bound`."""
         if bound in self.buckets:
             return self.buckets[bound]
         return max((count for upper, count in self.buckets.items() if upper <= bound), default=0.0)
 
     def quantile(self, q: float) -> float | None:
-        """Prometheus' `histogram_quantile`: linear inside the bucket, the largest finite bound beyond it.
+        """Return a quantile as Prometheus' `histogram_quantile` does.
+
+        It is linear inside a bucket, and the largest finite bound beyond it.
 
         Args:
             q: 0 < q < 1.
@@ -111,19 +118,19 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One scrape of one container, reduced to what sizes are decided by."""
+    """One scrape of one container, with the metrics that decisions need."""
 
+    #: Role of the engine. None: a gateway.
     role: MemberRole | None
-    """None: a gateway."""
     gauges: dict[str, float]
     histograms: dict[str, Histogram]
+    #: Generation requests that a gateway has answered since its start, without client errors.
     requests: float = 0.0
-    """Generation requests answered since the start, refusals left out; of a gateway."""
+    #: Time since its start in which an engine ran steps. None: the metric is missing.
     busy_s: float | None = None
-    """Time since the start in which a step was under way; of an engine. None: it does not say."""
 
     def began_after(self, before: Sample) -> bool:
-        """Whether a counter went back: another process than `before`."""
+        """Return whether a counter fell, so this is another process than `before`."""
         return self.requests < before.requests or any(
             name in before.histograms and histogram.count < before.histograms[name].count
             for name, histogram in self.histograms.items()
@@ -131,87 +138,91 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What the pods of one service answered at one time."""
+    """The scrapes of all pods of a service at one time."""
 
+    #: Time in seconds, on the clock of `now`.
     at: float
-    """Seconds, of the same clock as `now`."""
+    #: Samples by container. Its key has the pod's uid and restart count, so a restart is visible.
     samples: dict[str, Sample]
-    """By container: the pod's uid and the restart count, so that no restart goes unseen."""
 
 
 class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engines of one role did in the window. Times are in seconds, gauges means over scrapes and engines."""
+    """Measurements of the engines of one role.
 
+    Times are in seconds. Gauges are means over scrapes and engines.
+    """
+
+    #: Engines with at least two scrapes and a recent one.
     engines: int
-    """That answered of late, and at least twice."""
+    #: Quantile of the time from arrival at the engine to the first token. None: no first token.
     ttft_s: float | None = None
-    """Quantile, from the engine's arrival to its first token. None: there was no first token."""
+    #: Observations behind `ttft_s`.
     first_tokens: float = 0.0
-    """Observations behind `ttft_s`."""
+    #: Quantile of the time between tokens. None: no tokens.
     itl_s: float | None = None
-    """Quantile over tokens."""
+    #: Observations behind `itl_s`.
     tokens: float = 0.0
-    """Observations behind `itl_s`."""
+    #: Tokens of all engines, without first tokens.
     tokens_per_s: float = 0.0
-    """Of all engines, first tokens left out."""
+    #: Requests of all engines with a first token in the window.
     requests_per_s: float = 0.0
-    """Of all engines, with a first token in the window."""
+    #: Mean time from arrival to the first step, of requests that ended.
     queue_s: float = 0.0
-    """Mean from arrival to the first step, of requests that ended."""
+    #: Mean time from the first step to the first token, of requests that ended.
     prefill_s: float = 0.0
-    """Mean from the first step to the first token, of requests that ended."""
+    #: Mean fraction of time that an engine computes, 0 to 1. Without the metric it is the rate of
+    #: prefill seconds, at most 1: by Little's law the mean number of prompts being computed.
     busy: float = 0.0
-    """Mean fraction of time that an engine computes, 0 to 1. Of one that does not count it, that it prefills: by Little's law the
-    rate of prefill seconds is the mean number of prompts being computed; those of the same step count once each, up to 1."""
     running: float = 0.0
+    #: Waiting requests, without those that wait for KV blocks from a prefill engine.
     waiting: float = 0.0
-    """Those that wait for a prefill engine's KV do not count: no decode engine could run them."""
+    #: Growth of the queues of all engines, from the first scrape to the last.
     waiting_growth_per_s: float = 0.0
-    """Of all engines, from the first scrape to the last."""
+    #: Fraction of KV blocks in use, 0 to 1.
     kv_usage: float = 0.0
-    """0 to 1."""
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements a size is decided by."""
+    """The measurements of one service."""
 
+    #: Time of the first scrape.
     start: float
-    """Of the first scrape in it."""
+    #: Time of the last scrape.
     end: float
-    """Of the last one."""
+    #: The quantile of `ttft_s` and `itl_s`.
     quantile: float
-    """Of `ttft_s` and `itl_s`."""
     roles: dict[MemberRole, RoleWindow]
+    #: Gateways with a recent scrape.
     gateways: int = 0
-    """That answered of late."""
+    #: Generation requests at the gateways at their last scrapes, held ones included.
     in_flight: float = 0.0
-    """Generation requests the gateways had at their last scrapes, held ones included."""
+    #: Those of them that wait for a decode engine to start.
     held: float = 0.0
-    """Of these: waiting for a decode engine to start."""
+    #: Generation requests that the gateways answered, without client errors.
     requests_per_s: float = 0.0
-    """Generation requests that the gateways answered, refusals left out."""
+    #: Time of the last scrape that showed a new answered request. None: there was none.
     answered_at: float | None = None
-    """The last scrape that counted such a request more than the one before. None: there was none."""
+    #: Time of the last scrape that showed a request, running or newly answered. None: none did.
     active_at: float | None = None
-    """The last scrape at which a gateway had a request, or had answered one. None: there was none."""
+    #: Quantile at the gateways, as clients see it. It is reported only; no decision uses it.
     client_ttft_s: float | None = None
-    """Quantile at the gateways: what clients saw, with what no engine has a part in. For the reader; it decides nothing."""
     client_itl_s: float | None = None
 
 
 def sample(role: MemberRole | None, text: str) -> Sample:
-    """One scrape. Series that differ in labels only are added up, but KV usage has one per engine.
+    """Return the sample of one scrape. Series that differ only in labels are added up.
 
     Args:
-        role: of the engine; None for a gateway.
-        text: in Prometheus' text format.
+        role: role of the engine; None for a gateway.
+        text: the metrics in Prometheus' text format.
 
     Raises:
-        ValueError: it is not, nothing in it is ours, or a gauge is not a number.
+        ValueError: the text is not in that format, has no metric of ours, or has a gauge that is
+            not a number.
     """
     lines = [line for line in text.splitlines(keepends=True) if _READ.match(line)]
     if not lines:
-        raise ValueError("no metric of an engine or a gateway is in it")
+        raise ValueError("the reply has no metric of an engine or a gateway")
     wanted = GATEWAY_HISTOGRAMS if role is None else ENGINE_HISTOGRAMS
     gauges: dict[str, float] = {}
     histograms: dict[str, Histogram] = {}
@@ -248,15 +259,15 @@ def sample(role: MemberRole | None, text: str) -> Sample:
 def window(
     snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quantile: float
 ) -> Window | None:
-    """The measurements since `start`.
+    """Return the measurements since `start`.
 
     Args:
         snapshots: in any order.
-        fresh_s: a container that did not answer for so long before the last snapshot is not there any more.
+        fresh_s: a container whose last sample is this much older than the last snapshot is gone.
         quantile: of latencies, between 0 and 1.
 
     Returns:
-        None: fewer than two snapshots, or all of one time.
+        None: there are fewer than two snapshots, or all have the same time.
     """
     inside = sorted((s for s in snapshots if s.at >= start), key=lambda s: s.at)
     if not inside or inside[0].at == inside[-1].at:
@@ -266,9 +277,8 @@ def window(
     for snapshot in inside:
         for container, scraped in snapshot.samples.items():
             scrapes.setdefault(container, []).append((snapshot.at, scraped))
-    lines = [
-        _line(scrapes[container]) for container in sorted(scrapes)
-    ]  # sums must not depend on who answered first
+    # Sorted, so that sums do not depend on the order of replies.
+    lines = [_line(scrapes[container]) for container in sorted(scrapes)]
     live = [line for line in lines if end - line.scrapes[-1][0] <= fresh_s]
     span = end - inside[0].at
     gateways = [line for line in lines if line.role is None]
@@ -300,12 +310,12 @@ def window(
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What one container did: its scrapes in order of time, and what it counted between the first and the last."""
+    """The scrapes of one container in order of time, and the growth of its counters."""
 
     scrapes: list[tuple[float, Sample]]
     requests: float
+    #: Times of scrapes that showed a new answered request.
     answered: list[float]
-    """Times of scrapes that counted a request more than the one before."""
     busy_s: float | None
     histograms: dict[str, Histogram]
 
@@ -315,17 +325,17 @@ class _Line(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """From the first scrape to the last."""
+        """Time from the first scrape to the last."""
         return self.scrapes[-1][0] - self.scrapes[0][0]
 
     @property
     def occupied(self) -> list[float]:
-        """Times of scrapes of a gateway that had requests."""
+        """Times of scrapes at which a gateway had requests."""
         return [at for at, scraped in self.scrapes if scraped.gauges.get(IN_FLIGHT, 0.0) > 0]
 
     @property
     def busy(self) -> float:
-        """Fraction of time, up to 1."""
+        """Fraction of time that an engine computes, at most 1."""
         busy_s = self.total(PREFILL_TIME).sum if self.busy_s is None else self.busy_s
         return min(1.0, busy_s / self.seconds)
 
@@ -389,4 +399,4 @@ def _total(lines: Iterable[_Line], histogram: str) -> Histogram:
 
 def _mean(values: Iterable[float]) -> float:
     items = list(values)
-    return fsum(items) / len(items)  # exact, so the same for any order of pods
+    return fsum(items) / len(items)  # exact, so independent of the order of pods

@@ -1,1 +1,13 @@
-"""One builder per kind of object: pure functions from a typed LLMService to the object the operator applies."""
+"""Builders of Kubernetes objects: pure functions from an `Owner`, one for each kind of object.
+
+- `owner`: the service that objects are built for.
+- `member`: member pods of prefill and decode, and their headless Service.
+- `gateway`, `coordinator`: Deployment and Service of each.
+- `access`: Ingress, HTTPRoute and the Secrets that the gateway reads.
+- `config`: ConfigMaps with the configuration of engines and gateway.
+- `service_key`: the Secret that all processes of a service share.
+- `network_policy`, `disruption_budget`, `engine_account`: the objects of those kinds.
+- `pod`: the parts that member pods and gateway pods share.
+- `model`: the model's volume, and the init container that fetches it.
+- `overlay`, `free_form_fields`: `template` and `resources` of the user.
+"""

@@ -1,4 +1,4 @@
-"""Access to the gateway: the Secrets it reads (API keys, a certificate) and the ways in (Ingress, HTTPRoute)."""
+"""Access to the gateway: its Ingress or HTTPRoute, and the Secrets that it reads."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ TLS_PATH = "/etc/baton-tls"
 ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
+#: Ports of the gateway's Service. Service and pods name a port by its scheme, so each port leads to
+#: the pods that serve it.
 PORTS: dict[Scheme, int] = {"http": 80, "https": 443}
-"""Of the gateway's Service; a port has the name of its scheme, as the pods' ports have: each leads to the pods that speak it."""
 
 
 def scheme(owner: Owner) -> Scheme:
-    """What the gateway itself is to speak."""
+    """Return the scheme that new gateway pods serve."""
     return "http" if owner.spec.gateway.tls is None else "https"
 
 
 def schemes(owner: Owner) -> list[Scheme]:
-    """Those that lead to a gateway. While TLS is switched on or off, two."""
+    """Return the schemes of the Service: two while TLS is switched on or off."""
     return sorted({scheme(owner), *owner.gateway_schemes})
 
 
 def scheme_in_use(owner: Owner) -> Scheme:
-    """The one by which a ready gateway is reached. While TLS is switched, that of before until a new one is ready."""
+    """Return a scheme that a ready gateway serves.
+
+    While TLS is switched, it is the old one until a new pod is ready.
+    """
     wanted, ready = scheme(owner), owner.gateway_schemes
     return wanted if wanted in ready or not ready else ready[0]
 
 
 def config(owner: Owner) -> AccessConfig:
-    """What the gateway reads of it."""
+    """Return the part of the gateway's configuration about access."""
     gateway = owner.spec.gateway
     return AccessConfig(
         api_keys_dir=API_KEYS_PATH if gateway.api_keys else "",
@@ -44,7 +48,10 @@ def config(owner: Owner) -> AccessConfig:
 
 
 def mounts(owner: Owner) -> list[tuple[Object, Object]]:
-    """(volume, mount) of each Secret that the gateway reads. A pod waits until the Secret exists."""
+    """Return (volume, mount) of each Secret that the gateway reads.
+
+    The kubelet starts the pod when the Secrets exist.
+    """
     gateway = owner.spec.gateway
     secrets = []
     if gateway.api_keys:
@@ -61,7 +68,7 @@ def mounts(owner: Owner) -> list[tuple[Object, Object]]:
 
 
 def ingress(owner: Owner) -> Object | None:
-    """None when no ingress was asked for."""
+    """Return the Ingress; None if the spec has none."""
     wanted = owner.spec.gateway.ingress
     if wanted is None:
         return None
@@ -87,7 +94,7 @@ def ingress(owner: Owner) -> Object | None:
 
 
 def http_route(owner: Owner) -> Object | None:
-    """None when no route was asked for."""
+    """Return the HTTPRoute; None if the spec has none."""
     wanted = owner.spec.gateway.http_route
     if wanted is None:
         return None

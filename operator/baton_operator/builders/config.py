@@ -1,6 +1,7 @@
-"""ConfigMaps: the configuration of one role, as the component reads it.
+"""ConfigMaps with the configuration of engines and gateway.
 
-The name carries a hash of the content, so a pod keeps the configuration it was made with until it is replaced.
+The name of a ConfigMap contains a hash of its content. So a pod keeps the configuration with which
+it was created until it is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MOUNT_PATH = "/etc/baton"
 
 
 def config_map(owner: Owner, role: names.ConfiguredRole) -> Object:
-    """The ConfigMap of `role`, with one key `<role>.json`."""
+    """Return the ConfigMap of `role`, with one key `<role>.json`."""
     config = gateway_config(owner) if role == "gateway" else engine_config(owner, role)
     text = msgspec.json.format(msgspec.json.encode(_set_fields(config)), indent=2).decode() + "\n"
     data = {f"{role}.json": text}
@@ -45,7 +46,7 @@ def config_map(owner: Owner, role: names.ConfiguredRole) -> Object:
 
 
 def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
-    """What `baton-engine` of this role reads."""
+    """Return the configuration of `baton-engine`."""
     spec, tuning = owner.spec, owner.spec.engine
     memory, offload = tuning.kv_cache_memory, tuning.offload_memory
     if not owner.has_prefill:
@@ -85,10 +86,14 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
 
 
 def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
-    """A rank is called by $POD_NAME, which every member pod has.
+    """Return the parallelism of one engine. A rank's name is $POD_NAME, which every pod has.
 
-    The coordinator is given by the address of its Service, not by name: pods that run as processes of one machine have no
-    cluster DNS. So decode pods are built only once the Service has an address, and another one makes another revision.
+    The coordinator is set by address and not by DNS name, because pods that run as processes of one
+    machine have no cluster DNS. So decode pods are built when the Service has an address, and a new
+    address makes a new revision.
+
+    Raises:
+        ValueError: the coordinator's Service has no address yet.
     """
     size = owner.tensor_parallel_size(role)
     if role != "decode" or not owner.is_expert_parallel:
@@ -105,7 +110,7 @@ def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
 
 
 def gateway_config(owner: Owner) -> GatewayConfig:
-    """What `baton-gateway` reads."""
+    """Return the configuration of `baton-gateway`."""
     gateway = owner.spec.gateway
     return GatewayConfig(
         model=_model_config(owner, "gateway"),
@@ -122,7 +127,7 @@ def gateway_config(owner: Owner) -> GatewayConfig:
 
 
 def _hold_s(owner: Owner) -> float | None:
-    """None: there are always decode pods, or nobody starts one for who is held."""
+    """Return how long the gateway holds requests; None if decode never scales to zero."""
     autoscaling = owner.spec.decode.autoscaling
     if autoscaling is None or autoscaling.min_replicas > 0:
         return None
@@ -141,7 +146,7 @@ def _model_config(owner: Owner, role: names.ConfiguredRole) -> ModelConfig:
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that are set; the others have the default written in `baton_protocol.config`."""
+    """Return the fields that are set. The others keep the defaults of `baton_protocol.config`."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -149,7 +154,10 @@ _fields = functools.cache(msgspec.structs.fields)  # it resolves the types at ea
 
 
 def _set_fields(config: msgspec.Struct) -> dict[str, Any]:
-    """`config` without what equals its default: a default that is added or changed later replaces no pod."""
+    """Return the fields of `config` that differ from their defaults.
+
+    So a default that is added or changed in a later release replaces no pod.
+    """
     result: dict[str, Any] = {}
     for field in _fields(type(config)):
         value = getattr(config, field.name)

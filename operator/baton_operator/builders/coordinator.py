@@ -1,6 +1,6 @@
 """The coordinator of an expert-parallel group: its Deployment and its Service.
 
-It needs the service's key, no configuration and no model.
+Its pod mounts the service's key. It needs no configuration and no model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ CONTAINER = "coordinator"
 
 
 def deployment(owner: Owner) -> Object:
-    """One pod. A new one begins when the old one has ended: ranks obey one coordinator, and serve on while there is none."""
+    """Return the Deployment of one pod.
+
+    A new pod starts when the old one has ended, because ranks obey one coordinator. They keep
+    serving without one.
+    """
     container = {
         "name": CONTAINER,
         "image": owner.spec.image,
@@ -59,7 +63,7 @@ def deployment(owner: Owner) -> Object:
 
 
 def service(owner: Owner) -> Object:
-    """Its address is what ranks are told, and where the operator asks for topologies."""
+    """Return the Service. Ranks and the operator use its address."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets: node drains evict one pod of a group at a time."""
+"""PodDisruptionBudgets, so that node drains evict one pod of a group at a time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from baton_operator.builders.owner import Object, Owner
 
 
 def disruption_budget(owner: Owner, role: names.ConfiguredRole, api_version: str) -> Object | None:
-    """`api_version` is policy/v1 or policy/v1beta1, as served.
+    """Return the budget of a group; None for a group of one pod.
 
-    None for a group of one pod: a budget could only block node drains for ever. Its eviction is a SIGTERM, upon which it finishes
-    what it runs, and another pod is made.
+    A budget for one pod could only block node drains. An evicted pod gets SIGTERM and finishes its
+    requests, and the operator creates another pod.
 
-    Member pods have no scale subresource above them, for which the API allows a plain minAvailable only.
+    Member pods have no controller with a scale subresource. For those the API allows only an
+    integer `minAvailable`.
+
+    Args:
+        api_version: policy/v1 or policy/v1beta1, as the API server serves it.
     """
     replicas = owner.spec.gateway.replicas if role == "gateway" else owner.replicas(role)
     if replicas < 2:

@@ -1,4 +1,4 @@
-"""The account under which engines and the coordinator run: nobody grants it anything, and its token is mounted nowhere."""
+"""The ServiceAccount of engines and coordinator. It has no rights, and its token is not mounted."""
 
 from __future__ import annotations
 

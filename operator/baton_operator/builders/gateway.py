@@ -1,4 +1,4 @@
-"""The gateway: its Deployment, its Service, and the right to watch pods."""
+"""The gateway: its Deployment, its Service, and its right to watch pods."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from baton_operator.builders.owner import Object, Owner
 from baton_protocol.config import GATEWAY_PORT
 
 CONTAINER = "gateway"
+#: Shows metrics collectors that a pod serves only HTTPS.
 ANNOTATION_SCHEME = "prometheus.io/scheme"
-"""By which collectors of metrics know that a pod answers HTTPS only."""
 
 
 def deployment(owner: Owner) -> Object:
-    """The gateway's pods; a new revision is ready before an old pod goes. Raises ValueError for a bad overlay."""
+    """Return the Deployment. A new pod is ready before an old one leaves.
+
+    Raises:
+        ValueError: the template overlay cannot be merged.
+    """
     gateway = owner.spec.gateway
     scheme = access.scheme(owner)
     template = pod.pod_template(
@@ -53,7 +57,7 @@ def deployment(owner: Owner) -> Object:
 
 
 def service(owner: Owner) -> Object:
-    """The endpoint of the status."""
+    """Return the Service, which is the endpoint in the status."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -83,7 +87,7 @@ def service_account(owner: Owner) -> Object:
 
 
 def role(owner: Owner) -> Object:
-    """Discovery watches pods."""
+    """Return the right to watch pods, by which the gateway discovers engines."""
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",

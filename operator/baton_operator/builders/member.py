@@ -1,4 +1,4 @@
-"""Member pods of the prefill and decode groups, which the operator makes itself."""
+"""Member pods of prefill and decode, which the operator creates itself, and their Service."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from baton_operator.builders.owner import Object, Owner
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 
 CONTAINER = "engine"
+#: Folders for compiled kernels. The root file system is read-only.
 CACHES = {"XDG_CACHE_HOME": "/tmp/.cache", "TRITON_CACHE_DIR": "/tmp/.cache/triton"}
-"""Where compiled kernels and models go: the root file system is read-only, /tmp is the pod's own."""
 
 
 class MemberTemplate:
-    """Makes the pods of one role. Everything but the ordinal is decided here, so the revision is one hash."""
+    """Builds the pods of one role.
+
+    Only the ordinal differs between them, so one hash is the revision.
+
+    Raises:
+        ValueError: the template overlay cannot be merged, or the coordinator has no address yet.
+    """
 
     def __init__(self, owner: Owner, role: names.MemberRole) -> None:
-        """Raises ValueError if the template overlay cannot be merged, or the coordinator has no address yet."""
         self._owner = owner
         self._role = role
         group = owner.spec.decode if role == "decode" else owner.spec.prefill
@@ -36,13 +41,14 @@ class MemberTemplate:
             template=group.template if group else None,
             resources=group.resources if group else None,
         )
+        #: Pods with another revision are replaced.
         self.revision = names.content_hash(self._template)
-        """Pods that carry another one are replaced."""
+        #: Pods with the same value can be ranks of one topology. Empty: the pods are independent
+        #: engines.
         self.expert_group = owner.expert_group(role)
-        """Pods that carry the same one can be ranks of one topology. Empty: they are engines of their own."""
 
     def pod(self, ordinal: int) -> Object:
-        """The member with this ordinal."""
+        """Return the member with this ordinal."""
         template = copy.deepcopy(self._template)
         name = names.member_name(self._owner.name, self._role, ordinal)
         metadata = self._owner.metadata(name, self._role)
@@ -61,6 +67,29 @@ class MemberTemplate:
         }
 
 
+def headless_service(owner: Owner) -> Object:
+    """Return the headless Service that gives member pods their DNS names.
+
+    It includes pods that are not ready, because peers must find each other while they start.
+    """
+    ports = {"engine": ENGINE_PORT, "kv": KV_PORT, "http": ENGINE_HTTP_PORT}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": owner.metadata(names.members_service_name(owner.name)),
+        "spec": {
+            "type": "ClusterIP",
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.LABEL_SERVICE: owner.name, names.LABEL_MEMBER: "true"},
+            "ports": [
+                {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
+                for name, port in ports.items()
+            ],
+        },
+    }
+
+
 def _container(owner: Owner, role: names.MemberRole) -> Object:
     threads = owner.spec.engine.num_threads
     return {
@@ -72,7 +101,7 @@ def _container(owner: Owner, role: names.MemberRole) -> Object:
             {"name": "kv", "containerPort": KV_PORT, "protocol": "TCP"},
             {"name": "http", "containerPort": ENGINE_HTTP_PORT, "protocol": "TCP"},
         ],
-        # Loading a large checkpoint takes minutes: /health must answer within ten of them, then liveness takes over.
+        # Loading a large checkpoint takes minutes. /health must answer within ten minutes.
         "startupProbe": pod.http_probe("/health", period_s=1, failures=600),
         "livenessProbe": pod.http_probe("/health", period_s=10, failures=6),
         "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3),

@@ -1,4 +1,4 @@
-"""Where a model is inside the container, the volume that holds it, and the init container that fetches it."""
+"""The model of a pod: its path and volume, and the init container that fetches it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from baton_operator.builders.owner import Object
 from baton_protocol.config import ENGINE_HTTP_PORT
 
 VOLUME = "model"
+#: Name of the init container.
 FETCHER = "model"
-"""Name of the init container."""
 FOLDER = "/models"
 TERMINATION_LOG = "/dev/termination-log"
 _SHARED_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
 class ModelSource(msgspec.Struct, frozen=True):
-    """What a pod needs to have the model."""
+    """The model's path in the container, and the volume with its mount."""
 
+    #: Folder of the model in the container.
     path: str
-    """Of the model's folder in the container."""
     volume: Object
+    #: Read-only mount of the serving container.
     mount: Object
-    """Read-only, of the container that serves."""
 
 
 def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
-    """Where `role` finds the model. `model.uri` matches api_model.MODEL_URI.
+    """Return where `role` finds the model. `model.uri` matches `spec_model.MODEL_URI`.
 
-    A host path is mounted at the same path. It has no type check: a missing folder must reach the engine, whose message names it.
+    A host path is mounted at the same path. The volume has no type check, so that the engine
+    reports a missing folder by name.
     """
     scheme, _, rest = model.uri.partition("://")
     if scheme == "file":
@@ -48,7 +49,7 @@ def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
         return ModelSource(f"{FOLDER}/{rest.rstrip('/')}", volume, _mount(f"{FOLDER}/{claim}"))
     if scheme == "image":
         match = re.fullmatch(IMAGE_URI, model.uri)
-        assert match is not None, "the CRD admits no other"
+        assert match is not None, "the CRD accepts no other URI"
         volume = {"name": VOLUME, "image": {"reference": match[1], "pullPolicy": "IfNotPresent"}}
         return ModelSource(
             f"{FOLDER}/image{(match[5] or '').rstrip('/')}", volume, _mount(f"{FOLDER}/image")
@@ -67,10 +68,11 @@ def fetcher(
     security: Object,
     resources: Object | None,
 ) -> Object | None:
-    """The init container; None if the model is there without one.
+    """Return the init container; None if the model needs none.
 
     Args:
-        resources: of the container that serves; its share of cores and memory is the fetcher's as well, its devices are not.
+        resources: resources of the serving container. The fetcher gets the same cores and memory,
+            but no devices.
     """
     if not is_fetched(model.uri):
         return None
@@ -108,7 +110,7 @@ def fetcher(
 
 
 def _folder_name(uri: str, role: names.ConfiguredRole) -> str:
-    """Of one model among others in a cache: readable, and the same for every pod that may share it."""
+    """Return the folder of a model in a cache. It is the same for all pods that share the cache."""
     readable = re.sub(r"[^A-Za-z0-9.-]+", "-", uri.partition("://")[2])[:80].strip("-.")
     return f"{readable}-{names.content_hash(uri)}{'-tokenizer' if role == 'gateway' else ''}"
 

@@ -1,8 +1,8 @@
-"""NetworkPolicies: who may open a connection to engines and to the coordinator.
+"""NetworkPolicies: which peers may connect to engines and to the coordinator.
 
-Engines listen on ports of their own choice besides the fixed ones (stores of ranks, gloo, lanes of the transfer), so members reach
-each other on all of them. The gateway is the way in and has no policy here: who may come in is for the namespace's owner to say.
-Nor is anything said of what pods may connect to: names, models and device fabrics are elsewhere.
+Beside fixed ports, engines listen on random ports for rank stores, gloo and KV transports. So
+members may connect to each other on all ports. The gateway has no policy here, because the owner of
+the namespace decides which clients may reach it. Egress is not restricted.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from baton_operator.builders.owner import Object, Owner
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
+#: Labels of the operator's pods in every kind of installation.
 OPERATOR_LABELS = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": "operator"}
-"""Of the operator's pods, however it was installed."""
+#: Every namespace has this label since Kubernetes 1.21. On older clusters, set it on the operator's
+#: namespace.
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Since Kubernetes 1.21 every namespace has it; before, it must be set on the operator's by hand."""
 
 
 def members_policy(owner: Owner, operator_namespace: str | None) -> Object:
-    """Of engines: work from the service's gateways, anything from each other, HTTP from the operator and who collects metrics."""
+    """Return the policy of engines.
+
+    It admits requests of the service's gateways, connections between members, and HTTP requests of
+    the operator and of metrics collectors.
+    """
     members = {names.LABEL_SERVICE: owner.name, names.LABEL_MEMBER: "true"}
     rules = [
         {"from": [_pods(members)]},
@@ -29,8 +34,8 @@ def members_policy(owner: Owner, operator_namespace: str | None) -> Object:
     return _policy(owner, names.members_service_name(owner.name), members, rules)
 
 
-def exposure(owner: Owner) -> dict[str, tuple[str, str, str]]:
-    """Return the condition of a service whose KV transfers are open to strangers; empty if nothing is known to be.
+def kv_transfer_exposure(owner: Owner) -> dict[str, tuple[str, str, str]]:
+    """Return the condition of a service whose KV transfers are unprotected; empty if they are not.
 
     Whether the cluster enforces NetworkPolicies cannot be read from its API.
     """
@@ -38,15 +43,18 @@ def exposure(owner: Owner) -> dict[str, tuple[str, str, str]]:
     if owner.spec.security.network_policy or not owner.has_prefill or transport in ("tcp", "shm"):
         return {}
     message = (
-        f"security.networkPolicy is off, and kvTransfer.transport {transport} listens on TCP ports without authentication: "
-        "a client that reaches them can write to the memory of engines. Set security.networkPolicy to true, or "
-        "kvTransfer.transport to tcp"
+        f"security.networkPolicy is off, and kvTransfer.transport {transport} listens on TCP ports "
+        "without authentication: a client that reaches them can write to the memory of engines. "
+        "Set security.networkPolicy to true, or kvTransfer.transport to tcp"
     )
     return {"KVTransferProtected": ("False", "NetworkPolicyOff", message)}
 
 
 def coordinator_policy(owner: Owner, operator_namespace: str | None) -> Object:
-    """Ranks report to it; the operator asks it, and collectors of metrics."""
+    """Return the policy of the coordinator.
+
+    It admits ranks, and HTTP requests of the operator and of metrics collectors.
+    """
     ranks = _pods(names.selector(owner.name, "decode"))
     rules = [
         {"from": [ranks], "ports": _ports(COORDINATOR_PORT)},
@@ -57,10 +65,11 @@ def coordinator_policy(owner: Owner, operator_namespace: str | None) -> Object:
 
 
 def _http(owner: Owner, port: int, operator_namespace: str | None) -> Object:
-    """Whoever may ask over HTTP; what changes something needs the service's key besides.
+    """Return the rule for HTTP. Requests that change something also need the service's key.
 
     Args:
-        operator_namespace: of the operator's pod. None: it runs outside the cluster, where no selector finds it, so all may ask.
+        operator_namespace: namespace of the operator's pod. None: the operator runs outside the
+            cluster. No selector can match it, so every peer is admitted.
     """
     if operator_namespace is None:
         return {"ports": _ports(port)}
@@ -72,7 +81,10 @@ def _http(owner: Owner, port: int, operator_namespace: str | None) -> Object:
 
 
 def _pods(labels: dict[str, str]) -> Object:
-    """A peer: the pods with these labels, of the policy's own namespace if nothing else is said."""
+    """Return the peer of pods with these labels.
+
+    Without a namespaceSelector: in the same namespace.
+    """
     return {"podSelector": {"matchLabels": labels}}
 
 

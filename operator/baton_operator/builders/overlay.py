@@ -1,26 +1,31 @@
-"""Pod template overlays: what a user adds to or changes in the pods the operator builds."""
+"""Pod template overlays: changes that a user makes to the pods that the operator builds."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from baton_operator.builders.free_form import must_be
+from baton_operator.builders.free_form_fields import must_be
 
+#: Merge keys of lists that do not merge by `name`, and of `ports`, whose key in Kubernetes differs.
 _MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "name", "hostAliases": "ip"}
-"""Lists of objects that do not merge by `name`, or merge by it although Kubernetes' own key differs."""
 _APPENDED = {"tolerations", "imagePullSecrets"}
+#: Lists whose items replace those with the same key. A variable with both a value and a reference
+#: would be invalid.
 _REPLACED = {"env"}
-"""Lists whose items are replaced by those of the same key: half a value and half a reference to one would be no variable."""
 
 
 def merge(base: Any, overlay: Any, path: str) -> Any:
-    """`overlay` over `base`: objects merge, lists of named objects merge by name, anything else is replaced; null removes.
+    """Return `base` with `overlay` merged over it.
+
+    Objects merge, and lists of named objects merge by name. Other values are replaced, and null
+    removes a value.
 
     Args:
-        path: of both, for messages.
+        path: path of both in the spec, for error messages.
 
     Raises:
-        ValueError: naming the field: it is no object or list where `base` has one, or an item of a merged list has no merge key.
+        ValueError: a field is not an object or list although it is one in `base`, or an item of a
+            merged list has no merge key. The message names the field.
     """
     if isinstance(base, dict):
         if not isinstance(overlay, dict):

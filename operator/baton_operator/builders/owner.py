@@ -1,4 +1,4 @@
-"""The service that objects are built for: identity, typed spec, and the metadata they share."""
+"""The service that objects are built for: its identity, its typed spec and common metadata."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 from baton_operator import names
 from baton_operator.api.llmservice import Spec
 
+#: A Kubernetes object as JSON.
 Object = dict[str, Any]
-"""A Kubernetes object as JSON: the API's own form, with fields of any kind."""
 Scheme = Literal["http", "https"]
 
 
@@ -21,18 +21,18 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     uid: str
     spec: Spec
+    #: Identifies the service's key, see `service_key.name_of`. Empty: there is no key yet.
     key_name: str = ""
-    """Names the key of the service (`builders.service_key`); empty: not drawn yet."""
+    #: Address of the coordinator's Service. None: it has none yet, so ranks cannot be built.
     coordinator: str | None = None
-    """Address of the coordinator's Service, once it has one. With it the decode pods of an expert-parallel group are built."""
+    #: Sizes of groups that the autoscaler sizes. They replace the spec's replicas.
     sizes: dict[names.MemberRole, int] = {}
-    """Of groups that the autoscaler sizes, instead of the spec's replicas."""
+    #: Schemes that ready gateways serve.
     gateway_schemes: tuple[Scheme, ...] = ()
-    """What gateways that are ready speak."""
 
     @property
     def reference(self) -> Object:
-        """Owner reference: the API server deletes what carries it together with the service."""
+        """Owner reference. Kubernetes deletes objects with it when the service is deleted."""
         return {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -56,7 +56,10 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_prefill(self) -> bool:
-        """Whether decode pods are told to expect KV blocks. Scaling prefill to 0 and back keeps it, so decode pods stay."""
+        """Whether decode pods are configured to load KV blocks.
+
+        It stays true while prefill is scaled to 0, so that decode pods are not replaced.
+        """
         return self.spec.prefill is not None
 
     @property
@@ -65,10 +68,10 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.decode.parallelism.expert
 
     def expert_group(self, role: names.MemberRole) -> str:
-        """Names the pods that can be ranks of one topology; empty for engines of their own.
+        """Return an id shared by pods that can be ranks of one topology; empty for dense engines.
 
-        Ranks fetch experts from each other and compute with them: they must report to one coordinator and have the same
-        key and checkpoint, in the same form, on the same kind of device, sliced in the same way.
+        Ranks fetch experts from each other and compute with them. So they must have the same
+        coordinator, key, checkpoint, dtype, quantization, device and tensor-parallel size.
         """
         if role != "decode" or not self.is_expert_parallel:
             return ""
@@ -96,6 +99,6 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def controlled_by(obj: Object, uid: str) -> bool:
-    """Whether the owner with this uid made `obj`."""
+    """Return whether `obj` is controlled by the owner with this uid."""
     references = obj["metadata"].get("ownerReferences") or []
     return any(reference.get("controller") and reference["uid"] == uid for reference in references)

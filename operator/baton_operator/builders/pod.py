@@ -1,4 +1,4 @@
-"""What member pods and gateway pods have in common: configuration, model, addresses, probes, security."""
+"""The parts that member pods and gateway pods share: configuration, model, probes and security."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from baton_operator import names
 from baton_operator.api.field_types import Template
-from baton_operator.builders import config, free_form, model, overlay, service_key
+from baton_operator.builders import config, free_form_fields, model, overlay, service_key
 from baton_operator.builders.owner import Object, Owner
 
+#: User and group of all images (see docker/).
 USER_ID = 65532
-"""User and group of all images (docker/)."""
+#: Time between the end of the component's drain and SIGKILL.
 TERMINATION_MARGIN_S = 15
-"""Between the end of the component's own drain and SIGKILL."""
 
 
 def pod_template(
@@ -26,16 +26,19 @@ def pod_template(
     resources: dict[str, Any] | None,
     extra: Sequence[tuple[Object, Object]] = (),
 ) -> Object:
-    """Pod template of `role`: `container` and `pod` completed by what all pods share, under the user's overlay.
+    """Return the pod template of `role`, with the user's overlay merged over it.
 
     Args:
-        extra: (volume, mount) of what this role reads besides.
+        container: the parts of the container that differ between roles.
+        pod: the parts of the pod's spec that differ between roles.
+        template: the user's overlay.
+        extra: (volume, mount) of further volumes of this role.
 
     Raises:
-        ValueError: the overlay cannot be merged, or takes away what the operator needs, or resources are none; the message names
-            the field.
+        ValueError: the overlay cannot be merged or removes a required part, or resources are
+            invalid. The message names the field.
     """
-    free_form.check_resources(resources, f"{role}.resources")
+    free_form_fields.check_resources(resources, f"{role}.resources")
     found = model.source(owner.spec.model, role)
     volumes, mounts = [found.volume, service_key.volume(owner)], [found.mount, service_key.mount()]
     volumes += [volume for volume, _ in extra]
@@ -79,27 +82,30 @@ def pod_template(
     ):
         built["spec"]["initContainers"] = [fetcher]
     path = f"{role}.template"
-    free_form.check_depth(template, path)
+    free_form_fields.check_depth(template, path)
     merged = overlay.merge(built, template or {}, path)
     metadata, spec = (_object(merged, field, path) for field in ("metadata", "spec"))
-    labels = free_form.strings(metadata.get("labels"), f"{path}.metadata.labels")
+    labels = free_form_fields.strings(metadata.get("labels"), f"{path}.metadata.labels")
     own: Object = {"labels": labels | names.labels(owner.name, role)}  # selectors depend on them
     if "annotations" in metadata:
-        own["annotations"] = free_form.strings(
+        own["annotations"] = free_form_fields.strings(
             metadata["annotations"], f"{path}.metadata.annotations"
         )
     if key := service_key.pod_annotations(owner):
         own["annotations"] = own.get("annotations", {}) | key
     built = _container(spec, container["name"], f"{path}.spec.containers")
     _keep_identity(built)
-    free_form.check_resources(
+    free_form_fields.check_resources(
         built.get("resources"), f"{path}.spec.containers[{container['name']}].resources"
     )
     return {"metadata": own, "spec": spec}
 
 
 def pod_security() -> Object:
-    """Security context of every pod. The images' user; claims are given to its group only if they are not that already."""
+    """Return the security context of every pod.
+
+    Files of volumes change their group only if the root folder has another group.
+    """
     return {
         "runAsNonRoot": True,
         "runAsUser": USER_ID,
@@ -111,7 +117,7 @@ def pod_security() -> Object:
 
 
 def restricted() -> Object:
-    """Security context of every container."""
+    """Return the security context of every container."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -120,7 +126,7 @@ def restricted() -> Object:
 
 
 def identity_env(**more: str) -> list[Object]:
-    """Environment by which a component knows its pod; `more` are plain values."""
+    """Return the variables of the pod's address, name and namespace, and the values in `more`."""
     fields = {
         "POD_IP": "status.podIP",
         "POD_NAME": "metadata.name",
@@ -136,21 +142,24 @@ def identity_env(**more: str) -> list[Object]:
 def _object(parent: Object, field: str, path: str) -> Object:
     found = parent.get(field)
     if not isinstance(found, dict):
-        raise free_form.must_be("an object", f"{path}.{field}", found)
+        raise free_form_fields.must_be("an object", f"{path}.{field}", found)
     return found
 
 
 def _container(spec: Object, name: str, path: str) -> Object:
-    """The one of the component, which an overlay can take away only with all."""
+    """Return the component's container. An overlay can remove it only with the whole list."""
     if "containers" not in spec:
-        raise free_form.must_be("a list", path, None)
+        raise free_form_fields.must_be("a list", path, None)
     (found,) = (container for container in spec["containers"] if container["name"] == name)
     component: Object = found
     return component
 
 
 def _keep_identity(container: Object) -> None:
-    """Whatever the overlay says: without the pod's own address and name a component binds, and is called, wrongly."""
+    """Restore the variables of the pod's identity.
+
+    With other values a component binds a wrong address.
+    """
     own = {item["name"]: item for item in identity_env()}
     others = [item for item in container.get("env", []) if item["name"] not in own]
     container["env"] = [*own.values(), *others]
@@ -159,8 +168,11 @@ def _keep_identity(container: Object) -> None:
 def http_probe(
     path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http"
 ) -> Object:
-    """Probe of the port that is named as its scheme. `failures` in a row, `period_s` apart, count as failed. No certificate is
-    checked."""
+    """Return a probe of the port that has the name of its scheme. Certificates are not verified.
+
+    Args:
+        failures: consecutive failures after which the probe has failed.
+    """
     return {
         "httpGet": {"path": path, "port": scheme, "scheme": scheme.upper()},
         "periodSeconds": period_s,

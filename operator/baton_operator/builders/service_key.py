@@ -1,8 +1,11 @@
-"""The key that all processes of one service share (`baton_protocol.service_key`): its Secret, and how pods get it.
+"""The Secret with the key that all processes of one service share, and its mounts.
 
-Drawn at random once. The Secret is immutable: to change the key, delete it, and the operator draws another. What names the key is
-part of every pod's template, so pods are then replaced as by any other change. Old and new ones do not talk to each other: new
-gateways send to new engines only, and the old ones serve on until these are ready.
+The operator draws the key at random once. The Secret is immutable. To change the key, delete the
+Secret, and the operator draws another key.
+
+An id of the key is part of every pod template, so a new key replaces pods like any other change.
+Old and new pods cannot connect to each other. New gateways send requests to new engines, and old
+gateways and engines keep serving until the new ones are ready.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ VOLUME = "service-key"
 
 
 def draw() -> bytes:
-    """A new key: 32 random bytes, in hex."""
+    """Return a new key: 32 random bytes in hex."""
     return secrets.token_hex(32).encode()
 
 
@@ -38,7 +41,11 @@ def secret(owner: Owner, key: bytes) -> Object:
 
 
 def read(obj: Object) -> ServiceKey:
-    """The key in a Secret, as its processes read it. Raises ValueError if there is none."""
+    """Return the key in a Secret.
+
+    Raises:
+        ValueError: the Secret has no usable key.
+    """
     encoded = (obj.get("data") or {}).get(ENTRY)
     if encoded is None:
         raise ValueError(f"it has no entry {ENTRY!r}")
@@ -49,12 +56,15 @@ def read(obj: Object) -> ServiceKey:
 
 
 def name_of(key: ServiceKey) -> str:
-    """Ten hex digits that change when the key does, and tell nothing of it."""
+    """Return ten hex digits that identify the key without revealing it."""
     return key.secret("name").hex()[:10]
 
 
 def volume(owner: Owner) -> Object:
-    """Readable by the container's user whoever that is: an overlay may change it, and nobody else is in the container."""
+    """Return the volume.
+
+    Every user can read it, because an overlay may change the container's user.
+    """
     return {
         "name": VOLUME,
         "secret": {"secretName": names.service_key_name(owner.name), "defaultMode": 0o444},
@@ -66,5 +76,5 @@ def mount() -> Object:
 
 
 def pod_annotations(owner: Owner) -> dict[str, str]:
-    """Of pod templates: another key makes another revision."""
+    """Return the annotations of pod templates. A new key makes a new revision."""
     return {names.ANNOTATION_SERVICE_KEY: owner.key_name} if owner.key_name else {}

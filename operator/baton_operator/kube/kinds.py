@@ -1,6 +1,7 @@
 """The kinds of Kubernetes objects that the operator reads and writes, by name instead of by path.
 
-The table of kinds is short and fixed, so a request needs no discovery. Only versions that differ between clusters are discovered.
+The table of kinds is short and fixed, so a request needs no discovery. Only versions that differ
+between clusters are discovered.
 """
 
 from __future__ import annotations
@@ -35,18 +36,25 @@ MAX_OWN_WRITES = 4096
 
 
 class Kube:
-    """Objects by kind. Every method raises KubeError if the server refuses the request, and OSError if no reply comes."""
+    """Objects by kind.
+
+    Every method raises KubeError if the server refuses the request, and OSError if no reply comes.
+    """
 
     def __init__(self, client: KubeClient) -> None:
         self.client = client
         #: Version of the server's policy API; None if it has none. Set by `discover`.
         self.policy_api: str | None = None
-        #: Whether the server has the Gateway API's HTTPRoutes. Set by `discover` and `serves_http_routes`.
+        #: Whether the server has the Gateway API's HTTPRoutes. Set by `discover` and
+        #: `serves_http_routes`.
         self.http_routes = False
         self._own_writes: OrderedDict[str, None] = OrderedDict()
 
     async def discover(self) -> bool:
-        """Discover the optional APIs of the server. Return whether the CRD of LLMService is installed."""
+        """Discover the optional APIs of the server.
+
+        Return whether the CRD of LLMService is installed.
+        """
         versions = ("policy/v1", "policy/v1beta1")
         served = [
             version for version in versions if await self._serves(version, "poddisruptionbudgets")
@@ -82,7 +90,10 @@ class Kube:
         name: str | None = None,
         subresource: str | None = None,
     ) -> str:
-        """Return `/apis/apps/v1/namespaces/x/deployments/y`. Without a namespace: of all namespaces."""
+        """Return `/apis/apps/v1/namespaces/x/deployments/y`.
+
+        Without a namespace: of all namespaces.
+        """
         version, plural = self.resource(kind)
         parts = [
             "apis" if "/" in version else "api",
@@ -95,7 +106,11 @@ class Kube:
         )
 
     def resource(self, kind: str) -> tuple[str, str]:
-        """Return (apiVersion, plural) of `kind`. Raises KeyError for a kind that the operator does not use."""
+        """Return (apiVersion, plural) of `kind`.
+
+        Raises:
+            KeyError: the operator does not use this kind.
+        """
         version, plural = _RESOURCES[kind]
         return (self.policy_api or version) if kind == "PodDisruptionBudget" else version, plural
 
@@ -105,13 +120,14 @@ class Kube:
         """Return one object, None if it does not exist.
 
         Args:
-            not_older_than: resource version from which on the API server's watch cache is enough. None: a consistent read.
+            not_older_than: resource version from which on the API server's watch cache is enough.
+                None: a consistent read.
         """
         query = () if not_older_than is None else (("resourceVersion", not_older_than),)
         return await self._find(self.path(kind, namespace, name), query=query)
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
-        """Whether the object exists. Only its metadata is sent."""
+        """Return whether the object exists. Only its metadata is sent."""
         return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
 
     async def list_all(
@@ -127,7 +143,11 @@ class Kube:
         selector: dict[str, str],
         not_older_than: str | None = None,
     ) -> tuple[list[Object], str]:
-        """Return all objects of `kind` and the resource version of the list; `not_older_than` as in `read`."""
+        """Return all objects of `kind` and the resource version of the list.
+
+        Args:
+            not_older_than: as in `read`.
+        """
         path, selected = self.path(kind, namespace), names.serialized(selector)
         items, version = await self.client.list(
             path, label_selector=selected, not_older_than=not_older_than
@@ -138,7 +158,11 @@ class Kube:
         ], version  # items carry neither
 
     async def create(self, obj: Object) -> Object:
-        """Create the object. Raises KubeError with status 409 if its name is taken."""
+        """Create the object.
+
+        Raises:
+            KubeError: refused; status 409 if its name is taken.
+        """
         path = self.path(obj["kind"], obj["metadata"]["namespace"])
         return self._wrote(await self.client.create(path, obj, field_manager=names.MANAGER))
 
@@ -156,7 +180,11 @@ class Kube:
         return self._wrote(await self.client.merge(path, patch, field_manager=names.MANAGER))
 
     async def replace(self, obj: Object) -> Object:
-        """Write the whole object over the version that it carries. Raises KubeError with status 409 if it is outdated."""
+        """Write the whole object over the version that it carries.
+
+        Raises:
+            KubeError: refused; status 409 if that version is outdated.
+        """
         return self._wrote(await self.client.replace(self._path_of(obj), obj))
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> bool:
@@ -170,7 +198,7 @@ class Kube:
         return True
 
     def is_own_write(self, version: str) -> bool:
-        """Whether a write of the operator returned this resource version, so that its event carries no news."""
+        """Return whether a write of the operator returned this resource version."""
         return version in self._own_writes
 
     def _path_of(self, obj: Object) -> str:
@@ -185,7 +213,10 @@ class Kube:
 
 
 def resource_of(path: str) -> str:
-    """Return the resource in the path of an object or collection, like `llmservices/status`; empty for any other path."""
+    """Return the resource in the path of an object or collection, like `llmservices/status`.
+
+    Empty for any other path.
+    """
     parts = path.split("/")
     after = parts.index("namespaces") + 2 if "namespaces" in parts else 0
     at = next((at for at, part in enumerate(parts) if at >= after and part in PLURALS), None)

@@ -1,9 +1,10 @@
 """Leader election with a Lease (coordination.k8s.io/v1), by the rules of client-go.
 
-`Election` decides, without requests and on the caller's clock. `Elector` sends the requests. Clocks of two processes are never
-compared. A candidate takes over when it has read no renewal for the Lease's duration, on its own clock. The holder stops after a
-shorter time, which it counts from before it sent its last renewal. So if all clocks run at about the same rate, two processes
-never hold the Lease at once.
+`Election` decides, without requests and on the caller's clock. `Elector` sends the requests. Clocks
+of two processes are never compared. A candidate takes over when it has read no renewal for the
+Lease's duration, on its own clock. The holder stops after a shorter time, which it counts from
+before it sent its last renewal. So if all clocks run at about the same rate, two processes never
+hold the Lease at once.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     acquired: str = msgspec.field(name="acquireTime", default="")
     renewed: str = msgspec.field(name="renewTime", default="")
     transitions: int = msgspec.field(name="leaseTransitions", default=0)
-    version: str = msgspec.field(
-        name="resourceVersion", default=""
-    )  # of the object; empty: it does not exist
+    #: Version of the object. Empty: it does not exist.
+    version: str = msgspec.field(name="resourceVersion", default="")
 
 
 #: A clock that also runs while the machine is suspended.
@@ -64,9 +64,8 @@ class Election:
         self.identity = identity
         self.lease_s = lease_s
         self.now = clock
-        self.seen: Record | None = (
-            None  # the Lease as last read or written; None: it does not exist
-        )
+        # the Lease as last read or written; None: it does not exist
+        self.seen: Record | None = None
         self._seen_at = float("-inf")
         self._held_until = float("-inf")
 
@@ -77,13 +76,16 @@ class Election:
 
     @property
     def may_write_s(self) -> float:
-        """Seconds that a write starting now may take, so that it ends before another process can hold the Lease."""
+        """Seconds that a write may take, to end before another process can hold the Lease."""
         held_s = self.held_s
         return held_s + self.lease_s * (1 - RENEW_SHARE) / 2 if held_s > 0 else 0.0
 
     @property
     def other(self) -> str:
-        """Identity of another process that holds the Lease, as last read. Empty: the Lease is free, or this process holds it."""
+        """Identity of another process that holds the Lease, as last read.
+
+        Empty: the Lease is free, or this process holds it.
+        """
         return self.seen.holder if self.seen and self.seen.holder != self.identity else ""
 
     def observe(self, record: Record | None) -> None:
@@ -94,7 +96,10 @@ class Election:
             self.resign()
 
     def may_take(self) -> bool:
-        """Whether this process may write the Lease: it does not exist, is free or its own, or has expired."""
+        """Return whether this process may write the Lease.
+
+        It may if the Lease does not exist, is free, is its own or has expired.
+        """
         return (
             self.seen is None
             or not self.other
@@ -147,7 +152,11 @@ class Elector:
             await self._pause()
 
     async def keep(self) -> None:
-        """Renew the Lease until it is lost. Raises LeaseLostError."""
+        """Renew the Lease until it is lost.
+
+        Raises:
+            LeaseLostError: another process may hold the Lease.
+        """
         election = self._election
         while election.held_s > 0:
             await self._pause()

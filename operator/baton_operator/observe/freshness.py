@@ -1,9 +1,10 @@
-"""How fresh the reads of a reconcile must be, given the events that the watches have received for the service.
+"""How fresh the reads of a reconcile must be, given the events of the watches.
 
-Most reconciles find nothing to do. For them the API server's watch cache is enough, if it is not older than the newest event of
-each kind. Kinds outside MOVING_KINDS are not read at all unless an event shows a write by another client. A reconcile that acts
-on members or deletes an object reads consistently first. So does the first reconcile of a service. So does one after a list of
-a watch, a failure or a resync, because events may be missing.
+Most reconciles find nothing to do. For them the API server's watch cache is enough, if it is not
+older than the newest event of each kind. Kinds outside MOVING_KINDS are not read at all unless an
+event shows a write by another client. A reconcile that acts on members or deletes an object reads
+consistently first. So does the first reconcile of a service. So does one after a list of a watch, a
+failure or a resync, because events may be missing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgspec
 from baton_kube.client import KubeError
 
 OLDEST = "0"  # resource version that any state of the watch cache satisfies
-GATEWAY_TIMEOUT = (
-    504  # HTTP code if the cache did not reach the required version within a few seconds
-)
-#: Kinds whose status the operator reads. Objects of other kinds change only when a client writes their spec.
+# HTTP code if the cache did not reach the required version within a few seconds
+GATEWAY_TIMEOUT = 504
+#: Kinds whose status the operator reads. Objects of other kinds change only when a client writes
+#: their spec.
 MOVING_KINDS = frozenset({"LLMService", "Pod", "Deployment", "Service", "HTTPRoute"})
 
 
@@ -31,13 +32,18 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
     """How new the reads of one reconcile must be."""
 
     is_consistent: bool = True
-    #: Whether another client may have written objects outside MOVING_KINDS since the last reconcile.
+    #: Whether another client may have written objects outside MOVING_KINDS since the last
+    #: reconcile.
     objects_changed: bool = True
-    #: Newest resource version that an event or a read showed, by kind. Shared by the reconciles of one service.
+    #: Newest resource version that an event or a read showed, by kind. Shared by the reconciles of
+    #: one service.
     versions: dict[str, str] = {}
 
     def of(self, kind: str) -> str | None:
-        """Return the version that reads of `kind` must not be older than. None: read consistently."""
+        """Return the version that reads of `kind` must not be older than.
+
+        None: read consistently.
+        """
         return None if self.is_consistent else self.versions.get(kind, OLDEST)
 
     def record(self, kind: str, version: str) -> None:
@@ -47,7 +53,7 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def covers_lag(self) -> Iterator[None]:
-        """Raises StaleReadError if the API server's cache does not reach the version that a read inside requires."""
+        """Turn a cache that lags behind the required version into a StaleReadError."""
         try:
             yield
         except KubeError as error:
@@ -56,6 +62,6 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
             raise StaleReadError from error
 
     def require_consistent(self) -> None:
-        """Raises StaleReadError if reads may come from a cache."""
+        """Raise StaleReadError if reads may come from a cache."""
         if not self.is_consistent:
             raise StaleReadError

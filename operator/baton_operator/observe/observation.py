@@ -1,4 +1,4 @@
-"""Reads the observed state of a service: from the API server, the coordinator, and members that drain."""
+"""The observed state of a service, from the API server, the coordinator and draining members."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_group import Member
-from baton_operator.revisions import held_back, kept_spec
+from baton_operator.revisions import held_back, recorded_spec
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import TopologyStatus
 
-#: Scheduler messages about resources that other pods use, as opposed to a node selector without a matching node.
+#: Scheduler messages about resources that other pods use, as opposed to a node selector without a
+#: matching node.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
 
 
@@ -47,7 +48,8 @@ class Observation(msgspec.Struct, kw_only=True):
     service: Object
     #: Pods with the service's label that the service, or a Deployment for it, controls.
     pods: list[Object]
-    #: Pods that the service controls but the operator did not create, such as copies of members. They are not changed.
+    #: Pods that the service controls but the operator did not create, such as copies of members.
+    #: They are not changed.
     strays: list[Object]
     #: The other objects with the service's label by (kind, name), of the kinds in `kinds`.
     objects: dict[tuple[str, str], Object]
@@ -58,7 +60,8 @@ class Observation(msgspec.Struct, kw_only=True):
     #: The service's key. None: the Secret does not exist, has another owner or holds no usable key.
     service_key: ServiceKey | None
     members: dict[names.MemberRole, list[Member]]
-    #: Address of the coordinator's Service. None: it has no address yet, or there are no ranks and the spec wants none.
+    #: Address of the coordinator's Service. None: it has no address yet, or there are no ranks and
+    #: the spec wants none.
     coordinator: str | None = None
     #: Reply of the coordinator. None: there was no reply, or no request.
     topology: TopologyStatus | None = None
@@ -68,8 +71,9 @@ class Observation(msgspec.Struct, kw_only=True):
     kv: Mapping[str, KVCompatibility] = {}
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
-    #: The service is paused, and no spec was rolled out before. If one was, it replaces the spec in `service` during a pause.
-    nothing_to_keep: bool = False
+    #: The service is paused, and no spec was rolled out before. If one was, it replaces the spec in
+    #: `service` during a pause.
+    has_no_recorded_spec: bool = False
     #: Fields whose edits wait for the end of the pause.
     held_back: tuple[str, ...] = ()
 
@@ -101,7 +105,10 @@ class Observation(msgspec.Struct, kw_only=True):
         return found if found is not None and controlled_by(found, self.uid) else None
 
     async def read_objects(self, kube: Kube, kinds: Collection[str]) -> None:
-        """List the service's objects of those `kinds` that were not listed yet: one request per kind."""
+        """List the service's objects of `kinds`, unless they were listed before.
+
+        One request per kind.
+        """
         kinds = [kind for kind in kinds if kind not in self.kinds]
         for listed in await asyncio.gather(
             *(list_own(kube, kind, self.key, self.freshness) for kind in kinds)
@@ -124,17 +131,20 @@ async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> lis
 async def observe(
     kube: Kube, drainer: Drainer, coordinators: CoordinatorClient, key: Key, freshness: Freshness
 ) -> Observation | None:
-    """Return None if the service is deleted or being deleted. Kubernetes' garbage collector removes its objects."""
+    """Return None if the service is deleted or being deleted.
+
+    Kubernetes' garbage collector removes its objects.
+    """
     with freshness.covers_lag():
         service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
     if service is None or service["metadata"].get("deletionTimestamp"):
         return None
-    kept: Object | None = service["spec"]
+    recorded: Object | None = service["spec"]
     waiting: tuple[str, ...] = ()
     if _is_set(service, "paused"):
-        kept = await kept_spec(kube, service)
-        waiting = held_back(kept, service["spec"]) if kept is not None else ()
-    service = {**service, "spec": kept or service["spec"]}
+        recorded = await recorded_spec(kube, service)
+        waiting = held_back(recorded, service["spec"]) if recorded is not None else ()
+    service = {**service, "spec": recorded or service["spec"]}
     found, deployments, services, key_secret = await asyncio.gather(
         list_own(kube, "Pod", key, freshness),
         list_own(kube, "Deployment", key, freshness),
@@ -163,10 +173,11 @@ async def observe(
         key_secret=key_secret,
         service_key=service_key,
         members={},
-        nothing_to_keep=kept is None,
+        has_no_recorded_spec=recorded is None,
         held_back=waiting,
     )
-    # Topology first: a member that stands by in it has left the topology before it reports its unfinished requests.
+    # Topology first: a member that stands by in it has left the topology before it reports its
+    # unfinished requests.
     is_any_a_rank = any(
         names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods
     )
@@ -192,7 +203,7 @@ def _service_key(secret: Object | None, uid: str) -> ServiceKey | None:
 
 
 def _is_set(service: Object, *path: str) -> bool:
-    """Whether a field of the spec is true. The spec may be invalid."""
+    """Return whether a field of the spec is true. The spec may be invalid."""
     node: Any = service.get("spec")
     for field in path:
         node = node.get(field) if isinstance(node, dict) else None
@@ -267,13 +278,16 @@ def no_room_since(pod: Object) -> datetime | None:
 
 
 def _started(container: Object) -> bool:
-    """Whether this is the engine and has passed its startup probe. If the kubelet does not report that: whether it runs."""
+    """Return whether this is the engine and has passed its startup probe.
+
+    If the kubelet does not report that: whether it runs.
+    """
     running = bool((container.get("state") or {}).get("running"))
     return container["name"] == CONTAINER and bool(container.get("started", running))
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether the pod has condition Ready and is not being deleted."""
+    """Return whether the pod has condition Ready and is not being deleted."""
     return condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get(
         "deletionTimestamp"
     )

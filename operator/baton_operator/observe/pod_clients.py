@@ -1,4 +1,4 @@
-"""HTTP clients of engines and of the coordinator of an expert-parallel group. Both idempotent: a call may be repeated."""
+"""HTTP clients of engines and of the coordinator. All requests are idempotent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, Topo
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
-SILENT_S = 5.0  # an address that did not answer in time gets no request for this long: it would delay other services
+#: An address that did not answer in time gets no request for this long, because waiting for it
+#: delays other services.
+SILENT_S = 5.0
 MAX_BODY_BYTES = 2**20
 
 _Reply = TypeVar("_Reply")
@@ -40,7 +42,10 @@ class _PodClient:
         reply: type[_Reply],
         body: bytes | None = None,
     ) -> _Reply | None:
-        """Return the reply with status 200. None: there was no such reply, and a log line says why."""
+        """Return the reply with status 200.
+
+        None: there was no such reply, and a log line says why.
+        """
         authority, now = f"{names.url_host(host)}:{self._port}", monotonic()
         self._silent_until = {
             each: until for each, until in self._silent_until.items() if now < until
@@ -77,7 +82,11 @@ class _PodClient:
 
 
 async def read_body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body. Raises ValueError: it is longer than MAX_BODY_BYTES."""
+    """Return the body of a response.
+
+    Raises:
+        ValueError: it is longer than MAX_BODY_BYTES.
+    """
     try:
         await response.content.readexactly(MAX_BODY_BYTES + 1)
     except asyncio.IncompleteReadError as error:
@@ -93,7 +102,10 @@ class Drainer(_PodClient):
     port = ENGINE_HTTP_PORT
 
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
-        """Start the drain of the engine, if it has not begun. Return the number of unfinished requests and transfers."""
+        """Start the drain of the engine, if it has not begun.
+
+        Return the number of unfinished requests and transfers.
+        """
         reply = await self._request("POST", host, "/drain", key, _Drain)
         return None if reply is None else reply.unfinished
 
@@ -105,7 +117,7 @@ class CoordinatorClient(_PodClient):
         """Return the present topology."""
         return await self._request("GET", host, "/topology", key, TopologyStatus)
 
-    async def ask_for(
+    async def request_topology(
         self, host: str, request: TopologyRequest, key: ServiceKey | None = None
     ) -> TopologyStatus | None:
         """Request a topology. Return the present one."""

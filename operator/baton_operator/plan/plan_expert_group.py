@@ -1,15 +1,26 @@
-"""Plan the next step of an expert-parallel group: pods, topology requests, deletions. Pure: no client and no clock.
+"""Plan the next step of an expert-parallel group: pods, topology requests and deletions. Pure.
 
-A member joins when its container has started: a topology with it is requested from the coordinator. To leave, a topology
-without it is requested. When it stands by, it is marked as draining. It is deleted when nothing is unfinished. While a
-topology is being prepared or committed, and while the coordinator does not answer, only failed pods are deleted. The update
-strategy rolls out a new revision. With a surge, new pods join before outdated ones leave. A new pod without room takes the
-place of an outdated one after `surge_timeout_s`.
+A member joins when its container has started: a topology with it is requested from the coordinator.
+A member leaves in three steps, and each is observed before the next:
 
-A topology has at least one member. So the last rank of a group scaled to zero drains as a rank, after the others have gone.
-Pods of another expert group, for example of another model, cannot share a topology with the new ones. When a new pod has
-started, the other group is scaled to zero, then the new group is formed. Decode pods that were dense engines drain like any
-engine. When decode pods are to be dense engines, ranks leave as the dense engines become ready.
+1. A topology without it is requested.
+2. When it stands by, it is marked as draining.
+3. When none of its requests and transfers is unfinished, it is deleted.
+
+While a topology is being prepared or committed, and while the coordinator does not answer, only
+failed pods are deleted.
+
+A rollout follows the update strategy. With a surge, new pods join before outdated ones leave. A new
+pod without room takes the place of an outdated one after `surge_timeout_s`.
+
+Four cases are special:
+
+- Scale to zero: a topology has at least one member. So the last rank drains as a rank, after the
+  others have gone.
+- Another expert group, for example of another model: its pods cannot share a topology with the new
+  ones. When a new pod has started, the other group is scaled to zero. Then the new group is formed.
+- From dense engines to ranks: the dense engines drain like any engine.
+- From ranks to dense engines: ranks leave as the dense engines become ready.
 """
 
 from __future__ import annotations
@@ -28,22 +39,22 @@ from baton_operator.plan.plan_group import (
     GroupPlan,
     Member,
     Update,
+    deletion_reason,
     free_ordinals,
-    may_go,
     plan_failed,
     plan_group,
     present_members,
+    room_timeout_left_s,
     update_of,
-    waits_for_room,
 )
-from baton_operator.plan.topology import ACTIVE, TopologyView
+from baton_operator.plan.topology_view import ACTIVE, TopologyView
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 
 REVISIT_S = 1.0
 #: How long members that have started wait for others created with them, to join in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
-#: A running rank registers with its coordinator at once. A pod that has not registered this long after it was marked as
-#: draining is not a member.
+#: A running rank registers with its coordinator at once. A pod that has not registered this long
+#: after it was marked as draining is not a member.
 UNREGISTERED = timedelta(seconds=10)
 
 
@@ -51,11 +62,14 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of an expert-parallel group, and its topology."""
 
     service_uid: str
-    name: str  # of ranks that can be in one topology; empty: members are to be dense engines, and ranks leave
+    #: `expert_group` of the newest members. Empty: they are dense engines, and all ranks leave.
+    name: str
     desired: int
     revision: str
-    topology: TopologyStatus | None  # None: the coordinator did not answer
-    recorded: llmservice.TopologyStatus | None = None  # from the status of the service
+    #: Reply of the coordinator. None: it did not answer.
+    topology: TopologyStatus | None
+    #: Topology in the status of the service.
+    recorded: llmservice.TopologyStatus | None = None
     drain_timeout_s: float
     update: Update = Update()
 
@@ -63,7 +77,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
     """The next step of an expert-parallel group."""
 
-    request: TopologyRequest | None = None  # for the coordinator
+    request: TopologyRequest | None = None  # to send to the coordinator
 
     @property
     def acts(self) -> bool:
@@ -80,12 +94,15 @@ def plan_members(
     topology: TopologyStatus | None,
     recorded: llmservice.TopologyStatus | None,
     has_coordinator: bool,
-    has_former: bool,
+    has_previous_revision: bool,
 ) -> GroupPlan:
-    """Return the next step of a group of either kind. It is planned as ranks while a coordinator can let its ranks leave.
+    """Return the next step of a group, of dense engines or of ranks.
+
+    A group that is no longer expert-parallel is planned as ranks while it has ranks and a
+    coordinator.
 
     Args:
-        topology, recorded, has_former: see `ExpertGroup` and `plan_group`.
+        topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
     """
     size, drain_timeout_s = owner.replicas(role), float(owner.spec.drain_timeout_seconds)
     update = update_of(owner, role)
@@ -97,7 +114,7 @@ def plan_members(
             update=update,
             drain_timeout_s=drain_timeout_s,
             now=now,
-            has_former=has_former,
+            has_previous_revision=has_previous_revision,
         )
     group = ExpertGroup(
         service_uid=owner.uid,
@@ -113,20 +130,22 @@ def plan_members(
 
 
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
-    """Return the next step towards `group.desired` ranks of `group.revision`."""
-    alive = present_members(members, now)
-    delete, waits = plan_failed(alive, now)
-    num_held = sum(m.failed and m.deletion is None for m in alive) - len(delete)
+    """Return the next step towards `group.desired` members of `group.revision`."""
+    present = present_members(members, now)
+    delete, waits = plan_failed(present, now)
+    num_failed = sum(m.failed and m.deletion is None for m in present) - len(delete)
     view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
-    room_in_s = waits_for_room([m for m in alive if _is_newest(m, group)], group.update, now)
-    may_lack = max(group.update.max_unavailable, 1 if room_in_s == 0 else 0)
-    staying, leaving, current = _divide(alive, group, view, may_lack)
+    room_left_s = room_timeout_left_s(
+        [m for m in present if _is_newest(m, group)], group.update, now
+    )
+    max_unavailable = max(group.update.max_unavailable, 1 if room_left_s == 0 else 0)
+    staying, leaving, current = _divide(present, group, view, max_unavailable)
 
-    create = _create(members, alive, staying, len(current) + num_held, group)
+    create = _create(members, present, staying, len(current) + num_failed, group)
     if leaving:
         waits.append(REVISIT_S)
-    if room_in_s:
-        waits.append(room_in_s)
+    if room_left_s:
+        waits.append(room_left_s)
     if view is None:
         if not group.name:
             delete += [
@@ -135,21 +154,21 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
                 if m.expert_group and not m.serving
             ]
         return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
-    wanted = _wanted(alive, staying, leaving, group.name, view, now)
-    request = _request(wanted, group, view)
-    last = _last_ranks(alive, staying, view)
+    desired = _desired_members(present, staying, leaving, group.name, view, now)
+    request = _request(desired, group, view)
+    last = _last_ranks(present, staying, view)
     drain = []
     for member in leaving:
         if member.expert_group and member not in last and not _has_left(member, staying, view):
-            continue
-        why = _may_go(member, last, group.drain_timeout_s, view, now)
+            continue  # it is still in a topology
+        why = _deletion_reason(member, last, group.drain_timeout_s, view, now)
         if why:
             delete.append(Delete(member.name, why))
         elif (member.serving or member in last) and member.drain_started is None:
             drain.append(member.name)
         if member.draining or member.name in drain:
             waits.append(POLL_DRAIN_S)
-    if alive and (wanted != view.desired or _is_under_way(view, staying, group.name)):
+    if present and (desired != view.desired or _is_under_way(view, staying, group.name)):
         waits.append(REVISIT_S)
     return ExpertGroupPlan(
         create=create,
@@ -160,13 +179,14 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     )
 
 
-def operation_id(group: ExpertGroup, wanted: list[str], topology: TopologyStatus) -> str:
+def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatus) -> str:
     """Return an id that follows from the observed state, so it is the same after a crash.
 
-    It covers the generation and the operation before, so a later request for the same members has another id.
+    It covers the generation and the operation before, so a later request for the same members has
+    another id.
     """
     before = topology.operation.operation_id if topology.operation else ""
-    return names.content_hash([group.service_uid, topology.generation, before, wanted])
+    return names.content_hash([group.service_uid, topology.generation, before, desired])
 
 
 def _is_newest(m: Member, group: ExpertGroup) -> bool:
@@ -179,21 +199,21 @@ def _is_newest(m: Member, group: ExpertGroup) -> bool:
 
 
 def _divide(
-    alive: list[Member], group: ExpertGroup, view: TopologyView | None, may_lack: int
+    present: list[Member], group: ExpertGroup, view: TopologyView | None, max_unavailable: int
 ) -> tuple[list[Member], list[Member], list[Member]]:
     """Return the members that stay, those that leave, and those that stay and are up to date.
 
     Args:
-        may_lack: ranks of which the group may be short while members are replaced.
+        max_unavailable: ranks of which the group may be short while members are replaced.
     """
-    able = [m for m in alive if m.deletion is None and not m.failed]
+    able = [m for m in present if m.deletion is None and not m.failed]
     usable = [m for m in able if not m.draining]
 
     def rank(m: Member) -> tuple[bool, bool, bool, int]:
-        asked_for, is_rank = (
+        requested, is_rank = (
             (m.name in view.desired, view.is_rank(m.name)) if view else (False, False)
         )
-        return asked_for, is_rank, m.serving, -m.ordinal
+        return requested, is_rank, m.serving, -m.ordinal
 
     newest = [m for m in usable if _is_newest(m, group)]
     # A pause keeps even the members that were created to surge.
@@ -203,14 +223,15 @@ def _divide(
         else 0
     )
     current = sorted(newest, key=rank, reverse=True)[: group.desired + surplus]
-    # Another group leaves when a pod of this one has started: a revision that cannot start replaces no rank.
+    # Another group leaves when a pod of this one has started: a revision that cannot start replaces
+    # no rank.
     others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
     outdated = [m for m in usable if m not in newest and m not in others]
     serving = sum(view.serves(m.name) if view and group.name else m.ready for m in current)
     if group.name:
-        num_others = 0 if any(m.serving for m in current) else group.desired - may_lack
+        num_others = 0 if any(m.serving for m in current) else group.desired - max_unavailable
     else:  # dense engines serve at once: ranks leave as they become ready
-        num_others = group.desired - may_lack - serving
+        num_others = group.desired - max_unavailable - serving
         others = [m for m in others if m.serving]
     kept_others = others[: max(0, num_others)]
     ranked = sorted(
@@ -218,26 +239,30 @@ def _divide(
         key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal),
         reverse=True,
     )
-    kept = ranked[: max(0, group.desired - may_lack - serving - len(kept_others))]
+    kept = ranked[: max(0, group.desired - max_unavailable - serving - len(kept_others))]
     staying = [*current, *kept, *kept_others]
     return staying, [m for m in able if m not in staying], current
 
 
 def _create(
     members: list[Member],
-    alive: list[Member],
+    present: list[Member],
     staying: list[Member],
     num_current: int,
     group: ExpertGroup,
 ) -> list[int]:
-    """Return ordinals. If no member stays, one is created beyond the surge: ranks leave only for a topology without them."""
-    is_rollout = any(not _is_newest(m, group) for m in alive)
-    room = group.desired + (group.update.max_surge if is_rollout else 0) - len(alive)
+    """Return the ordinals of members to create.
+
+    If no member stays, one is created beyond the surge. Ranks leave only for a topology without
+    them, and a topology has at least one member.
+    """
+    is_rollout = any(not _is_newest(m, group) for m in present)
+    room = group.desired + (group.update.max_surge if is_rollout else 0) - len(present)
     return free_ordinals(members, min(group.desired - num_current, max(room, 0 if staying else 1)))
 
 
-def _wanted(
-    alive: list[Member],
+def _desired_members(
+    present: list[Member],
     staying: list[Member],
     leaving: list[Member],
     group: str,
@@ -245,9 +270,8 @@ def _wanted(
     now: datetime,
 ) -> frozenset[str]:
     """Return the names of the members of the desired topology."""
-    if any(
-        _is_of_another(m, group) for m in alive
-    ):  # the other group serves until it is scaled to zero
+    # Another group serves until it is scaled to zero.
+    if any(_is_of_another(m, group) for m in present):
         candidates = [m for m in staying if _is_of_another(m, group)]
     else:
         candidates = [m for m in staying if group and m.expert_group == group]
@@ -260,7 +284,7 @@ def _wanted(
         return frozenset(joined | started)
     if any(m.no_room_since is None for m in candidates):
         return view.desired  # leaving ranks serve until the candidates have started
-    # No candidates, or they wait for the room of leaving ranks: those leave, down to the last rank.
+    # There are no candidates, or they wait for the room of leaving ranks. All ranks but one leave.
     ranks = sorted(
         (m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal)
     )
@@ -268,22 +292,25 @@ def _wanted(
 
 
 def _request(
-    wanted: frozenset[str], group: ExpertGroup, view: TopologyView
+    desired: frozenset[str], group: ExpertGroup, view: TopologyView
 ) -> TopologyRequest | None:
     """Return the request for the coordinator. None: it has been sent already, or has to wait."""
-    if wanted == view.desired:
+    if desired == view.desired:
         return None
-    if view.is_changing and view.desired and wanted > view.desired:
+    if view.is_changing and view.desired and desired > view.desired:
         return None  # members that only join do not undo the running operation
-    members = sorted(wanted)
+    members = sorted(desired)
     return TopologyRequest(
         operation_id=operation_id(group, members, view.topology), members=members
     )
 
 
-def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
-    """Return the last rank of a group that is to end, or all its ranks if none of their containers runs."""
-    ranks = [m for m in alive if view.is_rank(m.name)]
+def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
+    """Return the last rank of a group that is to end.
+
+    If none of the ranks' containers runs, all of them are last ranks.
+    """
+    ranks = [m for m in present if view.is_rank(m.name)]
     if view.is_changing or any(m in staying or (m.serving and len(ranks) > 1) for m in ranks):
         return []
     # A member without room may be waiting for this place.
@@ -294,7 +321,7 @@ def _last_ranks(alive: list[Member], staying: list[Member], view: TopologyView) 
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
-    """Whether the member is in no topology, neither the present one nor a prepared or requested one."""
+    """Return whether the member is in no present, prepared or requested topology."""
     if view.is_changing or view.is_rank(member.name):
         return False
     if member.name in view.desired and any(m.expert_group for m in staying):
@@ -302,7 +329,7 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
     return view.stands_by(member.name) or not view.knows(member.name) or not member.serving
 
 
-def _may_go(
+def _deletion_reason(
     member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
 ) -> str:
     """Return why a member that has left may be deleted now; empty: not yet."""
@@ -314,7 +341,7 @@ def _may_go(
     unsure = member.expert_group and not (member.serving and view.knows(member.name))
     if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
         return ""
-    return may_go(member, drain_timeout_s, now)
+    return deletion_reason(member, drain_timeout_s, now)
 
 
 def _is_of_another(member: Member, group: str) -> bool:

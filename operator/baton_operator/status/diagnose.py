@@ -13,7 +13,7 @@ from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
 from baton_protocol.progress import Health
 
-#: The last line of a component whose configuration is wrong (docs/architecture.md).
+#: The last line of a component whose configuration is wrong (docs/internals/pods.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)
 CRASH_LOOP_RESTARTS = 2
 LOST = "ContainerStatusUnknown"  # reason of a container that was lost with its node or kubelet
@@ -38,7 +38,9 @@ Policy = Callable[[Object], Diagnosis | None]
 
 
 def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) -> Diagnosis | None:
-    """Return the most specific failure of the pods that are not ready. None: they may only need more time.
+    """Return the most specific failure of the pods that are not ready.
+
+    None: they may only need more time.
 
     Args:
         missing: Secrets and ConfigMaps that do not exist.
@@ -109,7 +111,7 @@ def _terminated(pod: Object) -> Diagnosis | None:
 
 
 def _ended(pod: Object) -> Diagnosis | None:
-    """Return the failure of the whole pod: rejected by its node, evicted, or not to be restarted."""
+    """Return the failure of the whole pod, for example an eviction."""
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
         return None
@@ -173,13 +175,16 @@ def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
 
 
 def _was_ready_since(pod: Object, time: str | None) -> bool:
-    """Whether a pod that is not ready was so at some moment after `time`."""
+    """Return whether a pod that is not ready was so at some moment after `time`."""
     since, lost = parse_time(time), parse_time(condition(pod, "Ready").get("lastTransitionTime"))
     return since is not None and lost is not None and lost > since
 
 
 def _ending(terminated: Object) -> str:
-    """Return `ended with exit code 1: <last line>`. The output of a killed process does not explain its end."""
+    """Return `ended with exit code 1: <last line>`.
+
+    The output of a killed process does not explain its end.
+    """
     code = terminated.get("exitCode", 0)
     if terminated.get("reason") == "OOMKilled":
         return "ended because it used more memory than its limit"
@@ -190,7 +195,10 @@ def _ending(terminated: Object) -> str:
 
 
 def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis | None:
-    """Return the progress of one pod that fetches or loads the model, preferably of one whose last attempt failed."""
+    """Return the progress of one pod that fetches or loads the model.
+
+    A pod whose last attempt failed is preferred.
+    """
     reporting = {pod["metadata"]["name"] for pod in pods} & health.keys()
     if not reporting:
         return None
@@ -202,14 +210,17 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
 
 
 def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
-    """Return the progress of the attempt after a failure, to be appended to its message. Empty without a figure."""
+    """Return the progress of the attempt after a failure, to be appended to its message.
+
+    Empty without a figure.
+    """
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)
     return f"; {under_way.message}" if under_way else ""
 
 
 def may_lack_objects(pod: Object) -> bool:
-    """Whether the pod is on a node, and no container has run yet or a container cannot be configured."""
+    """Return whether the pod is on a node and may be waiting for Secrets or ConfigMaps."""
     status = pod.get("status") or {}
     if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in (
         "Failed",
@@ -232,7 +243,10 @@ def may_lack_objects(pod: Object) -> bool:
 
 
 def references(pod: Object) -> dict[Reference, str]:
-    """Return the Secrets and ConfigMaps that the pod needs to start, with the part of its spec that refers to each."""
+    """Return the Secrets and ConfigMaps that the pod needs to start.
+
+    The value of each is the part of the pod's spec that refers to it.
+    """
     spec = pod.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     mounts = [mount for container in containers for mount in container.get("volumeMounts") or []]
@@ -259,8 +273,8 @@ def references(pod: Object) -> dict[Reference, str]:
     return found
 
 
-def leaving(pod: Object) -> bool:
-    """Whether the pod is marked as draining or is being deleted."""
+def is_leaving(pod: Object) -> bool:
+    """Return whether the pod is marked as draining or is being deleted."""
     annotations = pod["metadata"].get("annotations") or {}
     return annotations.get(ANNOTATION_DRAINING) == "true" or bool(
         pod["metadata"].get("deletionTimestamp")

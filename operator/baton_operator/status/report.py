@@ -1,4 +1,4 @@
-"""Computes the status of a service from the observed state. Pure."""
+"""The whole status of a service, from the observed state. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton_operator.api.llmservice import (
 from baton_operator.builders import access, network_policy
 from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import condition, conditions
-from baton_operator.problems import Problem
+from baton_operator.reconcile_problems import Problem
 from baton_operator.status.diagnose import PROGRESS_REASONS, Verdict
 from baton_operator.status.report_group import INCOMPATIBLE, Group, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
@@ -68,7 +68,7 @@ def report(
         "no spec is rolled out, so the model is not known",
     )
     if owner is not None:
-        verdicts |= network_policy.exposure(owner)
+        verdicts |= network_policy.kv_transfer_exposure(owner)
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
         verdicts[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, why, before)
@@ -139,11 +139,14 @@ def _scaling(members: list[Group]) -> Verdict | None:
 
 
 def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verdict | None:
-    """Return Scaling: of the topology unless it is at rest, else of the autoscaler. None: neither exists."""
+    """Return Scaling: of the topology unless it is at rest, else of the autoscaler.
+
+    None: neither exists.
+    """
     if not sized or (of_topology is not None and of_topology[:2] != ("False", AT_REST)):
         return of_topology
-    told = [group.autoscaling for group in sized if group.autoscaling is not None]
-    messages = " ".join(status.message for status in told)
+    statuses = [group.autoscaling for group in sized if group.autoscaling is not None]
+    messages = " ".join(status.message for status in statuses)
     for group in sized:
         if len(group.pods) != group.desired or group.ready != group.desired:
             reason = "ScalingUp" if group.ready < group.desired else "ScalingDown"
@@ -153,7 +156,7 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
                 f"{group.ready} of {group.desired} {group.role} pods serve. {messages}",
             )
     reason = min(
-        (status.reason for status in told),
+        (status.reason for status in statuses),
         key=lambda reason: (reason not in BLIND_REASONS, reason == ON_TARGET),
     )
     return "Unknown" if reason in BLIND_REASONS else "False", reason, messages
@@ -179,7 +182,10 @@ def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime)
 
 
 def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
-    """Return the status after an error of the operator: `Ready` is False, and other conditions are Unknown."""
+    """Return the status after an error of the operator.
+
+    `Ready` is False, and the other conditions are Unknown.
+    """
     unknown = "Unknown", problem.reason, "not determined, because the reconcile failed"
     verdicts = {
         **dict.fromkeys(conditions(service), unknown),
@@ -189,21 +195,18 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
     return Status(observed_generation=generation, conditions=_conditions(service, verdicts, now))
 
 
-def is_news(service: Object, problem: Problem) -> bool:
-    """Whether the problem is worth an Event: its class has Events, and Ready had another reason before."""
+def is_new_problem(service: Object, problem: Problem) -> bool:
+    """Return whether the problem needs an Event: Ready had another reason before."""
     return problem.has_event and condition(service, "Ready").get("reason") != problem.reason
 
 
 def new_failures(service: Object, status: Status) -> list[Condition]:
-    """Return the conditions that have a failure as their reason and had not before. Each is worth an Event."""
+    """Return the conditions with a new failure as their reason. Each becomes an Event."""
     before = {
         (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
     }
-    summaries = (
-        "Ready",
-        "Scaling",
-        MODEL_AVAILABLE,
-    )  # of other conditions; topology operations have their own Events
+    # These sum up other conditions. Topology operations have their own Events.
+    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)
     return [
         each
         for each in status.conditions or []

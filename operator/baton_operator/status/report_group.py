@@ -13,17 +13,17 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
 from baton_operator.observe.observation import Observation, Reference, is_ready
-from baton_operator.plan.topology import asleep, record, recorded_for
+from baton_operator.plan.topology_view import asleep, record, recorded_for
 from baton_operator.status.diagnose import (
     PROGRESS_REASONS,
     Diagnosis,
     Verdict,
     diagnose,
-    leaving,
+    is_leaving,
     still_loading,
     tries_again,
 )
-from baton_operator.status.refusals import refusal_of_deployment
+from baton_operator.status.refused_pods import refusal_of_deployment
 from baton_operator.status.report_topology import (
     SCALE_FAILED,
     UNREACHABLE,
@@ -37,29 +37,31 @@ INCOMPATIBLE = "IncompatiblePeers"
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """One group of pods, as `report` judges it."""
+    """One group of pods, as observed for the report."""
 
     role: names.Role
     desired: int
     pods: list[Object]
-    revision: str | None = (
-        None  # of members that are up to date. None: a Deployment's pods, judged by `updated`
-    )
-    updated: bool = True  # whether the Deployment has no pod of an old revision left
-    template_revision: str | None = None  # of the Deployment's newest pods
-    topology: GroupTopology | None = (
-        None  # of an expert-parallel group: its ranks serve, not its pods
-    )
-    autoscaling: AutoscalingStatus | None = None  # of a group that the autoscaler sizes
-    loading: Mapping[str, Health] = {}  # replies of pods that fetch or load the model, by name
-    refusal: Diagnosis | None = None  # why the API server refuses further pods
-    missing: frozenset[Reference] = (
-        frozenset()
-    )  # Secrets and ConfigMaps that pods wait for and that do not exist
-    coordinators: list[
-        Object
-    ] = []  # pods of an expert-parallel group's coordinator: without it no rank serves
-    route: Diagnosis | None = None  # of a gateway: why no Gateway accepts its HTTPRoute
+    #: Revision of members that are up to date. None: the pods of a Deployment, see `updated`.
+    revision: str | None = None
+    #: Whether the Deployment has no pod of an old revision left.
+    updated: bool = True
+    #: Revision of the Deployment's newest pods.
+    template_revision: str | None = None
+    #: Topology of an expert-parallel group. Its ranks serve, not its pods.
+    topology: GroupTopology | None = None
+    #: Status of a group that the autoscaler sizes.
+    autoscaling: AutoscalingStatus | None = None
+    #: Replies of pods that fetch or load the model, by name.
+    loading: Mapping[str, Health] = {}
+    #: Why the API server refuses further pods.
+    refusal: Diagnosis | None = None
+    #: Secrets and ConfigMaps that pods wait for and that do not exist.
+    missing: frozenset[Reference] = frozenset()
+    #: Pods of an expert-parallel group's coordinator. Without it no rank serves.
+    coordinators: list[Object] = []
+    #: Why no Gateway accepts the HTTPRoute of a gateway.
+    route: Diagnosis | None = None
 
     @property
     def current(self) -> list[Object]:
@@ -68,7 +70,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return [
             pod
             for pod in self.pods
-            if not leaving(pod) and pod.get("status", {}).get("phase") not in ended
+            if not is_leaving(pod) and pod.get("status", {}).get("phase") not in ended
         ]
 
     @property
@@ -93,7 +95,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outdated(self) -> bool:
-        """Whether pods of an earlier revision are to be replaced. Of a Deployment: once enough pods serve."""
+        """Whether pods of an earlier revision are to be replaced.
+
+        Of a Deployment: once enough pods serve.
+        """
         if self.revision is None:
             return not self.updated and self.ready >= self.desired
         return len(self.newest) < len(self.current)
@@ -110,7 +115,10 @@ def member_group(
     autoscaling: AutoscalingStatus | None,
     refusal: Diagnosis | None,
 ) -> Group:
-    """Return the group of a role. `refusal`: why the API server refuses further pods of the group."""
+    """Return the group of a role.
+
+    `refusal`: why the API server refuses further pods of the group.
+    """
     coordinators: list[Object] = []
     if template.expert_group:
         coordinators = observed.role_pods("coordinator")
@@ -133,7 +141,10 @@ def member_group(
 def gateway_group(
     owner: Owner, desired: Desired, observed: Observation, *, has_route: bool
 ) -> Group:
-    """Return the group of gateways. `has_route`: the spec has an HTTPRoute, and the API server has the kind."""
+    """Return the group of gateways.
+
+    `has_route`: the spec has an HTTPRoute, and the API server has the kind.
+    """
     name = names.gateway_name(owner.name)
     deployment = observed.owned("Deployment", name)
     route = observed.owned("HTTPRoute", name) if has_route else None
@@ -158,7 +169,7 @@ def _topology(observed: Observation, owner: Owner) -> GroupTopology:
     return GroupTopology(
         status=status if owner.replicas("decode") else asleep(status),
         reachable=topology is not None,
-        asked_for=frozenset(topology.desired) if topology else frozenset(),
+        requested=frozenset(topology.desired) if topology else frozenset(),
     )
 
 
@@ -171,7 +182,7 @@ def _revision(desired: Desired) -> str | None:
 
 
 def _is_rolled_out(deployment: Object) -> bool:
-    """Whether the Deployment's controller has seen the newest template and replaced every pod."""
+    """Return whether every pod of the Deployment has the newest template."""
     status = deployment.get("status") or {}
     seen = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
     return (
@@ -218,9 +229,12 @@ def _verdict_without_pods(group: Group) -> Verdict:
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
     """Yield what keeps a group from serving, the most specific first."""
-    # A failed member may show why its replacement fails. Failed pods of a Deployment stay after their replacement works.
+    # A failed member may show why its replacement fails. Failed pods of a Deployment stay after
+    # their replacement works.
     judged = (
-        group.current if group.revision is None else [pod for pod in group.pods if not leaving(pod)]
+        group.current
+        if group.revision is None
+        else [pod for pod in group.pods if not is_leaving(pod)]
     )
     if found := diagnose([*judged, *group.coordinators], group.missing):
         yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")
@@ -228,9 +242,8 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
         yield group.refusal
     if group.topology is not None:
         status, reason, message = scaling_verdict(group.topology, group.desired)
-        is_lost = (
-            reason == UNREACHABLE and group.topology.has_ranks
-        )  # not while the first ranks form
+        # Without ranks the coordinator is still starting.
+        is_lost = reason == UNREACHABLE and group.topology.has_ranks
         if status == "True" or reason == SCALE_FAILED or is_lost:
             yield Diagnosis(reason, message)
     if going := len(group.pods) - len(group.current):
@@ -248,10 +261,11 @@ def prefill_verdict(
     decode: Group,
     kv: Mapping[str, KVCompatibility],
 ) -> Verdict:
-    """Return PrefillReady: `verdict` of the group, unless all it lacks is decode pods that can take its KV blocks.
+    """Return PrefillReady: `verdict`, or False if decode pods cannot take the group's KV blocks.
 
-    Without such pods requests succeed, because decode pods prefill for themselves, but prefill pods are idle. During a rollout
-    pods of two revisions may be incompatible. Pods of a rollout that has stopped must be compatible.
+    Without such pods requests succeed, because decode pods prefill for themselves, but prefill pods
+    are idle. During a rollout pods of two revisions may be incompatible. Pods of a rollout that has
+    stopped must be compatible.
 
     Args:
         updating: the condition Updating.
@@ -266,7 +280,7 @@ def prefill_verdict(
 
 
 def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:
-    """Return which pods have no compatible peer; empty if all have one, or too few have reported."""
+    """Return which pods have no compatible peer; empty if all have one or nothing is known."""
     givers, takers = (
         [name for name in sorted(group.current_names) if name in kv] for group in (prefill, decode)
     )
@@ -283,12 +297,16 @@ def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibilit
         ]
         if alone:
             why = differences(kv[alone[0]], kv[theirs[0]], alone[0], theirs[0])
-            return f"{len(alone)} of {len(ours)} {can_not}, so decode pods prefill for themselves: {why}"
+            counts = f"{len(alone)} of {len(ours)} {can_not}"
+            return f"{counts}, so decode pods prefill for themselves: {why}"
     return ""
 
 
 def diagnose_route(route: Object) -> Diagnosis | None:
-    """Return why an HTTPRoute admits no requests. None: at least one Gateway has accepted its newest spec."""
+    """Return why an HTTPRoute admits no requests.
+
+    None: at least one Gateway has accepted its newest spec.
+    """
     metadata = route["metadata"]
     complaints = []
     for parent in (route.get("status") or {}).get("parents") or []:
@@ -312,7 +330,7 @@ def diagnose_route(route: Object) -> Diagnosis | None:
 
 
 def _is_current(entry: Object, metadata: Object) -> bool:
-    """Whether a condition is about the newest spec of the object."""
+    """Return whether a condition is about the newest spec of the object."""
     generation = metadata.get("generation", 0)
     return bool(entry.get("observedGeneration", generation) >= generation)
 

@@ -1,4 +1,7 @@
-"""ModelAvailable: whether pods have the model, and the progress of pods that fetch or load it. Pure."""
+"""ModelAvailable: whether pods have the model, and the progress of pods that fetch or load it.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,20 @@ class _Fetched(msgspec.Struct):
 
 
 def model_verdict(model: Model, members: list[Group], refusal: str, before: Object) -> Verdict:
-    """Return ModelAvailable of the current members of the newest revision. Other members may have another model.
+    """Return ModelAvailable of the current members of the newest revision.
+
+    Other members may have another model.
 
     Args:
-        refusal: why the API server refused a pod, else the problem of the reconcile; empty if there is none.
+        refusal: why the API server refused a pod, else the problem of the reconcile; empty if there
+            is none.
         before: the service's status as it was written last.
     """
     if model.uri.startswith("image://") and "volume" in refusal.lower():
-        text = "this cluster refuses image volumes (they need Kubernetes 1.31 or newer with the feature ImageVolume)"
+        text = (
+            "this cluster refuses image volumes "
+            "(they need Kubernetes 1.31 or newer with the feature ImageVolume)"
+        )
         return "False", "ImageVolumeUnsupported", f"{text}: {refusal}"
     pods = by_name(pod for group in members for pod in group.newest)
     health = {name: found for group in members for name, found in group.loading.items()}
@@ -80,7 +89,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
 
 
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
-    """Return ModelAvailable of a service whose pods had the model, while no pod of the newest revision exists."""
+    """Return ModelAvailable while no pod of the newest revision exists, and pods had the model."""
     if any(group.current for group in members):
         return (
             "True",
@@ -93,13 +102,16 @@ def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
 
 
 def _had_model(model: Model, before: Object) -> bool:
-    """Whether pods had the model of this uri according to the previous status."""
+    """Return whether pods had the model of this uri according to the previous status."""
     was_available = condition({"status": before}, MODEL_AVAILABLE).get("status") == "True"
     return was_available and (before.get("model") or {}).get("uri") == model.uri
 
 
 def model_status(model: Model, members: list[Group], previous: Object | None) -> ModelStatus | None:
-    """Return the model that pods have, with the revision that the newest pod fetched, else the revision in `previous`."""
+    """Return the model that pods have.
+
+    Its revision is the one that the newest pod fetched, else the revision in `previous`.
+    """
     pods = [pod for group in members for pod in group.newest]
     for pod in sorted(
         pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), reverse=True

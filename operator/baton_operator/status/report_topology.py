@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator.api.llmservice import OperationStatus, TopologyStatus
-from baton_operator.plan.topology import ACTIVE
+from baton_operator.plan.topology_view import ACTIVE
 from baton_operator.status.diagnose import Verdict
 from baton_protocol.topology import OperationPhase, RankPhase
 
@@ -21,7 +21,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 
     status: TopologyStatus | None
     reachable: bool
-    asked_for: frozenset[str] = frozenset()  # members of the last request to the coordinator
+    requested: frozenset[str] = frozenset()  # members of the last request to the coordinator
 
     @property
     def serving(self) -> frozenset[str]:
@@ -36,7 +36,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
-    """Return Scaling: True while the topology changes, False at rest or after a change that failed."""
+    """Return Scaling: True while the topology changes, else False."""
     if not topology.reachable:
         return (
             "Unknown",
@@ -49,11 +49,11 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if not desired and not ranks:
         return "False", AT_REST, "no ranks are wanted"
     if operation and operation.phase in _ACTIVE:
-        members = ", ".join(sorted(topology.asked_for))
+        members = ", ".join(sorted(topology.requested))
         message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
         return (
             "True",
-            _reason(operation, ranks, topology.asked_for),
+            _reason(operation, ranks, topology.requested),
             message + _after(": ", operation.reason),
         )
     if operation and operation.phase == OperationPhase.FAILED:
@@ -68,14 +68,12 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     return "False", AT_REST, f"generation {generation} with {len(ranks)} ranks"
 
 
-def _reason(operation: OperationStatus, ranks: set[str], asked_for: frozenset[str]) -> str:
+def _reason(operation: OperationStatus, ranks: set[str], requested: frozenset[str]) -> str:
     if operation.kind != "scale":
         return _KINDS.get(operation.kind, "ScalingUp")
-    if (
-        ranks == asked_for
-    ):  # some ranks have committed, so members that join or leave are no longer visible
+    if ranks == requested:  # ranks have committed, so it is not visible which of them join or leave
         return "Committing"
-    return "ScalingUp" if asked_for - ranks else "ScalingDown"
+    return "ScalingUp" if requested - ranks else "ScalingDown"
 
 
 def _after(words: str, value: str | int | None) -> str:
@@ -86,7 +84,7 @@ def _after(words: str, value: str | int | None) -> str:
 def operation_events(
     before: TopologyStatus | None, now: TopologyStatus | None
 ) -> list[tuple[bool, str, str]]:
-    """Return (warning, reason, message) of each event that is due: an operation began, ended, or failed."""
+    """Return (warning, reason, message) of each event: an operation began, ended or failed."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:
         return []
@@ -94,7 +92,8 @@ def operation_events(
     if known is not None and not (is_same and known.generation in (0, operation.generation)):
         known = None  # another operation, or an earlier attempt at this one
     is_active, was_active = operation.phase in _ACTIVE, known is not None and known.phase in _ACTIVE
-    what = f"operation {operation.id} ({operation.kind}){_after(' to generation ', operation.generation)}"
+    what = f"operation {operation.id} ({operation.kind})"
+    what += _after(" to generation ", operation.generation)
     events: list[tuple[bool, str, str]] = []
     if known is None or (is_active and not was_active):
         events.append((False, "TopologyOperationStarted", f"{what} began"))

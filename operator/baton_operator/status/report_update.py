@@ -1,7 +1,8 @@
 """The condition `Updating`: the progress of a rollout. Pure.
 
-It is True while pods of an earlier revision exist, and its message names what the rollout waits for. It is False without such
-pods, in a pause, and when the rollout stalls. `Ready` is True only when all pods, all of the newest revision, serve.
+It is True while pods of an earlier revision exist, and its message names what the rollout waits
+for. It is False without such pods, in a pause, and when the rollout stalls. `Ready` is True only
+when all pods, all of the newest revision, serve.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
-from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, leaving
-from baton_operator.status.refusals import QUOTA_EXCEEDED
+from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, is_leaving
+from baton_operator.status.refused_pods import QUOTA_EXCEEDED
 from baton_operator.status.report_group import Group
 
 UP_TO_DATE = "UpToDate"
@@ -23,14 +24,8 @@ PAUSED = "Paused"
 STALLED = "RolloutStalled"
 REFUSED = "PodRefused"
 NO_ROOM = "WaitingForCapacity"
-_ORDER = (
-    STALLED,
-    REFUSED,
-    NO_ROOM,
-    "Draining",
-    "Starting",
-    "Replacing",
-)  # of reasons, the most specific first
+#: Reasons, the most specific first.
+_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
 
 
 class _Rollout(NamedTuple):
@@ -82,7 +77,7 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     """Return what the next step of the rollout waits for."""
     group, unready = (
         rollout.group,
-        [pod for pod in rollout.newest if not is_ready(pod) and not leaving(pod)],
+        [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)],
     )
     found = diagnose(unready, group.missing)
     late = [
@@ -91,7 +86,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)
     ]
     if late:
-        why = f"not ready within {progress_deadline_s} s: {found.message if found else f'pod {_names(late)}'}"
+        which = found.message if found else f"pod {_names(late)}"
+        why = f"not ready within {progress_deadline_s} s: {which}"
         return Diagnosis(STALLED, f"{why}; pods of the earlier revision keep serving")
     if any(map(no_room_since, unready)):
         return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
@@ -99,7 +95,7 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         return Diagnosis(
             NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message
         )
-    if going := [pod for pod in rollout.old if leaving(pod)]:
+    if going := [pod for pod in rollout.old if is_leaving(pod)]:
         return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
     if unready:
         return Diagnosis(
@@ -110,14 +106,16 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
 
 def _counts(rollout: _Rollout) -> str:
     newest, group = rollout.newest, rollout.group
-    num_old_ready = sum(is_ready(pod) and not leaving(pod) for pod in rollout.old)
-    counts = f"{len(newest)} of {group.desired} {group.role} pods are of the newest revision"
-    old_counts = f"{len(rollout.old)} of earlier ones, {num_old_ready} of them ready"
-    return f"{counts}, {sum(map(is_ready, newest))} of them ready, {old_counts}"
+    num_old_ready = sum(is_ready(pod) and not is_leaving(pod) for pod in rollout.old)
+    return (
+        f"{group.role} wants {group.desired} pods and has {len(newest)} of the newest revision "
+        f"({sum(map(is_ready, newest))} ready) and {len(rollout.old)} of earlier ones "
+        f"({num_old_ready} ready)"
+    )
 
 
 def _exists(pod: Object, now: datetime) -> bool:
-    """Whether the pod has not ended and is not stuck in termination on a lost node."""
+    """Return whether the pod has not ended and is not stuck in termination on a lost node."""
     if pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
         return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))

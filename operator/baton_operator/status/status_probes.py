@@ -1,5 +1,8 @@
-"""Requests that only the status needs. Pods report loading progress and KV compatibility. The API server reports whether the
-Secrets and ConfigMaps that pods wait for exist."""
+"""Requests that only the status needs.
+
+Pods report loading progress and KV compatibility. The API server reports whether the Secrets and
+ConfigMaps that pods wait for exist.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,16 @@ from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
 from baton_operator.observe.observation import Observation, Reference, is_ready
 from baton_operator.observe.pod_clients import read_body
-from baton_operator.status.diagnose import by_name, leaving, may_lack_objects, references
+from baton_operator.status.diagnose import by_name, is_leaving, may_lack_objects, references
 from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
 
 TIMEOUT_S = 1.0
 CONCURRENCY = 16  # concurrent requests to engines that serve, over all services
-#: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the first ones.
-MAX_ASKED = 16
+#: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the
+#: first ones.
+MAX_PROBED = 16
 LOADING_REASONS = ("Fetching", "Loading")
 
 
@@ -40,10 +44,11 @@ class StatusProbes:
         self._session = session
         self._port = port
         self._slots = asyncio.Semaphore(CONCURRENCY)
-        #: Replies by process of an engine. A reply never changes, so each process gets one request. None: no KV role.
+        #: Replies by process of an engine. A reply never changes, so each process gets one request.
+        #: None: no KV role.
         self._known: dict[Key, dict[str, KVCompatibility | None]] = {}
 
-    async def ask(self, kube: Kube, observed: Observation, owner: Owner) -> None:
+    async def fill_in(self, kube: Kube, observed: Observation, owner: Owner) -> None:
         """Fill in `loading`, `missing` and `kv` of the observation."""
         observed.loading = await self.loading(observed.pods)
         # Objects that the operator creates are not requested.
@@ -64,30 +69,30 @@ class StatusProbes:
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
         """Return the replies of members that fetch or load the model, by pod name."""
-        asked = by_name(filter(_may_load, pods))[:MAX_ASKED]
-        answers = await asyncio.gather(*map(self._health, asked))
+        probed = by_name(filter(_may_load, pods))[:MAX_PROBED]
+        replies = await asyncio.gather(*map(self._health, probed))
         return {
             pod["metadata"]["name"]: health
-            for pod, health in zip(asked, answers, strict=True)
+            for pod, health in zip(probed, replies, strict=True)
             if health is not None and health.reason in LOADING_REASONS
         }
 
     async def kv(self, key: Key, pods: list[Object]) -> dict[str, KVCompatibility]:
         """Return the KV compatibility that ready members have reported, by pod name."""
-        asked = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
+        probed = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
         known = {
-            process: kv for process, kv in self._known.get(key, {}).items() if process in asked
+            process: kv for process, kv in self._known.get(key, {}).items() if process in probed
         }
-        new = [process for process in asked if process not in known]
-        answers = await asyncio.gather(*(self._health_in_turn(asked[process]) for process in new))
+        new = [process for process in probed if process not in known]
+        replies = await asyncio.gather(*(self._health_in_turn(probed[process]) for process in new))
         known |= {
             process: health.kv
-            for process, health in zip(new, answers, strict=True)
+            for process, health in zip(new, replies, strict=True)
             if health is not None
         }
         self._known[key] = known
         return {
-            asked[process]["metadata"]["name"]: kv
+            probed[process]["metadata"]["name"]: kv
             for process, kv in known.items()
             if kv is not None
         }
@@ -97,7 +102,7 @@ class StatusProbes:
             return await self._health(pod)
 
     async def _health(self, pod: Object) -> Health | None:
-        """Return the pod's reply; None if there is none that can be decoded, for example while the process starts."""
+        """Return the pod's reply; None if there is no valid reply."""
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
@@ -113,7 +118,9 @@ class StatusProbes:
 
 
 def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> bool:
-    """Whether the next request may return new loading progress, which no watch event carries.
+    """Return whether the next probe may return new loading progress.
+
+    No watch event carries that progress.
 
     True if a pod has reported progress, or runs and has not reported any yet.
     """
@@ -128,13 +135,18 @@ async def find_missing(
     Only metadata is requested, never the contents of a Secret.
     """
     wanted = {reference for pod in pods if may_lack_objects(pod) for reference in references(pod)}
-    asked = sorted(wanted - set(known))[:MAX_ASKED]
-    exists = await asyncio.gather(*(_exists(kube, namespace, reference) for reference in asked))
-    return frozenset(reference for reference, there in zip(asked, exists, strict=True) if not there)
+    probed = sorted(wanted - set(known))[:MAX_PROBED]
+    exists = await asyncio.gather(*(_exists(kube, namespace, reference) for reference in probed))
+    return frozenset(
+        reference for reference, there in zip(probed, exists, strict=True) if not there
+    )
 
 
 async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:
-    """Whether the object exists. A failed request counts as True, so that no object is reported missing by mistake."""
+    """Return whether the object exists.
+
+    A failed request counts as True, so that no object is reported missing by mistake.
+    """
     try:
         return await kube.exists(reference.kind, namespace, reference.name)
     except (KubeError, OSError):
@@ -147,11 +159,14 @@ def _is_member(pod: Object) -> bool:
 
 def _may_load(pod: Object) -> bool:
     has_address = bool((pod.get("status") or {}).get("podIP"))
-    return _is_member(pod) and has_address and not is_ready(pod) and not leaving(pod)
+    return _is_member(pod) and has_address and not is_ready(pod) and not is_leaving(pod)
 
 
 def _begins(pod: Object) -> bool:
-    """Whether a fetcher runs, or an engine that has not passed its startup probe. The probe also requests /health."""
+    """Return whether a fetcher runs, or an engine that has not passed its startup probe.
+
+    The probe also requests /health.
+    """
     status = pod.get("status") or {}
     engines = [each for each in status.get("containerStatuses") or [] if not each.get("started")]
     containers = [*(status.get("initContainerStatuses") or []), *engines]

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_kv_transfer.connector import HeadRange
-from baton_kv_transfer.memory import HostKVMemory
+from baton_kv_transfer.memory.kv_memory import HostKVMemory
+from baton_kv_transfer.memory.layout import HeadRange
 
 ORDER = Path(os.environ["BATON_TEST_DAMAGE"]) / os.environ.get("POD_IP", "none")
 plain = HostKVMemory.block_sums

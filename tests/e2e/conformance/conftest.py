@@ -15,7 +15,7 @@ import pytest
 import requests
 import yaml
 
-from baton_local.control_plane import ControlPlane
+from pocketkube.control_plane.interface import ControlPlane
 
 Object = dict[str, Any]
 

@@ -11,7 +11,7 @@ import pytest
 from kubernetes.client.exceptions import NotFoundException
 from release_cluster import CRD, RELEASE, Cluster
 
-from baton_local.control_plane import ControlPlane
+from pocketkube.control_plane.interface import ControlPlane
 from support.waiting import eventually
 
 

@@ -14,8 +14,8 @@ from urllib.request import urlopen
 import yaml
 from kubernetes import client, config
 
-from baton_local.ports import free_ports
 from baton_operator.names import GROUP, PLURAL, VERSION
+from pocketkube.ports import free_ports
 from support.waiting import eventually
 
 Object = dict[str, Any]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from baton_local.ports import free_ports
 from baton_protocol.config import GATEWAY_PORT
+from pocketkube.ports import free_ports
 from support.fake_hub import TOKEN, FakeHub, fake_hub, folder_files
 from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 from support.waiting import eventually

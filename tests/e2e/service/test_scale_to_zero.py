@@ -83,8 +83,7 @@ def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, c
     events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
     told = [event["message"] for event in events if event["reason"] == "Scaled"]
     assert any(
-        message.startswith("decode 0 -> 1: requests that wait at the gateways: 1")
-        for message in told
+        message.startswith("decode 0 -> 1: requests waiting at the gateways: 1") for message in told
     ), told
     assert any(
         message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in told

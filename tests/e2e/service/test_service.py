@@ -119,7 +119,7 @@ def test_openai_client_streams_through_the_service_and_through_the_ingress(clust
         model=demo, messages=messages, max_tokens=24, temperature=0
     )
     ports = [
-        node["metadata"]["annotations"].get("baton.dev/ingress-port")
+        node["metadata"]["annotations"].get("pocketkube/ingress-port")
         for node in cluster.get("nodes")["items"]
     ]
     ingress = openai.OpenAI(
@@ -226,7 +226,7 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if any(
-                    word.endswith((f"baton-{component}", f"baton_local.{component}"))
+                    word.endswith((f"baton-{component}", f"pocketkube.{component}"))
                     for word in words
                 ):
                     return process

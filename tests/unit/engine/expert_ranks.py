@@ -11,18 +11,18 @@ import torch
 from model_cases import CPU, DEADLINE_S, Meeting, ThreadGroup, chunk_batch, new_kv_cache
 from torch import Tensor
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
-from baton_engine.models.config import load_checkpoint_config
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
 from baton_engine.models.layers import CausalLM
-from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ALONE
 from baton_engine.worker.dummy_steps import no_batch
-from baton_engine.worker.expert_weights import ExpertForm, ExpertStore
-from baton_engine.worker.generations import ExpertWorker, Generations
+from baton_engine.worker.experts.expert_weights import ExpertForm, ExpertStore
+from baton_engine.worker.experts.generations import ExpertWorker, Generations
+from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
-from baton_engine.worker.preparation import PreparationState
 from baton_protocol.topology import Generation, Member, Placement
 from support.waiting import eventually
 
@@ -63,7 +63,9 @@ def thread_groups(size: int) -> list[Group]:
     return [LoneGroup()] if size == 1 else [ThreadGroup(meeting, rank) for rank in range(size)]
 
 
-def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
+def place_experts(
+    num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0
+) -> Placement:
     """Experts in turn over the ranks, another rotation in every layer; slots that are left over hold the first ones again."""
     num_slots = -(-(num_experts + num_redundant) // num_ranks)
     return tuple(
@@ -119,7 +121,7 @@ class ThreadRank:
     ) -> None:
         config = load_checkpoint_config(path)
         self.name = name
-        self.model = load_model(path, config, torch.float32, CPU, parallel, spread_experts=True)
+        self.model = load_model(path, config, torch.float32, CPU, parallel, expert_parallel=True)
         if form is ExpertForm.PACKED:
             pack_weights(self.model)
         elif form is ExpertForm.INT8:
@@ -139,10 +141,10 @@ class ThreadRank:
         )
 
 
-def adopt_everywhere(ranks: Sequence[ThreadRank], generation: Generation) -> None:
+def commit_everywhere(ranks: Sequence[ThreadRank], generation: Generation) -> None:
     prepare_everywhere(ranks, generation)
     for rank in ranks:
-        rank.generations.adopt(generation.nonce)
+        rank.generations.commit(generation.nonce)
 
 
 def prepare_everywhere(ranks: Sequence[ThreadRank], generation: Generation) -> None:
@@ -178,7 +180,7 @@ def run_spread(
             context = no_batch(kv_cache, CPU)
             context.wave_tokens = wave_tokens
             with forward_context(context):
-                model.take_part()
+                model.run_dummy_batch()
         else:
             batch = chunk_batch(sequences, start, end, kv_cache)
             context = batch.context

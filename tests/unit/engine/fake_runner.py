@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from baton_engine.executor.step import BlockCopy, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
-from baton_kv_transfer.connector import BlockLoad, ConnectorOutput, LoadResult
+from baton_kv_transfer.connector import ConnectorOutput, LoadRequest, LoadResult
 from baton_protocol.messages import RoutedExperts, TokenLogprobs
 from baton_protocol.sampling import SamplingParams
 
@@ -241,7 +241,7 @@ class FakeConnector:
         self.sends: dict[str, list[int]] = {}
         """Transfer id -> blocks published so far. The peer may read them until the send ends."""
         self.send_complete: set[str] = set()
-        self.loads: dict[str, BlockLoad] = {}
+        self.loads: dict[str, LoadRequest] = {}
         self.cancelled: set[str] = set()
         self.hashes: dict[str, list[bytes]] = {}
         self._finished = ConnectorOutput()

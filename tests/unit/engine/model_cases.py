@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton_engine.distributed.errors import GroupBrokenError
 from baton_engine.distributed.group import ParallelContext
-from baton_engine.models.config import load_checkpoint_config
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext, forward_context
 from baton_engine.models.layers import CausalLM
-from baton_engine.models.registry import load_model
 from baton_engine.models.sharding import ALONE, shard
 
 BLOCK_SIZE = 4

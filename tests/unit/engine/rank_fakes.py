@@ -11,12 +11,12 @@ from typing import Any
 
 from engine_fakes import FakeExecutor
 
-from baton_engine.core.dp_engine_core import DPEngineCore
-from baton_engine.distributed.errors import GroupBrokenError
-from baton_engine.elastic.waves import StepVote
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.elastic.rank.waves import StepVote
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
+from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
@@ -181,7 +181,7 @@ class ExpertExecutor(FakeExecutor):
                 self._prepared = args[0]
             case "preparation":
                 return [self._preparation()]
-            case "adopt_generation":
+            case "commit_generation":
                 assert self._prepared is not None
                 assert self._prepared.nonce == args[0]
                 self.generation, self._prepared = self._prepared, None

@@ -10,7 +10,7 @@ import zmq
 from engine_fakes import FakeExecutor
 
 from baton_engine.executor.base import ModelInfo
-from baton_engine.worker.preparation import Preparation, PreparationState
+from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Directive, ExpertLoads, Generation, RankPhase, Status
 from support.waiting import eventually
 
@@ -45,7 +45,7 @@ class LonelyExpertExecutor(FakeExecutor):
                 self._prepared = args[0].nonce
             case "preparation":
                 return [Preparation(self._prepared, PreparationState.PREPARED)]
-            case "adopt_generation" | "drop_generation" | "leave_generation":
+            case "commit_generation" | "drop_generation" | "leave_generation":
                 pass
             case "expert_loads":
                 return [ExpertLoads(((1, 2, 3, 4), (4, 3, 2, 1)))]

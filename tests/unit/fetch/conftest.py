@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_local.ports import free_ports
+from pocketkube.ports import free_ports
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.fetch.errors import FetchError
+from baton_engine.fetch.fetch_errors import FetchError
 from baton_engine.fetch.folder import INCOMPLETE, Partial
 from baton_engine.fetch.lock import FetchLock, boot_id
 from baton_engine.fetch.selection import select
@@ -107,7 +107,7 @@ def test_what_a_dead_fetcher_left_is_taken_over(tmp_path: Path) -> None:
     target = tmp_path / "model"
     begun(target).close()  # as the kernel does when the process dies
     mine = Partial(target, URI, "r1")
-    mine.adopt()
+    mine.reuse_leftovers()
     assert mine.has(FILE)
     assert mine.incomplete(WEIGHTS).read_bytes() == b"ab"
     assert partials(target) == {mine.path}
@@ -122,7 +122,7 @@ def test_what_a_fetcher_died_removing_is_removed(tmp_path: Path) -> None:
     others = target.with_name("model-b.discarded-0123456789ab")
     others.mkdir()
     mine = Partial(target, URI, "r1")
-    mine.adopt()
+    mine.reuse_leftovers()
     assert not half_removed.exists()
     assert others.exists()
     mine.close()
@@ -131,7 +131,7 @@ def test_what_a_fetcher_died_removing_is_removed(tmp_path: Path) -> None:
 def test_what_a_living_fetcher_has_is_its_own(tmp_path: Path) -> None:
     target = tmp_path / "model"
     living, mine = begun(target), Partial(target, URI, "r1")
-    mine.adopt()
+    mine.reuse_leftovers()
     assert not mine.has(FILE)
     assert living.has(FILE)
     living.close()
@@ -146,7 +146,7 @@ def test_of_a_fetcher_on_another_machine_only_what_was_proved_is_taken(tmp_path:
     other.save()
     other.close()
     mine = Partial(target, URI, "r1")
-    mine.adopt()
+    mine.reuse_leftovers()
     assert mine.has(FILE)
     assert not mine.incomplete(WEIGHTS).exists()
     mine.close()
@@ -156,7 +156,7 @@ def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:
     target = tmp_path / "model"
     begun(target, "r0").close()
     mine = Partial(target, URI, "r1")
-    mine.adopt()
+    mine.reuse_leftovers()
     assert not mine.has(FILE)
     assert not list(mine.path.glob(f"*{INCOMPLETE}"))
     assert partials(target) == {mine.path}, "it is of no use to anyone"

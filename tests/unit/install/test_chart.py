@@ -1,4 +1,4 @@
-"""What the chart renders, by the real Helm engine: by default what manifests/ holds, and what each value changes."""
+"""The chart, rendered by the real Helm engine: the defaults equal manifests/, and each value's effect."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from typing import Any
 import helm_python as helm
 import pytest
 import yaml
-from rendered_chart import CHART, NAMESPACE, ROOT, Object, kinds, notes, one, pod_spec, render
 
 from baton_operator import names
 from baton_operator.cli import HTTP_PORT
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT
+from support.install.rendered_chart import (
+    CHART,
+    NAMESPACE,
+    ROOT,
+    Object,
+    kinds,
+    notes,
+    one,
+    pod_spec,
+    render,
+)
 from support.pod_security import violations
 
 ALL_OPTIONS: Object = {

@@ -1,4 +1,4 @@
-"""The dashboard asks only for metrics that the components really expose."""
+"""The dashboard queries only metrics that the components expose."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
-from rendered_chart import CHART, one, render
 
-from baton_engine.core.metrics import engine_registry
-from baton_engine.core.request_metrics import RequestMetrics
-from baton_engine.core.stats import EngineStats
-from baton_engine.core.topology_stats import TopologyStats, commit_pauses
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.metrics.request_metrics import RequestMetrics
+from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats
-from baton_operator.server import Metrics
+from baton_operator.metrics import Metrics
 from baton_protocol.topology import RankPhase, TopologyStatus
+from support.install.rendered_chart import CHART, one, render
 
 DASHBOARD = json.loads((CHART / "files/dashboard.json").read_text())
 
 
 def exposed(families: Iterable[object]) -> set[str]:
-    """Names as Prometheus stores them."""
+    """Return the names as Prometheus stores them."""
     found = set()
     for family in families:
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(
@@ -47,7 +47,7 @@ def coordinator() -> set[str]:
 
 
 def panels() -> list[tuple[str, str]]:
-    """(title, expression)."""
+    """Yield (title, expression)."""
     return [
         (panel["title"], target["expr"])
         for panel in DASHBOARD["panels"]
@@ -56,7 +56,7 @@ def panels() -> list[tuple[str, str]]:
 
 
 def component_of(expression: str) -> set[str]:
-    """Whose metrics an expression may ask for."""
+    """Return the components whose metrics an expression may query."""
     if match := re.search(r'component=~"([a-z|]+)"', expression):
         return set(match[1].split("|"))
     return {"operator"}

@@ -1,4 +1,4 @@
-"""The CRD in the chart, for API servers that know no rules in schemas."""
+"""The chart's CRD, for API servers with and without CEL rules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import helm_python as helm
 import yaml
-from rendered_chart import CHART, NAMESPACE, RELEASE, one, render
 
 from baton_operator.api.crd import custom_resource_definition
+from support.install.rendered_chart import CHART, NAMESPACE, RELEASE, one, render
 
 
 def test_before_1_25_the_rules_are_cut_out_and_nothing_else(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_before_1_25_the_rules_are_cut_out_and_nothing_else(tmp_path: Path) -> N
     bound = 'semverCompare "<1.25-0"'
     assert bound in template.read_text()
     shutil.copytree(CHART, tmp_path / "baton")
-    # The renderer takes a new server for granted: so every version counts as an old one.
+    # The renderer assumes a new server, so the bound makes every version an old one.
     old = tmp_path / "baton/templates/crd.yaml"
     old.write_text(template.read_text().replace(bound, 'semverCompare "<99-0"'))
     with helm.Chart.load(tmp_path / "baton") as chart:

@@ -1,4 +1,4 @@
-"""What values.schema.json refuses, and that it knows every value there is."""
+"""values.schema.json rejects invalid values and covers every value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import helm_python as helm
 import pytest
 import yaml
-from rendered_chart import CHART, Object, render
+
+from support.install.rendered_chart import CHART, Object, render
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -64,7 +65,7 @@ def test_it_lets_a_parent_chart_pass_its_globals() -> None:
 
 
 def paths(node: Any, schema: Object, at: str = "") -> list[tuple[str, bool]]:
-    """Of every named value: its path, and whether the schema names it and closes its object."""
+    """Yield the path of every value, and whether the schema names it and closes its object."""
     if "$ref" in schema:
         schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
     if not isinstance(node, dict) or "properties" not in schema:

@@ -1,4 +1,4 @@
-"""Numbers that no command can work with are refused by the flag's name, before anything starts."""
+"""Commands reject invalid numbers before they start, with the name of the flag."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import baton_engine.elastic.coordinator_cli
+import baton_engine.elastic.coordinator.coordinator_cli
 import baton_engine.fetch.command
 import baton_local.cli
 import baton_operator.cli
@@ -61,17 +61,17 @@ def serve() -> int:
             "--resync: must be a positive number",
         ),
         (
-            baton_engine.elastic.coordinator_cli.main,
+            baton_engine.elastic.coordinator.coordinator_cli.main,
             ["--port", "-1"],
             "--port: must be in [0, 65535]",
         ),
         (
-            baton_engine.elastic.coordinator_cli.main,
+            baton_engine.elastic.coordinator.coordinator_cli.main,
             ["--http-port", "99999"],
             "--http-port: must be in [0, 65535]",
         ),
         (
-            baton_engine.elastic.coordinator_cli.main,
+            baton_engine.elastic.coordinator.coordinator_cli.main,
             ["--dead-after-s", "-1"],
             "--dead-after-s: must be a number, 0 or",
         ),

@@ -21,7 +21,7 @@ Instruction = tuple[str, str]
 
 
 def instructions(path: Path) -> Iterator[Instruction]:
-    """(name, arguments), continued lines joined, comments gone."""
+    """Yield (name, arguments), with continued lines joined and comments removed."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, arguments = line.partition(" ")
@@ -29,7 +29,7 @@ def instructions(path: Path) -> Iterator[Instruction]:
 
 
 def stages(path: Path) -> list[tuple[str, str, list[Instruction]]]:
-    """(base, name, instructions) of each stage."""
+    """Return (base, name, instructions) of each stage."""
     found: list[tuple[str, str, list[Instruction]]] = []
     for name, arguments in instructions(path):
         if name == "FROM":
@@ -41,7 +41,7 @@ def stages(path: Path) -> list[tuple[str, str, list[Instruction]]]:
 
 
 def in_context(source: str) -> bool:
-    """Whether .dockerignore lets `source` through; the last line that matches decides, as for Docker."""
+    """Return whether .dockerignore keeps `source`. The last matching line decides, as in Docker."""
     included = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.lstrip("!")

@@ -1,4 +1,4 @@
-"""Every LLMService that a document shows is one that the API server takes, and the operator too."""
+"""The API server and the operator accept every LLMService in the documents."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import ROOT, notes
 
-from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import violations
+from pocketkube.apiserver.schema.structural import StructuralSchema
+from support.install.rendered_chart import ROOT, notes
 
 SCHEMA = StructuralSchema(
     custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -23,9 +23,11 @@ MODEL = {"uri": "file:///m"}
 
 
 def examples() -> list[Any]:
-    """Whole objects, and parts of a spec (blocks whose fields are all of the spec), by document and line."""
+    """Yield whole objects and parts of a spec, by document and line."""
     found = []
-    for path in sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("charts/**/*.md")]):
+    for path in sorted(
+        [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("charts/**/*.md")]
+    ):
         for match in FENCE.finditer(path.read_text()):
             where = (
                 f"{path.relative_to(ROOT)}:{path.read_text()[: match.start()].count(chr(10)) + 1}"
@@ -47,7 +49,7 @@ def examples() -> list[Any]:
 
 
 def as_service(document: dict[str, Any]) -> dict[str, Any] | None:
-    """The object that `document` is, or is a part of; None if it is about something else."""
+    """Return the LLMService that `document` is or is a part of, or None."""
     if document.get("kind") == names.KIND:
         return document
     if "kind" in document:
@@ -74,7 +76,7 @@ def test_it_is_taken_whole(document: dict[str, Any]) -> None:
 
 def test_the_search_finds_them() -> None:
     whole = [example for example in examples() if as_service(example.values[0]) is not None]
-    assert {"README.md", "NOTES.txt", "docs/api.md"} <= {
+    assert {"README.md", "NOTES.txt", "docs/reference/api.md"} <= {
         str(example.id).split(":")[0] for example in whole
     }
     assert sum(str(example.id).startswith("manifests/samples/") for example in whole) >= 6

@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that a component exposes."""
+"""docs/reference/metrics.md names every metric that a component exposes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import sys
 from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
-from rendered_chart import ROOT
 
-from baton_engine.elastic.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_protocol.topology import TopologyStatus
+from support.install.rendered_chart import ROOT
 
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 NAME = re.compile(r"baton(:|_operator_)[a-z_0-9]+")
 KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
 
 
 def documented() -> dict[str, str]:
-    """Name of a metric as in the page's tables, without `_total` -> its type."""
+    """Return the types of the metrics in the page's tables, by name without `_total`."""
     rows = re.findall(r"^\| `(baton[a-z_:0-9]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     return {name.removesuffix("_total") if kind == "counter" else name: kind for name, kind in rows}
 
 
 def registered() -> Iterator[tuple[str, str]]:
-    """(name, where) of each metric that a component makes under a name of its own."""
+    """Yield (name, place) of each metric that the components create."""
     for component in ("engine", "gateway", "kv_transfer", "operator"):
         for path in sorted((ROOT / component).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Every sample passes the CRD's schema and its CEL rules, and the operator builds from it what its first lines promise."""
+"""Every sample passes the CRD's schema and rules, and builds the objects that its header states."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import ROOT, Object
 
-from baton_local.control_plane.embedded.schema import StructuralSchema
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders import config, coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
+from pocketkube.apiserver.schema.structural import StructuralSchema
+from support.install.rendered_chart import ROOT, Object
 
 SAMPLES = {path.stem: path for path in sorted((ROOT / "manifests/samples").glob("*.yaml"))}
 CRD = yaml.safe_load((ROOT / "manifests/crd/llmservices.yaml").read_text())
@@ -26,7 +26,7 @@ def sample(name: str) -> Object:
 
 
 def owner(name: str) -> Owner:
-    """The service as the API server would store it."""
+    """Return the service as the API server would store it."""
     document = SCHEMA.default(sample(name))
     spec = llmservice.decode_spec(document["spec"])
     return Owner(
@@ -39,7 +39,7 @@ def owner(name: str) -> Owner:
 
 
 def member(name: str, role: names.MemberRole) -> Object:
-    """The first pod of the role; its one container is called `engine`."""
+    """Return the first pod of the role. Its only container is `engine`."""
     pod = MemberTemplate(owner(name), role).pod(0)
     (container,) = pod["spec"]["containers"]
     assert container["name"] == "engine"

@@ -1,6 +1,7 @@
-"""Where the Triton kernels run; see tests/conftest.py for how that is chosen.
+"""Fixtures of kernel tests. tests/conftest.py chooses where Triton kernels run.
 
-Only torch, triton, numpy and pytest may be imported in this folder: `make gpu` runs it on machines that have nothing else.
+Tests in this folder import only torch, triton, numpy and pytest, because `make gpu` runs them
+on machines without other packages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def triton_device() -> str:
 
 @pytest.fixture
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and scratch memory hold NaN, or the largest integer, where nothing was written."""
+    """Fill new tensors with NaN or the largest integer, to detect unwritten elements."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*arguments: object, **keywords: object) -> Tensor:

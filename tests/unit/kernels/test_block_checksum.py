@@ -1,4 +1,4 @@
-"""Word sums of blocks: equal bit by bit whatever computes them, and different after any change of a single word."""
+"""Word sums of blocks: equal in all implementations, and different after a change of any word."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 MASK = 2**64 - 1
 LENGTHS = [0, 1, 7, 31, 32, 33, 1000, PERIOD - 1, PERIOD, PERIOD + 1, 2 * PERIOD + 97]
-"""In words: around the vectors' width and the weights' period."""
+"""Lengths in words, around the vector width and the weights' period."""
 
 
 def random_words(num_words: int) -> np.ndarray:
@@ -96,7 +96,7 @@ def test_impossible_lengths_and_threads_are_refused() -> None:
             sum_runs(np.array([0]), nbytes, num_threads)
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"CPU kernels: {cpu.DESCRIPTION}")
+@pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
 def test_other_threads_run_while_a_sum_is_taken() -> None:
     words = np.zeros(2**22, dtype=np.uint64)
     addresses = np.full(400, words.ctypes.data)

@@ -1,4 +1,4 @@
-"""What the interpreter accepts, the compiler must accept, too."""
+"""The compiler accepts every kernel that the interpreter accepts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+SCRIPT = Path(__file__).parents[2] / "support/kernels/compile_kernels.py"
+
 
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the other tests compile the kernels on the GPU"
@@ -17,7 +19,7 @@ import torch
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "compile_kernels.py")],
+        [sys.executable, str(SCRIPT)],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from paged_cases import dtypes, layer_views
 from torch import Tensor
 
 from baton_kernels import cpu
 from baton_kernels.kv_write import write_kv
 from baton_kernels.kv_write.reference import to_fp8, write_kv_reference
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
+from support.kernels.paged_cases import dtypes, layer_views
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 

@@ -1,10 +1,9 @@
-"""Every kernel addresses blocks past 2^31 elements, where offsets in int32 wrap around. Of such caches little is ever touched."""
+"""Every kernel addresses blocks past 2^31 elements, where int32 offsets would overflow."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import assert_attends, large_memory, layer_views, paged_case
 from torch import Tensor
 
 from baton_kernels.attention.triton_kernel import paged_attention_triton
@@ -13,12 +12,13 @@ from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
 from baton_kernels.configurations import Configuration
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
+from support.kernels.paged_cases import assert_attends, large_memory, layer_views, paged_case
 
 SPLIT: Configuration = {"KV_TILE": 16, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
 
 
 def large_cache(num_elements: int, *block: int, dtype: torch.dtype, device: str) -> Tensor:
-    """[num_blocks, *block]: at least so many elements, and a few blocks more."""
+    """Return a cache [num_blocks, *block] with more than `num_elements`."""
     size = torch.Size(block).numel()
     num_blocks = num_elements // size + 64
     return large_memory(num_blocks * size, dtype, device).view(num_blocks, *block)

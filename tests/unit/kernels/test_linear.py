@@ -1,4 +1,4 @@
-"""Linear layers compute the same with plain and with packed weights, and nearly the same with weights in eight bits."""
+"""Linear layers give equal results with packed weights, and nearly equal ones with int8 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What varies from step to step compiles no kernel anew: that would make a request wait for the compiler."""
+"""Arguments that vary between steps do not recompile a kernel, which would delay requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cases import paged_case, triton_output
 from torch import Tensor
 
 from baton_kernels.attention.split_kv import join_segments_kernel
@@ -25,6 +24,7 @@ from baton_kernels.moe.triton_kernel import run_experts_triton
 from baton_kernels.norm.triton_kernel import _rms_norm_kernel, add_rms_norm_triton
 from baton_kernels.sampling import triton_kernel as sampling
 from baton_kernels.sampling.triton_greedy import _greedy_kernel, _greedy_tiles_kernel, greedy_triton
+from support.kernels.paged_cases import paged_case, triton_output
 
 pytestmark = [
     pytest.mark.gpu,

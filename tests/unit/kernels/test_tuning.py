@@ -1,4 +1,4 @@
-"""The tuner keeps what is right and fastest, and launches find it in their device's table."""
+"""The tuner keeps the fastest correct candidate, and launches read it from their device's table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT = {"tile": 16, "num_warps": 4}
 
 
 class FakeKernel:
-    """Takes as long as `seconds` says for its tile, computes wrongly with tile 8, and cannot be launched with tile 512."""
+    """A kernel whose time depends on its tile. Tile 8 gives a wrong result, tile 512 fails."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds_of = seconds
@@ -49,10 +49,11 @@ class FakeKernel:
 @pytest.fixture
 def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "kernels"))
-    import selection
+    from tuning import selection
 
     yield selection
-    sys.modules.pop("selection")
+    for name in ("tuning.selection", "tuning"):
+        sys.modules.pop(name)
 
 
 def subject(selection, kernel: FakeKernel, candidates: list[Configuration]):

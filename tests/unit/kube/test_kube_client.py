@@ -1,4 +1,4 @@
-"""The client at the wire: what it sends, and what it makes of each answer."""
+"""The requests that the client sends, and its results for each reply."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from kube_api_server import PODS, ApiServer, event, pod, serving, streamed
 from kubernetes.aio.config import ConfigException
 
 from baton_kube import client
 from baton_kube.client import KubeClient, KubeError, WritesForbiddenError, connect
+from support.kube.kube_api_server import PODS, ApiServer, event, pod, serving, streamed
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kube_api_server import PODS, Object, event, pod, serving, until
 
 from baton_kube import reflector
 from baton_kube.reflector import Reflector
+from support.kube.kube_api_server import PODS, Object, event, pod, serving, until
 
 
 class Pods:
@@ -88,7 +88,7 @@ class Pods:
 
 
 class Mirror:
-    """A running reflector of `pods`, and what its listener heard."""
+    """A running reflector of `pods`, and the calls of its listener."""
 
     def __init__(self, pods: Pods, mirror: Reflector) -> None:
         self.pods, self.mirror = pods, mirror

@@ -1,4 +1,4 @@
-"""A consumer under a test's control and a producer's worker for it (consumer_rig); a producer for scripted consumers; TCP lanes."""
+"""A consumer under a test's control and a producer's worker for it (consumer_rig); a producer for scripted consumers; TCP transports."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from consumer_rig import Rig, Worker
-from scripted_consumer import Producer
-from tcp_lane_rig import LaneHere
+
+from support.kv_transfer.consumer_rig import Rig, Worker
+from support.kv_transfer.scripted_consumer import Producer
+from support.kv_transfer.tcp_rig import TransportHere
 
 
 @pytest.fixture
@@ -53,21 +54,21 @@ def producer(make: Callable[..., Any]) -> Producer:
 
 
 @pytest.fixture
-def tcp_lanes() -> Iterator[Callable[..., LaneHere]]:
-    made: list[LaneHere] = []
+def tcp_transports() -> Iterator[Callable[..., TransportHere]]:
+    made: list[TransportHere] = []
 
-    def make(name: str, host: str = "127.0.0.1") -> LaneHere:
-        made.append(LaneHere(name, host))
+    def make(name: str, host: str = "127.0.0.1") -> TransportHere:
+        made.append(TransportHere(name, host))
         return made[-1]
 
     yield make
-    for lane in made:
-        lane.thread.close()
+    for transport in made:
+        transport.thread.close()
 
 
 @pytest.fixture
-def tcp_pair(tcp_lanes: Callable[..., LaneHere]) -> tuple[LaneHere, LaneHere]:
+def tcp_pair(tcp_transports: Callable[..., TransportHere]) -> tuple[TransportHere, TransportHere]:
     """(one that knows the owner, the owner)."""
-    one, owner = tcp_lanes("one"), tcp_lanes("owner")
-    one.lane.add_peer("owner", owner.lane.address)
+    one, owner = tcp_transports("one"), tcp_transports("owner")
+    one.transport.add_peer("owner", owner.transport.address)
     return one, owner

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kv_processes import LAYOUT, Engine, wait_for
 
 from baton_protocol.config import KVRole
+from support.kv_transfer.kv_processes import LAYOUT, Engine, wait_for
 
 
 @pytest.fixture

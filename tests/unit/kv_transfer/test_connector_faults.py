@@ -11,21 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from kv_processes import HOST, LAYOUT, chain_hash, wait_for
 
-from baton_kv_transfer import auth, loads, side_channel
-from baton_kv_transfer.agent import create_agent
-from baton_kv_transfer.connector import (
-    BlockLoad,
-    BlockSave,
-    ConnectorMetadata,
-    KVCacheLayout,
-    LoadResult,
-    RankAddress,
-)
-from baton_kv_transfer.memory import HostKVMemory
+from baton_kv_transfer import auth, side_channel
+from baton_kv_transfer.agent.create import create_agent
+from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadRequest, LoadResult
+from baton_kv_transfer.consumer import load_manager
+from baton_kv_transfer.memory.kv_memory import HostKVMemory
+from baton_kv_transfer.memory.layout import KVCacheLayout, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
+from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash, wait_for
 
 
 class Side:
@@ -61,8 +56,8 @@ class Side:
         return wait_for(f"result of {transfer_id}", arrived)
 
 
-def one_block(transfer_id: str, port: int, peer: str = "P", host: str = HOST) -> BlockLoad:
-    return BlockLoad(transfer_id, host, port, peer, 0, [9], [chain_hash(transfer_id, 0)])
+def one_block(transfer_id: str, port: int, peer: str = "P", host: str = HOST) -> LoadRequest:
+    return LoadRequest(transfer_id, host, port, peer, 0, [9], [chain_hash(transfer_id, 0)])
 
 
 @pytest.fixture
@@ -128,7 +123,7 @@ def test_a_producer_that_only_says_pending_is_given_up_by_a_deadline(
     side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, role: KVRole, max_pending_s: float
 ) -> None:
     """With both roles the load timeout alone counts: such engines could wait for each other in a ring."""
-    monkeypatch.setattr(loads, "MAX_PENDING_S", max_pending_s)
+    monkeypatch.setattr(load_manager, "MAX_PENDING_S", max_pending_s)
     producer, consumer = side("P", KVRole.PRODUCER), side("D", role, load_timeout_s=0.2)
     producer.offer("t")
     consumer.load("t", producer.connector.port)
@@ -156,7 +151,7 @@ class LyingProducer:
                 case side_channel.Hello(nonce=theirs, instance_id=consumer):
                     ours = auth.new_nonce()
                     ids = {"consumer_id": consumer, "producer_id": "L"}
-                    proof = auth.proof(
+                    proof = auth.compute_proof(
                         b"", auth.PRODUCER, consumer_nonce=theirs, producer_nonce=ours, **ids
                     )
                     answer: Any = side_channel.Welcome(side_channel.VERSION, "c", "L", ours, proof)
@@ -224,7 +219,7 @@ def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
     consumer = side("D", KVRole.CONSUMER)
     assert consumer.connector.stats().failure == ""
 
-    def broken(load: BlockLoad) -> None:
+    def broken(load: LoadRequest) -> None:
         raise RuntimeError("a defect")
 
     assert consumer.connector._consumer is not None

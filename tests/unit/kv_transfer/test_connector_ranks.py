@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from kv_processes import HOST, chain_hash, wait_for
 
-from baton_kv_transfer.connector import (
-    BlockLoad,
-    BlockSave,
-    ConnectorMetadata,
-    HeadRange,
-    KVCacheLayout,
-    LoadResult,
-    RankAddress,
-)
-from baton_kv_transfer.memory import HostKVMemory
+from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadRequest, LoadResult
+from baton_kv_transfer.memory.kv_memory import HostKVMemory
+from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
+from support.kv_transfer.kv_processes import HOST, chain_hash, wait_for
 
 NUM_HEADS = 4
 NUM_BLOCKS = 8
@@ -122,7 +115,7 @@ def test_every_head_arrives_whatever_the_number_of_workers(
     port = producer.connectors[0].port
     # The consumer has block 0 in its prefix cache.
     consumer.start(
-        ConnectorMetadata(loads=[BlockLoad("t", HOST, port, "P", 1, [7, 6, 0], hashes[1:])])
+        ConnectorMetadata(loads=[LoadRequest("t", HOST, port, "P", 1, [7, 6, 0], hashes[1:])])
     )
     producer.save(BlockSave("t", 0, [2, 3], hashes[:2], 8, last=False))
     producer.save(BlockSave("t", 2, [4, 1], hashes[2:], 14, last=True))
@@ -143,7 +136,9 @@ def test_a_load_of_nothing_frees_all_the_producers_workers(
     producer, consumer = engine("P", KVRole.PRODUCER, 2), engine("D", KVRole.CONSUMER, 1, mode=mode)
     producer.start(ConnectorMetadata(offers={"t": "D"}))
     consumer.start(
-        ConnectorMetadata(loads=[BlockLoad("t", HOST, producer.connectors[0].port, "P", 0, [], [])])
+        ConnectorMetadata(
+            loads=[LoadRequest("t", HOST, producer.connectors[0].port, "P", 0, [], [])]
+        )
     )
     assert wait_for("result", lambda: consumer.all_results("t")) == [LoadResult(0)]
     wait_for("end at all workers", lambda: producer.all_sent("t"))

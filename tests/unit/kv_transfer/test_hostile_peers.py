@@ -11,13 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from consumer_rig import HOST, Rig, Staging, Worker, failures, tensor_parallel
-from consumer_rig import chain_hash as chain_hash_there
-from scripted_consumer import LEASE_S, Consumer, Producer, chain_hash
 
-from baton_kv_transfer import producer as producer_side
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.connector import FailureReason, HeadRange, LoadResult, RankAddress
+from baton_kv_transfer.connector import FailureReason, LoadResult
+from baton_kv_transfer.memory.layout import HeadRange, RankAddress
+from baton_kv_transfer.producer import producer_side as producer_side
 from baton_kv_transfer.side_channel import (
     Cancelled,
     Heartbeat,
@@ -27,6 +25,9 @@ from baton_kv_transfer.side_channel import (
     Release,
     Subscribe,
 )
+from support.kv_transfer.consumer_rig import HOST, Rig, Staging, Worker, failures, tensor_parallel
+from support.kv_transfer.consumer_rig import chain_hash as chain_hash_there
+from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, chain_hash
 
 
 @pytest.fixture
@@ -63,13 +64,13 @@ def test_workers_of_a_producer_that_contradict_each_other_fail_the_load_only(
     assert "heads" in rig.results["t"].error
 
 
-def test_a_producer_that_did_not_prove_itself_is_not_listened_to_for_long(
+def test_a_producer_without_a_valid_proof_is_not_listened_to_for_long(
     rig: Rig, worker: Worker
 ) -> None:
     rig.begin("t", worker, [3])
     worker.receive(side_channel.Hello)
-    worker.send(Pending(["x"] * side_channel.MAX_GREETING_BYTES))
-    rig.hear()
+    worker.send(Pending(["x"] * side_channel.MAX_HANDSHAKE_BYTES))
+    rig.receive()
     assert failures(rig) == {FailureReason.PROTOCOL: 1}
     assert "bytes" in rig.results["t"].error
 
@@ -77,7 +78,7 @@ def test_a_producer_that_did_not_prove_itself_is_not_listened_to_for_long(
 def test_texts_of_peers_are_cut(rig: Rig, worker: Worker) -> None:
     rig.begin("t", worker, [3])
     hello = worker.receive(side_channel.Hello)
-    rig.tell(worker, worker.welcome(hello, compatibility_hash="x" * 100_000))
+    rig.deliver(worker, worker.welcome(hello, compatibility_hash="x" * 100_000))
     assert len(rig.results["t"].error) < 1000
 
 
@@ -104,8 +105,8 @@ def test_small_pushed_loads_do_not_overtake_a_large_one_that_waits_for_slots(
     holds = rig.subscribed("holds", worker, [1])
     rig.begin("large", worker, [3, 4, 5, 6])
     rig.begin("small", worker, [7])
-    rig.tell(worker, Cancelled("holds", holds.generation, "why not"))
-    rig.tell(worker, side_channel.Released("holds", holds.generation))
+    rig.deliver(worker, Cancelled("holds", holds.generation, "why not"))
+    rig.deliver(worker, side_channel.Released("holds", holds.generation))
     assert worker.receive(Subscribe).transfer_id == "large"
     rig.consumer.cancel("large")
     rig.advance(20.0)
@@ -129,7 +130,7 @@ def test_a_large_read_takes_the_slots_there_are(made: Callable[[Any], Any], work
     rig = made(Rig(memory=staging))
     taken = staging.memory.accept([20])
     subscribe = rig.subscribed("t", worker, range(10, 18))
-    rig.tell(worker, worker.published(subscribe, range(8), last=True))
+    rig.deliver(worker, worker.published(subscribe, range(8), last=True))
     assert rig.results == {"t": LoadResult(8)}, (
         "all of it, though its batches of three never found three slots free"
     )
@@ -158,12 +159,12 @@ def test_notifications_that_make_no_sense_cost_nobody(pushed: Rig, worker: Worke
 
 def test_strangers_may_say_little_at_once(made: Callable[[Any], Any], producer: Producer) -> None:
     stranger = made(Consumer(producer, greet=False))
-    much = Heartbeat(["x"] * side_channel.MAX_GREETING_BYTES)
-    (refused,) = stranger.say(much)
+    much = Heartbeat(["x"] * side_channel.MAX_HANDSHAKE_BYTES)
+    (refused,) = stranger.send(much)
     assert isinstance(refused, Refused)
     assert "bytes" in refused.reason
-    stranger.greet()
-    assert stranger.say(much) == []
+    stranger.send_hello()
+    assert stranger.send(much) == []
 
 
 def test_a_transfer_named_often_in_a_heartbeat_is_answered_once(
@@ -224,16 +225,16 @@ def test_an_early_subscription_goes_with_its_session(
 ) -> None:
     consumer = made(Consumer(producer, push=True))
     consumer.subscribe(slots=[5], generation=7)
-    answers = consumer.say(consumer.hello())
+    answers = consumer.send(consumer.hello())
     assert [type(answer) for answer in answers[:2]] == [Cancelled, side_channel.Released]
-    consumer.greet()
+    consumer.send_hello()
     assert consumer.subscribe(slots=[5], generation=8) == []
     producer.offer()
     producer.save([3], last=True)
     producer.let_writes_end()
-    assert [message.generation for message in consumer.heard() if isinstance(message, Publish)] == [
-        8
-    ]
+    assert [
+        message.generation for message in consumer.received() if isinstance(message, Publish)
+    ] == [8]
 
 
 def test_a_subscription_said_again_does_not_confirm_what_is_still_written(
@@ -247,7 +248,7 @@ def test_a_subscription_said_again_does_not_confirm_what_is_still_written(
     assert producer.agent.held, "a write is in flight"
     assert consumer.subscribe(slots=[5, 6]) == []
     producer.let_writes_end()
-    assert [type(message) for message in consumer.heard()] == [side_channel.Released]
+    assert [type(message) for message in consumer.received()] == [side_channel.Released]
 
 
 # -- both, and anything at all
@@ -351,7 +352,7 @@ def test_whatever_a_consumer_says_every_transfer_ends(
             transfer_id = rng.choice(["t", "u"])
             if turn % 40 == 0:  # a good handshake up to here, and a bent end
                 (welcome,) = [
-                    one for one in evil.say(evil.hello()) if isinstance(one, side_channel.Welcome)
+                    one for one in evil.send(evil.hello()) if isinstance(one, side_channel.Welcome)
                 ]
                 describe = side_channel.Describe(evil.proof(welcome), evil.layout, evil.memory())
                 yield describe if rng.random() < 0.6 else bent(rng, describe)
@@ -369,7 +370,7 @@ def test_whatever_a_consumer_says_every_transfer_ends(
                 yield bent(rng, message) if rng.random() < 0.5 else message
 
     for frame in frames(rng, said()):
-        evil.say(frame)
+        evil.send(frame)
     for transfer_id in ("t", "u"):
         producer.offer(transfer_id)
         producer.side.transfers.cancel(transfer_id)
@@ -398,7 +399,7 @@ def test_whatever_a_producer_says_every_load_ends_with_what_is_right(
         with contextlib.suppress(
             AssertionError
         ):  # the handshake may be lost by what was said before
-            if not any(peer.ready for peer in rig.consumer.peers()):
+            if not any(peer.is_ready for peer in rig.consumer.peers()):
                 rig.shake_hands(evil)
         subscriptions = [message for message in evil.poll() if isinstance(message, Subscribe)]
 
@@ -425,5 +426,5 @@ def test_whatever_a_producer_says_every_load_ends_with_what_is_right(
             rig.advance()
     for _ in range(6):
         rig.advance(20.0)
-    assert rig.results.keys() == rig.wishes.keys()
+    assert rig.results.keys() == rig.requests.keys()
     assert (rig.stats.queued_bytes, rig.stats.inflight_bytes) == (0, 0)

@@ -17,19 +17,19 @@ from rich.console import Console
 from baton_local.ask import AskError, ask
 from baton_local.cli import main
 from baton_local.display import service_tables
-from baton_local.kubelet.runtime import CONTAINER_MARKER
 from baton_local.service import (
     Condition,
     PodStatus,
     ServiceStatus,
     ask_kv_bytes,
-    format_lanes,
+    format_kv_bytes,
     kv_bytes_received,
     load_documents,
     with_pids,
 )
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
 from baton_local.up import UpOptions, run_up
+from pocketkube.containers.process import CONTAINER_MARKER
 from support.waiting import eventually
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
@@ -233,7 +233,7 @@ async def test_an_answer_is_printed_as_it_comes_and_measured():
 @pytest.mark.parametrize(
     ("handler", "complaint"),
     [
-        (stream(piece("half")), "not whole"),
+        (stream(piece("half")), "incomplete"),
         (stream(piece("half"), {"error": {"message": "engine died"}}), "engine died"),
     ],
 )
@@ -325,7 +325,7 @@ async def test_kv_bytes_of_engines_are_asked_of_them_and_a_silent_one_has_none(m
     received = kv_bytes_received(found.pods)
     assert received == {"ucx tcp/lo": 3 * 2**19}, "of decode pods alone"
     assert (
-        format_lanes(received | {"tcp sockets": 2**20})
+        format_kv_bytes(received | {"tcp sockets": 2**20})
         == "1.00 MiB over tcp sockets, 1.50 MiB over ucx tcp/lo"
     )
 

@@ -308,7 +308,7 @@ def test_a_file_is_read_where_a_pod_has_its_volumes_and_without_white_space(tmp_
     mounted = tmp_path / "etc/baton/service-key/key"
     mounted.parent.mkdir(parents=True)
     mounted.write_text("  the key of one service\n")
-    monkeypatch.setenv("BATON_POD_ROOT", str(tmp_path))
+    monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
     key = ServiceKey.load("/etc/baton/service-key/key")
     assert key is not None
     assert key.secret("kv") == OURS.secret("kv")

@@ -113,9 +113,9 @@ def test_compatibility_hash_depends_on_everything_pods_must_share():
 
 
 def test_container_paths_are_mapped_below_the_pod_root(tmp_path, monkeypatch):
-    monkeypatch.delenv("BATON_POD_ROOT", raising=False)
+    monkeypatch.delenv("POCKETKUBE_POD_ROOT", raising=False)
     assert str(container_path("/models/x")) == "/models/x"
     (tmp_path / "models/x").mkdir(parents=True)
-    monkeypatch.setenv("BATON_POD_ROOT", str(tmp_path))
+    monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
     assert container_path("/models/x") == tmp_path / "models/x"
     assert str(container_path("/elsewhere")) == "/elsewhere"

@@ -1,1 +1,1 @@
-"""One file per architecture; `registry` imports them all, so that adding a model is adding a file."""
+"""One file per architecture; `factory` imports them all, so that adding a model is adding a file."""

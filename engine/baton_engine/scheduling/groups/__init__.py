@@ -1,1 +1,6 @@
-"""Requests that share blocks: samples of one prompt, and the beams of a beam search."""
+"""Requests that share blocks.
+
+samples       samples of one prompt
+beams         beam searches as requests and blocks
+beam_search   one step of a beam search, as a pure function
+"""

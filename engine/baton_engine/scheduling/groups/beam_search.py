@@ -1,15 +1,13 @@
 """Beam search as a pure function: which beams continue, and which are finished.
 
 One step ranks the continuations of all live beams by cumulative log-probability. The first `width`
-of them that do not
-end stay live. A continuation that ends (a stop token, or the last token allowed) is finished if it
-ranks among the
-first `width`. The best `width` finished hypotheses are kept, by
-cumulative log-probability / number of tokens ** length_penalty.
+of them that do not end stay live. A continuation that ends (a stop token, or the last token
+allowed) is finished if it ranks among the first `width`. The best `width` finished hypotheses are
+kept, by cumulative log-probability / number of tokens ** length_penalty.
 
 The semantics are those of `transformers`' generate(num_beams=width, early_stopping=True or False).
-Ties go to the earlier
-beam, then to the lower token id, so that a search repeats exactly on any machine.
+Ties go to the earlier beam, then to the lower token id, so that a search repeats exactly on any
+machine.
 """
 
 from __future__ import annotations
@@ -30,6 +28,8 @@ Candidate = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class BeamConfig:
+    """Parameters of one search."""
+
     width: int
     #: Limit of generated tokens: SamplingParams.max_tokens, or less if max_model_len requires it.
     max_tokens: int
@@ -41,7 +41,8 @@ class BeamConfig:
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
         """Return the score that orders finished hypotheses.
 
-        `num_tokens` includes the stop token.
+        Args:
+            num_tokens: generated tokens, including the stop token.
         """
         return float(cumulative_logprob / num_tokens**self.length_penalty)
 
@@ -56,6 +57,8 @@ class BeamState:
 
 
 class LiveBeam(NamedTuple):
+    """A continuation that stays live."""
+
     #: Index of the beam it continues.
     parent: int
     token_id: int
@@ -63,6 +66,8 @@ class LiveBeam(NamedTuple):
 
 
 class FinishedBeam(NamedTuple):
+    """A continuation that ends its hypothesis."""
+
     parent: int
     #: The last token: the stop token, if one ended it.
     token_id: int
@@ -74,6 +79,8 @@ class FinishedBeam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
+    """Result of one step of a search."""
+
     #: At most `width`, best first. A parent may have several children, or none. Empty if the search
     #: is over.
     live: list[LiveBeam]
@@ -118,8 +125,8 @@ def advance(
     Args:
         beams: live beams: one at the start, at most `width` later.
         candidates: continuations per live beam, best first. At least 2 * width of them, with
-            `width` that are not stop
-            tokens, unless the vocabulary has fewer. Those with log-probability -inf are skipped.
+            `width` that are not stop tokens, unless the vocabulary has fewer. Those with
+            log-probability -inf are skipped.
         finished_scores: scores of the best finished hypotheses, at most `width`, in any order.
     """
     num_tokens = beams[0].num_tokens + 1
@@ -135,7 +142,8 @@ def advance(
     for rank, (loss, parent, token_id) in enumerate(ranked):
         stops = token_id in config.stop_token_ids
         if stops or at_limit:
-            # Lower ranks only serve to find `width` live beams. Ending them would favour short hypotheses.
+            # Lower ranks only serve to find `width` live beams. Ending them would favour short
+            # hypotheses.
             if rank < config.width:
                 reason = FinishReason.STOP if stops else FinishReason.LENGTH
                 finished.append(
@@ -159,8 +167,7 @@ def _cannot_improve(
     """Return whether `width` hypotheses are finished that no live beam is expected to beat.
 
     A live beam is scored at its present length, as in `transformers`. With a positive length
-    penalty a longer one could
-    still score better, but rarely does.
+    penalty a longer one could still score better, but rarely does.
     """
     if len(best_scores) < config.width:
         return False

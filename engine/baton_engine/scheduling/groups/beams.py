@@ -72,22 +72,22 @@ class BeamSearches:
     def report(self, beam: Request, logprobs: TokenLogprobs | None) -> None:
         """Record the candidates of a beam that has run.
 
-        Raises RuntimeError if the step has none for it.
+        Raises:
+            RuntimeError: the step has none for it.
         """
         assert isinstance(beam, Beam)
         if logprobs is None or not logprobs.top:
             raise RuntimeError(
-                f"{beam!r}: the step brought no top tokens; a beam search needs 2 * beam_width of them"
+                f"{beam!r}: the step returned no top tokens; "
+                "a beam search needs 2 * beam_width of them"
             )
         beam.num_placeholders = 0
         beam.candidates = logprobs.top
 
     def advance(self, root: Request) -> None:
-        """Advance a search by one step.
+        """Advance a search by one step. The search is over if no beam is live afterwards.
 
         Children share their parents' blocks. The first child replaces its parent.
-
-        The search is over if no beam is live afterwards.
         """
         group = _group(root)
         parents = group.live

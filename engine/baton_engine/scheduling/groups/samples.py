@@ -9,7 +9,7 @@ from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class SampleGroups:
-    """All groups with unfinished members."""
+    """All groups with unfinished members, by id."""
 
     def __init__(self) -> None:
         self._groups: dict[str, SampleGroup] = {}
@@ -30,7 +30,8 @@ class SampleGroups:
             raise ValueError("members of a group must have equal prompts and no generated tokens")
         if cache_key != group.cache_key:
             raise ValueError(
-                "members of a group must have the same cache_salt and lora_name: they share KV blocks"
+                "members of a group must have the same cache_salt and lora_name: "
+                "they share KV blocks"
             )
         request.order = (*group.order[:3], request.order[3])
         request.group = group
@@ -80,7 +81,7 @@ class SampleGroups:
         self._with_waiting[id(request.group)] = request.group
 
     def take_ready(self) -> Iterator[Request]:
-        """Remove the members whose wait is over."""
+        """Remove and yield the members whose wait is over."""
         for key, group in list(self._with_waiting.items()):
             if not self.is_computing_prompt(group):
                 del self._with_waiting[key]

@@ -1,11 +1,12 @@
-// Paged attention that reads keys and values where they lie.
+// Paged attention that reads keys and values in place.
 //
-// The query heads of one KV head, for one query or several of a sequence, are the rows of a small matrix; it meets the keys of a
-// tile of tokens and then their values, with the online softmax of Milakov and Gimelshein 2018 in float32. Where they are read
-// once, part of what comes next is prefetched while a tile is computed with, and a pass of reads alone brings the rest of it.
+// The query heads of one KV head, for one or more queries of a sequence, are the rows of a small
+// matrix. It is multiplied with the keys of a tile of tokens, then with their values, with the
+// online softmax of Milakov and Gimelshein 2018 in float32. If keys are read once, part of the next
+// tile is prefetched during the computation, and a pass of plain reads loads the rest.
 //
-// Each sequence is divided by itself into tasks: (KV head, ROWS rows, SPLIT tokens). Neither the number of threads nor the rest of
-// the batch changes a bit of a result.
+// Each sequence is divided into tasks (KV head, ROWS rows, SPLIT tokens) independently of the
+// batch. Neither the number of threads nor the rest of the batch changes a bit of a result.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -24,9 +25,11 @@
 namespace baton {
 
 constexpr int64_t ROWS = 32;     // rows of a task
-constexpr int64_t SPLIT = 512;   // tokens of a task, where all rows of a sequence and KV head fit into one
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // of keys read: less is done by the calling thread alone
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // the score of a token that a row does not see
+// Tokens of a task, if one task has all rows of a sequence and KV head.
+constexpr int64_t SPLIT = 512;
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // key elements below which one thread does all work
+// Score of a token that a row does not see.
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 struct Problem {
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, block_size, head_dim;
@@ -36,19 +39,19 @@ struct Problem {
     float scale;
     int64_t window = 0;      // 0: none
     float soft_cap = 0.0f;   // 0: none
-    const float* alibi_slopes = nullptr;
 
     int64_t group_size() const { return num_heads / num_kv_heads; }
     int64_t padded_dim() const { return (head_dim + LANES - 1) / LANES * LANES; }
 };
 
-// Rows [first_row, first_row + num_rows) of a sequence's (query, head of the group) pairs, and the positions they meet.
+// Rows [first_row, first_row + num_rows) of a sequence's (query, head of the group) pairs, over the
+// key positions [begin, end).
 struct Task {
     int64_t seq, kv_head, first_row, num_rows, begin, end;
-    int64_t partial;  // the row of the partial results that its first row goes to; -1: its result is the whole
+    int64_t partial;  // index of its first row in the partial results; -1: its result is complete
 };
 
-// Parts of one result, in the order of their tokens.
+// The parts of one result, in the order of their tokens.
 struct Merge {
     Task task;
     int64_t num_parts;
@@ -56,7 +59,7 @@ struct Merge {
 
 inline int64_t num_queries(const Problem& p, int64_t seq) { return p.cu_seqlens_q[seq + 1] - p.cu_seqlens_q[seq]; }
 
-// All queries of a sequence are in one task of each KV head and part.
+// Returns whether one task has all queries of a sequence, for each KV head and part.
 inline bool fits_one_task(const Problem& p, int64_t seq) { return num_queries(p, seq) * p.group_size() <= ROWS; }
 
 inline int64_t position_of(const Problem& p, const Task& task, int64_t row) {
@@ -71,7 +74,7 @@ struct Work {
     std::vector<Task> tasks;
     std::vector<Merge> merges;
     int64_t num_partials = 0;  // rows
-    int64_t elements = 0;  // of keys that are read
+    int64_t elements = 0;  // key elements to read
 };
 
 inline Work divide(const Problem& p) {
@@ -114,9 +117,9 @@ inline Work divide(const Problem& p) {
     return work;
 }
 
-// What one thread computes with; rows are padded_dim() apart.
-struct Room {
-    explicit Room(const Problem& p)
+// Scratch memory of one thread. Rows are padded_dim() apart.
+struct Scratch {
+    explicit Scratch(const Problem& p)
         : memory(static_cast<float*>(::operator new[](elements(p) * sizeof(float), std::align_val_t(64)))) {
         query = memory.get();
         sums = query + ROWS * p.padded_dim();
@@ -135,32 +138,31 @@ struct Room {
     float largest[ROWS], total[ROWS];
 };
 
-// What changes scores by position; those of tokens that a row does not see, and those behind the tile's last one, become -inf.
-inline void adjust_scores(const Problem& p, const Task& task, Room& room, const Tile& tile, int64_t padded_count) {
+// Applies the soft cap. Sets scores to -inf for tokens that a row does not see and for the padding.
+inline void adjust_scores(const Problem& p, const Task& task, Scratch& scratch, const Tile& tile, int64_t padded_count) {
     for (int64_t row = 0; row < task.num_rows; ++row) {
-        float* scores = room.scores + row * TILE;
+        float* scores = scratch.scores + row * TILE;
         const int64_t position = position_of(p, task, row), first = first_visible(p, position);
-        const int64_t head = task.kv_head * p.group_size() + (task.first_row + row) % p.group_size();
         for (int64_t t = 0; t < tile.count; ++t) {
             if (p.soft_cap != 0.0f) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
             const int64_t at = tile.position_of(t);
-            if (p.alibi_slopes != nullptr) scores[t] += p.alibi_slopes[head] * static_cast<float>(at - position);
             if (at < first || at > position) scores[t] = HIDDEN;
         }
         std::fill(scores + tile.count, scores + padded_count, HIDDEN);
     }
 }
 
-// R rows of scores -> weights exp(score - largest so far). Sums of earlier tiles are brought to the new largest by `corrections`.
+// Turns R rows of scores into weights exp(score - largest so far). `corrections` rescales the sums
+// of earlier tiles to the new maximum.
 template <int64_t R>
-inline void soften_rows(float* scores, int64_t vectors, float* all_largest, float* totals, float* corrections) {
+inline void softmax_rows(float* scores, int64_t vectors, float* all_largest, float* totals, float* corrections) {
     Floats most[R], total[R] = {};
     for (int64_t r = 0; r < R; ++r) most[r] = load(scores + r * TILE);
     for (int64_t v = 1; v < vectors; ++v) {
         for (int64_t r = 0; r < R; ++r) most[r] = maximum(most[r], load(scores + r * TILE + v * LANES));
     }
-    const Floats former = spread<R>(all_largest), largest = maximum(former, fold<R>(most, MAXIMUM));
-    // While a row has seen nothing, every weight is exp(-inf - 0) = 0.
+    const Floats previous = spread<R>(all_largest), largest = maximum(previous, fold<R>(most, MAXIMUM));
+    // Every weight of a row that has seen no key is exp(-inf - 0) = 0.
     const Floats reference = largest == splat(HIDDEN) ? Floats{} : largest;
     for (int64_t v = 0; v < vectors; ++v) {
         for (int64_t r = 0; r < R; ++r) {
@@ -170,25 +172,25 @@ inline void soften_rows(float* scores, int64_t vectors, float* all_largest, floa
             total[r] += weights;
         }
     }
-    const Floats correction = exp_below_88(former - reference);
+    const Floats correction = exp_below_88(previous - reference);
     gather<R>(all_largest, largest);
     gather<R>(corrections, correction);
     gather<R>(totals, spread<R>(totals) * correction + fold<R>(total, SUM));
 }
 
-inline void soften(const Task& task, Room& room, int64_t vectors, float* corrections) {
+inline void softmax_tile(const Task& task, Scratch& scratch, int64_t vectors, float* corrections) {
     const auto rows = [&]<int64_t R>(int64_t r) {
-        soften_rows<R>(room.scores + r * TILE, vectors, room.largest + r, room.total + r, corrections + r);
+        softmax_rows<R>(scratch.scores + r * TILE, vectors, scratch.largest + r, scratch.total + r, corrections + r);
     };
     int64_t r = 0;
     for (; r + 4 <= task.num_rows; r += 4) rows.template operator()<4>(r);
     for (; r < task.num_rows; ++r) rows.template operator()<1>(r);
 }
 
-// The tile of a task that begins at a position.
+// Finds the tile of a task that begins at a position.
 inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t begin) {
     const int32_t* table = p.block_tables + task.seq * p.table_stride;
-    // Where the first row of a block begins, relative to the cache's first one.
+    // Offset of a block's first row in the cache.
     const auto offset_of = [&](int64_t index) {
         const int64_t block = table[index];
         TORCH_CHECK_INDEX(
@@ -200,11 +202,12 @@ inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t be
     tile.find(begin, task.end, p.block_size, p.head_dim, offset_of);
 }
 
-// `take_next` is called once, before the last tile: it returns the task that this thread goes on with, or null. READ_ONCE: no other
-// task of the sequence reads the same keys. Then what comes next is prefetched, also the first tile of the task that follows.
+// Runs one task. Calls `take_next` once, before the last tile; it returns the thread's next task or
+// null. READ_ONCE: no other task reads the same keys, so the next tile is prefetched, including the
+// first tile of the next task.
 template <bool READ_ONCE, typename T, typename TakeNext>
 void attend(
-    const Problem& p, const Task& task, Room& room, T* out, const T* query, const T* keys, const T* values,
+    const Problem& p, const Task& task, Scratch& scratch, T* out, const T* query, const T* keys, const T* values,
     float* partials, const TakeNext& take_next
 ) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
@@ -213,31 +216,33 @@ void attend(
         const int64_t token = first_query + (task.first_row + row) / group_size;
         const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
         const T* from = query + token * p.query_stride_token + head * p.query_stride_head;
-        float* to = room.query + row * dim;
+        float* to = scratch.query + row * dim;
         std::fill(to, to + dim, 0.0f);
         for_each_vector(p.head_dim, [&](int64_t i, auto read, auto) { store(to + i, read(from + i) * p.scale); });
-        room.largest[row] = -std::numeric_limits<float>::infinity();
-        room.total[row] = 0.0f;
+        scratch.largest[row] = -std::numeric_limits<float>::infinity();
+        scratch.total[row] = 0.0f;
     }
-    std::fill(room.sums, room.sums + task.num_rows * dim, 0.0f);
+    std::fill(scratch.sums, scratch.sums + task.num_rows * dim, 0.0f);
 
-    // Rows see everything between these positions.
+    // Every row sees all tokens between these positions.
     const int64_t all_visible_begin = first_visible(p, position_of(p, task, task.num_rows - 1));
     const int64_t all_visible_end = position_of(p, task, 0) + 1;
     float corrections[ROWS];
 
-    // Of bfloat16 and float16 every four rows of queries make floats anew; for more rows a tile is copied as floats.
+    // Reading bfloat16 and float16 in place converts them once per four rows of queries. For more
+    // rows, the tile is converted once into a copy.
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
     const auto rows_of = [](const T* cache, const Tile& tile) { return Rows<T>{cache, tile.offsets, tile.count}; };
-    using NextInPlace = std::conditional_t<READ_ONCE, Next<T, 0>, NoNext<T>>;  // past L2
-    using NextToCopy = std::conditional_t<READ_ONCE, Next<T, 2>, NoNext<T>>;   // into L2: L1 holds the copy
+    using NextInPlace = std::conditional_t<READ_ONCE, Next<T, 0>, NoNext<T>>;  // bypasses L2
+    // Into L2: L1 has the copy.
+    using NextToCopy = std::conditional_t<READ_ONCE, Next<T, 2>, NoNext<T>>;
     const auto with_rows = [&](const Rows<T>& rows, const Rows<T>& next, const auto& use) {
         if (in_place) {
             touch(rows, dim);
             use(rows, NextInPlace(next, p.head_dim));
         } else {
-            copy(room.tile, rows, p.head_dim, dim);
-            use(Rows<float>{room.tile, room.tile_offsets, rows.count}, NextToCopy(next, p.head_dim));
+            copy(scratch.tile, rows, p.head_dim, dim);
+            use(Rows<float>{scratch.tile, scratch.tile_offsets, rows.count}, NextToCopy(next, p.head_dim));
         }
     };
     Tile tile, next;
@@ -253,40 +258,41 @@ void attend(
         const Rows<T> key_rows = rows_of(keys, tile), value_rows = rows_of(values, tile);
         with_rows(key_rows, value_rows, [&](const auto& rows, const auto& to_prefetch) {
             to_prefetch.prefetch_four(0);
-            score_tile(room.scores, room.query, task.num_rows, rows, to_prefetch, dim);
+            score_tile(scratch.scores, scratch.query, task.num_rows, rows, to_prefetch, dim);
             to_prefetch.prefetch_four(1);
         });
         const bool partly_hidden =
             tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
-        if (partly_hidden || p.soft_cap != 0.0f || p.alibi_slopes != nullptr) {
-            adjust_scores(p, task, room, tile, vectors * LANES);
+        if (partly_hidden || p.soft_cap != 0.0f) {
+            adjust_scores(p, task, scratch, tile, vectors * LANES);
         }
-        soften(task, room, vectors, corrections);
-        const Tile& same_or_whole = next.count == TILE ? next : tile;  // computing with a tile asks for as many rows
+        softmax_tile(task, scratch, vectors, corrections);
+        // The computation prefetches a whole tile's rows.
+        const Tile& same_or_whole = next.count == TILE ? next : tile;
         with_rows(value_rows, rows_of(keys, same_or_whole), [&](const auto& rows, const auto& to_prefetch) {
             to_prefetch.prefetch_four(0);
-            add_tile(room.sums, corrections, room.scores, task.num_rows, rows, to_prefetch, dim);
+            add_tile(scratch.sums, corrections, scratch.scores, task.num_rows, rows, to_prefetch, dim);
         });
     } while (tile.end < task.end);
 
     for (int64_t row = 0; row < task.num_rows; ++row) {
-        const float* sums = room.sums + row * dim;
+        const float* sums = scratch.sums + row * dim;
         if (task.partial >= 0) {
             float* part = partials + (task.partial + row) * (dim + 2);
             std::copy(sums, sums + dim, part);
-            part[dim] = room.largest[row];
-            part[dim + 1] = room.total[row];
+            part[dim] = scratch.largest[row];
+            part[dim + 1] = scratch.total[row];
             continue;
         }
         const int64_t token = first_query + (task.first_row + row) / group_size;
         const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
         T* to = out + token * p.out_stride_token + head * p.out_stride_head;
-        const float factor = 1.0f / room.total[row];
+        const float factor = 1.0f / scratch.total[row];
         for_each_vector(p.head_dim, [&](int64_t i, auto, auto write) { write(to + i, load(sums + i) * factor); });
     }
 }
 
-// Brings the parts of a result to the largest score of all, and adds them.
+// Rescales the parts of a result to the largest score of all, and adds them.
 template <typename T>
 void merge(const Problem& p, const Merge& merge, T* out, const float* partials) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
@@ -317,7 +323,7 @@ void merge(const Problem& p, const Merge& merge, T* out, const float* partials) 
     }
 }
 
-// Queries of a sequence of length 0, padding of a batch, attend to nothing.
+// Writes zeros for the queries of sequences of length 0, which pad a batch.
 template <typename T>
 void zero_padding(const Problem& p, T* out) {
     for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
@@ -340,22 +346,21 @@ void paged_attention(const Problem& p, T* out, const T* query, const T* keys, co
     const int64_t num_threads =
         work.elements < PARALLEL_ELEMENTS ? 1 : std::min<int64_t>(at::get_num_threads(), num_tasks);
     std::atomic<int64_t> num_taken{0};
-    // Whoever is free takes the next task.
     const auto take = [&]() -> const Task* {
         const int64_t task = num_taken++;
         return task < num_tasks ? &work.tasks[task] : nullptr;
     };
-    // The last ones nobody takes ahead: another thread may be free for them.
+    // No thread takes one of the last tasks ahead: another thread may become free first.
     const auto take_ahead = [&] { return num_taken + num_threads < num_tasks ? take() : nullptr; };
     const auto run_tasks = [&](int64_t, int64_t) {
-        Room room(p);
+        Scratch scratch(p);
         for (const Task* task = take(); task != nullptr;) {
             const Task* next = nullptr;
             const auto take_next = [&] { return next = take_ahead(); };
             if (fits_one_task(p, task->seq)) {
-                attend<true>(p, *task, room, out, query, keys, values, partials.get(), take_next);
+                attend<true>(p, *task, scratch, out, query, keys, values, partials.get(), take_next);
             } else {
-                attend<false>(p, *task, room, out, query, keys, values, partials.get(), take_next);
+                attend<false>(p, *task, scratch, out, query, keys, values, partials.get(), take_next);
             }
             task = next != nullptr ? next : take();
         }

@@ -1,5 +1,5 @@
-// One tile of tokens: where its keys and values lie, and the two products of attention on them, scores of rows of queries and
-// weighted sums of values.
+// A tile of tokens: the offsets of its keys and values, and the two products of attention on it
+// (scores of query rows, weighted sums of values).
 #pragma once
 
 #include "vector.h"
@@ -7,23 +7,23 @@
 namespace baton {
 
 constexpr int64_t STRIP = 16, STRIPS = 4;
-constexpr int64_t TILE = STRIP * STRIPS;  // tokens at most
+constexpr int64_t TILE = STRIP * STRIPS;  // maximum number of tokens
 
-// Tokens of one tile: of 128 floats each, their keys take 32 KiB. A whole tile is read in strips, a token of each in turn: several
-// places at a time are what processors foresee best.
+// The tokens of one tile. With 128 floats per token, their keys take 32 KiB. A whole tile is read
+// in strips, one token of each in turn: hardware prefetchers follow several streams best.
 struct Tile {
     int64_t begin, end, count;  // positions
-    int64_t offsets[TILE];      // of the tokens' rows in the cache, in the order in which they are read
+    int64_t offsets[TILE];      // of the tokens' rows in the cache, in reading order
 
-    // From a position on, to the end of its tile or `limit`. `offset_of(i)`: where the first row of the sequence's block i begins;
-    // the block's others follow.
+    // Sets the tile from a position to the end of its tile or `limit`. `offset_of(i)` is the offset
+    // of the first row of the sequence's block i. The block's other rows follow.
     template <typename OffsetOf>
     void find(int64_t from, int64_t limit, int64_t block_size, int64_t head_dim, const OffsetOf& offset_of) {
         begin = from;
         end = std::min(from - from % TILE + TILE, limit);
         count = end - begin;
         const bool whole = count == TILE;
-        if (whole && block_size % STRIP == 0) {  // no strip reaches into two blocks
+        if (whole && block_size % STRIP == 0) {  // no strip spans two blocks
             for (int64_t strip = 0; strip < STRIPS; ++strip) {
                 const int64_t position = begin + strip * STRIP;
                 offsets[strip] = offset_of(position / block_size) + position % block_size * head_dim;
@@ -47,7 +47,7 @@ struct Tile {
     int64_t position_of(int64_t i) const { return begin + (count == TILE ? i % STRIPS * STRIP + i / STRIPS : i); }
 };
 
-// A tile's keys or values: row i begins at base + offsets[i]. Rows are whole vectors.
+// The keys or values of a tile: row i begins at base + offsets[i]. Rows are whole vectors.
 template <typename Stored>
 struct Rows {
     const Stored* base;
@@ -55,8 +55,8 @@ struct Rows {
     int64_t count;
 };
 
-// Reads rows, but for a remainder of them, and does nothing with them: they are in the cache then. Nothing holds up these reads, as
-// computing would.
+// Reads rows (except a remainder) to bring them into the CPU's cache, without the stalls of
+// computing.
 template <typename Stored>
 inline void touch(const Rows<Stored>& rows, int64_t dim) {
     Ints seen[2] = {};
@@ -69,10 +69,11 @@ inline void touch(const Rows<Stored>& rows, int64_t dim) {
             }
         }
     }
-    [[maybe_unused]] volatile int32_t kept = (seen[0] ^ seen[1])[0];  // a compiler would leave out what nobody wants
+    // Keeps the compiler from removing the reads.
+    [[maybe_unused]] volatile int32_t kept = (seen[0] ^ seen[1])[0];
 }
 
-// Copies rows as floats, padded with zeros, `dim` apart in `to`.
+// Copies rows as floats into `to`, `dim` apart and padded with zeros.
 template <typename Stored>
 inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t dim) {
     for (int64_t i = 0; i < rows.count; ++i, to += dim) {
@@ -81,26 +82,27 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
     }
 }
 
-// Rows that come next, to be prefetched; LOCALITY as __builtin_prefetch() has it.
+// The next rows, to be prefetched. LOCALITY as in __builtin_prefetch().
 //
-// While sixteen rows are computed with, for R rows of queries, SHARE rows of the next ones are asked for: a byte for every two
-// products, which is about what memory delivers meanwhile. Of floats it is half of the rows, for four rows of queries. Asked for
-// more, a processor holds up the computing. (Every four rows of queries ask for the same: the first ones bring it.)
+// While sixteen rows are computed for R rows of queries, SHARE of the next rows are prefetched: one
+// byte per two products, about the rate of memory. For floats and four rows of queries this is half
+// of the rows. More prefetches would stall the computation. (Each group of four query rows
+// prefetches the same rows; only the first group has an effect.)
 //
-// What only prefetches is inlined, because a compiler leaves out calls of such functions.
+// Functions that only prefetch are inlined, because a compiler removes calls to them.
 template <typename Stored, int LOCALITY>
 class Next {
 public:
     Next(const Rows<Stored>& rows, int64_t head_dim) : rows(rows), row_bytes(head_dim * sizeof(Stored)) {}
 
-    // While rows [t, t + T) are computed with: of the rows that are their share, the vectors at d.
+    // Prefetches the vectors at d of the share of rows [t, t + T).
     template <int64_t R, int64_t T>
     [[gnu::always_inline]] void prefetch_vectors(int64_t t, int64_t d) const {
         const int64_t* offsets = rows.offsets + t * SHARE<R> / 16;
         for (int64_t i = 0; i < T * SHARE<R> / 16; ++i) __builtin_prefetch(rows.base + d + offsets[i], 0, LOCALITY);
     }
 
-    // Asks for one row after the other, BYTES of it at a time.
+    // Prefetches one row after the other, BYTES at a time.
     class Cursor {
     public:
         Cursor(const Next& next, int64_t first_row) : next(next), row(first_row) {}
@@ -122,12 +124,12 @@ public:
         const char *from = nullptr, *end = nullptr;
     };
 
-    // At the first row that is not a share of the tile's first num_rows.
+    // Returns a cursor behind the share of the tile's first num_rows rows.
     template <int64_t R>
     Cursor after(int64_t num_rows) const { return Cursor(*this, num_rows * SHARE<R> / 16); }
 
-    // The first (0) or second (1) four rows that are in no share of four rows of queries; of two-byte types there are none. They
-    // are asked for at once, so that memory has work between reading and computing.
+    // Prefetches the first (0) or second (1) four rows outside of the share of four query rows.
+    // Two-byte types have none. This keeps memory busy between reading and computing.
     [[gnu::always_inline]] void prefetch_four(int64_t which) const {
         const int64_t first = TILE * SHARE<4> / 16 + which * 4;
         for (int64_t row = first; row < std::min(first + 4, rows.count); ++row) {
@@ -148,7 +150,7 @@ private:
     int64_t row_bytes;
 };
 
-// In place of Next, where nothing is to be prefetched.
+// Replaces Next if nothing is to be prefetched.
 template <typename Stored>
 struct NoNext {
     NoNext(const Rows<Stored>&, int64_t) {}
@@ -163,7 +165,8 @@ struct NoNext {
     void prefetch_four(int64_t) const {}
 };
 
-// scores[r, t] = query[r] . keys[t] for R rows and T tokens from `at` on. Each is summed in one order, whatever R and T are.
+// scores[r, t] = query[r] . keys[t] for R rows and T tokens from `at` on. The order of summation
+// does not depend on R and T.
 template <int64_t R, int64_t T, typename Stored, typename ToPrefetch>
 [[gnu::always_inline]] inline void score(
     float* scores, const float* query, const Rows<Stored>& keys, int64_t at, const ToPrefetch& next, int64_t dim
@@ -192,7 +195,7 @@ inline void score_rows(float* scores, const float* query, const Rows<Stored>& ke
     for (; t < keys.count; ++t) score<R, 1>(scores, query, keys, t, next, dim);
 }
 
-// scores[row, t] for all rows and the tile's tokens; rows of scores are TILE apart.
+// scores[row, t] for all rows and the tile's tokens. Rows of scores are TILE apart.
 template <typename Stored, typename ToPrefetch>
 inline void score_tile(
     float* scores, const float* query, int64_t num_rows, const Rows<Stored>& keys, const ToPrefetch& next, int64_t dim
@@ -203,7 +206,8 @@ inline void score_tile(
     for (; r < num_rows; ++r) score_rows<1>(scores + r * TILE, query + r * dim, keys, next, dim);
 }
 
-// sums[r, d:] = sums[r, d:] * corrections[r] + sum over t of weights[r, t] * values[t, d:], for R rows and V vectors.
+// sums[r, d:] = sums[r, d:] * corrections[r] + sum over t of weights[r, t] * values[t, d:], for R
+// rows and V vectors.
 template <int64_t R, int64_t V, typename Stored, typename ToPrefetch>
 inline void add(
     float* sums, const float* corrections, const float* weights, const Rows<Stored>& values, const ToPrefetch& next,
@@ -239,7 +243,7 @@ inline void add_rows(
     for (; d < dim; d += LANES) add<R, 1>(sums, corrections, weights, values, next, d, dim);
 }
 
-// For all rows, which are `dim` apart in sums and TILE apart in weights.
+// The same for all rows, which are `dim` apart in sums and TILE apart in weights.
 template <typename Stored, typename ToPrefetch>
 inline void add_tile(
     float* sums, const float* corrections, const float* weights, int64_t num_rows, const Rows<Stored>& values,

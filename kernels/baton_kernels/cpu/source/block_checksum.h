@@ -1,4 +1,4 @@
-// Word sums of runs of memory; the formula is in ../../block_checksum/__init__.py. One pass over the bytes.
+// Word sums of runs of memory in one pass. The formula is in ../../block_checksum/__init__.py.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,8 @@
 namespace baton {
 
 constexpr int64_t CHECKSUM_PERIOD = 8192;  // words
-constexpr int64_t PREFETCHED_WORDS = 512;  // a page ahead: hardware prefetches no further than a page's end
+// One page ahead: hardware prefetching stops at a page's end.
+constexpr int64_t PREFETCHED_WORDS = 512;
 
 inline uint64_t checksum_factor(uint64_t k) { return splitmix(k + SPLITMIX_GAMMA) | 1u; }
 
@@ -25,7 +26,7 @@ struct alignas(64) InnerFactors {
     }
 };
 
-// Sum of folded words times factors; the words lie anywhere, also at odd addresses.
+// Sums folded words times factors. The words need no alignment.
 inline uint64_t sum_words(const char* words, const uint64_t* factors, int64_t count) {
     uint64_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -36,7 +37,8 @@ inline uint64_t sum_words(const char* words, const uint64_t* factors, int64_t co
     return sum;
 }
 
-// The same of `count` words, a multiple of STEP: in four vectors of sums, as a product takes longer than a cycle.
+// The same for `count` words, a multiple of STEP. Four vectors of sums hide the latency of a
+// product.
 #if defined(__AVX512DQ__)
 constexpr int64_t STEP = 32;
 
@@ -58,8 +60,8 @@ inline uint64_t sum_steps(const char* words, const uint64_t* factors, int64_t co
 #elif defined(__AVX2__)
 constexpr int64_t STEP = 16;
 
-// There is no product of 64 bits here: of (a 2^32 + b) (c 2^32 + d) the low 64 bits are b d + (a d + b c) 2^32, and the sums of the
-// two summands are kept apart, so that the shift is done once.
+// AVX2 has no 64-bit product: the low 64 bits of (a 2^32 + b) (c 2^32 + d) are b d + (a d + b c)
+// 2^32. The two summands have separate sums, so that one shift at the end suffices.
 inline uint64_t sum_steps(const char* words, const uint64_t* factors, int64_t count) {
     __m256i low[4] = {}, cross[4] = {};
     for (int64_t i = 0; i < count; i += STEP) {

@@ -1,4 +1,4 @@
-// Norm, rotary embedding, activation and KV write: row by row, in float32.
+// RMS norm, rotary embedding, activation and KV write, row by row in float32.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -9,14 +9,13 @@
 
 namespace baton {
 
-// A thread is not woken for less.
-constexpr int64_t ELEMENTS_PER_THREAD = 1 << 16;
+constexpr int64_t ELEMENTS_PER_THREAD = 1 << 16;  // minimum work of a thread
 
-// `body(row)` for each row, by several threads where there is work for them.
+// Calls `body(row)` for each row, on several threads if there is enough work.
 template <typename Body>
 inline void for_each_row(int64_t rows, int64_t elements_per_row, Body body) {
     const int64_t grain = std::max<int64_t>(1, ELEMENTS_PER_THREAD / std::max<int64_t>(1, elements_per_row));
-    if (rows <= grain) {  // said here too, because parallel_for asks for the number of threads first
+    if (rows <= grain) {  // faster than parallel_for, which reads the number of threads first
         for (int64_t row = 0; row < rows; ++row) body(row);
         return;
     }
@@ -69,7 +68,7 @@ void add_rms_norm(
     });
 }
 
-// One head: normed if there is a weight, then turned.
+// Normalizes one head if there is a weight, then rotates it.
 template <typename T>
 inline void rotate(
     T* out, const T* head, const T* weight, const float* cos, const float* sin, int64_t head_dim, float eps
@@ -118,7 +117,7 @@ void silu_and_mul(T* out, const T* gate_up, int64_t rows, int64_t row_stride, in
     });
 }
 
-// Where a tensor of heads lies: [token or block, head, ...] with rows of head_dim elements.
+// Address and strides of a tensor of heads: [token or block, head, ...], rows of head_dim elements.
 template <typename T>
 struct Heads {
     T* data;

@@ -1,5 +1,6 @@
-// The operations as torch knows them: torch.ops.baton_cpu.*. Checks of shapes, and the way from tensors to pointers.
-// Their fake (shape-only) implementations for torch.compile are in ../__init__.py. At the end what is called without torch.
+// The operators torch.ops.baton_cpu.*: they check shapes and pass pointers to the headers'
+// functions. Their fake (shape-only) implementations for torch.compile are in ../__init__.py. The
+// end of the file exports the function that is called without torch.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -12,7 +13,7 @@
 #include "elementwise.h"
 #include "sampling.h"
 
-// Runs a lambda with scalar_t as `type`, which is one of DTYPES of ../__init__.py.
+// Calls a lambda with scalar_t as `type`, which is one of DTYPES in ../__init__.py.
 #define DISPATCH(type, name, ...)                    \
     AT_DISPATCH_SWITCH(                              \
         type, name,                                  \
@@ -172,7 +173,7 @@ void write_kv_op(
 void paged_attention_op(
     Tensor& out, const Tensor& query_, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables_,
     const Tensor& cu_seqlens_q_, const Tensor& seq_lens_, double scale, std::optional<int64_t> window,
-    std::optional<double> soft_cap, const std::optional<Tensor>& alibi_slopes_
+    std::optional<double> soft_cap
 ) {
     const Tensor query = query_.stride(-1) == 1 ? query_ : query_.contiguous();
     const Tensor cu_seqlens_q = cu_seqlens_q_.contiguous(), seq_lens = seq_lens_.contiguous();
@@ -228,12 +229,6 @@ void paged_attention_op(
     problem.scale = static_cast<float>(scale);
     problem.window = window.value_or(0);
     problem.soft_cap = static_cast<float>(soft_cap.value_or(0.0));
-    Tensor alibi_slopes;
-    if (alibi_slopes_) {
-        alibi_slopes = alibi_slopes_->to(at::kFloat).contiguous();
-        TORCH_CHECK(alibi_slopes.numel() == problem.num_heads, "alibi_slopes must have the shape [num_heads]");
-        problem.alibi_slopes = alibi_slopes.const_data_ptr<float>();
-    }
     DISPATCH(query.scalar_type(), "paged_attention", [&] {
         paged_attention<scalar_t>(
             problem, out.mutable_data_ptr<scalar_t>(), query.const_data_ptr<scalar_t>(),
@@ -259,8 +254,8 @@ Tensor draw_tokens_op(
     int64_t* const drawn = tokens.mutable_data_ptr<int64_t>();
     const float* const from = logits.const_data_ptr<float>();
     for_each_row(rows, vocab_size, [&](int64_t row) {
-        const Wish wish{temperature[row], top_p[row], min_p[row], top_k[row], static_cast<uint64_t>(keys[row])};
-        drawn[row] = draw_token(from + row * vocab_size, vocab_size, wish);
+        const RowParams params{temperature[row], top_p[row], min_p[row], top_k[row], static_cast<uint64_t>(keys[row])};
+        drawn[row] = draw_token(from + row * vocab_size, vocab_size, params);
     });
     return tokens;
 }
@@ -281,7 +276,7 @@ TORCH_LIBRARY(baton_cpu, library) {
     );
     library.def(
         "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-        "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap, Tensor? alibi_slopes) -> ()"
+        "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap) -> ()"
     );
     library.def(
         "draw_tokens(Tensor logits, float[] temperature, int[] top_k, float[] top_p, float[] min_p, int[] keys) -> Tensor"
@@ -298,7 +293,8 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("draw_tokens", baton::draw_tokens_op);
 }
 
-// Checked by its caller, ../../block_checksum/__init__.py. No tensors: for one block torch's dispatcher takes longer than the sum.
+// The caller, ../../block_checksum/__init__.py, checks the arguments. Takes no tensors: for one
+// block torch's dispatcher takes longer than the sum.
 extern "C" void baton_sum_runs(
     uint64_t* sums, const int64_t* addresses, int64_t num_runs, int64_t nbytes, int64_t num_threads
 ) {

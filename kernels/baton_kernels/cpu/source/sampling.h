@@ -1,8 +1,8 @@
-// Draws of tokens; filters and noise are those of ../../sampling/__init__.py and noise.py.
+// Draws of tokens, with the filters and noise of ../../sampling/__init__.py and noise.py.
 //
-// A row is read once for the maxima of its blocks. Filters then look only into blocks that hold what they may keep, and nothing is
-// sorted but the tokens about which top_p is in doubt. A token's noise has 52 random bits; its score is computed only where they
-// would let even the best of its block win.
+// A row is read once for the maxima of its blocks. Filters then read only blocks with tokens that
+// they may keep. Only tokens near the threshold of top_p are sorted. A token's noise has 52 random
+// bits; its score is computed only if these bits could make the best token of its block win.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,13 @@ namespace baton {
 
 constexpr int64_t VOCABULARY_BLOCK = 64;
 constexpr double NOTHING = -std::numeric_limits<double>::infinity();
-constexpr double FIXED_POINT = 0x1p32;  // probabilities relative to the most likely token's are summed in units of 1 / this
-constexpr double WEIGHTLESS = 23.0;     // so far below the best, exp(scaled - best) is rounded to 0 units
+// Units of a probability, relative to the most likely token's.
+constexpr double FIXED_POINT = 0x1p32;
+// At this distance below the best, exp(scaled - best) rounds to 0 units.
+constexpr double WEIGHTLESS = 23.0;
 constexpr int64_t BUCKETS = 512;        // of the distance to the best
 
-struct Wish {
+struct RowParams {
     double temperature, top_p, min_p;  // top_p 1, min_p 0: none
     int64_t top_k;                     // 0: none
     uint64_t key;
@@ -45,7 +47,8 @@ inline uint64_t noise_mantissa(uint64_t key, int64_t token) {
 
 inline double gumbel(uint64_t mantissa) { return -std::log(-std::log((static_cast<double>(mantissa) + 0.5) * 0x1p-52)); }
 
-// No mantissa below it gives so much noise; too low by a hair, never too high.
+// Returns a lower bound of the mantissas that give at least this noise. Rounding can make it
+// slightly too low, never too high.
 inline uint64_t least_mantissa(double noise) {
     const double fraction_above = -std::expm1(-std::exp(-noise));
     const double count = std::ceil(fraction_above * (1 + 1e-9) * 0x1p52) + 2;
@@ -56,9 +59,10 @@ struct Winner {
     double score = NOTHING;
     int64_t token = 0;
 
-    // Tokens 0 to count - 1 of a group, a block's size at most, of which none has more than `best` without noise.
+    // Considers tokens 0 to count - 1 of a group of at most a block's size. Without noise, none of
+    // them exceeds `best`.
     template <typename TokenAt, typename ScaledAt>
-    void meet(uint64_t key, double best, int64_t count, const TokenAt& token_at, const ScaledAt& scaled_at) {
+    void consider(uint64_t key, double best, int64_t count, const TokenAt& token_at, const ScaledAt& scaled_at) {
         const uint64_t needed = least_mantissa(score - best);
         uint64_t mantissas[VOCABULARY_BLOCK], most = 0;
         for (int64_t i = 0; i < count; ++i) mantissas[i] = noise_mantissa(key, token_at(i));
@@ -74,7 +78,7 @@ struct Winner {
     }
 };
 
-// A row's logits; NaN counts as -inf.
+// The logits of a row. NaN counts as -inf.
 class Vocabulary {
 public:
     Vocabulary(const float* logits, int64_t size, double temperature)
@@ -103,7 +107,7 @@ public:
     double best_of(int64_t block) const { return scaled(maxima_[block]); }
     double best() const { return best_of(best_block_); }
 
-    // At least `rank` tokens reach it: as much as the blocks tell.
+    // Returns a value that at least `rank` tokens reach, as high as the block maxima allow.
     double rank_bound(int64_t rank) const {
         if (rank > num_blocks()) return NOTHING;
         std::vector<float> sorted = maxima_;
@@ -111,7 +115,7 @@ public:
         return scaled(sorted[rank - 1]);
     }
 
-    // Those that reach `least` and are not masked, by id.
+    // Returns the unmasked tokens that reach `least`, ordered by id.
     std::vector<Candidate> candidates(double least) const {
         std::vector<Candidate> found;
         for (int64_t block = 0; block < num_blocks(); ++block) {
@@ -133,9 +137,10 @@ private:
     int64_t best_block_ = 0;
 };
 
-// Leaves the smallest set of the best whose probabilities reach top_p of all of theirs; one at least.
+// Keeps the smallest set of best tokens whose probabilities reach top_p of the total, at least one.
 inline void keep_top_p(std::vector<Candidate>& candidates, double best, double top_p) {
-    const auto distance = [best](const Candidate& c) { return c.scaled < best ? best - c.scaled : 0.0; };  // of infinities, too
+    // The distance of two infinities is 0.
+    const auto distance = [best](const Candidate& c) { return c.scaled < best ? best - c.scaled : 0.0; };
     const auto bucket_of = [&](const Candidate& c) {
         return std::min(static_cast<int64_t>(distance(c) * (BUCKETS / WEIGHTLESS)), BUCKETS - 1);
     };
@@ -149,7 +154,8 @@ inline void keep_top_p(std::vector<Candidate>& candidates, double best, double t
     int64_t crossing = 0;
     uint64_t ahead = 0;
     while (crossing < BUCKETS - 1 && static_cast<double>(ahead + sums[crossing]) < limit) ahead += sums[crossing++];
-    // What lies nearer than the crossing bucket stays, what lies farther goes; within it, one after the other.
+    // Tokens nearer than the crossing bucket stay, tokens farther away go. Those in it are added in
+    // order.
     const auto begin = candidates.begin();
     auto last = std::partition(begin, candidates.end(), [&](const Candidate& c) { return bucket_of(c) < crossing; });
     const auto end = std::partition(last, candidates.end(), [&](const Candidate& c) { return bucket_of(c) == crossing; });
@@ -158,19 +164,19 @@ inline void keep_top_p(std::vector<Candidate>& candidates, double best, double t
     candidates.erase(last, candidates.end());
 }
 
-// Token 0 where all are masked.
-inline int64_t draw_token(const float* logits, int64_t vocab_size, const Wish& wish) {
-    const Vocabulary vocabulary(logits, vocab_size, wish.temperature);
+// Draws one token of a row; token 0 if all are masked.
+inline int64_t draw_token(const float* logits, int64_t vocab_size, const RowParams& params) {
+    const Vocabulary vocabulary(logits, vocab_size, params.temperature);
     const double best = vocabulary.best();
-    double least = wish.min_p > 0 ? best + std::log(wish.min_p) : NOTHING;
-    const bool has_top_k = wish.top_k > 0, has_top_p = wish.top_p < 1;
+    double least = params.min_p > 0 ? best + std::log(params.min_p) : NOTHING;
+    const bool has_top_k = params.top_k > 0, has_top_p = params.top_p < 1;
     Winner winner;
     if (!has_top_k && !has_top_p) {
-        const auto meet = [&](int64_t block) {
+        const auto consider = [&](int64_t block) {
             if (!vocabulary.may_reach(block, least)) return;
             const int64_t first = block * VOCABULARY_BLOCK;
-            winner.meet(
-                wish.key, vocabulary.best_of(block), vocabulary.end_of(block) - first,
+            winner.consider(
+                params.key, vocabulary.best_of(block), vocabulary.end_of(block) - first,
                 [=](int64_t i) { return first + i; },
                 [&](int64_t i) {
                     const double scaled = vocabulary.at(first + i);
@@ -178,26 +184,26 @@ inline int64_t draw_token(const float* logits, int64_t vocab_size, const Wish& w
                 }
             );
         };
-        meet(vocabulary.best_block());  // the more its winner has, the fewer others are looked at
-        for (int64_t block = 0; block < vocabulary.num_blocks(); ++block) meet(block);
+        consider(vocabulary.best_block());  // first: a high score excludes most other blocks
+        for (int64_t block = 0; block < vocabulary.num_blocks(); ++block) consider(block);
         return winner.token;
     }
 
     if (has_top_p) least = std::max(least, best - WEIGHTLESS);
-    if (has_top_k) least = std::max(least, vocabulary.rank_bound(wish.top_k));
+    if (has_top_k) least = std::max(least, vocabulary.rank_bound(params.top_k));
     std::vector<Candidate> candidates = vocabulary.candidates(least);
-    if (has_top_k && wish.top_k < static_cast<int64_t>(candidates.size())) {
-        std::nth_element(candidates.begin(), candidates.begin() + wish.top_k, candidates.end(), is_better);
-        candidates.resize(wish.top_k);
+    if (has_top_k && params.top_k < static_cast<int64_t>(candidates.size())) {
+        std::nth_element(candidates.begin(), candidates.begin() + params.top_k, candidates.end(), is_better);
+        candidates.resize(params.top_k);
     }
-    if (has_top_p) keep_top_p(candidates, best, wish.top_p);
+    if (has_top_p) keep_top_p(candidates, best, params.top_p);
     const int64_t count = static_cast<int64_t>(candidates.size());
     for (int64_t first = 0; first < count; first += VOCABULARY_BLOCK) {
         const Candidate* group = candidates.data() + first;
         const int64_t size = std::min(VOCABULARY_BLOCK, count - first);
         const double most = std::min_element(group, group + size, is_better)->scaled;
-        winner.meet(
-            wish.key, most, size, [=](int64_t i) { return group[i].token; }, [=](int64_t i) { return group[i].scaled; }
+        winner.consider(
+            params.key, most, size, [=](int64_t i) { return group[i].token; }, [=](int64_t i) { return group[i].scaled; }
         );
     }
     return winner.token;

@@ -1,4 +1,4 @@
-// SplitMix64's mixer (Steele, Lea and Flood 2014): what checksums are weighted and noise is made with.
+// SplitMix64's mixer (Steele, Lea and Flood 2014), for the weights of checksums and for noise.
 #pragma once
 
 #include <cstdint>

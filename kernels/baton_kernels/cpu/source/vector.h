@@ -1,5 +1,5 @@
-// Short vectors of floats, as wide as the processor's registers, and how bfloat16 and float16 become such. Extensions of
-// GCC only: the same code serves AVX-512 and AVX2.
+// Vectors of floats as wide as the processor's registers, and conversions from bfloat16 and
+// float16. Uses GCC's vector extensions, so that the same code compiles for AVX-512 and AVX2.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -41,7 +41,8 @@ inline To read_as(const From* from) {
     return to;
 }
 
-inline Floats splat(float value) { return value - Floats{}; }  // value + 0 would stay an addition: it makes 0 of -0
+// Subtracts, because GCC keeps `value + 0` as an addition: -0 + 0 is 0.
+inline Floats splat(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) { return read_as<Floats>(from); }
 
@@ -49,7 +50,8 @@ inline Floats load(const c10::BFloat16* from) {
     return bits_as<Floats>(__builtin_convertvector(read_as<Halfwords>(from), Words) << 16);
 }
 
-// A float16's exponent is rebased by a multiplication; a subnormal one is made of a float's mantissa and a subtraction.
+// A multiplication rebases the exponent of a float16. A subnormal is built from a float's mantissa
+// and a subtraction.
 inline Floats load(const c10::Half* from) {
     const Words word = __builtin_convertvector(read_as<Halfwords>(from), Words) << 16;
     const Words magnitude = word + word;  // without the sign
@@ -74,7 +76,7 @@ inline void store(c10::Half* to, Floats value) {
     for (int64_t lane = 0; lane < LANES; ++lane) to[lane] = static_cast<c10::Half>(value[lane]);
 }
 
-// The first `count` elements; the other lanes are zero.
+// Loads the first `count` elements; the other lanes are zero.
 template <typename T>
 inline Floats load(const T* from, int64_t count) {
     T padded[LANES] = {};
@@ -89,8 +91,8 @@ inline void store(T* to, Floats value, int64_t count) {
     std::copy_n(padded, count, to);
 }
 
-// `body(offset, read, write)` for each vector of a row of `length` elements, where read(pointer) and write(pointer, value) leave
-// alone what lies behind the row's end.
+// Calls `body(offset, read, write)` for each vector of a row of `length` elements. read(pointer)
+// and write(pointer, value) do not access memory behind the row's end.
 template <typename Body>
 inline void for_each_vector(int64_t length, Body body) {
     int64_t offset = 0;
@@ -105,7 +107,8 @@ inline void for_each_vector(int64_t length, Body body) {
     }
 }
 
-// As the value that was stored in T and read again: operations that follow one another in bfloat16 round after each.
+// Rounds as if the value were stored as T and read again: consecutive bfloat16 operations round
+// each time.
 template <typename T>
 inline Floats rounded_to(Floats value) {
     if constexpr (std::is_same_v<T, float>) {
@@ -119,7 +122,7 @@ inline Floats rounded_to(Floats value) {
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
-// The lanes of a shuffle: lane(i) for each of them. Those of its second vector follow those of its first.
+// The lanes of a shuffle: lane(i) for each. Lanes of the second vector follow those of the first.
 template <typename Lane, std::size_t... I>
 inline Ints lanes(Lane lane, std::index_sequence<I...>) {
     return Ints{static_cast<int32_t>(lane(static_cast<int32_t>(I)))...};
@@ -130,8 +133,8 @@ inline Ints lanes(Lane lane) {
     return lanes(lane, std::make_index_sequence<LANES>());
 }
 
-// Folds each of N vectors to one value, its upper half on its lower one, until one lane is left. The lanes returned are N groups of
-// the same length; those of group i hold the value of vectors[i].
+// Reduces each of N vectors to one value: combines its upper with its lower half until one lane is
+// left. The result has N groups of lanes of the same length; group i holds the value of vectors[i].
 template <int64_t N, int32_t H = LANES / 2, typename Combine>
 inline Floats fold(const Floats* vectors, Combine combine) {
     if constexpr (H == 0) {
@@ -140,7 +143,8 @@ inline Floats fold(const Floats* vectors, Combine combine) {
         const Floats folded = combine(vectors[0], __builtin_shuffle(vectors[0], lanes([](int32_t l) { return l ^ H; })));
         return fold<1, H / 2>(&folded, combine);
     } else {
-        // Of each 2 * H lanes the lower H become the fold of vectors[i], the upper ones that of vectors[i + N / 2].
+        // In each 2 * H lanes, the lower H become the fold of vectors[i], the upper H of vectors[i
+        // + N / 2].
         Floats folded[N / 2];
         for (int64_t i = 0; i < N / 2; ++i) {
             const Floats a = vectors[i], b = vectors[i + N / 2];
@@ -160,7 +164,7 @@ inline float sum(Floats v) { return fold<1>(&v, SUM)[0]; }
 
 inline float maximum(Floats v) { return fold<1>(&v, MAXIMUM)[0]; }
 
-// Lanes in N groups of the same length, each with one of N values; and back.
+// Spreads N values over N groups of lanes of the same length; gather() is the inverse.
 template <int64_t N>
 inline Floats spread(const float* values) {
     float padded[LANES] = {};
@@ -173,7 +177,7 @@ inline void gather(float* values, Floats groups) {
     store(values, __builtin_shuffle(groups, lanes([](int32_t l) { return l % N * (LANES / N); })), N);
 }
 
-// Each of N vectors' sum, added as sum() does.
+// The sum of each of N vectors, added in the order of sum().
 template <int64_t N>
 inline void sum_each(float* to, const Floats* vectors) {
     if constexpr (N % LANES == 0) {
@@ -183,11 +187,12 @@ inline void sum_each(float* to, const Floats* vectors) {
     }
 }
 
-// e^x for x below 88.3: 0 below -87.3; NaN stays.
+// e^x for x < 88.3; 0 for x < -87.3; NaN stays NaN.
 inline Floats exp_below_88(Floats x) {
     const Floats low = splat(-87.33f);
     const Floats clamped = low > x ? low : x;
-    // 1.5 * 2^23 + 127: adding it rounds to an integer, and leaves that integer plus a float's bias in the lowest bits.
+    // 1.5 * 2^23 + 127: adding it rounds to an integer, and puts that integer plus a float's bias
+    // into the lowest bits.
     const Floats shifter = splat(12583039.0f), shifted = clamped * 1.44269504f + shifter;
     const Floats exponent = shifted - shifter, power = bits_as<Floats>(bits_as<Ints>(shifted) << 23);
     const Floats r = (clamped - exponent * 0.693359375f) - exponent * -2.12194440e-4f;
@@ -201,7 +206,7 @@ inline Floats exp_below_88(Floats x) {
     return x < low ? Floats{} : p * power;
 }
 
-// e^x: 0 below -87.3, infinity above 88.3; NaN stays.
+// e^x; 0 for x < -87.3, infinity for x > 88.3; NaN stays NaN.
 inline Floats exp(Floats x) {
     const Floats high = splat(88.37f);
     const Floats result = exp_below_88(high < x ? high : x);

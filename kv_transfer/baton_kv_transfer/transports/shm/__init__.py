@@ -1,6 +1,6 @@
-"""The transport `shm`: copies between processes of one host. `cross_memory` moves every byte, by process_vm_readv.
+"""The transport `shm`: copies between processes of one host, by process_vm_readv.
 
-lane            transfers that this side began
-clients         processes that connected, and what they ask for
-cross_memory    reading another process's memory
+shm_transport   transfers that this side started
+shm_server      the processes that connect, and their requests
+cross_memory    reading the memory of another process
 """

@@ -20,16 +20,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, pack_run, split, total_bytes
+from baton_kv_transfer.transports.transfer import CopyError
 
 CELL_BYTES = 16
 MAX_RUNS = 1023
 """Runs of a batch; IOV_MAX is 1024, one is the cell's."""
 BATCH_BYTES = 4 * 2**20
 """About a millisecond: the thread that reads has other work, too."""
-
-
-class CopyError(RuntimeError):
-    """The other process's memory could not be read; the text says why."""
 
 
 class Cell:

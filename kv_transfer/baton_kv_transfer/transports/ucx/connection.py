@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from baton_kv_transfer.transports.base import Transfer
+from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.messages import Message
 from baton_kv_transfer.transports.ucx.streams import Stream
@@ -46,7 +46,7 @@ class Connection:
         self.session = secrets.randbits(64)
         self.peer_session: int | None = None  # announced by the peer's HELLO
         self.peer_name = ""
-        self.has_greeted = False
+        self.is_hello_sent = False
         self.error = ""
         self.silent_ticks = 0
         self.outgoing: dict[int, Outgoing] = {}
@@ -81,7 +81,7 @@ class Connection:
         """The endpoint's last reference, before its worker is destroyed."""
         self._endpoint = None
 
-    def tell(self, message: Message) -> None:
+    def send_message(self, message: Message) -> None:
         """Sends after what was told before; UCX alone would let a short message overtake a long one."""
         self._outbox.append(messages.encode(message))
         if self._sending is None and not self.error:

@@ -1,6 +1,6 @@
 """ctypes declarations of the libucp calls that ucxx's Python lacks. Struct layouts are those of UCX's public headers (1.17 on).
 
-ucxx can neither send lists of buffers, nor cancel one request, nor force-close a failed endpoint, nor name an endpoint's lanes.
+ucxx can neither send lists of buffers, nor cancel one request, nor force-close a failed endpoint, nor name an endpoint's transports.
 Its `cuda_support` tests the wrong bit (ucxx 0.52) and is always true. The calls here take the handles of ucxx's objects.
 """
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from baton_kv_transfer.transports.iovec import ends_of, split
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.worker import Buffer, Request
-
-if TYPE_CHECKING:
-    from baton_kv_transfer.transports.ucx.connection import Connection
 
 PIECE_BYTES = 2**20
 _PIECE_ROWS = 1024
@@ -43,11 +40,27 @@ class Pieces:
         return Buffer(self._rows, first, count, nbytes)
 
 
+class MessageCarrier(Protocol):
+    """A connection as a stream uses it."""
+
+    def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request: ...
+
+    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request: ...
+
+    def cancel(self, request: Request) -> None: ...
+
+    def fail(self, reason: str) -> None: ...
+
+
 class Stream:
     """One side's part of a transfer's data."""
 
     def __init__(
-        self, connection: Connection, transfer: int, iovec: bytes, on_end: Callable[[Stream], None]
+        self,
+        connection: MessageCarrier,
+        transfer: int,
+        iovec: bytes,
+        on_end: Callable[[Stream], None],
     ) -> None:
         """
         Args:

@@ -112,7 +112,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certificate(account)).start()
-    monkeypatch.setenv("BATON_POD_ROOT", str(tmp_path))
+    monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(runner.addresses[0][1]))
     yield server

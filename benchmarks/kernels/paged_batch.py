@@ -1,0 +1,148 @@
+"""A batch over a paged KV cache in the engine's layout, and its reference attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+#: The sizes that the goals refer to.
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+SCALE = HEAD_DIM**-0.5
+
+
+@dataclass
+class Paged:
+    """A batch of sequences with shuffled blocks.
+
+    Args:
+        cache: of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+        query_lens: queries of each sequence, which are its last tokens.
+        seq_lens: tokens of each sequence.
+    """
+
+    cache: Tensor
+    query_lens: list[int]
+    seq_lens: list[int]
+
+    def __post_init__(self) -> None:
+        self.max_seqlen_q = max(self.query_lens)
+        blocks = [-(-length // BLOCK_SIZE) for length in self.seq_lens]
+        order = torch.randperm(self.cache.shape[0])[: sum(blocks)].int().split(blocks)
+        tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+        for row, ids in zip(tables, order, strict=True):
+            row[: len(ids)] = ids
+        self.block_tables = tables.to(self.device)
+        starts = torch.tensor([0, *self.query_lens]).cumsum(0)
+        self.cu_seqlens_q = starts.int().to(self.device)
+        self.lengths = torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device)
+        self.query = torch.randn(
+            sum(self.query_lens), NUM_HEADS, self.cache.shape[-1], device=self.device
+        ).to(self.cache.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.device
+
+    @property
+    def scale(self) -> float:
+        return float(self.cache.shape[-1] ** -0.5)
+
+    @property
+    def num_layers(self) -> int:
+        return self.cache.shape[2]
+
+    def attend(self, layer: int) -> Tensor:
+        """Compute a layer's attention as the model does."""
+        from baton_kernels.attention import paged_attention
+
+        key, value = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
+        batch = (self.block_tables, self.cu_seqlens_q, self.lengths)
+        return paged_attention(
+            self.query,
+            key,
+            value,
+            *batch,
+            self.scale,
+            plan=self._plan,
+            max_seqlen_q=self.max_seqlen_q,
+        )
+
+    @cached_property
+    def _plan(self):  # type: ignore[no-untyped-def]  # its type depends on the device
+        from baton_kernels.attention import plan_attention
+
+        return plan_attention(
+            self.cache[:, :, 0, 0], self.block_tables, self.cu_seqlens_q, self.lengths
+        )
+
+    def gathered(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
+        """Return a sequence's keys and values, [num_kv_heads, seq_len, head_dim] each."""
+        length = self.seq_lens[seq]
+        table = self.block_tables[seq, : -(-length // BLOCK_SIZE)].long()
+        both = self.cache[table, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        return both[0], both[1]
+
+    def expected(self, layer: int, seq: int, rows: Tensor) -> Tensor:
+        """Compute the reference in float32 for some of a sequence's queries.
+
+        Args:
+            layer: the layer.
+            seq: the sequence.
+            rows: indices of queries within the sequence.
+
+        Returns:
+            Tensor of shape [len(rows), num_heads, head_dim].
+        """
+        key, value = (
+            tensor.float().repeat_interleave(NUM_HEADS // self.cache.shape[1], 0)
+            for tensor in self.gathered(layer, seq)
+        )
+        query = self.query[int(self.cu_seqlens_q[seq]) + rows].float().transpose(0, 1)
+        scores = self.scale * query @ key.transpose(1, 2)  # [num_heads, rows, seq_len]
+        last = self.seq_lens[seq] - self.query_lens[seq] + rows
+        hidden = torch.arange(self.seq_lens[seq], device=self.device) > last[:, None]
+        return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)
+
+    def kv_nbytes(self) -> int:
+        """Return the bytes of a layer's keys and values, each read once."""
+        return (
+            2
+            * sum(self.seq_lens)
+            * self.cache.shape[1]
+            * self.cache.shape[-1]
+            * self.cache.itemsize
+        )
+
+    def moved_nbytes(self) -> int:
+        """Return the bytes of a layer's KV, queries, results and block tables."""
+        return (
+            self.kv_nbytes()
+            + 2 * self.query.nbytes
+            + 4 * sum(-(-length // BLOCK_SIZE) for length in self.seq_lens)
+        )
+
+    def flops(self) -> int:
+        """Return a layer's operations: two products for each pair of a query and a visible key."""
+        pairs = sum(
+            q * length - q * (q - 1) // 2
+            for q, length in zip(self.query_lens, self.seq_lens, strict=True)
+        )
+        return 4 * NUM_HEADS * self.cache.shape[-1] * pairs
+
+
+def random_cache(
+    num_tokens: int,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int = HEAD_DIM,
+) -> Tensor:
+    """Return a cache for `num_tokens` tokens, filled with random numbers."""
+    shape = (-(-num_tokens // BLOCK_SIZE), NUM_KV_HEADS, num_layers, 2, BLOCK_SIZE, head_dim)
+    cache = torch.empty(shape, dtype=dtype, device=device)
+    for block in cache.split(max(1, 2**30 // cache[0].numel())):
+        block.normal_()
+    return cache

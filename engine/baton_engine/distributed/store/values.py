@@ -1,0 +1,116 @@
+"""What a store holds, and how much of it at most: keys, values, and what one request may do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton_engine.distributed.store.wire import (
+    MAX_MESSAGE_BYTES,
+    MAX_REQUEST_BYTES,
+    Add,
+    Answer,
+    Append,
+    Check,
+    CompareSet,
+    CountKeys,
+    Delete,
+    Request,
+    Set,
+)
+
+MAX_KEYS = 2**20
+MAX_BYTES = 2**28
+"""Of all keys and values."""
+MAX_KEYS_AT_ONCE = 2**14
+"""In one request: whoever looks for them all keeps the others waiting."""
+MAX_DIGITS = 30
+"""Of a number: to read a longer one takes time that grows with its square."""
+
+
+class Values:
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._nbytes = 0
+
+    def apply(self, request: Request) -> Answer:
+        """Anything but a Get. Raises ValueError: it cannot be done, and nothing was."""
+        values = self._values
+        match request:
+            case Set():
+                self._put(request.values)
+            case Add(key, amount):
+                total = _number(values.get(key, b"0")) + amount
+                self._put({key: str(total).encode()})
+                return Answer(number=total)
+            case Append(key, value):
+                before = values.get(key, b"")
+                if len(before) + len(value) > MAX_REQUEST_BYTES:
+                    raise ValueError(f"values have at most {MAX_REQUEST_BYTES} bytes")
+                self._put({key: before + value})
+            case CompareSet(key, expected, desired):
+                if values.get(key, b"") == expected:
+                    self._put({key: desired})
+                return Answer([values.get(key, expected)])
+            case Check(keys):
+                return Answer(number=int(self.missing(keys) is None))
+            case Delete(key):
+                return Answer(number=int(self._remove(key)))
+            case CountKeys():
+                return Answer(number=len(values))
+        return Answer()
+
+    def missing(self, keys: Sequence[str]) -> str | None:
+        """The first that is not there; None: all are. Raises ValueError if these are too many at once."""
+        if len(keys) > MAX_KEYS_AT_ONCE:
+            raise ValueError(f"one request may name {MAX_KEYS_AT_ONCE} keys, not {len(keys)}")
+        return next((key for key in keys if key not in self._values), None)
+
+    def get(self, keys: Sequence[str]) -> Answer:
+        """Of keys that are there. Raises ValueError if their values are more than a message holds."""
+        nbytes = sum(len(self._values[key]) for key in keys)
+        if nbytes > MAX_MESSAGE_BYTES - 16 * (len(keys) + 1):
+            raise ValueError(
+                f"the values have {nbytes} bytes, and messages at most {MAX_MESSAGE_BYTES}"
+            )
+        return Answer([self._values[key] for key in keys])
+
+    def forget(self, is_outdated: Callable[[str], bool]) -> None:
+        """Removes the keys of which that is true."""
+        for key in [key for key in self._values if is_outdated(key)]:
+            self._remove(key)
+
+    def _remove(self, key: str) -> bool:
+        """Returns whether it was there."""
+        removed = self._values.pop(key, None)
+        if removed is None:
+            return False
+        self._nbytes -= _size(key, removed)
+        return True
+
+    def _put(self, new: dict[str, bytes]) -> None:
+        if len(new) > MAX_KEYS_AT_ONCE:
+            raise ValueError(f"one request may name {MAX_KEYS_AT_ONCE} keys, not {len(new)}")
+        values = self._values
+        nbytes = self._nbytes
+        num_keys = len(values)
+        for key, value in new.items():
+            before = values.get(key)
+            num_keys += before is None
+            nbytes += _size(key, value) - (0 if before is None else _size(key, before))
+        if num_keys > max(MAX_KEYS, len(values)):
+            raise ValueError(f"the store is full: it holds {MAX_KEYS} keys")
+        if nbytes > max(MAX_BYTES, self._nbytes):
+            raise ValueError(f"the store is full: it holds {MAX_BYTES} bytes")
+        values.update(new)
+        self._nbytes = nbytes
+
+
+def _number(value: bytes) -> int:
+    if len(value) > MAX_DIGITS:
+        raise ValueError("what is there is no number")
+    return int(value)
+
+
+def _size(key: str, value: bytes) -> int:
+    """As it counts against `MAX_BYTES`; a key's characters, not its bytes, which would have to be counted."""
+    return len(key) + len(value)

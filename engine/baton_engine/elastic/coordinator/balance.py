@@ -1,0 +1,113 @@
+"""Where experts go, given what ranks report of their use, and when it is worth while to move them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from baton_engine.elastic.coordinator.expert_placement import TOLERANCE, imbalance, plan_placement
+from baton_engine.elastic.coordinator.roster import Roster, key_of
+from baton_protocol.topology import ExpertLoads, Generation, Member, Placement
+
+WORTHWHILE = 0.95
+"""Experts are moved by themselves only if that lowers the imbalance to this part of it."""
+
+Loads = list[list[int]]
+"""[sparse layer][expert]: tokens."""
+
+
+def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
+    """Over ranks; those without a report count nothing. Empty if there is none."""
+    total: Loads = []
+    for report in reports:
+        if report is None:
+            continue
+        if not total:
+            total = [[0] * len(layer) for layer in report.tokens]
+        for sums, layer in zip(total, report.tokens, strict=True):
+            for expert, tokens in enumerate(layer):
+                sums[expert] += tokens
+    return total
+
+
+class Balance:
+    def __init__(self, roster: Roster, threshold: float, window_s: float) -> None:
+        """`threshold` 0: nothing is moved by itself."""
+        self._roster = roster
+        self._threshold = threshold
+        self._window_s = window_s
+        self._nonce = ""
+        self._since = 0.0
+        self._start: Loads = []
+        """Of the window that runs: the generation, when, and the loads since the generation began."""
+
+    def place(
+        self, members: tuple[Member, ...], present: Generation | None, *, keep: bool = False
+    ) -> Placement:
+        """
+        Args:
+            keep: only what is lost moves: the group waits for it. Balance and redundant copies come with the next change.
+
+        Raises:
+            ValueError: the experts cannot be placed so.
+        """
+        statuses = [self._roster.living[member.instance_id] for member in members]
+        num_experts = statuses[0].num_experts
+        num_redundant = max(status.num_redundant_experts for status in statuses)
+        if keep and present is not None:
+            fewest = -(-num_experts // len(members))
+            held = max((len(slots) for layer in present.placement for slots in layer), default=0)
+            num_redundant = min(
+                num_redundant, max(0, max(fewest, held) * len(members) - num_experts)
+            )
+        return plan_placement(
+            statuses[0].num_sparse_layers,
+            num_experts,
+            [member.instance_id for member in members],
+            num_redundant,
+            None if present is None else self._loads(present) or None,
+            experts_of(present),
+            math.inf if keep else TOLERANCE,
+        )
+
+    def is_worthwhile(self, present: Generation, now: float) -> bool:
+        """Another placement would be much better for the tokens of the window that ends now, if one does."""
+        if not self._threshold:
+            return False
+        loads = self._window(present, now)
+        found = _mean(imbalance(present.placement, loads)) if loads else 0.0
+        if found <= self._threshold:
+            return False
+        return _mean(imbalance(self.place(present.members, present), loads)) < WORTHWHILE * found
+
+    def _loads(self, present: Generation) -> Loads:
+        """Since the generation began."""
+        key = key_of(present)
+        return summed_loads(
+            status.loads for status, own in self._roster.serving() if key_of(own) == key
+        )
+
+    def _window(self, present: Generation, now: float) -> Loads:
+        """Of the window that ends now; empty if none does."""
+        same = present.nonce == self._nonce and bool(self._start)
+        if same and now - self._since < self._window_s:
+            return []
+        loads, start = self._loads(present), self._start if same else []
+        self._nonce, self._since, self._start = present.nonce, now, loads
+        if not start or not loads:
+            return []
+        return [
+            [max(0, after - before) for after, before in zip(*layers, strict=True)]
+            for layers in zip(loads, start, strict=True)
+        ]
+
+
+def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
+    """A placement with the instance ids of its ranks, as `placement` takes it."""
+    if generation is None:
+        return None
+    return generation.placement, [member.instance_id for member in generation.members]
+
+
+def _mean(ratios: list[float]) -> float:
+    return sum(ratios) / len(ratios)

@@ -1,0 +1,484 @@
+"""Desired names x statuses of ranks x time -> at most one operation, and from it what each rank is told.
+
+Level-triggered: every decision follows from what the ranks say they are, never from what was done before, so a controller that
+knows nothing goes on where another one ended. The one thing remembered is a commit that was shown: it is never taken back, for
+a rank may act on it at any moment. If it cannot be completed, an urgent generation above it is made.
+
+No sockets and no clock: time comes in seconds with every call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from baton_engine.elastic.coordinator.balance import Balance, experts_of
+from baton_engine.elastic.coordinator.checks import MAX_FAILURE, Refusal, check_request
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator.expert_placement import count_moves
+from baton_engine.elastic.coordinator.observation import Observation
+from baton_engine.elastic.coordinator.operation import Ended, Need, Operation, resumed
+from baton_engine.elastic.coordinator.operation_progress import (
+    commit_obstacle,
+    is_partly_committed,
+    lost_members,
+    not_committed,
+    not_retired,
+    overtaken,
+    preparation_failures,
+    shown,
+    unprepared,
+)
+from baton_engine.elastic.coordinator.retries import FEW_FAILURES, Retries
+from baton_engine.elastic.coordinator.roster import Roster, key_of, nonce_of, serves_in
+from baton_engine.elastic.coordinator.stalls import Stalls
+from baton_engine.elastic.coordinator.topology_report import topology_status
+from baton_engine.untrusted import one_line
+from baton_protocol.topology import (
+    Directive,
+    Generation,
+    OperationPhase,
+    Status,
+    TopologyRequest,
+    TopologyStatus,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Controller:
+    """Of one group. Not for several threads."""
+
+    def __init__(
+        self, coordinator_id: str, draw_nonce: Callable[[], str], config: ControllerConfig
+    ) -> None:
+        self._id = coordinator_id
+        self._draw_nonce = draw_nonce
+        self._config = config
+        self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
+        self._stalls = Stalls(self._roster, config)
+        self._request: TopologyRequest | None = None
+        self._inferred: Generation | None = None
+        """The highest generation that another controller committed: what is desired until a request comes."""
+        self._first_status_at: float | None = None
+        self._settled = False
+        self._last_tick: float | None = None
+        self._present: Generation | None = None
+        self._operation: Operation | None = None
+        self._stranded_commit: Generation | None = None
+        """Its commit was shown and cannot be completed."""
+        self._nonces: set[str] = set()
+        """Of generations whose commits are not to be looked after any more."""
+        self._highest_target = 0
+        self._first_ready_at: float | None = None
+        self._retries = Retries(config)
+        self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
+        self._acknowledged = ""
+        """Id of the last request that was fulfilled: what the group does by itself afterwards has none."""
+        self._rebalance = False
+        """Experts shall be placed anew."""
+        self._released = False
+        """The group ends: all that serve may go."""
+        self._ended: list[Ended] = []
+
+    # What comes in
+
+    def on_status(self, status: Status, now: float) -> None:
+        self._roster.on_status(status, now)
+        if self._first_status_at is None:
+            self._first_status_at = now
+        for generation in (status.generation, status.committed):
+            highest = 0 if self._inferred is None else self._inferred.number
+            if (
+                generation is not None
+                and generation.nonce not in self._nonces
+                and generation.number > highest
+            ):
+                self._inferred = generation
+
+    def on_request(self, request: TopologyRequest, now: float) -> Refusal | None:
+        """PUT /topology. The same request again changes nothing."""
+        refusal = check_request(request, self._request)
+        if refusal is None and (
+            self._request is None or request.operation_id != self._request.operation_id
+        ):
+            logger.info(
+                "operation %s: members %s are asked for",
+                request.operation_id,
+                ", ".join(request.members),
+            )
+            self._request = request
+            self._retries.clear()
+        return refusal
+
+    def on_rebalance(self) -> None:
+        """POST /rebalance."""
+        self._rebalance = True
+
+    def tick(self, now: float) -> list[Ended]:
+        """Decides. Returns the operations that have ended since the last call."""
+        if (
+            self._last_tick is not None
+            and now - self._last_tick > self._config.suspect_dead_after_s / 2
+        ):
+            self._roster.forgive(now - self._last_tick, now)
+        self._last_tick = now
+        self._look(now)
+        self._settled = self._settled or self._has_settled(now)
+        if self._settled:
+            committed = self._operation is not None and self._operation.committed
+            self._released = not committed and self._observe(now).ends()
+            if self._released:
+                self._stranded_commit = None  # who should adopt it leaves
+            if self._operation is not None and self._operation.committed:
+                self._follow_commit(self._operation, now)
+            elif self._operation is not None and self._operation.phase is OperationPhase.PREPARING:
+                self._follow_preparation(self._operation, now)
+            if not self._busy() and not self._released and not self._resume(now):
+                self._begin(now)
+        ended, self._ended = self._ended, []
+        return ended
+
+    # What goes out
+
+    def directive_for(self, instance_id: str) -> Directive | None:
+        """What the rank shall be told; None: nothing yet."""
+        if not self._settled:
+            return None
+        if self._released and any(
+            status.member.instance_id == instance_id for status, _ in self._roster.serving()
+        ):
+            return Directive(self._id, dismissed=True)
+        operation, target, commit = self._operation, None, True
+        if (
+            self._stranded_commit is not None
+            and self._stranded_commit.number == self._highest_target
+        ):
+            target = self._stranded_commit  # nothing has come after it yet
+        if operation is not None and operation.active and operation.target is not None:
+            target, commit = operation.target, operation.committed
+        if target is not None and instance_id not in self._roster.replaced:
+            previous = None if operation is None else operation.previous
+            legitimate = {key_of(each) for each in (target, self._present) if each is not None}
+            status = self._roster.living.get(instance_id)
+            generation = None if status is None else serves_in(status)
+            has_a_say = generation is not None and key_of(generation) in {previous, *legitimate}
+            if has_a_say or target.rank_of(instance_id) is not None:
+                return Directive(self._id, target, commit)
+        return Directive(
+            self._id, dismissed=self._roster.is_left_behind(instance_id, self._present)
+        )
+
+    def leaving(self) -> list[bool]:
+        """Of each rank that serves, whether it was told to shut down."""
+        return [status.leaving for status, _ in self._roster.serving()]
+
+    def knows(self, instance_id: str) -> bool:
+        return instance_id in self._roster.ranks
+
+    def status(self, now: float) -> TopologyStatus:
+        """GET /topology."""
+        return topology_status(self._observe(now), self._operation, now)
+
+    # What is there
+
+    def _look(self, now: float) -> None:
+        self._roster.update(now)
+        self._stalls.look(self._roster.present(), now)
+        self._roster.update(now)
+        self._present = self._roster.present()
+
+    def _has_settled(self, now: float) -> bool:
+        """All ranks have had time to report: those that are known to exist as long as it takes to be dead."""
+        if self._first_status_at is None:
+            return False
+        members = () if self._present is None else self._present.members
+        unknown = any(member.instance_id not in self._roster.ranks for member in members)
+        return now - self._first_status_at >= (
+            self._config.dead_after_s if unknown else self._config.settle_s
+        )
+
+    def _desired(self) -> frozenset[str]:
+        if self._request is not None:
+            return frozenset(self._request.members)
+        return (
+            frozenset()
+            if self._inferred is None
+            else frozenset(each.name for each in self._inferred.members)
+        )
+
+    def _operation_id(self) -> str:
+        if self._request is not None:
+            return self._request.operation_id
+        return "" if self._inferred is None else self._inferred.operation_id
+
+    def _observe(self, now: float) -> Observation:
+        return Observation(
+            self._roster, self._present, self._desired(), self._retries.excluded(now)
+        )
+
+    def _busy(self) -> bool:
+        return (
+            self._operation is not None
+            and self._operation.active
+            and self._operation.target is not None
+        )
+
+    # Beginning
+
+    def _resume(self, now: float) -> bool:
+        """Shows the commit of a generation again that another controller committed and some ranks have not adopted yet."""
+        target = shown(self._roster, self._present)
+        if target is None or target.nonce in self._nonces or self._stranded_commit is not None:
+            return False
+        if not is_partly_committed(self._roster, target):
+            return False
+        older = [
+            generation
+            for _, generation in self._roster.serving()
+            if key_of(generation) != key_of(target)
+        ]
+        previous = max(older, key=lambda each: each.number, default=None)
+        operation = self._operation = resumed(target, previous, now)
+        self._nonces.add(target.nonce)
+        self._highest_target = max(self._highest_target, target.number)
+        logger.info("%s: its commit is shown again", operation.words)
+        return True
+
+    def _begin(self, now: float) -> None:
+        need = self._need(now)
+        waiting = (
+            self._operation if self._operation is not None and self._operation.active else None
+        )
+        if waiting is not None and (
+            need is None or (waiting.kind, waiting.wanted) != (need.kind, need.wanted)
+        ):
+            self._end(waiting, OperationPhase.SUPERSEDED, now, "something else is asked for")
+            waiting = None
+        if need is None:
+            self._acknowledge(now)
+            return
+        if not self._retries.may_begin(need.kind, now):
+            return
+        if waiting is None:
+            operation_id = (
+                self._operation_id() if need.kind in ("form", "scale") else ""
+            )  # nobody asked for the others
+            waiting = self._operation = Operation(need.kind, operation_id, need.wanted, now)
+            logger.info(
+                "%s: begins %s",
+                waiting.words,
+                f"since {one_line(need.reason, MAX_FAILURE)}" if need.reason else "",
+            )
+        waiting.reason = f"waits for {', '.join(need.missing)}" if need.missing else need.reason
+        if self._is_patient(waiting, need, now):
+            return
+        if need.members and not self._is_present(need):
+            self._prepare(waiting, need, now)
+
+    def _need(self, now: float) -> Need | None:
+        observation, present = self._observe(now), self._present
+        need = observation.need(self._forced())
+        if present is not None and (need is None or self._is_present(need)):
+            self._rebalance = self._rebalance or self._balance.is_worthwhile(present, now)
+            if self._rebalance:
+                return Need(
+                    "rebalance",
+                    observation.wanted(),
+                    present.members,
+                    reason="experts shall be placed anew",
+                )
+        return need
+
+    def _forced(self) -> str:
+        """Why the present generation has to be replaced though it may look whole: a commit that cannot be completed."""
+        if self._stranded_commit is not None:
+            return f"generation {self._stranded_commit.number} was committed and cannot be adopted by all"
+        for status, generation in self._roster.serving():
+            seen = status.commit_seen
+            if seen and seen != generation.nonce and seen not in self._nonces:
+                return f"{status.member.name} was told to adopt {seen}, which not all can"
+        return self._stalls.reason
+
+    def _is_patient(self, operation: Operation, need: Need, now: float) -> bool:
+        if not need.missing:
+            return False
+        if need.kind != "form":
+            return now < operation.since + self._config.wait_s
+        if not need.members:
+            self._first_ready_at = None
+            return True
+        if self._first_ready_at is None:
+            self._first_ready_at = now
+        return now < self._first_ready_at + self._config.form_after_s
+
+    def _is_present(self, need: Need) -> bool:
+        """Nobody came: the group that could be made is there already."""
+        return (
+            need.kind == "scale"
+            and self._present is not None
+            and need.members == self._present.members
+        )
+
+    def _acknowledge(self, now: float) -> None:
+        """A request for what is there already is done."""
+        operation_id = self._operation_id()
+        if self._present is None or self._request is None or self._acknowledged == operation_id:
+            return
+        self._acknowledged = operation_id
+        if self._operation is None or self._operation.operation_id != operation_id:
+            names = frozenset(member.name for member in self._present.members)
+            self._operation = Operation("scale", operation_id, names, now)
+            self._operation.target = self._present
+            self._operation.enter(OperationPhase.DONE, now)
+
+    def _prepare(self, operation: Operation, need: Need, now: float) -> None:
+        number = max(self._roster.highest_number, self._highest_target) + 1
+        holder = self._retries.store_holder(need.members)
+        try:
+            placement = self._balance.place(need.members, self._present, keep=need.urgent)
+        except ValueError as error:
+            self._fail(operation, now, str(error), ())
+            return
+        if (
+            operation.kind == "rebalance"
+            and self._present is not None
+            and placement == self._present.placement
+        ):
+            self._end(operation, OperationPhase.DONE, now, "every expert is where it should be")
+            return
+        operation.target = Generation(
+            number=number,
+            nonce=nonce_of(number, self._draw_nonce()),
+            members=need.members,
+            placement=placement,
+            store_host=holder.host,
+            store_port=holder.store_port,
+            operation_id=operation.operation_id,
+            urgent=need.urgent,
+        )
+        before = experts_of(self._present) or (((),) * len(placement), ())
+        operation.moves = count_moves(
+            before, (placement, [member.instance_id for member in need.members])
+        )
+        operation.previous = None if self._present is None else key_of(self._present)
+        self._highest_target = number
+        self._nonces.add(operation.target.nonce)
+        self._stalls.on_target()
+        self._first_ready_at = None
+        operation.enter(OperationPhase.PREPARING, now, need.reason)
+        logger.info(
+            "%s: prepares generation %d (%s)",
+            operation.words,
+            number,
+            ", ".join(each.name for each in need.members),
+        )
+
+    # Going on
+
+    def _follow_preparation(self, operation: Operation, now: float) -> None:
+        """Until the commit is shown the target can be taken back, and the generation before it goes on."""
+        target = operation.target
+        assert target is not None
+        observation = self._observe(now)
+        broken = ""
+        if self._present is not None and not target.urgent:
+            broken = self._forced() or observation.breakage()
+        lost = lost_members(self._roster, target)
+        if self._released:
+            self._end(operation, OperationPhase.SUPERSEDED, now, "all members leave")
+        elif stalled := self._stalls.exclude_stalled(target, operation.since, now):
+            self._look(now)
+            self._end(
+                operation,
+                OperationPhase.SUPERSEDED,
+                now,
+                f"{stalled} answers, but its loop stands still",
+            )
+        elif broken or lost or overtaken(self._roster, target):
+            reason = broken or (
+                f"{', '.join(lost)} cannot prepare it"
+                if lost
+                else "a rank has adopted another generation"
+            )
+            self._end(operation, OperationPhase.SUPERSEDED, now, reason)
+        elif not target.urgent and operation.wanted != observation.wanted():
+            self._end(operation, OperationPhase.SUPERSEDED, now, "something else is asked for")
+        elif failures := preparation_failures(self._roster, target):
+            self._fail(operation, now, "; ".join(failures.values()), failures)
+        elif late := unprepared(self._roster, target):
+            if now - operation.since > self._config.prepare_timeout_s:
+                names = ", ".join(member.name for member in late)
+                reason = f"{names} did not prepare it within {self._config.prepare_timeout_s:g} s"
+                self._fail(operation, now, reason, [member.instance_id for member in late])
+        else:
+            operation.progress, operation.progress_at = 0, now
+            operation.enter(OperationPhase.COMMITTING, now, operation.reason)
+            logger.info("%s: commits generation %d", operation.words, target.number)
+
+    def _follow_commit(self, operation: Operation, now: float) -> None:
+        """From here on there is only forward."""
+        target = operation.target
+        assert target is not None
+        waiting = not_committed(self._roster, target)
+        retiring = not_retired(self._roster, operation, target)
+        obstacle = commit_obstacle(self._roster, operation, target)
+        progress = -len(waiting) - len(retiring)
+        if progress != operation.progress:
+            operation.progress, operation.progress_at = progress, now
+        stuck = now - operation.progress_at > self._config.commit_timeout_s
+        if obstacle or (waiting and stuck):
+            names = ", ".join(waiting)
+            reason = (
+                obstacle or f"{names} did not adopt it within {self._config.commit_timeout_s:g} s"
+            )
+            if target.urgent and not obstacle:
+                self._retries.exclude(
+                    [each.instance_id for each in target.members if each.name in waiting], now
+                )
+            self._stranded_commit = target
+            self._end(operation, OperationPhase.FAILED, now, reason)
+        elif not waiting and (not retiring or stuck):
+            self._stranded_commit = None
+            self._retries.clear()
+            self._nonces.update(status.commit_seen for status in self._roster.living.values())
+            self._end(operation, OperationPhase.DONE, now, operation.reason)
+
+    def _fail(
+        self, operation: Operation, now: float, reason: str, culprits: Collection[str]
+    ) -> None:
+        """The generation before it goes on. Tried again after a while."""
+        failures = self._retries.on_failure(operation.kind, now)
+        if operation.target is not None:
+            self._retries.on_store_failure(operation.target, now)
+        if (
+            operation.kind == "recover"
+            and operation.target is not None
+            and self._present is not None
+        ):
+            # Nobody is served meanwhile: it must not fail for newcomers, nor for ever for the same survivors.
+            newcomers = {each for each in culprits if self._present.rank_of(each) is None}
+            left_out = newcomers or (set(culprits) if failures > FEW_FAILURES else set())
+            if left_out and any(
+                each.instance_id not in left_out for each in operation.target.members
+            ):
+                self._retries.exclude(left_out, now)
+                self._retries.begin_at_once(operation.kind)
+        self._end(operation, OperationPhase.FAILED, now, reason)
+
+    def _end(self, operation: Operation, outcome: OperationPhase, now: float, reason: str) -> None:
+        operation.enter(outcome, now, reason)
+        done = outcome is OperationPhase.DONE
+        if done and operation.operation_id:
+            self._acknowledged = operation.operation_id
+        self._rebalance = self._rebalance and not (done and operation.kind == "rebalance")
+        self._ended.append(
+            Ended(operation.kind, outcome, operation.seconds(now), operation.moves if done else 0)
+        )
+        logger.log(
+            logging.INFO if done else logging.WARNING,
+            "%s: %s: %s",
+            operation.words,
+            outcome,
+            one_line(reason, MAX_FAILURE) or "whole",
+        )

@@ -1,0 +1,89 @@
+"""`baton-coordinator`: the coordinator of one expert-parallel group, until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+
+import zmq
+
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator.coordinator import Coordinator
+from baton_protocol import arguments
+from baton_protocol.config import pod_ip
+from baton_protocol.service_key import ServiceKey, ServiceKeyError
+from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
+
+logger = logging.getLogger(__name__)
+
+EX_CONFIG = 78
+"""A configuration that cannot work."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="baton-coordinator",
+        description=__doc__,
+        epilog="It binds $POD_IP, or 127.0.0.1 if that is not set.",
+    )
+    parser.add_argument(
+        "--port",
+        type=arguments.port,
+        default=COORDINATOR_PORT,
+        help="where ranks report; 0: any free one",
+    )
+    parser.add_argument(
+        "--http-port", type=arguments.port, default=COORDINATOR_HTTP_PORT, help="0: any free one"
+    )
+    parser.add_argument(
+        "--service-key-file",
+        default="",
+        metavar="FILE",
+        help="key of the service: only ranks that have it may report, only requests with its bearer change something",
+    )
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
+    )
+    for field in dataclasses.fields(ControllerConfig):
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(
+            flag, type=arguments.not_negative, default=field.default, help="default: %(default)s"
+        )
+    args = vars(parser.parse_args(argv))
+    host, port, http_port, level = (
+        pod_ip(),
+        args.pop("port"),
+        args.pop("http_port"),
+        args.pop("log_level"),
+    )
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        key = ServiceKey.load(args.pop("service_key_file"))
+    except ServiceKeyError as error:
+        print(f"FATAL ConfigurationError: {error}", file=sys.stderr, flush=True)
+        return EX_CONFIG
+    try:
+        coordinator = Coordinator(host, port, http_port, ControllerConfig(**args), key)
+    except (OSError, zmq.ZMQError) as error:
+        logger.error("cannot bind ports %d and %d of %s: %s", port, http_port, host, error)
+        return 1
+    coordinator.install_signal_handlers()
+    logger.info(
+        "coordinator %s: port %d, http port %d on %s",
+        coordinator.id,
+        coordinator.port,
+        coordinator.http_port,
+        host,
+    )
+    return coordinator.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

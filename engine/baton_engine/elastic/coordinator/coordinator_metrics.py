@@ -1,0 +1,108 @@
+"""What a coordinator counts, as Prometheus metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from baton_engine.elastic.coordinator.operation import Ended
+from baton_protocol.topology import OperationPhase, RankPhase, TopologyStatus
+
+KINDS = ("form", "scale", "recover", "rebalance")
+OUTCOMES = (OperationPhase.DONE, OperationPhase.FAILED, OperationPhase.SUPERSEDED)
+PHASES = (OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING)
+SECONDS = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+)
+
+
+class CoordinatorMetrics:
+    def __init__(self) -> None:
+        registry = self._registry = (
+            CollectorRegistry()
+        )  # of its own: nothing else in the process adds to it
+        self._operations = Counter(
+            "baton:topology_operations",
+            "Operations that ended.",
+            ["kind", "outcome"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "baton:topology_operation_phase_seconds",
+            "Time that operations spent in a phase.",
+            ["kind", "phase"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._moves = Counter(
+            "baton:topology_expert_moves",
+            "Experts that ranks got in adopted generations.",
+            registry=registry,
+        )
+        self._generation = Gauge(
+            "baton:topology_generation",
+            "Number of the generation that the group is in.",
+            registry=registry,
+        )
+        self._members = Gauge(
+            "baton:topology_members",
+            "Members of the generation, by phase.",
+            ["phase"],
+            registry=registry,
+        )
+        self._others = Gauge(
+            "baton:topology_others",
+            "Processes that are no members, by phase.",
+            ["phase"],
+            registry=registry,
+        )
+        self.statuses = Counter(
+            "baton:topology_statuses", "Messages from ranks.", registry=registry
+        )
+        self.bad_messages = Counter(
+            "baton:topology_bad_messages",
+            "Messages that could not be read and were dropped.",
+            registry=registry,
+        )
+        self.refused = Counter(
+            "baton:topology_refused",
+            "Connections and requests that were refused because they lack the service's key.",
+            ["door"],
+            registry=registry,
+        )
+        for door in ("ranks", "http"):
+            self.refused.labels(door)
+        for kind in KINDS:  # also what never happened: a rate needs the zero before the first
+            for outcome in OUTCOMES:
+                self._operations.labels(kind, outcome)
+            for phase in PHASES:
+                self._seconds.labels(kind, phase)
+
+    def on_ended(self, ended: Ended) -> None:
+        self._operations.labels(ended.kind, ended.outcome).inc()
+        for phase, seconds in ended.seconds.items():
+            self._seconds.labels(ended.kind, phase).observe(seconds)
+        self._moves.inc(ended.moves)
+
+    def text(self, status: TopologyStatus) -> bytes:
+        """Of all metrics, in the format of text/plain; `status` is what is now."""
+        self._generation.set(status.generation)
+        for phase in RankPhase:
+            those = [member.rank for member in status.members if member.phase is phase]
+            self._members.labels(phase).set(sum(rank is not None for rank in those))
+            self._others.labels(phase).set(sum(rank is None for rank in those))
+        return generate_latest(self._registry)

@@ -1,0 +1,56 @@
+"""The topology for whoever asks: which rank each member is, what it does, what is wrong with it, and what is being changed."""
+
+from __future__ import annotations
+
+from baton_engine.elastic.coordinator.observation import Observation
+from baton_engine.elastic.coordinator.operation import Operation
+from baton_protocol.topology import MemberStatus, TopologyStatus
+
+
+def topology_status(
+    observation: Observation, operation: Operation | None, now: float
+) -> TopologyStatus:
+    """GET /topology."""
+    present = observation.present
+    return TopologyStatus(
+        generation=0 if present is None else present.number,
+        desired=sorted(observation.desired),
+        members=member_statuses(observation, now),
+        operation=None if operation is None else operation.status(now),
+        store="" if present is None else f"{present.store_host}:{present.store_port}",
+    )
+
+
+def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
+    """All instances that are known, ranks of the present generation first."""
+    roster, present = observation.roster, observation.present
+    ranks = (
+        {}
+        if present is None
+        else {member.instance_id: rank for rank, member in enumerate(present.members)}
+    )
+    members = []
+    for instance_id, rank in roster.ranks.items():
+        status = rank.status
+        reason = status.failure
+        if instance_id in roster.replaced:
+            reason = "another process of this name has registered"
+        elif instance_id in roster.stalled:
+            reason = f"answers, but its loop stands still since {now - rank.moved:.1f} s"
+        elif instance_id not in roster.living:
+            reason = f"silent for {now - rank.seen:.1f} s"
+        elif instance_id not in ranks:
+            reason = observation.unfit(status) or reason
+        members.append(
+            MemberStatus(
+                name=status.member.name,
+                instance_id=instance_id,
+                phase=status.phase,
+                rank=ranks.get(instance_id),
+                num_running=status.num_running,
+                num_waiting=status.num_waiting,
+                reason=reason,
+            )
+        )
+    members.sort(key=lambda each: (each.rank is None, each.rank or 0, each.name, each.instance_id))
+    return members

@@ -1,0 +1,57 @@
+"""Interrupts of worker processes that are blocked by a step.
+
+Each worker has a pipe, which a thread there reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class InterruptPipes:
+    """The executor's ends of the pipes."""
+
+    def __init__(self, num_workers: int) -> None:
+        pipes = [os.pipe() for _ in range(num_workers)]
+        #: The workers' ends, by rank. `close` closes them in this process.
+        self.read_fds = [read for read, _ in pipes]
+        self._write_fds = [write for _, write in pipes]
+        for fd in self._write_fds:
+            os.set_blocking(fd, False)
+        self._lock = threading.Lock()
+
+    def send(self, nonce: str) -> None:
+        """Interrupt all workers. Callable from any thread. Never blocks."""
+        line = nonce.encode() + b"\n"
+        with self._lock:
+            for fd in self._write_fds:
+                # A full pipe holds an interrupt already. A pipe without reader has no worker.
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    os.write(fd, line)
+
+    def close(self) -> None:
+        """Close the pipes. Idempotent."""
+        with self._lock:
+            for fd in (*self.read_fds, *self._write_fds):
+                os.close(fd)
+            self.read_fds, self._write_fds = [], []
+
+
+def watch_interrupts(fd: int, interrupt: Callable[[str], None]) -> None:
+    """Start the worker's thread, which calls `interrupt` with each nonce from the pipe."""
+
+    def watch() -> None:
+        with os.fdopen(fd) as lines:
+            for line in lines:
+                try:
+                    interrupt(line.strip())
+                except Exception:  # later interrupts must still be read
+                    logger.exception("a step could not be interrupted")
+
+    threading.Thread(target=watch, name="interrupts", daemon=True).start()

@@ -1,0 +1,364 @@
+"""One process per rank on this host.
+
+Commands reach all of them through a ring in shared memory. Answers return through pipes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
+from baton_engine.executor.commands import (
+    Answer,
+    Call,
+    CallDone,
+    CallFailed,
+    Command,
+    ExecuteModel,
+    SampleTokens,
+    Shutdown,
+    Started,
+    StartFailed,
+    StartWorker,
+    StepBroken,
+    StepDone,
+    StepFailed,
+    TransfersEnded,
+    Wakeup,
+)
+from baton_engine.executor.futures import reject, resolve
+from baton_engine.executor.multiproc.connector_outputs import OutputAggregator
+from baton_engine.executor.multiproc.interrupts import InterruptPipes
+from baton_engine.executor.multiproc.shm_ring import RingMemory, RingWriter
+from baton_engine.executor.multiproc.worker_processes import WorkerProcesses
+from baton_engine.executor.placement import bindings
+from baton_engine.executor.startup import (
+    JOIN_TIMEOUT_S,
+    initialize_workers,
+    num_concurrent_batches,
+    output_rank,
+    share_threads,
+)
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_kv_transfer.connector import ConnectorStats
+from baton_protocol.config import EngineConfig, KVRole
+
+logger = logging.getLogger(__name__)
+
+RING_SLOTS = 32
+#: A step of 64k new prompt tokens fits. Only written slots take memory.
+SLOT_NBYTES = 256 * 1024
+#: Address at which the ranks meet. All are on this host, where gloo accepts any connection.
+LOOPBACK = "127.0.0.1"
+SHUTDOWN_TIMEOUT_S = 10.0
+
+
+class MultiprocExecutor(Executor):
+    """The executor of worker processes."""
+
+    #: Limit for a worker process to import its modules and wait for commands.
+    start_timeout_s = JOIN_TIMEOUT_S
+    shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
+
+    def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
+        super().__init__(config, instance_id, wakeup)
+        self.max_concurrent_batches = num_concurrent_batches(config)
+        self._world_size = config.parallel.world_size
+        self._step_timeout_s = config.parallel.step_timeout_s
+        self._memory = RingMemory.create(self._world_size, RING_SLOTS, SLOT_NBYTES)
+        self._processes: WorkerProcesses | None = None
+        self._interrupts: InterruptPipes | None = None
+        self._commands: RingWriter
+        self._store: StoreServer | None = None  # where the ranks meet
+        self._send_lock = threading.Lock()
+        self._step_numbers = itertools.count()
+        self._call_ids = itertools.count()
+        #: Guards the fields below. The engine's thread adds, the thread of `WorkerProcesses`
+        #: resolves.
+        self._lock = threading.Lock()
+        self._started: Future[None] = Future()
+        self._num_started = 0
+        #: In flight, oldest first.
+        self._steps: deque[_Step] = deque()
+        #: Used by the thread of `WorkerProcesses` only.
+        self._transfers = OutputAggregator(self._world_size)
+        self._calls: dict[int, _PendingCall] = {}
+        #: Why no step can run any more.
+        self._failure: Exception | None = None
+        self._died = False
+        self._on_failure: Callable[[str], None] | None = None
+        self._stopping = False
+        #: Set when nothing is left to watch.
+        self._ended = threading.Event()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids in rank order. Empty before `initialize`."""
+        return self._processes.pids if self._processes is not None else []
+
+    def initialize(self) -> ModelInfo:
+        config = share_threads(self.config, self._world_size)
+        memory, cpus = self._memory, bindings(config, self._world_size)
+        self._interrupts = InterruptPipes(self._world_size)
+        starts = [
+            StartWorker(
+                config=config,
+                instance_id=self.instance_id,
+                rank=rank,
+                is_output_rank=rank == output_rank(config),
+                ring_fd=memory.fd,
+                ring_geometry=(memory.num_readers, memory.num_slots, memory.slot_nbytes),
+                log_level=logging.getLogger().getEffectiveLevel(),
+                interrupt_fd=self._interrupts.read_fds[rank],
+                cpus=cpus[rank],
+            )
+            for rank in range(self._world_size)
+        ]
+        self._processes = processes = WorkerProcesses(
+            starts,
+            environment={"OMP_NUM_THREADS": str(config.num_threads)},
+            send_timeout_s=self._step_timeout_s,
+            on_answer=self._take_answer,
+            on_death=self._take_death,
+        )
+        self._commands = RingWriter(memory, processes.connections)
+        try:
+            self._started.result(self.start_timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self._num_started} of {self._world_size} worker processes were up after "
+                f"{self.start_timeout_s:.0f} s; see the logs of the others"
+            ) from None
+        if self._world_size > 1:
+            secret = secrets.token_bytes()  # keeps other processes of this host out
+            self._store = open_store(LOOPBACK, secret=secret)
+            self.collective_rpc(
+                "join_groups", (self._store.address, 0, LOOPBACK, secret), timeout_s=JOIN_TIMEOUT_S
+            )
+        threading.Thread(target=self._watch_for_stalls, name="stall-watch", daemon=True).start()
+        return initialize_workers(config, self.collective_rpc)
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        self._send(ExecuteModel(step))
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        step = _Step(next(self._step_numbers))
+        with self._lock:
+            if self._failure is not None:
+                step.future.set_exception(self._failure)
+                return step.future
+            self._steps.append(step)
+        self._send(SampleTokens(step.number, grammar))
+        return step.future
+
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
+        command = Call(next(self._call_ids), method, args)
+        call = _PendingCall(method)
+        with self._lock:
+            if self._died and self._failure is not None:
+                raise self._failure
+            self._calls[command.call_id] = call
+        try:
+            self._send(command)
+            return call.future.result(timeout_s)
+        except TimeoutError:
+            if call.future.done():
+                raise  # a worker's own
+            missing = [rank for rank in range(self._world_size) if rank not in call.results]
+            raise TimeoutError(
+                f"{method} was not answered within {timeout_s} s by worker {missing}"
+            ) from None
+        finally:
+            with self._lock:
+                del self._calls[command.call_id]
+
+    def interrupt(self, nonce: str = "") -> None:
+        if self._interrupts is not None:
+            self._interrupts.send(nonce)
+
+    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
+        with self._lock:
+            self._on_failure = callback
+            already = self._failure if self._died else None
+        if already is not None:
+            callback(str(already))
+
+    def connector_stats(self) -> ConnectorStats | None:
+        if self.config.kv_transfer.role is KVRole.NONE:
+            return None
+        return ConnectorStats.total(
+            self.collective_rpc("connector_stats", timeout_s=self._step_timeout_s)
+        )
+
+    def shutdown(self) -> None:
+        if self.is_forked_copy:
+            return
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            orderly = self._failure is None and self._num_started == self._world_size
+        if self._processes is not None:
+            if orderly:
+                self._send(Shutdown(), self.shutdown_timeout_s)
+            if not (orderly and self._processes.join(self.shutdown_timeout_s)):
+                self._processes.kill()
+                self._processes.join(self.shutdown_timeout_s)
+        self._fail(WorkerDiedError("the executor was shut down"), died=True)
+        self._memory.close()
+        if self._interrupts is not None:
+            self._interrupts.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _send(self, command: Command, timeout_s: float | None = None) -> None:
+        """Send a command to all workers. Errors fail every future.
+
+        An argument that cannot be pickled raises here.
+        """
+        message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._send_lock:
+                self._check_alive()
+                self._commands.put(message, timeout_s or self._step_timeout_s, self._check_alive)
+        except (OSError, TimeoutError) as error:
+            self._fail(WorkerDiedError(f"a worker reads no commands: {error}"), died=True)
+        except WorkerDiedError:
+            pass  # all futures have failed already
+
+    def _check_alive(self) -> None:
+        if self._died:
+            raise WorkerDiedError
+
+    # Called by the thread of WorkerProcesses
+
+    def _take_answer(self, rank: int, answer: Answer) -> None:
+        match answer:
+            case StepDone():
+                with self._lock:
+                    step = self._steps.popleft() if self._steps else None
+                if step is not None:
+                    assert step.number == answer.number, (
+                        f"step {answer.number} answered, {step.number} is due"
+                    )
+                    self._transfers.add(rank, answer.output.connector)
+                    answer.output.connector = self._transfers.take()
+                    resolve(step.future, answer.output)
+            case TransfersEnded():
+                if self._transfers.add(rank, answer.output):
+                    self.wakeup()  # the output rank may have answered the step already
+            case StepBroken():
+                with self._lock:
+                    step = self._steps.popleft() if self._steps else None
+                if step is not None:
+                    assert step.number == answer.number, (
+                        f"step {answer.number} broke, {step.number} is due"
+                    )
+                    reject(step.future, answer.failure.exception("a step"))
+            case StepFailed():
+                self._fail(answer.failure.exception("a step"), died=False)
+            case CallDone():
+                with self._lock:
+                    call = self._calls.get(answer.call_id)
+                    if call is None:
+                        return  # the caller has given up
+                    call.results[rank] = answer.result
+                if len(call.results) == self._world_size:
+                    resolve(call.future, [call.results[rank] for rank in range(self._world_size)])
+            case CallFailed():
+                with self._lock:
+                    call = self._calls.get(answer.call_id)
+                if call is not None:
+                    reject(call.future, answer.failure.exception(call.name))
+            case Started():
+                self._num_started += 1
+                if self._num_started == self._world_size:
+                    resolve(self._started, None)
+            case StartFailed():
+                reject(self._started, answer.failure.exception("its start"))
+            case Wakeup():
+                self.wakeup()
+
+    def _take_death(self, rank: int, reason: str) -> None:
+        if not self._stopping:
+            logger.error("%s", reason)
+            self._fail(WorkerDiedError(reason), died=True)
+
+    def _fail(self, error: Exception, *, died: bool) -> None:
+        """Fail all steps and, if a worker died, all calls."""
+        with self._lock:
+            self._failure = self._failure or error
+            callback = self._on_failure if died and not self._died and not self._stopping else None
+            self._died = self._died or died
+            if self._died:
+                self._ended.set()
+            futures: list[Future[Any]] = [step.future for step in self._steps]
+            self._steps.clear()
+            if died:
+                futures += [call.future for call in self._calls.values()]
+                futures.append(self._started)
+        for future in futures:
+            reject(future, error)
+        if callback is not None:
+            callback(str(error))
+
+    def _watch_for_stalls(self) -> None:
+        """Fail the engine if a worker neither answers nor dies: stopped, or deadlocked."""
+        interval_s = min(1.0, self._step_timeout_s / 4)
+        watched: _Step | _PendingCall | None = None
+        silent_s = 0.0
+        while not self._ended.wait(interval_s):
+            with self._lock:
+                oldest = self._steps[0] if self._steps else next(iter(self._calls.values()), None)
+            # Count rounds of this thread instead of time: if this process was stopped itself, its
+            # workers may have answered during that time.
+            silent_s = silent_s + interval_s if oldest is watched and oldest is not None else 0.0
+            watched = oldest
+            if silent_s < self._step_timeout_s or oldest is None or self._processes is None:
+                continue
+            stopped = self._processes.stopped()
+            # A call has its own deadline, which may exceed that of a step. A stopped worker will
+            # never answer it.
+            if isinstance(oldest, _Step) or stopped:
+                why = f": {', '.join(stopped)} stopped (SIGSTOP, or a debugger)" if stopped else ""
+                self._fail(
+                    WorkerDiedError(
+                        f"the workers have not answered {oldest.name} for "
+                        f"{self._step_timeout_s:g} s (parallel.step_timeout_s){why}"
+                    ),
+                    died=True,
+                )
+
+
+class _Step:
+    """A step between its two ends."""
+
+    __slots__ = ("future", "name", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.name = f"step {number}"
+        self.future: Future[ModelRunnerOutput] = Future()
+
+
+class _PendingCall:
+    """A call that some workers have not answered."""
+
+    __slots__ = ("future", "name", "results")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.future: Future[list[Any]] = Future()
+        #: Answers by rank.
+        self.results: dict[int, Any] = {}

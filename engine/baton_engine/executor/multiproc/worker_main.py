@@ -1,0 +1,195 @@
+"""The main function of a worker process.
+
+The process reads commands from the ring, answers through its connection and ends with its parent.
+`WorkerProcesses` starts it as `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
+PARENT_PID`. multiprocessing would run the parent's main module again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from baton_engine.executor.commands import (
+    Answer,
+    Call,
+    CallDone,
+    CallFailed,
+    Command,
+    ExecuteModel,
+    Failure,
+    SampleTokens,
+    Shutdown,
+    Started,
+    StartFailed,
+    StartWorker,
+    StepBroken,
+    StepDone,
+    StepFailed,
+    TransfersEnded,
+    Wakeup,
+)
+from baton_engine.executor.multiproc.interrupts import watch_interrupts
+from baton_engine.executor.multiproc.shm_ring import RingMemory, RingReader
+from baton_engine.executor.startup import load_worker_class
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+class WorkerProcess:
+    """Runs commands on one worker."""
+
+    def __init__(self, start: StartWorker, connection: Connection) -> None:
+        self._start = start
+        self._connection = connection
+        self._send_lock = threading.Lock()  # the connector's thread sends wake-ups
+        self._commands = RingReader(
+            RingMemory(start.ring_fd, *start.ring_geometry), start.rank, connection
+        )
+        self._worker: Any = None  # of the class that the configuration names
+        self._step_failed = False
+        #: Failure of the step that was executed last. There is nothing to sample.
+        self._broken: Failure | None = None
+
+    def run(self) -> None:
+        """Run commands until Shutdown."""
+        try:
+            worker_class = load_worker_class(self._start.config)
+            self._worker = worker_class(
+                self._start.config, self._start.instance_id, self._start.rank
+            )
+        except Exception as error:
+            self._send(StartFailed(self._failure(error)))
+            return
+        if self._start.config.parallel.enable_expert_parallel:
+            watch_interrupts(self._start.interrupt_fd, self._worker.interrupt)
+        self._send(Started())
+        while True:
+            command: Command = pickle.loads(self._commands.get())
+            if isinstance(command, Shutdown):
+                self._worker.shutdown()
+                return
+            self._obey(command)
+
+    def _obey(self, command: ExecuteModel | SampleTokens | Call) -> None:
+        if isinstance(command, Call):
+            try:
+                self._send(CallDone(command.call_id, self._call(command)))
+            except Exception as error:  # also of a result that cannot be pickled
+                self._send(CallFailed(command.call_id, self._failure(error)))
+        elif not self._step_failed:
+            try:
+                self._run_step(command)
+            except Exception as error:
+                logger.exception("step failed")
+                # No step can follow, because this worker's KV differs from the scheduler's state.
+                self._step_failed = True
+                self._send(StepFailed(self._failure(error)))
+
+    def _run_step(self, command: ExecuteModel | SampleTokens) -> None:
+        if isinstance(command, ExecuteModel):
+            try:
+                self._worker.execute_model(command.step)
+            except Exception as error:
+                self._broken = self._failure(error)
+                if not self._broken.group_broken:
+                    raise
+                logger.warning("step %d is dropped: %s", command.step.step_id, error)
+            return
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            if self._start.is_output_rank:
+                self._send(StepBroken(command.number, broken))
+            return
+        output = self._worker.sample_tokens(command.grammar)
+        if self._start.is_output_rank:
+            self._send(StepDone(command.number, output))
+        elif output.connector:
+            self._send(TransfersEnded(output.connector))
+
+    def _call(self, call: Call) -> Any:
+        if call.method == "open_connector":
+            # A function cannot be sent through the ring.
+            return self._worker.open_connector(lambda: self._send(Wakeup()))
+        return getattr(self._worker, call.method)(*call.args)
+
+    def _send(self, answer: Answer) -> None:
+        message = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        with self._send_lock:
+            self._connection.send_bytes(message)
+
+    def _failure(self, error: BaseException) -> Failure:
+        return Failure.of(error, self._start.rank)
+
+
+def main(connection_fd: int, parent_pid: int) -> None:
+    """Run a worker until its parent shuts it down or dies."""
+    # Ctrl-C and SIGTERM reach the whole process group. The parent may want to drain first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = Connection(connection_fd)
+    os.set_inheritable(connection_fd, False)
+    _die_with_parent(connection_fd, parent_pid)
+    try:
+        start, sys.path[:] = pickle.loads(connection.recv_bytes())
+        os.set_inheritable(start.ring_fd, False)
+        os.set_inheritable(start.interrupt_fd, False)
+        os.environ["LOCAL_RANK"] = str(start.rank)  # which GPU it takes
+        logging.basicConfig(
+            level=start.log_level,
+            format=f"%(asctime)s %(levelname)s [rank {start.rank}] %(name)s %(message)s",
+            stream=sys.stderr,
+        )
+        if start.cpus:
+            _bind(start.cpus)
+        WorkerProcess(start, connection).run()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Everything is shut down. The interpreter would take a second to unload its modules.
+        os._exit(0)
+    except (EOFError, ConnectionError):
+        os._exit(1)  # the parent has ended; threads of libraries must not keep this process alive
+
+
+def _bind(cpus: frozenset[int]) -> None:
+    """Bind this thread, and all threads that it starts, to CPUs."""
+    try:
+        os.sched_setaffinity(0, cpus)
+        logger.info("bound to CPUs %s", sorted(cpus))
+    except OSError as error:  # the container may have lost a CPU since then
+        logger.warning(
+            "cannot bind to CPUs %s (%s); the system chooses the CPUs", sorted(cpus), error
+        )
+
+
+def _die_with_parent(connection_fd: int, parent_pid: int) -> None:
+    """End this process with its parent.
+
+    The kernel kills it with the thread that started it. A thread here ends it when the parent's end
+    of the connection is closed.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # the parent died before the call
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection_fd, 0)  # reports only the hang-up
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

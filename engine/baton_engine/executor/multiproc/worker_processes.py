@@ -1,0 +1,182 @@
+"""Starts worker processes, receives their answers and detects their end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from baton_engine.executor.commands import Answer, StartWorker
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerProcesses:
+    """One process per `StartWorker`, and one thread that watches all of them."""
+
+    def __init__(
+        self,
+        starts: Sequence[StartWorker],
+        *,
+        environment: dict[str, str],
+        send_timeout_s: float,
+        on_answer: Callable[[int, Answer], None],
+        on_death: Callable[[int, str], None],
+    ) -> None:
+        """Start the processes. Returns before they are up.
+
+        Args:
+            environment: variables of the processes, in addition to this one's.
+            send_timeout_s: limit for sending to a process that does not read. Then BlockingIOError
+                is raised.
+            on_answer: called with rank and answer, from the thread.
+            on_death: called with rank and reason when a process ends, after its last answer, from
+                the thread.
+        """
+        self._starts = starts
+        self._environment = os.environ | environment
+        self._on_answer = on_answer
+        self._on_death = on_death
+        pipes = [Pipe(duplex=True) for _ in starts]
+        self.connections: list[Connection] = [ours for ours, _ in pipes]
+        for connection in self.connections:
+            _set_send_timeout(connection, send_timeout_s)
+        self._their_ends: list[Connection] = [theirs for _, theirs in pipes]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._killed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
+        self._thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order, of those started so far."""
+        with self._lock:
+            return [process.pid for _, process in sorted(self._processes.items())]
+
+    def stopped(self) -> list[str]:
+        """Return the names of processes that are stopped by a signal."""
+        with self._lock:
+            processes = sorted(self._processes.items())
+        return [_name(rank, process) for rank, process in processes if _is_stopped(process.pid)]
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of all processes. Return whether they ended in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """Kill the processes that still run. Idempotent."""
+        with self._lock:
+            self._killed = True
+            for process in self._processes.values():
+                process.kill()
+
+    def _run(self) -> None:
+        # Started here, because a process ends with the thread that started it: see `worker_main`.
+        for start, theirs in zip(self._starts, self._their_ends, strict=True):
+            try:
+                self._start(start, theirs)
+            except OSError as error:
+                self._on_death(start.rank, f"worker {start.rank} cannot be started: {error}")
+            theirs.close()
+        try:
+            self._watch()
+        except Exception as error:  # for example an answer that cannot be unpickled
+            logger.exception("cannot receive from the workers; killing them")
+            self.kill()
+            for start in self._starts:
+                self._on_death(
+                    start.rank, f"worker {start.rank} was ended: its executor failed: {error!r}"
+                )
+
+    def _start(self, start: StartWorker, theirs: Connection) -> None:
+        fd = theirs.fileno()
+        command = [
+            sys.executable,
+            "-m",
+            "baton_engine.executor.multiproc.worker_main",
+            str(fd),
+            str(os.getpid()),
+        ]
+        with self._lock:
+            if self._killed:
+                return
+            self._processes[start.rank] = subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[fd, start.ring_fd, start.interrupt_fd],
+            )
+        try:
+            self.connections[start.rank].send_bytes(pickle.dumps((start, sys.path)))
+        except OSError:
+            logger.warning("worker %d ended before it received its start message", start.rank)
+
+    def _watch(self) -> None:
+        """Receive answers until all processes have ended."""
+        poll = select.poll()
+        pidfds = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
+        sockets = {self.connections[rank].fileno(): rank for rank in pidfds.values()}
+        for fd in (*pidfds, *sockets):
+            poll.register(fd, select.POLLIN)
+        while pidfds:
+            for fd, _ in poll.poll():
+                if (rank := sockets.get(fd)) is not None:
+                    if not self._receive(rank):
+                        poll.unregister(fd)
+                        del sockets[fd]
+                elif (rank := pidfds.get(fd)) is not None:
+                    poll.unregister(fd)
+                    del pidfds[fd]
+                    os.close(fd)
+                    while self.connections[rank].poll() and self._receive(rank):
+                        pass
+                    self._on_death(rank, _obituary(rank, self._processes[rank]))
+
+    def _receive(self, rank: int) -> bool:
+        """Receive one answer. Return False if there will be no more."""
+        try:
+            message = self.connections[rank].recv_bytes()
+        except (EOFError, OSError):
+            return False
+        self._on_answer(rank, pickle.loads(message))
+        return True
+
+
+def _set_send_timeout(connection: Connection, timeout_s: float) -> None:
+    with socket.socket(fileno=os.dup(connection.fileno())) as same_socket:
+        timeval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        same_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def _obituary(rank: int, process: subprocess.Popen[bytes]) -> str:
+    code = process.wait()  # it has ended
+    who = _name(rank, process)
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+        return f"{who} was killed by signal {-code} ({name})"
+    return f"{who} exited with code {code}; its log says why"
+
+
+def _name(rank: int, process: subprocess.Popen[bytes]) -> str:
+    return f"worker {rank} (pid {process.pid})"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")

@@ -1,0 +1,465 @@
+"""DPEngineCore: an engine core that is a rank of an expert-parallel group.
+
+All ranks step together. The states of a rank:
+
+serving   a step is: schedule, exchange votes, execute, update. `elastic.rank.waves` decides from
+          the votes whether a rank without tokens runs a dummy batch.
+changing  a target is prepared in the background (`standby_generation`), then committed
+          between two steps. Requests stay.
+broken    the step in flight is discarded. Requests stay until the next generation.
+left      requests end with ErrorCode.DRAINING, and the gateway continues them elsewhere.
+
+This module uses no sockets. Messages arrive through `on_directive` and `on_start_wave`, and leave
+through `WaveCalls` and `status`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.pause import PauseMode, SleepLevel
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.elastic.rank.waves import StepDecision, StepVote, Waves, vote_for
+from baton_engine.executor.base import Executor
+from baton_engine.executor.step import SchedulerOutput
+from baton_engine.expert_parallel.control_group import ControlGroup, WaveCalls
+from baton_engine.expert_parallel.rank_report import RankReport
+from baton_engine.expert_parallel.retired_groups import RetiredGroups
+from baton_engine.expert_parallel.standby_generation import (
+    CALL_TIMEOUT_S,
+    POLL_INTERVAL_S,
+    Join,
+    StandbyGeneration,
+)
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.request_metrics import Histogram
+from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
+from baton_engine.scheduling.refusals import refusal_of
+from baton_engine.scheduling.scheduler import PauseState
+from baton_protocol.config import EngineConfig
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
+from baton_protocol.topology import (
+    Activity,
+    Directive,
+    Generation,
+    Member,
+    RankPhase,
+    StartWave,
+    Status,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Maximum age of the experts' loads in a Status, in seconds.
+LOADS_INTERVAL_S = 5.0
+NO_SLEEP = (
+    "an engine with parallel.enable_expert_parallel cannot sleep, because the other ranks of its "
+    "group use its experts; remove it from the group first"
+)
+
+
+class DPEngineCore(EngineCore):
+    """A rank. One thread uses it; only `interrupt` may be called from others."""
+
+    survivable = (GroupBrokenError,)
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        member: Member,
+        calls: WaveCalls,
+        join: Join,
+        unreachable: Callable[[Sequence[Member]], tuple[str, ...]] = lambda members: (),
+        wakeup: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        pauses: Mapping[str, Histogram] | None = None,
+        **hooks: Any,
+    ) -> None:
+        """Create a rank in no generation. The hooks are those of EngineCore.
+
+        Args:
+            member: this rank.
+            join: joins control groups.
+            unreachable: returns the members that cannot be reached. Called by another thread.
+            wakeup: called by other threads when `advance` has something new to find.
+            pauses: histograms of pauses, as `topology_stats.commit_pauses` creates them.
+        """
+        super().__init__(config, executor, **hooks)
+        self.phase = RankPhase.STANDBY
+        self.generation: Generation | None = None
+        #: Current Status.step and .activity. Any thread may read it, also while a step hangs.
+        self.position: tuple[int, Activity] = (0, Activity.RESTS)
+        self._instance_id = member.instance_id
+        counts, redundant = TopologyStats(phase=self.phase), config.parallel.num_redundant_experts
+        self._report = RankReport(member, self.info, redundant, counts)
+        self._pauses = commit_pauses() if pauses is None else pauses
+        self._calls = calls
+        self._join = join
+        self._unreachable = unreachable
+        self._wakeup = wakeup
+        self._clock = clock
+        self._waves: Waves | None = None
+        self._standby: StandbyGeneration | None = None
+        self._retired = RetiredGroups(clock)
+        self._broken_at = 0.0
+        self._next_loads = 0.0
+        #: Prevents interrupts while the generation changes.
+        self._group_lock = threading.Lock()
+        self._group: ControlGroup | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """Rank in the generation, also in a broken one."""
+        return self.generation.rank_of(self._instance_id) if self.generation is not None else None
+
+    @property
+    def ready(self) -> Ready:
+        ready = super().ready
+        if self.generation is not None:
+            ready.data_parallel_rank, ready.data_parallel_size = (
+                self.rank or 0,
+                self.generation.size,
+            )
+        return ready
+
+    @property
+    def has_requests(self) -> bool:
+        return super().has_requests or self._must_step
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether `advance` should run every POLL_INTERVAL_S."""
+        standby = self._standby
+        return standby is not None and (standby.committed if standby.ready else not standby.failure)
+
+    # Messages of the coordinator and of other ranks
+
+    def on_directive(self, directive: Directive) -> None:
+        """Take in a message of the coordinator. Call it between steps."""
+        target, standby = directive.target, self._standby
+        if directive.dismissed:
+            self._drop_standby()
+            if self.generation is not None:
+                self._leave(
+                    f"the group continues without this rank of generation {self.generation.number}"
+                )
+            return
+        if target is None:
+            if standby is not None and not standby.committed:
+                self._drop_standby()
+            return
+        rank = target.rank_of(self._instance_id)
+        if rank is None if self.generation is None else target.number <= self.generation.number:
+            return  # for other ranks, or older than the current generation
+        if target.urgent and self.phase is RankPhase.SERVING and self.generation is not None:
+            self._break(f"the coordinator gave up generation {self.generation.number}")
+            if standby is not None and standby.committed and standby.ready:
+                self.advance()  # others may have committed it, so it comes before the urgent one
+                self.on_directive(directive)
+                return
+        if self._standby is None or self._standby.generation.nonce != target.nonce:
+            if self._standby is not None and self._standby.committed and self._standby.ready:
+                return  # a commit is final
+            self._drop_standby()
+            self._report.on_target()
+            logger.info(
+                "generation %d is the target (operation %s)", target.number, target.operation_id
+            )
+            self._standby = StandbyGeneration(
+                target, rank, self.generation, self.executor, self._join, self._wakeup
+            )
+        if directive.commit and self._standby is not None:
+            self._standby.committed = True
+        self.advance()
+
+    def on_start_wave(self, start: StartWave) -> None:
+        """Take in the start of a wave by another rank. Call it between steps."""
+        if self._waves is not None and self._is_in(start):
+            self._waves.on_start(start)
+        elif self._standby is not None and start.nonce == self._standby.generation.nonce:
+            self._standby.keep(start)
+            self.advance()
+
+    def interrupt(self, directive: Directive) -> None:
+        """End the wait for ranks that will not answer, if the directive calls for it.
+
+        Callable from any thread. `on_directive` follows.
+        """
+        target = directive.target
+        with self._group_lock:
+            generation, group = self.generation, self._group
+            if generation is None or group is None:
+                return
+            if directive.dismissed or (
+                target is not None and target.urgent and target.number > generation.number
+            ):
+                group.abort()
+                self.executor.interrupt(generation.nonce)
+
+    def _is_in(self, start: StartWave) -> bool:
+        generation = self.generation
+        return generation is not None and (start.generation, start.nonce) == (
+            generation.number,
+            generation.nonce,
+        )
+
+    # Generations come and go
+
+    def advance(self) -> None:
+        """Advance the preparation, and commit it if no step of the current generation is needed."""
+        now = self._clock()
+        standby = self._standby
+        if standby is not None:
+            standby.advance(now)
+            self._report.on_progress(standby)
+            if standby.committed and standby.ready and self.phase is not RankPhase.SERVING:
+                self._commit(standby)
+        self._retired.advance()
+        if self.phase is RankPhase.SERVING and now >= self._next_loads:
+            self._next_loads = now + LOADS_INTERVAL_S
+            self._report.loads = self.executor.collective_rpc(
+                "expert_loads", timeout_s=CALL_TIMEOUT_S
+            )[0]
+
+    def _commit(self, standby: StandbyGeneration) -> None:
+        """Serve in a prepared generation from the next step on."""
+        generation, started = standby.generation, self._clock()
+        self._standby = None
+        if standby.rank is None:
+            self._leave(f"generation {generation.number} continues without this rank")
+            return
+        with self._group_lock:
+            # Outside a step, so that workers change between two of them.
+            self.executor.collective_rpc(
+                "commit_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
+            )
+            self._retired.add(self._group)
+            self._group, self.generation = standby.take_group(), generation
+        kind, since = (
+            ("broken", self._broken_at) if self.phase is RankPhase.BROKEN else ("planned", started)
+        )
+        self.phase = RankPhase.SERVING
+        self._report.on_committed()
+        self._calls.set_peers(
+            [each for each in generation.members if each.instance_id != self._instance_id]
+        )
+        self._waves = Waves(generation.number, generation.nonce)
+        if standby.start is not None:
+            self._waves.on_start(standby.start)
+        pause_s = self._clock() - since
+        self._pauses[kind].observe(pause_s)
+        logger.info(
+            "generation %d committed as rank %d of %d (operation %s); steps paused for %.4f s",
+            *(generation.number, standby.rank, generation.size, generation.operation_id, pause_s),
+        )
+
+    def _break(self, reason: str) -> None:
+        """Give up the current generation. Requests stay until the next one."""
+        generation = self.generation
+        assert generation is not None, "only a generation can break"
+        self.phase, self._waves = RankPhase.BROKEN, None
+        self._broken_at = self._clock()
+        self._report.on_broken(reason)
+        logger.warning(
+            "generation %d is broken (rank %d, operation %s): %s",
+            *(generation.number, self.rank or 0, generation.operation_id, reason),
+        )
+        self._calls.end_start()
+        with self._group_lock:
+            group, self._group = self._group, None
+            # So that neither other ranks nor this engine's workers wait any longer.
+            if group is not None:
+                group.abort()
+                group.close()
+            self.executor.interrupt(generation.nonce)
+        threading.Thread(
+            target=self._find_suspects, args=(generation,), name="suspects", daemon=True
+        ).start()
+
+    def _find_suspects(self, generation: Generation) -> None:
+        suspects = self._unreachable(
+            [each for each in generation.members if each.instance_id != self._instance_id]
+        )
+        with self._group_lock:
+            if self.phase is RankPhase.BROKEN and self.generation is generation:
+                self._report.suspects = suspects
+        self._wakeup()
+
+    def _leave(self, reason: str) -> None:
+        """End all requests and leave the group."""
+        assert self.generation is not None, "only a member can leave"
+        logger.info("leaving generation %d: %s", self.generation.number, reason)
+        self.fail_all(ErrorCode.DRAINING, f"{reason}; continue the request elsewhere")
+        self._calls.set_peers([])
+        with self._group_lock:
+            self._retired.add(self._group)
+            self._group = self.generation = self._waves = None
+            self.phase = RankPhase.STANDBY
+            self._report.on_left()
+            self.executor.collective_rpc("leave_generation", timeout_s=CALL_TIMEOUT_S)
+        self._pause.advance()
+
+    def _drop_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.drop()
+
+    # Requests
+
+    def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
+        if self.phase is RankPhase.STANDBY:
+            self.scheduler.forget_refused(request.request_id)
+            return refusal_of(
+                request,
+                ErrorCode.DRAINING,
+                "this rank is in no generation; send the request to another",
+            )
+        return super().add_request(request)
+
+    # Steps
+
+    @property
+    def _wants_vote(self) -> bool:
+        """Whether this rank must vote for a committed generation, in an exchange for that alone.
+
+        The vote is repeated, because another rank may have died before it received the commit.
+        """
+        standby = self._standby
+        return (
+            standby is not None
+            and standby.committed
+            and standby.ready
+            and self._clock() >= standby.vote_due
+        )
+
+    @property
+    def _must_step(self) -> bool:
+        """Whether this rank must step with the others, as a dummy batch if it has no tokens."""
+        return self._waves is not None and (self._waves.running or self._wants_vote)
+
+    def step(self) -> list[EngineCoreOutput]:
+        self.made_progress = False
+        self.advance()
+        if self._must_step or self._can_step():
+            try:
+                self._step()
+            finally:
+                self._enter(Activity.RESTS)
+            self._pause.advance()
+            self.made_progress |= self._must_step
+        return self.take_outputs()
+
+    def _schedule(self) -> SchedulerOutput:
+        if self.phase is RankPhase.SERVING:
+            return super()._schedule()
+        # Without the other ranks' experts no tokens can run. Transfers continue.
+        asked, self.scheduler.pause_state = self.scheduler.pause_state, PauseState.PAUSED_ALL
+        try:
+            return super()._schedule()
+        finally:
+            self.scheduler.pause_state = asked
+
+    def _step(self) -> None:
+        before = time.monotonic()
+        step = self._schedule()
+        schedule_s = time.monotonic() - before
+        decision: StepDecision | None = None
+        voted: StandbyGeneration | None = None
+        if self._waves is not None and (step.num_scheduled_tokens or self._must_step):
+            if self._standby is not None and self._standby.committed and self._standby.ready:
+                voted = self._standby
+            try:
+                decision = self._vote(step, self._waves, voted)
+            except (GroupBrokenError, TimeoutError) as error:
+                self.scheduler.discard(step)
+                self._break(str(error))
+                step = step.without_tokens()
+        if step.reaches_model_runner or step.connector or self.scheduler.has_work:
+            try:
+                self._execute(step, schedule_s)
+                self._finish_oldest()
+            except GroupBrokenError as error:
+                self.scheduler.discard(step)
+                self._break(str(error))
+        # Also if the step broke, because the other ranks commit too.
+        if decision is not None and decision.commit:
+            assert voted is not None, "all ranks have voted for it"
+            self._commit(voted)
+
+    def _vote(
+        self, step: SchedulerOutput, waves: Waves, voted: StandbyGeneration | None
+    ) -> StepDecision:
+        """Exchange votes before a step. Start a wave if none runs.
+
+        Raises:
+            GroupBrokenError, TimeoutError: a rank did not take part.
+        """
+        assert self._group is not None, "waves are a generation's, and so is the group"
+        if not waves.running:
+            self._calls.start_wave(waves.begin())
+        num_tokens = step.total_num_scheduled_tokens
+        # Swapped-in requests run in the next step.
+        vote = StepVote(num_tokens, int(bool(num_tokens or step.swap_in)))
+        if voted is not None:
+            vote = vote._replace(commit=vote_for(voted.generation.nonce))
+        started = time.monotonic()
+        self.position = (self.position[0] + 1, Activity.WAITS)
+        try:
+            votes = self._group.exchange(vote)
+            self._enter(Activity.RUNS)
+        finally:
+            self._report.counts.exchange_seconds += time.monotonic() - started
+        if voted is not None:
+            voted.vote_due = self._clock() + POLL_INTERVAL_S
+        self._calls.end_start()
+        # All ranks have exchanged votes in this generation, so none reads from an earlier one.
+        self._retired.close_all()
+        decision = waves.decide(votes)
+        if any(decision.num_tokens):
+            step.wave_tokens = decision.num_tokens
+            self._report.counts.num_steps += 1
+            self._report.counts.num_steps_without_tokens += not num_tokens
+        return decision
+
+    def _enter(self, activity: Activity) -> None:
+        self.position = (self.position[0], activity)
+
+    # Status
+
+    def ask_to_leave(self) -> None:
+        """Request a generation without this rank. Idempotent."""
+        self._report.leaving = True
+
+    def status(self) -> Status:
+        """Return the status for the coordinator."""
+        return self._report.status(
+            self.phase, self.generation, self._standby, self._waves, self.scheduler.stats()
+        )
+
+    def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
+        stats = super().recent_stats(max_connector_age_s=max_connector_age_s)
+        stats.topology = self._report.topology(self.phase, self.generation, self._waves)
+        return stats
+
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Any:
+        raise RuntimeError(NO_SLEEP)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        raise RuntimeError(NO_SLEEP)
+
+    def shutdown(self) -> None:
+        with self._group_lock:
+            self._retired.add(self._group)
+            self._group = self._waves = None
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.drop()
+        self._retired.close_all()
+        super().shutdown()

@@ -1,0 +1,247 @@
+"""DPEngineCoreProc: a rank of an expert-parallel group as a process.
+
+link thread (rank_link)  Directive and StartWave -> input queue of the main thread
+main thread              Status and StartWave -> link thread
+
+States: LOADING, STANDBY, SERVING (or BROKEN), then STANDBY again. READY is sent when a generation
+is committed. On SIGTERM the rank requests a generation without itself, and remains a member until
+that one is committed, or `drain_timeout_s` has passed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import msgspec
+
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.distributed.process_group import is_before
+from baton_engine.distributed.store.handshake import store_secret
+from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.elastic.rank.rank_link import RankLink, unreachable
+from baton_engine.elastic.rank_name import RANK_NAME
+from baton_engine.executor.base import Executor
+from baton_engine.expert_parallel.control_group import ControlGroup, join_control_group
+from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
+from baton_engine.expert_parallel.standby_generation import POLL_INTERVAL_S
+from baton_engine.metrics.topology_stats import commit_pauses
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.server.admin_server import Condition
+from baton_engine.server.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown, State
+from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Input
+from baton_protocol.config import EngineConfig
+from baton_protocol.messages import PROTOCOL_VERSION, Init, Pong
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
+
+#: Phases in which requests are accepted. Between generations they wait.
+_ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
+#: A loop that does not process a dismissal within this time counts as stalled.
+DISMISSED_PATIENCE_S = 10.0
+
+
+class DPEngineCoreProc(EngineCoreProc):
+    """The process of a rank."""
+
+    def __init__(
+        self, config: EngineConfig, host: str, *, client_timeout_s: float = CLIENT_TIMEOUT_S
+    ) -> None:
+        """Bind the engine port and the link port.
+
+        Raises:
+            zmq.ZMQError: a port cannot be bound.
+            ConfigurationError: the rank's name is invalid, or the service key cannot be read.
+        """
+        name = rank_name(config)
+        if not RANK_NAME.fullmatch(name):
+            message = (
+                f"parallel.rank_name: {name!r} is no DNS label: "
+                "at most 63 of a-z, 0-9, and - in between"
+            )
+            raise ConfigurationError("ConfigInvalid", message)
+        super().__init__(config, host, client_timeout_s=client_timeout_s)
+        self.phase = RankPhase.LOADING
+        self.commit_pauses = commit_pauses()
+        self._host = host
+        self._core: DPEngineCore | None = None
+        self._member: Member
+        #: Store in which ranks meet. It lives as long as this process.
+        self._store: StoreServer
+        #: The generation of the last INIT sent to clients.
+        self._announced: Generation | None = None
+        #: Arrival time of a dismissal that the loop has not processed yet.
+        self._dismissed_at: float | None = None
+        try:
+            self._link = RankLink(
+                host,
+                config.parallel.coordinator,
+                deliver=self._deliver_from_link,
+                amend=self._amend,
+                key=self.access.key,
+            )
+        except Exception:
+            self.io.close()
+            raise
+
+    def run(self) -> int:
+        self._store = open_store(self._host, secret=store_secret(self.access.key))
+        self._member = Member(
+            name=rank_name(self.config),
+            instance_id=self.instance_id,
+            host=self._host,
+            engine_port=self.io.port,
+            link_port=self._link.port,
+            store_port=self._store.address.port,
+        )
+        self._link.publish(Status(self._member, RankPhase.LOADING))
+        self._link.start()
+        try:
+            return super().run()
+        finally:
+            self._link.close()
+            self._store.close()
+
+    def _make_core(self, executor: Executor) -> EngineCore:
+        self._core = DPEngineCore(
+            self.config,
+            executor,
+            member=self._member,
+            calls=self._link,
+            join=self._join,
+            unreachable=unreachable,
+            wakeup=self.io.wake_engine,
+            pauses=self.commit_pauses,
+            take_aborts=self._owners.take_aborts,
+            request_metrics=self.request_metrics,
+            on_executor_failure=self._on_executor_failure,
+        )
+        return self._core
+
+    def _join(self, generation: Generation, rank: int) -> ControlGroup:
+        parallel = self.config.parallel
+        # A rank waits in an exchange while others run a step.
+        return join_control_group(
+            generation,
+            rank,
+            join_timeout_s=parallel.collective_timeout_s,
+            timeout_s=parallel.step_timeout_s,
+            secret=store_secret(self.access.key),
+        )
+
+    # For other threads
+
+    def readiness(self) -> Condition:
+        condition = super().readiness()
+        if condition.ok and not self._is_accepting:
+            return Condition(
+                False,
+                "Standby",
+                "in no generation of the group; see the coordinator's GET /topology",
+            )
+        return condition
+
+    def _load(self) -> Pong:
+        pong = super()._load()
+        pong.draining = pong.draining or not self._is_accepting
+        return pong
+
+    @property
+    def _is_accepting(self) -> bool:
+        return self.phase in _ACCEPTING and self._dismissed_at is None
+
+    def _amend(self, status: Status) -> Status:
+        if self._core is None:
+            return status
+        step, activity = self._core.position
+        return msgspec.structs.replace(status, step=step, activity=activity)
+
+    def _deliver_from_link(self, message: Directive | StartWave) -> None:
+        if self._core is None:
+            return  # the message is repeated
+        if isinstance(message, Directive):
+            self._on_dismissal(message.dismissed)
+            self._core.interrupt(message)
+            self.io.input_queue.put(Input(RequestType.WAKEUP, payload=message))
+        else:
+            self.io.input_queue.put(Input(RequestType.START_DP_WAVE, payload=message))
+
+    def _on_dismissal(self, dismissed: bool) -> None:
+        """Fail the process if the loop does not process a dismissal.
+
+        The dismissal is repeated until then. Clients receive DEAD, and the gateway continues their
+        requests elsewhere.
+        """
+        now, since = time.monotonic(), self._dismissed_at
+        if not dismissed:
+            self._dismissed_at = None
+        elif since is None:
+            self._dismissed_at = now
+        elif now - since > DISMISSED_PATIENCE_S and self.state is State.SERVING:
+            self._on_executor_failure(
+                "the group continues without this rank, because its loop is stalled"
+            )
+
+    # The loop
+
+    def _announce(self, core: EngineCore) -> None:
+        self._publish(core)
+
+    def _take_input(self, core: EngineCore, message: Input) -> None:
+        if isinstance(message.payload, Directive):
+            _rank(core).on_directive(message.payload)
+            self._dismissed_at = None
+        elif isinstance(message.payload, StartWave):
+            _rank(core).on_start_wave(message.payload)
+        else:
+            super()._take_input(core, message)
+
+    def _step(self, core: EngineCore) -> bool:
+        _rank(core).advance()
+        busy = super()._step(core)
+        self._deliver(core.take_outputs())
+        self._publish(core)
+        self.idle_interval_s = POLL_INTERVAL_S if _rank(core).is_changing else IDLE_INTERVAL_S
+        return busy
+
+    def _publish(self, core: EngineCore) -> None:
+        """Publish the status to the coordinator, and announce a new generation to clients."""
+        rank = _rank(core)
+        self.phase = rank.phase
+        self._link.publish(rank.status())
+        generation = rank.generation
+        if generation is not None and generation is not self._announced:
+            self._announced = generation
+            self._store.forget(is_before(generation.number))
+            init = Init(
+                PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash, generation.number
+            )
+            self.io.send_init(init)
+            super()._announce(core)
+
+    def _may_stop(self, core: EngineCore) -> bool:
+        rank = _rank(core)
+        rank.ask_to_leave()
+        may_stop = super()._may_stop(core)
+        self._publish(core)
+        deadline = self._shutdown_deadline
+        # The others need this rank's experts until a generation without it is committed.
+        needed = rank.generation is not None and rank.generation.size > 1
+        in_time = (
+            self._shutdown is Shutdown.DRAIN
+            and deadline is not None
+            and time.monotonic() < deadline
+        )
+        return may_stop and not (needed and in_time)
+
+
+def rank_name(config: EngineConfig) -> str:
+    """Return the name of this rank in topologies."""
+    return config.parallel.rank_name or os.environ.get("POD_NAME") or socket.gethostname()
+
+
+def _rank(core: Any) -> DPEngineCore:
+    assert isinstance(core, DPEngineCore), "this process creates no other core"
+    return core

@@ -1,0 +1,34 @@
+"""Control groups of past generations, closed after a grace period.
+
+Closing one at once could reset the connection of a slower member that still reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton_engine.expert_parallel.control_group import ControlGroup
+
+GRACE_S = 5.0
+
+
+class RetiredGroups:
+    """Groups that wait to be closed."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._groups: list[tuple[float, ControlGroup]] = []
+
+    def add(self, group: ControlGroup | None) -> None:
+        """Retire a group that this rank no longer uses. None is ignored."""
+        if group is not None:
+            self._groups.append((self._clock() + GRACE_S, group))
+
+    def advance(self) -> None:
+        """Close the oldest group if its grace period is over."""
+        if self._groups and self._clock() >= self._groups[0][0]:
+            self._groups.pop(0)[1].close()
+
+    def close_all(self) -> None:
+        while self._groups:
+            self._groups.pop()[1].close()

@@ -1,0 +1,180 @@
+"""An HTTP server for untrusted clients, bounded in connections, time and bytes.
+
+It has one thread per connection. Requests that cannot be read are answered 400, 405, 411, 413, 414
+or 431 with {reason, message}, and their connection is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import logging
+import socket
+import socketserver
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import msgspec
+
+from baton_engine.http.json_server import JSONHandler, JSONServer
+from baton_engine.untrusted import SparseLog, one_line
+
+logger = logging.getLogger(__name__)
+
+#: Beyond this number, the connection with the oldest request is closed.
+MAX_CONNECTIONS = 128
+#: From the start of a connection, or its last response, to its next response.
+REQUEST_TIMEOUT_S = 20.0
+MAX_BODY_BYTES = 2**20
+ACCEPT_PAUSE_S = 0.1
+#: Keep reading for this long after an early refusal. Closing at once would reset the connection and
+#: lose the response.
+LINGER_S = 1.0
+
+
+class BoundedHTTPServer(JSONServer):
+    """The server. Subclasses of BoundedHandler answer its requests."""
+
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
+        """Bind the port. Raise OSError if the address is taken."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._lock = threading.Lock()
+        #: Start of each connection's current request, or of the wait for it.
+        self._since: dict[Any, float] = {}
+        self._log = SparseLog(logger)
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        """Bind without a DNS lookup of the host's name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            self._log.warning("cannot accept an HTTP connection: %s", error)
+            time.sleep(ACCEPT_PAUSE_S)  # without free descriptors, the next try fails at once
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            oldest = (
+                min(self._since, key=self._since.__getitem__)
+                if len(self._since) >= MAX_CONNECTIONS
+                else None
+            )
+            if oldest is not None:
+                del self._since[oldest]
+            self._since[request] = time.monotonic()
+        if oldest is not None:
+            self._log.warning("%s HTTP connections are open; closed the oldest", MAX_CONNECTIONS)
+            _end(oldest)
+        super().process_request(request, client_address)
+
+    def on_answered(self, request: Any) -> None:
+        with self._lock:
+            if request in self._since:
+                self._since[request] = time.monotonic()
+
+    def service_actions(self) -> None:
+        """Close connections that exceed REQUEST_TIMEOUT_S. Called twice a second."""
+        limit = time.monotonic() - REQUEST_TIMEOUT_S
+        with self._lock:
+            late = [request for request, since in self._since.items() if since < limit]
+        for request in late:
+            _end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+
+class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
+    """A handler with limits on the request."""
+
+    server: BoundedHTTPServer
+    disable_nagle_algorithm = True
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.server.on_answered(self.request)
+
+    def body(self) -> bytes | None:
+        """Read the request's body. Return None if the request was refused.
+
+        Raises:
+            ConnectionError: the client disconnected before the end of the body.
+        """
+        if self.headers.get("Transfer-Encoding") is not None:
+            self._refuse(411, "a body needs a Content-Length; chunked bodies are not supported")
+            return None
+        lengths = set(self.headers.get_all("Content-Length") or ["0"])
+        length = lengths.pop()
+        if lengths or not (length.isascii() and length.isdecimal()):
+            self._refuse(400, "Content-Length must be one number")
+            return None
+        if len(length) > len(str(MAX_BODY_BYTES)) or int(length) > MAX_BODY_BYTES:
+            self._refuse(413, f"a body has at most {MAX_BODY_BYTES} bytes")
+            return None
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise ConnectionError("the body ended early")
+        return body
+
+    def ignore_body(self) -> None:
+        """Close the connection after a request that should have no body but has one.
+
+        Otherwise the body would be read as the next request.
+        """
+        if (
+            self.headers.get("Content-Length", "0") != "0"
+            or self.headers.get("Transfer-Encoding") is not None
+        ):
+            self.close_connection = True
+
+    def not_allowed(self, *methods: str) -> None:
+        """Answer 405 with the allowed methods."""
+        self.close_connection = True
+        message = f"{one_line(self.command)} is not allowed here; allowed: {', '.join(methods)}"
+        body = msgspec.json.encode({"reason": "MethodNotAllowed", "message": message})
+        self._answer(405, body, headers={"Allow": ", ".join(methods), "Connection": "close"})
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that the library rejects."""
+        if code == http.HTTPStatus.NOT_IMPLEMENTED:
+            self.not_allowed(*sorted(name[3:] for name in dir(self) if name.startswith("do_")))
+        else:
+            self._refuse(code, one_line(message or http.HTTPStatus(code).phrase))
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug("http %s: %s", self.client_address[0], one_line(format % args))
+
+    def _refuse(self, code: int, message: str) -> None:
+        """Answer an error and close the connection, because the rest of the request is not read."""
+        self.close_connection = True
+        # An unread request counts as HTTP/0.9, whose responses have no headers.
+        self.request_version = self.protocol_version
+        self._send_reason(
+            code, http.HTTPStatus(code).phrase.replace(" ", "").replace("-", ""), message
+        )
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(LINGER_S)
+            until = time.monotonic() + LINGER_S
+            while time.monotonic() < until and self.connection.recv(2**16):
+                pass
+
+
+def _end(connection: socket.socket) -> None:
+    """Shut a connection down. Its thread notices and closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

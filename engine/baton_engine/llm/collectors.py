@@ -1,0 +1,206 @@
+"""Collectors: from engine outputs to the caller's output objects, one per prompt. No torch."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+
+from baton_engine.llm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
+from baton_engine.llm.params import SamplingParams
+from baton_protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    RoutedExperts,
+    TokenLogprobs,
+)
+from baton_text.output import (
+    OutputProcessor,
+    join_routed_experts,
+    prompt_token_logprobs,
+    ranked_logprobs,
+)
+from baton_text.tokenizer import Tokenizer
+
+
+@dataclass
+class Prompt:
+    """A tokenized prompt."""
+
+    token_ids: list[int]
+    #: None if token ids were given.
+    text: str | None
+
+
+class Collector(abc.ABC):
+    """Everything that is generated for one prompt.
+
+    Attributes:
+        requests: requests for the engine.
+        num_generated: tokens received so far.
+    """
+
+    def __init__(self, prompt: Prompt, requests: list[EngineCoreRequest]) -> None:
+        self.prompt = prompt
+        self.requests = requests
+        self.num_generated = 0
+
+    @abc.abstractmethod
+    def push(self, output: EngineCoreOutput) -> bool:
+        """Take in an output of one of `requests`. Return whether that request has ended.
+
+        The engine may not know yet that it has.
+        """
+
+
+class SamplesCollector(Collector):
+    """The samples of one prompt."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        requests: list[EngineCoreRequest],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ) -> None:
+        super().__init__(prompt, requests)
+        self._params = params
+        self._tokenizer = tokenizer
+        self._samples = {request.request_id: _Sample(params, tokenizer) for request in requests}
+
+    def push(self, output: EngineCoreOutput) -> bool:
+        self.num_generated += len(output.new_token_ids)
+        return self._samples[output.request_id].push(output)
+
+    def result(self, request_id: str) -> RequestOutput:
+        """Return the caller's object, once every request has ended."""
+        samples = list(self._samples.values())
+        # The first of a group computes the prompt. Only its count describes the prompt, because
+        # the others find it cached.
+        output = RequestOutput(
+            request_id,
+            self.prompt.text,
+            self.prompt.token_ids,
+            num_cached_tokens=samples[0].num_cached_tokens,
+        )
+        prompt_logprobs = next(
+            (s.prompt_logprobs for s in samples if s.prompt_logprobs is not None), None
+        )
+        if prompt_logprobs is not None:
+            output.prompt_logprobs = prompt_token_logprobs(self._tokenizer, prompt_logprobs)
+        if len(samples) > self._params.n:
+            samples.sort(key=lambda sample: sample.processor.mean_logprob, reverse=True)
+        output.outputs = [
+            sample.result(index) for index, sample in enumerate(samples[: self._params.n])
+        ]
+        output.finished = True
+        return output
+
+
+class BeamsCollector(Collector):
+    """The beams of one prompt: one request with one output."""
+
+    def __init__(self, prompt: Prompt, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
+        super().__init__(prompt, [request])
+        self._tokenizer = tokenizer
+        self._output: EngineCoreOutput | None = None
+
+    def push(self, output: EngineCoreOutput) -> bool:
+        self.num_generated += sum(len(beam.token_ids) for beam in output.beams or [])
+        self._output = output
+        return output.finished
+
+    def result(self) -> BeamSearchOutput:
+        """Return the caller's object, once the request has ended."""
+        assert self._output is not None
+        sequences = []
+        for beam in self._output.beams or []:
+            tokens = [*self.prompt.token_ids, *beam.token_ids]
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    text=self._tokenizer.decode(tokens),
+                    cum_logprob=beam.cumulative_logprob,
+                    score=beam.score,
+                    finish_reason=str(beam.finish_reason),
+                    stop_reason=beam.stop_token_id,
+                )
+            )
+        return BeamSearchOutput(sequences)
+
+
+@dataclass
+class _Sample:
+    """One sequence."""
+
+    params: SamplingParams
+    tokenizer: Tokenizer
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.processor = OutputProcessor(
+            self.tokenizer,
+            stops=self.params.stops,
+            include_stop=self.params.include_stop_str_in_output,
+            skip_special_tokens=self.params.skip_special_tokens,
+            min_tokens=self.params.min_tokens,
+            stop_token_ids=self.params.stop_token_ids,
+        )
+
+    def push(self, output: EngineCoreOutput) -> bool:
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.routed_experts is not None:
+            self.routed_experts.append(output.routed_experts)
+        piece = self.processor.push(output)
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.logprobs += (output.new_logprobs or [])[: len(piece.token_ids)]
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        return self.finish_reason is not None
+
+    def result(self, index: int) -> CompletionOutput:
+        wants_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=self.token_ids,
+            cumulative_logprob=self.processor.cumulative_logprob if wants_logprobs else None,
+            logprobs=[ranked_logprobs(self.tokenizer, item) for item in self.logprobs]
+            if wants_logprobs
+            else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            routed_experts=join_routed_experts(self.routed_experts),
+        )
+
+
+def check_output(output: EngineCoreOutput, where: str) -> None:
+    """Raise the exception of an engine's refusal or failure.
+
+    Args:
+        where: names the prompt in the message.
+
+    Raises:
+        ValueError: the prompt or its parameters cannot be served.
+        RuntimeError: the engine failed.
+    """
+    if not output.error:
+        return
+    message = f"{where}: {output.error}"
+    if output.error_code in (ErrorCode.INVALID, ErrorCode.LENGTH):
+        raise ValueError(message)
+    raise RuntimeError(message)

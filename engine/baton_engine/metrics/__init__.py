@@ -1,0 +1,8 @@
+"""What an engine counts, and its Prometheus form.
+
+engine_stats      gauges and counters of an engine
+topology_stats    gauges and counters of a rank of an expert-parallel group
+request_metrics   histograms of latencies and lengths
+load_counter      bytes of weights read while the model loads
+prometheus        all of them as Prometheus metrics
+"""

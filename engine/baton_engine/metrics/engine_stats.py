@@ -1,0 +1,64 @@
+"""Counters and gauges of an engine: one struct for metrics, the utility RPC and heartbeats."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_engine.metrics.topology_stats import TopologyStats
+from baton_kv_transfer.connector import ConnectorStats
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """The first fields are gauges. The fields from `prompt_tokens` on are counters since start."""
+
+    num_requests_running: int = 0
+    #: Queued requests, including those that wait for remote KV.
+    num_requests_waiting: int = 0
+    #: Preempted requests with blocks in host memory. They also count as waiting.
+    num_requests_swapped: int = 0
+    num_requests_waiting_for_remote_kv: int = 0
+    #: Transfers of ended requests whose blocks are still read or written.
+    num_transfers_held: int = 0
+    #: Fraction of KV blocks in use, 0 to 1.
+    kv_cache_usage: float = 0.0
+    #: Prefix blocks in the offload tier.
+    offload_blocks: int = 0
+    draining: bool = False
+    paused: bool = False
+    #: 0, 1 or 2. None: awake.
+    sleep_level: int | None = None
+
+    #: Prompt tokens of started requests. The next three counters split them by the source of their
+    #: KV.
+    prompt_tokens: int = 0
+    #: Computed here, including repetitions after a preemption.
+    prompt_tokens_computed: int = 0
+    prompt_tokens_remote: int = 0
+    prompt_tokens_cached: int = 0
+    #: Tokens known on arrival whose KV a prefill engine should have sent, but did not.
+    kv_transfer_recomputed_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    #: KV blocks moved to host memory.
+    num_swapped_out_blocks: int = 0
+    #: KV blocks moved back to the device.
+    num_swapped_in_blocks: int = 0
+    #: Tokens looked up.
+    prefix_cache_queries: int = 0
+    #: Tokens found.
+    prefix_cache_hits: int = 0
+    #: KV blocks copied to the offload tier when the prefix cache evicted them.
+    offload_blocks_stored: int = 0
+    #: KV blocks copied back from the offload tier for a request's prefix.
+    offload_blocks_restored: int = 0
+    #: Ended requests by finish reason.
+    requests_finished: dict[str, int] = {}
+    #: None without a connector.
+    kv_transfer: ConnectorStats | None = None
+    #: None: the engine is not a rank of an expert-parallel group.
+    topology: TopologyStats | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests and transfers that a drain waits for."""
+        return self.num_requests_running + self.num_requests_waiting + self.num_transfers_held

@@ -1,0 +1,30 @@
+"""Bytes of weights that this process has read. The loading thread writes, HTTP threads read.
+
+Worker processes count too, but their counters are not read.
+"""
+
+from __future__ import annotations
+
+from baton_protocol.progress import LoadProgress
+
+
+class LoadCounter:
+    """Counts the bytes of one load."""
+
+    def __init__(self) -> None:
+        self._done, self._total = 0, 0
+
+    def begin(self, total: int) -> None:
+        """Start to count a load of `total` bytes."""
+        self._done, self._total = 0, total
+
+    def add(self, num_bytes: int) -> None:
+        self._done += num_bytes
+
+    def progress(self) -> LoadProgress | None:
+        """Return the progress of the load. None before the first load."""
+        return LoadProgress(min(self._done, self._total), self._total) if self._total else None
+
+
+#: The counter of this process.
+COUNTER = LoadCounter()

@@ -1,0 +1,47 @@
+"""Counters and gauges of a rank of an expert-parallel group: its generations and waves."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_engine.metrics.request_metrics import Histogram
+from baton_protocol.topology import RankPhase
+
+_PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class TopologyStats(msgspec.Struct, kw_only=True):
+    """The fields up to `wave_running` are gauges. The others are counters since start."""
+
+    phase: RankPhase
+    #: 0: none.
+    generation: int = 0
+    rank: int = 0
+    #: Ranks of the generation.
+    size: int = 0
+    #: The running wave, or the next one.
+    wave: int = 0
+    wave_running: bool = False
+    #: Steps of waves.
+    num_steps: int = 0
+    #: Dummy batches: steps in which this rank only ran its experts for the others.
+    num_steps_without_tokens: int = 0
+    #: Generations that lost a member while this rank was in them.
+    num_broken: int = 0
+    #: Time in exchanges of votes, including the wait for the slowest rank.
+    exchange_seconds: float = 0.0
+
+
+def commit_pauses() -> dict[str, Histogram]:
+    """Create the histograms of pauses by kind of commit.
+
+    A `planned` commit pauses between two steps. A `broken` one pauses from the last step of the
+    broken generation.
+    """
+    return {
+        kind: Histogram("Pause between steps while the generation changed.", _PAUSE_S)
+        for kind in KINDS
+    }
+
+
+KINDS = ("planned", "broken")

@@ -1,0 +1,130 @@
+"""CONSUME requests before their first step: a peer computes the KV of their prompt.
+
+Two events must arrive, in any order: the block load and the gateway's PREFILL_RESULT. Missing
+blocks are computed here, unless the policy is to fail.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.scheduling.decisions import Finished, Queued
+from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
+from baton_engine.scheduling.queues import WaitingRequests
+from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.stop_rules import StopRules
+from baton_protocol.messages import ErrorCode, FinishReason, PrefillResult
+
+EARLY_RESULTS_KEPT = 1024
+
+
+class RemotePrefill:
+    """Joins a request's block load with the result of its prefill stage."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        handoff: KVHandoff,
+        queues: WaitingRequests,
+        counters: EngineStats,
+        stop_rules: StopRules,
+        *,
+        fail_on_load_error: bool,
+    ) -> None:
+        self._kv = kv
+        self._handoff = handoff
+        self._queues = queues
+        self._counters = counters
+        self._stop_rules = stop_rules
+        self._fail_on_load_error = fail_on_load_error
+        #: Results by id of requests that have not arrived. None: the request has ended; a late
+        #: result must not reach a later request with its id.
+        self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
+
+    def take_early(self, request_id: str) -> PrefillResult | None:
+        """Return the result that arrived before its request."""
+        return self._early_results.pop(request_id, None)
+
+    def remember_early(self, result: PrefillResult) -> None:
+        """Keep the first result for a request that has not arrived."""
+        if result.request_id not in self._early_results:
+            self._remember(result.request_id, result)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the results of a request that has ended or was refused, including later ones.
+
+        They must not reach a later request with the same id.
+        """
+        self._remember(request_id, None)
+
+    def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
+        """Take in how the prefill stage of `request` ended."""
+        if (
+            request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
+            or request.prefill_result is not None
+        ):
+            return None
+        request.prefill_result = result
+        waiting_to_load = self._queues.waiting_to_load
+        if request in waiting_to_load:
+            if not result.token_ids and result.error and not self._fail_on_load_error:
+                waiting_to_load.discard(
+                    request
+                )  # no peer computes the prompt, so it is computed here
+                self._handoff.decline(request)
+                request.kv_transfer = None
+                num_cached = (
+                    len(self._kv.find_cached_prefix(request, request.num_arrival_tokens))
+                    * self._kv.block_size
+                )
+                self._counters.kv_transfer_recomputed_tokens += (
+                    request.num_arrival_tokens - num_cached
+                )
+                return Queued(request)
+            return None
+        if result.error:
+            self._handoff.cancel_load(request)
+        return self.end_load_if_ready(request)
+
+    def end_load_if_ready(self, request: Request) -> Finished | Queued | None:
+        """Let a request continue once its load and its prefill stage have ended."""
+        result, prefill = self._handoff.load_result(request), request.prefill_result
+        if result is None or prefill is None:
+            return None
+        num_cached = request.num_computed_tokens
+        num_verified = min(
+            num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens
+        )
+        if num_verified < request.num_arrival_tokens and self._fail_on_load_error:
+            error = result.error or prefill.error or "the prefill side did not send all KV blocks"
+            return Finished.without_token(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
+        self._handoff.end_load(request)
+        del self._queues.loading[request.request_id]
+        request.kv_transfer = None  # the hand-off has ended
+        request.num_remote_tokens = max(
+            0, min(num_verified, request.num_prompt_tokens) - num_cached
+        )
+        self._counters.prompt_tokens_remote += request.num_remote_tokens
+        self._counters.kv_transfer_recomputed_tokens += max(
+            0, request.num_arrival_tokens - max(num_verified, num_cached)
+        )
+        request.token_ids.extend(prefill.token_ids)
+        # Without a first token, the last known one is computed here for its logits.
+        request.num_computed_tokens = min(num_verified, request.num_tokens - 1)
+        if request.num_computed_tokens < num_cached:  # it would be written to a shared block
+            self._kv.free(request)
+            request.num_computed_tokens = 0
+        else:
+            self._kv.cache_blocks(request, request.num_computed_tokens)
+            reason = self._stop_rules.reason(request) if prefill.token_ids else None
+            if reason is not None:
+                return Finished.without_token(request, reason)
+        return Queued(request)
+
+    def _remember(self, request_id: str, result: PrefillResult | None) -> None:
+        self._early_results[request_id] = result
+        self._early_results.move_to_end(request_id)
+        while len(self._early_results) > EARLY_RESULTS_KEPT:
+            self._early_results.popitem(last=False)

@@ -1,0 +1,160 @@
+"""Results of a step: caches blocks, appends sampled tokens, advances beams and ends requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from baton_engine.executor.step import ModelRunnerOutput
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.scheduling.decisions import Finished, Queued
+from baton_engine.scheduling.groups.beams import BeamSearches
+from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.step_builder import ScheduledRange
+from baton_engine.scheduling.stop_rules import StopRules
+from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
+
+
+class StepResults:
+    """Decides what follows from the results of a step."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        outputs: RequestOutputs,
+        counters: EngineStats,
+        stop_rules: StopRules,
+        worker: WorkerMirror,
+        beams: BeamSearches,
+    ) -> None:
+        self._kv = kv
+        self._outputs = outputs
+        self._counters = counters
+        self._stop_rules = stop_rules
+        self._worker = worker
+        self._beams = beams
+
+    def take(
+        self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
+    ) -> Iterator[Finished | Queued]:
+        """Take in a step, request by request. The caller applies each decision before the next one.
+
+        Args:
+            ranges: what the step was scheduled to run.
+            ran: what the workers returned.
+
+        Raises:
+            RuntimeError: the workers ran something else.
+        """
+        sampled = ran.sampled_token_ids
+        has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
+        for entry in ranges:
+            request = entry.request
+            request.num_in_flight -= 1
+            if request.status is RequestStatus.FINISHED:  # ended while the step was in flight
+                continue
+            token_id = sampled.get(request.request_id)
+            if (token_id is not None) != entry.samples:
+                raise RuntimeError(
+                    f"{request!r}: step {step_id} sampled {token_id}; "
+                    "it samples iff all known tokens are computed"
+                )
+            if entry.start < request.num_prompt_tokens:
+                self._counters.prompt_tokens_computed += (
+                    min(entry.end, request.num_prompt_tokens) - entry.start
+                )
+            if entry.num_preemptions == request.num_preemptions:  # else its KV has left `blocks`
+                self._kv.cache_blocks(request, entry.end)
+            if has_extras:
+                self._outputs.collect(
+                    request.root or request, entry.start, ran, ran_as=request.request_id
+                )
+            if token_id is not None:
+                if request.root is not None:
+                    finished = self._report_beam(
+                        request.root, request, ran.logprobs.get(request.request_id)
+                    )
+                else:
+                    finished = self._append(request, token_id, ran)
+                if finished is not None:
+                    yield finished
+            if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
+                yield Queued(request)
+
+    def discard(self, ranges: Sequence[ScheduledRange]) -> Iterator[Queued]:
+        """Reset the requests of a step whose tokens have not run, so that later steps run them.
+
+        Args:
+            ranges: what the step was scheduled to run.
+        """
+        for entry in ranges:
+            request = entry.request
+            request.num_in_flight -= 1
+            request.num_placeholders -= entry.samples
+            if request.status is RequestStatus.FINISHED:
+                continue
+            self._worker.forget(request)  # it may lack the blocks that the step added
+            # A request that has been preempted since may have no computed tokens left.
+            request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
+            if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
+                yield Queued(request)
+
+    def advance_beams(self, root: Request) -> Finished | None:
+        """Advance a search if all its beams have reported. Return its end if it is over."""
+        group = root.beams
+        if group is None or not group.complete:
+            return None
+        self._beams.advance(root)
+        if group.live:
+            return None
+        beams = list(group.finished)
+        if not beams:
+            return Finished.without_token(
+                root, FinishReason.ERROR, ErrorCode.INTERNAL, "no token was possible for any beam"
+            )
+        best = beams[0]
+        self._counters.generation_tokens += len(best.token_ids)
+        output = EngineCoreOutput(
+            request_id=root.request_id,
+            new_token_ids=best.token_ids,
+            token_offset=root.num_generated_tokens,
+            finish_reason=best.finish_reason,
+            stop_token_id=best.stop_token_id,
+            new_logprobs=best.logprobs,
+            beams=beams,
+        )
+        return Finished(root, output)
+
+    def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> Finished | None:
+        request.token_ids.append(token_id)
+        request.num_placeholders -= 1
+        self._counters.generation_tokens += 1
+        reason, error, error_code = self._stop_rules.take_token(request)
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[token_id],
+            token_offset=len(request.token_ids) - request.num_prompt_tokens - 1,
+            finish_reason=reason,
+        )
+        if reason is FinishReason.STOP and self._stop_rules.is_stop_token(request, token_id):
+            output.stop_token_id = token_id
+        if error:
+            output.error, output.error_code = error, error_code
+        logprobs = ran.logprobs.get(request.request_id)
+        if logprobs is not None:
+            output.new_logprobs = [logprobs]
+        if ran.num_nans_in_logits:
+            output.num_nans_in_logits = ran.num_nans_in_logits.get(request.request_id, 0)
+        if reason is not None:
+            return Finished(request, output)
+        self._outputs.emit(request, output)
+        return None
+
+    def _report_beam(
+        self, root: Request, beam: Request, logprobs: TokenLogprobs | None
+    ) -> Finished | None:
+        self._beams.report(beam, logprobs)
+        # A swapped search advances once it is resumed.
+        return self.advance_beams(root) if root.status is RequestStatus.RUNNING else None

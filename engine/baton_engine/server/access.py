@@ -1,0 +1,73 @@
+"""Access: admits clients with the service key, and counts and logs the others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from prometheus_client import Counter
+
+from baton_engine.models.errors import ConfigurationError
+from baton_protocol.service_key import ServiceKey, ServiceKeyError
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 60.0
+
+#: The ROUTER port and the HTTP port.
+Door = Literal["engine", "http"]
+
+
+class Access:
+    """Checks of the service key. Thread-safe."""
+
+    def __init__(
+        self, key: ServiceKey | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create checks for a key. None admits every client."""
+        self.key = key
+        self.refusals = Counter(
+            "baton:access_refused",
+            "Connections and requests that were refused because they lack the service's key.",
+            ["door"],
+            registry=None,
+        )
+        for door in ("engine", "http"):  # Prometheus rates need a sample of 0
+            self.refusals.labels(door)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._unsaid: dict[Door, int] = {"engine": 0, "http": 0}
+        self._said: dict[Door, float] = {}
+
+    @classmethod
+    def load(cls, service_key_file: str) -> Access:
+        """Read the key. Raise ConfigurationError if it cannot be read."""
+        try:
+            return cls(ServiceKey.load(service_key_file))
+        except ServiceKeyError as error:
+            raise ConfigurationError("ServiceKeyInvalid", str(error)) from None
+
+    def admits(self, authorization: str | None) -> bool:
+        """Return whether this Authorization header permits a POST. Count it if not."""
+        if self.key is None or self.key.admits(authorization):
+            return True
+        self.refused("http")
+        return False
+
+    def refused(self, door: Door, count: int = 1) -> None:
+        """Count refused connections. Log them at most once per LOG_INTERVAL_S and port."""
+        self.refusals.labels(door).inc(count)
+        now = self._clock()
+        with self._lock:
+            self._unsaid[door] += count
+            if now - self._said.get(door, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
+                return
+            self._said[door], count, self._unsaid[door] = now, self._unsaid[door], 0
+        logger.warning(
+            "%s port: refused %d connections or requests without the service key; "
+            "check the clients' service_key_file",
+            *(door, count),
+        )

@@ -1,0 +1,216 @@
+"""The engine's admin HTTP server: health, readiness, metrics, drain, pause, sleep, profiles.
+
+Its threads do not touch the engine's state. With a service key, POST requests need that key.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from baton_engine.http.json_server import JSONHandler, JSONServer
+from baton_engine.server.access import Access
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.progress import Health, LoadProgress
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**10
+
+#: Utility methods of the engine core by HTTP method. The path is /<name>, and the query holds the
+#: arguments.
+CALLS = {
+    "GET": frozenset({"is_paused", "is_sleeping"}),
+    "POST": frozenset(
+        {
+            "pause",
+            "reset_prefix_cache",
+            "resume",
+            "sleep",
+            "start_profile",
+            "stop_profile",
+            "wake_up",
+        }
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Whether something holds, and why."""
+
+    ok: bool
+    reason: str
+    message: str
+    progress: LoadProgress | None = None
+    kv: KVCompatibility | None = None
+    #: Bytes of KV moved, by the configured transport and the transport that moved them.
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class DrainStatus(msgspec.Struct):
+    """The response to /drain."""
+
+    draining: bool
+    #: Requests running and waiting, and transfers that a peer still needs.
+    unfinished: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Result of a call that is accepted, but takes longer than a caller should wait."""
+
+
+class EngineAdmin(Protocol):
+    """The part of the engine process that the server uses, from its own threads."""
+
+    def health(self) -> Condition: ...
+
+    def readiness(self) -> Condition: ...
+
+    def drain_status(self, *, start: bool) -> DrainStatus:
+        """Return the state of draining. Raise TimeoutError if the engine's loop does not answer.
+
+        Args:
+            start: start draining first.
+        """
+
+    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        """Return the method's result, or `Pending`.
+
+        Raises:
+            ValueError: wrong arguments.
+            TimeoutError: the engine's loop does not answer.
+            Exception: any exception of the method.
+        """
+
+
+class AdminServer:
+    """The server and its thread."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        admin: EngineAdmin,
+        registry: CollectorRegistry,
+        access: Access | None = None,
+    ) -> None:
+        """Bind the port. Raise OSError if the address is taken.
+
+        Args:
+            port: 0 selects any free port, see `port`.
+            access: checks the key of POST requests. None admits all of them.
+        """
+        self._server = _Server((host, port), _Handler)
+        self._server.admin, self._server.registry = admin, registry
+        self._server.access = access or Access()
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(JSONServer):
+    admin: EngineAdmin
+    registry: CollectorRegistry
+    access: Access
+
+
+class _Handler(JSONHandler, BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._condition(self.server.admin.health())
+        elif self.path == "/ready":
+            self._condition(self.server.admin.readiness())
+        elif self.path == "/metrics":
+            self._answer(200, generate_latest(self.server.registry), CONTENT_TYPE_PLAIN_0_0_4)
+        elif self.path == "/drain":
+            self._drain(start=False)
+        else:
+            self._call()
+
+    def do_POST(self) -> None:
+        if not self.server.access.admits(self.headers.get("Authorization")):
+            self._unauthorized()
+            return
+        length = self.headers.get("Content-Length") or "0"
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            self.close_connection = True  # the body is not read
+            message = f"Content-Length must be in [0, {MAX_BODY_BYTES}]; nothing here takes a body"
+            self._send_reason(400, "BadRequest", message)
+            return
+        self.rfile.read(int(length))
+        if self.path == "/drain":
+            self._drain(start=True)
+        else:
+            self._call()
+
+    def _condition(self, condition: Condition) -> None:
+        body = Health(
+            condition.reason,
+            condition.message,
+            condition.progress,
+            condition.kv,
+            kv_bytes=condition.kv_bytes,
+        )
+        self._answer(200 if condition.ok else 503, msgspec.json.encode(body))
+
+    def _drain(self, *, start: bool) -> None:
+        try:
+            self._answer(200, msgspec.json.encode(self.server.admin.drain_status(start=start)))
+        except TimeoutError as error:
+            self._send_reason(503, "Unresponsive", str(error))
+
+    def _call(self) -> None:
+        url = urlsplit(self.path)
+        method = url.path.removeprefix("/")
+        if method not in CALLS[self.command]:
+            self._not_found()
+            return
+        try:
+            result = self.server.admin.call_utility(
+                method, parse_qs(url.query, keep_blank_values=True)
+            )
+        except ValueError as error:
+            self._send_reason(400, "BadRequest", str(error))
+        except TimeoutError as error:
+            self._send_reason(503, "Unresponsive", str(error))
+        except Exception as error:
+            self._send_reason(409, "Failed", f"{method}: {error}")
+        else:
+            if isinstance(result, Pending):
+                self._send_reason(
+                    202,
+                    "Pending",
+                    f"{method} is in progress; see GET /is_paused and GET /is_sleeping",
+                )
+            else:
+                self._answer(200, msgspec.json.encode({"result": result}))
+
+    def _not_found(self) -> None:
+        names = {
+            method: ", ".join(f"/{name}" for name in sorted(names))
+            for method, names in CALLS.items()
+        }
+        paths = (
+            f"GET /health, /ready, /metrics, /drain, {names['GET']} "
+            f"and POST /drain, {names['POST']}"
+        )
+        self._send_reason(404, "NotFound", f"there is only {paths}")

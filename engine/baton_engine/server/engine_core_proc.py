@@ -1,0 +1,476 @@
+"""EngineCoreProc: an EngineCore as a process.
+
+I/O thread (engine_io)      input queue -> main thread, outbox <- main thread
+main thread                 load the model, then loop: take inputs, run a step, send outputs
+HTTP thread (admin_server)  calls, through the same input queue
+
+States: LOADING, then SERVING, then STOPPED. The first SIGTERM drains, the second one ends all
+requests; the exit code is 0. If a step fails or a worker dies, the state is FAILED, all clients
+receive DEAD, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import logging
+import queue
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from baton_engine.core.engine_core import EngineCore, StepFailedError
+from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.load_counter import COUNTER
+from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
+from baton_engine.scheduling.scheduler import PauseState
+from baton_engine.server import utility_calls
+from baton_engine.server.access import Access
+from baton_engine.server.admin_server import Condition, DrainStatus, Pending
+from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
+from baton_engine.server.request_owners import RequestOwners
+from baton_protocol.config import EngineConfig
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.messages import (
+    PROTOCOL_VERSION,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ErrorCode,
+    Init,
+    Pong,
+    PrefillResult,
+    UtilityOutput,
+    UtilityRequest,
+)
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+
+logger = logging.getLogger(__name__)
+
+IDLE_INTERVAL_S = 1.0
+#: The loop counts as stalled after the executor's step timeout and this margin.
+STUCK_MARGIN_S = 30.0
+#: Limit for a utility call. It is high because wake_up may read weights.
+CALL_STUCK_AFTER_S = 1800.0
+ADMIN_TIMEOUT_S = 10.0
+CONNECTOR_STATS_INTERVAL_S = 1.0
+
+
+class State(enum.Enum):
+    """State of the process, and its reason in health responses."""
+
+    LOADING = "Loading"
+    SERVING = "Serving"
+    STOPPED = "Stopped"
+    FAILED = "Failed"
+
+
+class Shutdown(enum.IntEnum):
+    """The requested kind of shutdown. It only increases."""
+
+    NONE = 0
+    #: Running requests end first, within `drain_timeout_s`.
+    DRAIN = 1
+    AT_ONCE = 2
+
+
+@dataclass(slots=True)
+class _LocalCall:
+    """A call by another thread of this process, which the loop runs."""
+
+    run: Callable[[EngineCore], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+class EngineCoreProc:
+    """The engine process. The constructor binds ports; `run` loads the model and serves."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: str,
+        *,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:
+        """Bind the engine port.
+
+        Raises:
+            zmq.ZMQError: the engine port cannot be bound.
+            ConfigurationError: the service key cannot be read.
+        """
+        self.access = Access.load(config.service_key_file)
+        self.config = config
+        self.idle_interval_s = IDLE_INTERVAL_S
+        self.instance_id = uuid.uuid4().hex
+        self.state = State.LOADING
+        self.io = EngineIO(
+            host,
+            config.engine_port,
+            self.instance_id,
+            self._load,
+            access=self.access,
+            client_timeout_s=client_timeout_s,
+        )
+        self.request_metrics = RequestMetrics()
+        #: By kind of commit, see `topology_stats`. Empty for an engine that is no rank of a group.
+        self.commit_pauses: dict[str, Histogram] = {}
+        self._stats = EngineStats()
+        self._owners = RequestOwners(self.io.aborts)
+        self._heartbeat = time.monotonic()
+        #: The loop runs a utility call.
+        self._in_call = False
+        self._failure = ""
+        #: None while the model loads, and for an engine that exchanges no blocks.
+        self._kv: KVCompatibility | None = None
+        self._drain_requested = False
+        self._shutdown = Shutdown.NONE
+        self._shutdown_deadline: float | None = None
+
+    def run(self) -> int:
+        """Load the model and serve until `request_shutdown`. Return the exit code.
+
+        Raises:
+            ConfigurationError: the model or the configuration cannot be served. Clients have
+                received DEAD.
+        """
+        self.io.start()
+        executor: Executor | None = None
+        core: EngineCore | None = None
+        try:
+            executor = load_executor_class(executor_name(self.config))(
+                self.config, self.instance_id, self.io.wake_engine
+            )
+            core = self._make_core(executor)
+            self._kv = core.info.kv
+            # The garbage collector need not visit objects that live until the end.
+            gc.collect()
+            gc.freeze()
+            self._start_serving(core)
+            self._run_busy_loop(core)
+            self.state = State.STOPPED
+            logger.info("engine stopped")
+            return 0
+        except Exception as error:
+            loading = self.state is State.LOADING
+            self._fail(
+                str(error)
+                if isinstance(error, StepFailedError)
+                else f"{type(error).__name__}: {error}"
+            )
+            if loading:
+                raise
+            logger.exception("the engine loop failed")
+            return 1
+        finally:
+            if core is not None:
+                core.shutdown()
+            elif executor is not None:
+                executor.shutdown()
+            self.io.close()
+            gc.unfreeze()
+
+    def _make_core(self, executor: Executor) -> EngineCore:
+        """Create the core. May take minutes."""
+        return EngineCore(
+            self.config,
+            executor,
+            take_aborts=self._owners.take_aborts,
+            request_metrics=self.request_metrics,
+            on_executor_failure=self._on_executor_failure,
+        )
+
+    def request_shutdown(self, how: Shutdown = Shutdown.DRAIN) -> None:
+        """End `run`. Call it from any thread or signal handler. Idempotent."""
+        self._shutdown = max(self._shutdown, how)
+        self.io.wake_engine()
+
+    def install_signal_handlers(self) -> None:
+        """Handle SIGTERM and SIGINT.
+
+        The first one drains, then the process exits with 0. The second one, or one while the model
+        loads, exits with 0 at once. The third one kills the process.
+        """
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            if self.state is State.LOADING:
+                raise SystemExit(0)
+            if self._shutdown is Shutdown.NONE:
+                self.request_shutdown(Shutdown.DRAIN)
+                return
+            self.request_shutdown(Shutdown.AT_ONCE)
+            # A third signal must end the process even if a step hangs.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGINT, handle)
+
+    # For the admin server's threads
+
+    def health(self) -> Condition:
+        """Return whether the process can still work. If not, only a restart helps."""
+        silence = time.monotonic() - self._heartbeat
+        if self.state is State.FAILED:
+            return Condition(False, "Failed", self._failure)
+        transfer = self._stats.kv_transfer
+        if transfer is not None and transfer.failure:
+            return Condition(False, "KVTransferFailed", transfer.failure)
+        patience = (
+            CALL_STUCK_AFTER_S
+            if self._in_call
+            else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
+        )
+        if self.state is State.SERVING and silence > patience:
+            return Condition(
+                False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s"
+            )
+        if self.state is State.LOADING:
+            return Condition(
+                True, "Loading", f"loading {self.config.model.path}", COUNTER.progress()
+            )
+        moved = transfer.bytes_moved if transfer is not None else {}
+        return Condition(
+            True, self.state.value, f"instance {self.instance_id}", kv=self._kv, kv_bytes=moved
+        )
+
+    def readiness(self) -> Condition:
+        """Return whether requests are accepted."""
+        health = self.health()
+        if not health.ok:
+            return health
+        if self.state is State.LOADING:
+            return Condition(False, "Loading", f"loading {self.config.model.path}")
+        if self.state is State.STOPPED or self._shutdown or self._stats.draining:
+            return Condition(
+                False,
+                "Draining",
+                f"{self._stats.num_unfinished} requests and transfers are unfinished",
+            )
+        return Condition(True, "Ready", f"instance {self.instance_id}")
+
+    def stats(self) -> EngineStats:
+        """Return the stats of the last step."""
+        return self._stats
+
+    def drain_status(self, *, start: bool) -> DrainStatus:
+        """Return the state of draining. Raise TimeoutError if the loop does not answer.
+
+        Args:
+            start: start draining first.
+        """
+        if start:
+            self._drain_requested = True
+        if self.state is not State.SERVING:
+            return DrainStatus(draining=self._drain_requested, unfinished=0)
+        # The loop answers, so that ADDs in the input queue are counted or refused.
+        stats: EngineStats = self._ask_loop(EngineCore.drain if start else EngineCore.get_stats)
+        return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
+
+    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        """Call a utility method with arguments from a URL's query.
+
+        Returns:
+            The method's result, or `Pending` if it takes longer than a caller should wait.
+
+        Raises:
+            UtilityCallError: there is no such method, or it does not take these arguments.
+            RuntimeError: the engine does not serve, or the method raised it.
+            TimeoutError: the loop does not answer.
+        """
+        arguments = utility_calls.bind_query(method, query)
+        if self.state is not State.SERVING:
+            raise RuntimeError(f"the engine is not serving: {self.state.value}")
+        result = self._ask_loop(lambda core: getattr(core, method)(**arguments))
+        if not isinstance(result, Future):
+            return result
+        wait_for_futures([result], timeout=ADMIN_TIMEOUT_S)
+        return result.result() if result.done() else Pending()
+
+    def _ask_loop(self, run: Callable[[EngineCore], Any]) -> Any:
+        """Run a function in the loop's thread, and raise its exception or TimeoutError."""
+        call = _LocalCall(run)
+        self.io.input_queue.put(Input(RequestType.UTILITY, payload=call))
+        wait_for_futures([call.future], timeout=ADMIN_TIMEOUT_S)
+        if not call.future.done():
+            raise TimeoutError(f"the engine loop did not answer within {ADMIN_TIMEOUT_S:g} s")
+        return call.future.result()
+
+    # The loop
+
+    def _start_serving(self, core: EngineCore) -> None:
+        self.io.send_init(Init(PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash))
+        self._heartbeat = time.monotonic()
+        self._stats = core.get_stats()
+        self.state = State.SERVING
+        if self._drain_requested:
+            core.drain()
+        self._announce(core)
+
+    def _announce(self, core: EngineCore) -> None:
+        """Send READY, after which clients may send requests."""
+        self.io.send_ready(core.ready)
+        logger.info("instance %s serves on port %d", self.instance_id, self.io.port)
+
+    def _run_busy_loop(self, core: EngineCore) -> None:
+        busy = False
+        while True:
+            self._take_inputs(core, wait=not busy)
+            if self._shutdown and self._may_stop(core):
+                return
+            busy = self._step(core)
+            if events := core.take_kv_events():
+                self.io.send_kv_events(events)
+            # Reading the workers' counters delays steps in flight, but costs nothing when idle.
+            self._stats = core.recent_stats(
+                max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0
+            )
+            self._heartbeat = time.monotonic()
+
+    def _step(self, core: EngineCore) -> bool:
+        """Run a step if there is work. Return whether another step may find more."""
+        if not core.has_requests:
+            return False
+        self._deliver(core.step_fn())
+        return core.made_progress
+
+    def _may_stop(self, core: EngineCore) -> bool:
+        """Drain, and return whether the process may stop.
+
+        At the deadline, or after a second signal, the remaining requests end with DRAINING, and the
+        gateway continues them in other engines.
+        """
+        now = time.monotonic()
+        if self._shutdown_deadline is None:
+            logger.info("shutting down: draining for %g s at most", self.config.drain_timeout_s)
+            self._shutdown_deadline = now + self.config.drain_timeout_s
+            core.drain()
+        stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
+        if stats.num_unfinished == 0:
+            return True
+        # Paused requests do not end.
+        frozen = stats.paused and (
+            stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL
+        )
+        if self._shutdown is Shutdown.DRAIN and now < self._shutdown_deadline and not frozen:
+            return False
+        why = (
+            "paused"
+            if frozen
+            else "second signal"
+            if now < self._shutdown_deadline
+            else "drain timeout"
+        )
+        logger.warning(
+            "shutdown (%s): ending %d requests; the gateway continues them elsewhere",
+            why,
+            stats.num_requests_running + stats.num_requests_waiting,
+        )
+        core.fail_all(
+            ErrorCode.DRAINING,
+            "the engine shut down before the request ended; continue it elsewhere",
+        )
+        self._deliver(core.take_outputs())
+        return True
+
+    def _fail(self, reason: str) -> None:
+        """Send DEAD to all clients. Only the first reason counts. Callable from any thread."""
+        if self.state is not State.FAILED:
+            self._failure = reason
+            self.state = State.FAILED
+            logger.error("the engine failed: %s", reason)
+            self.io.send_dead(reason)
+
+    def _on_executor_failure(self, reason: str) -> None:
+        """Handle a dead worker, in the executor's thread.
+
+        The loop may wait for a step that will never end, so clients receive DEAD from this thread.
+        """
+        if self.state is State.SERVING:
+            self._fail(reason)
+        self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
+
+    def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
+        """Take in all messages. If `wait`, wait up to `idle_interval_s` for the first one."""
+        try:
+            message = (
+                self.io.input_queue.get(timeout=self.idle_interval_s)
+                if wait
+                else self.io.input_queue.get_nowait()
+            )
+            while True:
+                self._take_input(core, message)
+                message = self.io.input_queue.get_nowait()
+        except queue.Empty:
+            pass
+        self._deliver(core.take_outputs())
+
+    def _take_input(self, core: EngineCore, message: Input) -> None:
+        kind, client, payload = message
+        if isinstance(payload, EngineCoreRequest):
+            self._add_request(core, client, payload)
+        elif isinstance(payload, Abort):
+            payload.done = True
+            core.abort_requests(self._owners.of_abort(payload))
+        elif isinstance(payload, PrefillResult):
+            if self._owners.may_touch(payload.request_id, client):
+                core.add_prefill_result(payload)
+        elif isinstance(payload, UtilityRequest):
+            with self._calling():
+                self._call_utility(core, client, payload)
+        elif isinstance(payload, _LocalCall):
+            with self._calling():
+                try:
+                    payload.future.set_result(payload.run(core))
+                except Exception as error:
+                    payload.future.set_exception(error)
+        elif kind is RequestType.EXECUTOR_FAILED:
+            raise WorkerDiedError(payload)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        self._in_call = True
+        try:
+            yield
+        finally:
+            self._in_call = False
+            self._heartbeat = time.monotonic()
+
+    def _call_utility(self, core: EngineCore, client: bytes, request: UtilityRequest) -> None:
+        def answer(result: Any, failure_message: str | None) -> None:
+            output = UtilityOutput(request.call_id, failure_message, result)
+            self.io.send_outputs(client, EngineCoreOutputs(utility_output=output))
+
+        utility_calls.call(core, request.method, request.args, answer)
+
+    def _add_request(self, core: EngineCore, client: bytes, request: EngineCoreRequest) -> None:
+        logger.debug(
+            "request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids)
+        )
+        refusal = core.add_request(request)
+        if refusal is None:
+            self._owners.add(request.request_id, client)
+        else:
+            logger.info("request %s refused: %s", request.request_id, refusal.error)
+            self.io.send_outputs(client, EngineCoreOutputs([refusal]))
+
+    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
+        for client, client_outputs in self._owners.sort(outputs):
+            self.io.send_outputs(client, EngineCoreOutputs(client_outputs))
+
+    def _load(self) -> Pong:
+        stats = self._stats
+        return Pong(
+            sequence=0,
+            draining=stats.draining or self._drain_requested or bool(self._shutdown),
+            num_running=stats.num_requests_running,
+            num_waiting=stats.num_requests_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+        )

@@ -1,0 +1,422 @@
+"""The engine's ROUTER socket and its thread.
+
+The thread decodes clients' messages, encodes outputs, and answers HELLO and PING itself. Two queues
+connect it with the engine's loop: `input_queue` (`Input`) and an outbox (`send_*`). No message can
+end this thread: one that cannot be read is answered with REFUSED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from baton_engine.server.access import Access
+from baton_engine.server.output_buffers import OutputBuffers
+from baton_protocol.messages import (
+    PROTOCOL_VERSION,
+    Dead,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreResponseType,
+    Hello,
+    Init,
+    KVEvent,
+    KVEventBatch,
+    Ping,
+    Pong,
+    PrefillResult,
+    Ready,
+    Refused,
+    UtilityRequest,
+)
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.messages import EngineCoreResponseType as ResponseType
+from baton_protocol.service_key import count_refused, watch_handshakes
+
+logger = logging.getLogger(__name__)
+
+#: A client that sends nothing for this long, not even PING, counts as gone: its requests are
+#: aborted.
+CLIENT_TIMEOUT_S = 20.0
+CLIENT_FORGOTTEN_S = 600.0
+POLL_INTERVAL_S = 1.0
+CLOSE_LINGER_MS = 2000
+#: A client that sends a larger message is disconnected. A prompt of a million tokens has about 5
+#: MB.
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+_INSTANCE_FRAME_LIMIT = 256
+#: Exceptions of decoding untrusted bytes.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Input(NamedTuple):
+    """One message for the engine's loop."""
+
+    type: RequestType
+    #: ZMQ routing id. Empty for messages from inside the process.
+    client: bytes = b""
+    #: The struct of the message type, `Abort` for ABORT, or a reason for EXECUTOR_FAILED.
+    payload: Any = None
+
+
+@dataclass(slots=True)
+class Abort:
+    """An ABORT. It travels in order through the input queue, and past it on the fast path."""
+
+    client: bytes
+    #: None: all requests of this client, which has gone.
+    request_ids: list[str] | None
+    #: Taken in order. The fast path must not apply it again to a later request with the same id.
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Client:
+    client_id: str
+    wants_kv_events: bool = False
+    last_heard: float = field(default_factory=time.monotonic)
+    gone: bool = False
+
+
+class _Close(enum.Enum):
+    CLOSE = enum.auto()
+
+
+_MESSAGE_TYPES: dict[bytes, Any] = {
+    RequestType.HELLO: Hello,
+    RequestType.PING: Ping,
+    RequestType.ADD: EngineCoreRequest,
+    RequestType.ABORT: list[str],
+    RequestType.PREFILL_RESULT: PrefillResult,
+    RequestType.UTILITY: UtilityRequest,
+}
+
+
+class EngineIO:
+    """Owns the socket. The engine's thread calls `send_*` and `close`."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        instance_id: str,
+        load: Callable[[], Pong],
+        *,
+        access: Access | None = None,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:
+        """Bind the port.
+
+        Args:
+            port: 0 selects any free port, see `port`.
+            load: returns the engine's load for heartbeats. Its sequence number is overwritten.
+            access: admits clients. None admits all of them.
+
+        Raises:
+            zmq.ZMQError: the address cannot be bound.
+        """
+        self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
+        #: The fast path: the ABORTs of `input_queue`, available at once.
+        self.aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
+        self._instance_id = instance_id.encode()
+        self._load = load
+        self._client_timeout_s = client_timeout_s
+        self._access = access or Access()
+        self._clients: dict[bytes, _Client] = {}
+        self._init = Init(PROTOCOL_VERSION, instance_id, config_hash="")
+        self._ready: Ready | None = None
+        self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = (
+            queue.SimpleQueue()
+        )
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._buffers = OutputBuffers()
+        self._num_kv_batches = 0
+        self._decoders = {
+            kind: msgspec.msgpack.Decoder(struct) for kind, struct in _MESSAGE_TYPES.items()
+        }
+
+        self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # Outputs are never dropped. A client that stops reading times out.
+        self._router.setsockopt(zmq.SNDHWM, 0)
+        self._router.setsockopt(zmq.RCVHWM, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        self._router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+        self._handshakes: zmq.Socket[bytes] | None = None
+        if self._access.key is not None:
+            self._access.key.protect_server(self._router)
+            self._handshakes = watch_handshakes(self._router)
+        try:
+            self._router.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError:
+            self._close_sockets(linger_ms=0)
+            raise
+        endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(endpoint.rpartition(":")[2])
+        self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
+
+    # For the engine's thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send_init(self, init: Init) -> None:
+        """Replace INIT and send it to all clients, once the config hash is known."""
+        self._send(ResponseType.INIT, None, init)
+
+    def send_ready(self, ready: Ready) -> None:
+        """Accept requests from now on."""
+        self._send(ResponseType.READY, None, ready)
+
+    def send_outputs(self, client: bytes, outputs: EngineCoreOutputs) -> None:
+        self._send(ResponseType.OUTPUTS, client, outputs)
+
+    def send_kv_events(self, events: list[KVEvent]) -> None:
+        """Send events to the subscribed clients.
+
+        Batches are numbered even without subscribers, so that a later one can detect a gap.
+        """
+        self._send(ResponseType.KV_EVENTS, None, KVEventBatch(self._num_kv_batches, events))
+        self._num_kv_batches += 1
+
+    def send_dead(self, reason: str) -> None:
+        """Send DEAD to all clients. Callable from any thread."""
+        self._send(ResponseType.DEAD, None, Dead(reason))
+
+    def wake_engine(self) -> None:
+        """Wake the engine's loop. Callable from any thread and from signal handlers."""
+        self.input_queue.put(Input(RequestType.WAKEUP))
+
+    def close(self) -> None:
+        """Send the outbox, close the socket and end the thread."""
+        self._outbox.put(_Close.CLOSE)
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=CLOSE_LINGER_MS / 1000)
+        elif not self._router.closed:  # never started
+            self._close_sockets(linger_ms=0)
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        if self._handshakes is not None:
+            self._router.monitor(None, 0)  # ends the monitor
+            self._handshakes.close()
+        self._router.close(linger=linger_ms)
+
+    def _send(self, kind: EngineCoreResponseType, client: bytes | None, message: Any) -> None:
+        self._outbox.put((kind, client, message))
+        self._wake()
+
+    def _wake(self) -> None:
+        # If the pipe is full, the thread wakes up anyway. If it is closed, the thread has ended.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\x00")
+
+    # In the I/O thread
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._router, zmq.POLLIN)
+            poller.register(self._wake_reader, zmq.POLLIN)
+            if self._handshakes is not None:
+                poller.register(self._handshakes, zmq.POLLIN)
+            while True:
+                poller.poll(int(min(POLL_INTERVAL_S, self._client_timeout_s / 4) * 1000))
+                if not self._send_outbox():
+                    break
+                self._receive_all()
+                self._expire_clients()
+                if self._handshakes is not None and (refused := count_refused(self._handshakes)):
+                    self._access.refused("engine", refused)
+        except Exception as error:
+            logger.exception("I/O thread failed")
+            self.input_queue.put(
+                Input(RequestType.EXECUTOR_FAILED, payload=f"I/O thread failed: {error!r}")
+            )
+        finally:
+            self._close_sockets(linger_ms=CLOSE_LINGER_MS)
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    def _send_outbox(self) -> bool:
+        """Send all queued messages. Return False if the engine has closed the outbox."""
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+        while True:
+            try:
+                item = self._outbox.get_nowait()
+            except queue.Empty:
+                return True
+            if isinstance(item, _Close):
+                return False
+            kind, client, message = item
+            if isinstance(message, Init):
+                self._init = message
+            elif isinstance(message, Ready):
+                self._ready = message
+            self._send_message(
+                [client] if client is not None else self._audience(kind), kind, message
+            )
+
+    def _audience(self, kind: ResponseType) -> list[bytes]:
+        """Return the clients that receive a broadcast of this type."""
+        if kind is ResponseType.KV_EVENTS:
+            return [client for client, state in self._clients.items() if state.wants_kv_events]
+        return list(self._clients)
+
+    def _send_message(self, clients: list[bytes], kind: ResponseType, message: Any) -> None:
+        if not clients:
+            return
+        instance_id = b"" if kind is ResponseType.REFUSED else self._instance_id
+        with self._buffers.encode(message) as payload:
+            for client in clients:
+                try:
+                    self._router.send_multipart(
+                        [client, kind.value, instance_id], zmq.DONTWAIT | zmq.SNDMORE
+                    )
+                    payload.send(self._router)
+                except zmq.ZMQError as error:
+                    if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                        raise
+                    state = self._clients.get(client)
+                    if state is not None and not state.gone:
+                        self._client_gone(client, state, "its connection is closed")
+
+    def _reply(self, client: bytes, kind: ResponseType, message: Any) -> None:
+        self._send_message([client], kind, message)
+
+    def _refuse(self, client: bytes, reason: str, request_id: str = "") -> None:
+        logger.warning("refused a message of client %s: %s", self._name(client), reason)
+        self._reply(client, ResponseType.REFUSED, Refused(reason, request_id))
+
+    def _receive_all(self) -> None:
+        for _ in range(1000):  # then the outbox is sent
+            try:
+                frames = self._router.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._receive(frames[0], frames[1:])
+
+    def _receive(self, client: bytes, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) > _INSTANCE_FRAME_LIMIT:
+            self._refuse(
+                client, f"a message has 3 frames (type, instance id, payload), got {len(frames)}"
+            )
+            return
+        kind, instance_id, payload = frames
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            self._refuse(
+                client,
+                f"unknown message type {kind[:8]!r}; this engine has protocol {PROTOCOL_VERSION}",
+            )
+            return
+        state = self._clients.get(client)
+        if kind != RequestType.HELLO:
+            if instance_id != self._instance_id:
+                self._refuse(
+                    client,
+                    f"the message is for instance {instance_id.decode(errors='replace')}, this is "
+                    f"{self._instance_id.decode()}; connect again",
+                    _request_id(kind, payload),
+                )
+                return
+            if state is None:
+                self._refuse(client, "HELLO must come first", _request_id(kind, payload))
+                return
+        try:
+            message = decoder.decode(payload)
+        except _UNREADABLE as error:
+            self._refuse(
+                client, f"{_kind_name(kind)} cannot be read: {error}", _request_id(kind, payload)
+            )
+            return
+        if state is not None:
+            state.last_heard = time.monotonic()
+            state.gone = False
+        self._handle(client, RequestType(kind), message)
+
+    def _handle(self, client: bytes, kind: RequestType, message: Any) -> None:
+        if kind is RequestType.HELLO:
+            self._hello(client, message)
+        elif kind is RequestType.PING:
+            pong = self._load()
+            pong.sequence = message.sequence
+            self._reply(client, ResponseType.PONG, pong)
+        elif self._ready is None:
+            reason = f"{kind.name} before READY: the model is still loading"
+            self._refuse(client, reason, getattr(message, "request_id", ""))
+        elif kind is RequestType.ABORT:
+            self._abort(client, message)
+        else:
+            self.input_queue.put(Input(kind, client, message))
+
+    def _hello(self, client: bytes, hello: Hello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            self._refuse(
+                client,
+                f"the client has protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}",
+            )
+            return
+        self._clients[client] = _Client(hello.client_id, hello.kv_events)
+        logger.info("client %s connected", hello.client_id)
+        self._reply(client, ResponseType.INIT, self._init)
+        if self._ready is not None:
+            self._reply(client, ResponseType.READY, self._ready)
+
+    def _abort(self, client: bytes, request_ids: list[str] | None) -> None:
+        abort = Abort(client, request_ids)
+        self.aborts.put(abort)
+        self.input_queue.put(Input(RequestType.ABORT, client, abort))
+
+    def _expire_clients(self) -> None:
+        now = time.monotonic()
+        for client, state in list(self._clients.items()):
+            silence = now - state.last_heard
+            if silence > self._client_timeout_s and not state.gone:
+                self._client_gone(client, state, f"no message for {silence:.0f} s")
+            elif silence > CLIENT_FORGOTTEN_S:
+                del self._clients[client]
+
+    def _client_gone(self, client: bytes, state: _Client, why: str) -> None:
+        logger.warning("client %s is gone (%s): its requests are aborted", state.client_id, why)
+        state.gone = True
+        self._abort(client, None)
+
+    def _name(self, client: bytes) -> str:
+        state = self._clients.get(client)
+        return state.client_id if state is not None else client.hex()
+
+
+def _kind_name(kind: bytes) -> str:
+    return RequestType(kind).name
+
+
+def _request_id(kind: bytes, payload: bytes) -> str:
+    """Return the request id of an untrusted, perhaps unreadable message, or ""."""
+    if kind not in (RequestType.ADD, RequestType.PREFILL_RESULT):
+        return ""
+    try:
+        fields = msgspec.msgpack.decode(payload)
+    except _UNREADABLE:
+        return ""
+    first = fields[0] if isinstance(fields, list) and fields else ""
+    return first if isinstance(first, str) else ""

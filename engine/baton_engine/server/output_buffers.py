@@ -1,0 +1,72 @@
+"""Buffers for encoded outputs. They are reused, and large messages are sent without a copy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import zmq
+
+#: From this size on, sending without a copy is cheaper. Below, ZMQ's bookkeeping costs more.
+ZERO_COPY_BYTES = 32 * 2**10
+#: Buffers kept for reuse. A burst allocates more for a while.
+MAX_BUFFERS = 32
+
+
+class Payload:
+    """One encoded message, for one or more clients."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self._frame: bytearray | zmq.Frame = buffer
+        #: Reports when ZMQ has finished with the buffer. None if ZMQ copies.
+        self.tracker: zmq.MessageTracker | None = None
+        if len(buffer) >= ZERO_COPY_BYTES:
+            self._frame = zmq.Frame(buffer, track=True, copy=False)
+            #: Reports when ZMQ has finished with the buffer. None if ZMQ copies.
+            self.tracker = self._frame.tracker
+
+    def send(self, socket: zmq.Socket[bytes]) -> None:
+        """Send it as the last frame. Raises zmq.ZMQError."""
+        socket.send(self._frame, zmq.DONTWAIT, copy=self.tracker is None)
+
+
+class OutputBuffers:
+    """The buffers of one thread."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._free: list[bytearray] = []
+        self._lent: deque[tuple[bytearray, zmq.MessageTracker]] = deque()
+
+    @property
+    def num_lent(self) -> int:
+        """Buffers that ZMQ still reads."""
+        return len(self._lent)
+
+    @contextmanager
+    def encode(self, message: Any) -> Iterator[Payload]:
+        """Encode `message` as msgpack. The buffer is reused when all sends of the block ended."""
+        self._reclaim()
+        buffer = self._free.pop() if self._free else bytearray()
+        self._encoder.encode_into(message, buffer)
+        payload = Payload(buffer)
+        yield payload  # after an exception the buffer is dropped, because ZMQ may still read it
+        if payload.tracker is not None:
+            self._lent.append((buffer, payload.tracker))
+        else:
+            self._give_back(buffer)
+
+    def _reclaim(self) -> None:
+        """Take back the buffers that ZMQ has finished with.
+
+        They are in order, nearly: messages leave in the order of their sends to each client.
+        """
+        while self._lent and self._lent[0][1].done:
+            self._give_back(self._lent.popleft()[0])
+
+    def _give_back(self, buffer: bytearray) -> None:
+        if len(self._free) < MAX_BUFFERS:
+            self._free.append(buffer)

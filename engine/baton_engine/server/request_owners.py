@@ -1,0 +1,76 @@
+"""Owners of unfinished requests. Only its owner may end a request and gets the outputs."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Iterator
+
+from baton_engine.server.engine_io import Abort
+from baton_protocol.messages import EngineCoreOutput
+
+logger = logging.getLogger(__name__)
+
+
+class RequestOwners:
+    """Maps request ids to clients, which are ZMQ routing ids."""
+
+    def __init__(self, aborts: queue.SimpleQueue[Abort]) -> None:
+        """Start without requests.
+
+        Args:
+            aborts: the fast path. Its aborts overtake the messages in the input queue.
+        """
+        self._aborts = aborts
+        self._owners: dict[str, bytes] = {}
+
+    def add(self, request_id: str, client: bytes) -> None:
+        """Record the client of an accepted request."""
+        self._owners[request_id] = client
+
+    def may_touch(self, request_id: str, client: bytes) -> bool:
+        """Return whether a client may act on a request.
+
+        Ids of ended requests pass, because their transfer can still be cancelled.
+        """
+        return self._owners.get(request_id, client) == client
+
+    def of_abort(self, abort: Abort) -> list[str]:
+        """Return the ids of the abort that its client may end."""
+        if abort.request_ids is None:
+            return [
+                request_id for request_id, owner in self._owners.items() if owner == abort.client
+            ]
+        return [
+            request_id
+            for request_id in abort.request_ids
+            if self.may_touch(request_id, abort.client)
+        ]
+
+    def take_aborts(self) -> list[str]:
+        """Return the ids of aborts that the input queue has not delivered yet."""
+        request_ids: list[str] = []
+        while True:
+            try:
+                abort = self._aborts.get_nowait()
+            except queue.Empty:
+                return request_ids
+            if not abort.done:
+                request_ids += self.of_abort(abort)
+
+    def sort(
+        self, outputs: list[EngineCoreOutput]
+    ) -> Iterator[tuple[bytes, list[EngineCoreOutput]]]:
+        """Group outputs by client. Requests that end lose their owner."""
+        by_client: dict[bytes, list[EngineCoreOutput]] = {}
+        for output in outputs:
+            client = self._owners.get(output.request_id)
+            if client is None:
+                continue
+            if output.finished:
+                del self._owners[output.request_id]
+                logger.debug(
+                    "request %s ended: %s %s", output.request_id, output.finish_reason, output.error
+                )
+            by_client.setdefault(client, []).append(output)
+        return iter(by_client.items())

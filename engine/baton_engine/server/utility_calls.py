@@ -1,0 +1,139 @@
+"""Utility calls: methods of EngineCore that clients and the admin port call by name.
+
+Arguments are untrusted. A method may return a Future: the caller receives the response when it is
+resolved, and the loop continues until then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from baton_engine.core.engine_core import EngineCore
+
+#: The methods that may be called.
+UTILITIES = frozenset(
+    {
+        "abort_all",
+        "drain",
+        "get_stats",
+        "is_paused",
+        "is_sleeping",
+        "pause",
+        "reset_prefix_cache",
+        "resume",
+        "sleep",
+        "start_profile",
+        "stop_profile",
+        "wake_up",
+    }
+)
+
+
+class UtilityCallError(ValueError):
+    """The method does not exist, or does not take these arguments."""
+
+
+def bind(method: str, args: Sequence[Any]) -> list[Any]:
+    """Convert arguments from the wire to the method's annotated types. The rest keep defaults.
+
+    Raises:
+        UtilityCallError: the message names the method's parameters.
+    """
+    parameters, hints = _signature(method)
+    required = sum(parameter.default is parameter.empty for parameter in parameters.values())
+    if not required <= len(args) <= len(parameters):
+        wanted = (
+            str(len(parameters))
+            if required == len(parameters)
+            else f"{required} to {len(parameters)}"
+        )
+        raise UtilityCallError(f"{method} takes {wanted} arguments, got {len(args)}")
+    try:
+        return [
+            msgspec.convert(value, hints[name])
+            for name, value in zip(parameters, args, strict=False)
+        ]
+    except msgspec.ValidationError as error:
+        raise UtilityCallError(f"{method}: {error}") from error
+
+
+def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Convert arguments from a URL's query, by name.
+
+    A list is a repeated name, or a value with commas.
+
+    Raises:
+        UtilityCallError: the message names the method's parameters.
+    """
+    parameters, hints = _signature(method)
+    unknown = sorted(query.keys() - parameters.keys())
+    if unknown:
+        raise UtilityCallError(
+            f"{method} takes {', '.join(parameters) or 'no arguments'}, not {', '.join(unknown)}"
+        )
+    arguments = {}
+    for name, values in query.items():
+        is_list = any(
+            typing.get_origin(hint) is list for hint in (hints[name], *typing.get_args(hints[name]))
+        )
+        value: Any = (
+            [part for value in values for part in value.split(",")] if is_list else values[-1]
+        )
+        try:
+            arguments[name] = msgspec.convert(value, hints[name], strict=False)
+        except msgspec.ValidationError as error:
+            # Literals of integers are not converted from text.
+            try:
+                arguments[name] = msgspec.convert(
+                    msgspec.convert(value, int, strict=False), hints[name]
+                )
+            except msgspec.ValidationError:
+                raise UtilityCallError(f"{method}: {name}: {error}") from error
+    return arguments
+
+
+def call(
+    core: EngineCore, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]
+) -> None:
+    """Call a utility method. `done(result, error)` is called once, in the engine's thread.
+
+    It is called at once, or when the method's Future is resolved. Exceptions of a method do not end
+    the engine.
+    """
+    try:
+        result = getattr(core, method)(*bind(method, args))
+    except UtilityCallError as error:
+        done(None, str(error))
+    except Exception as error:
+        done(None, f"{method}: {error}")
+    else:
+        if isinstance(result, Future):
+            result.add_done_callback(lambda future: _answer(method, future, done))
+        else:
+            done(result, None)
+
+
+def _answer(method: str, future: Future[Any], done: Callable[[Any, str | None], None]) -> None:
+    error = future.exception()
+    if error is None:
+        done(future.result(), None)
+    else:
+        done(None, f"{method}: {error}")
+
+
+def _signature(method: str) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
+    """Return the parameters and annotated types of an allowed method."""
+    if method not in UTILITIES:
+        raise UtilityCallError(
+            f"there is no utility method {method!r}; there are {', '.join(sorted(UTILITIES))}"
+        )
+    function = getattr(EngineCore, method)
+    parameters = dict(inspect.signature(function).parameters)
+    del parameters["self"]
+    return parameters, typing.get_type_hints(function)

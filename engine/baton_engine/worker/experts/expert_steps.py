@@ -1,0 +1,55 @@
+"""The parts of a step that only an expert-parallel rank runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton_engine.distributed.group import Group
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.models.forward_context import ForwardContext, forward_context
+from baton_engine.models.layers import CausalLM
+from baton_engine.worker import dummy_steps
+
+
+class ExpertSteps:
+    """Runs dummy batches and detects broken expert groups."""
+
+    def __init__(self, model: CausalLM, tensor_group: Group, device: torch.device) -> None:
+        self._model = model
+        self._tensor_group = tensor_group
+        self._device = device
+
+    def run_dummy_batch(self, kv_cache: Tensor, wave_tokens: tuple[int, ...]) -> None:
+        """Run a step in which only the other ranks have tokens.
+
+        Raises:
+            GroupBrokenError: As `check_expert_groups` does.
+        """
+        context = dummy_steps.no_batch(kv_cache, self._device)
+        context.wave_tokens = wave_tokens
+        with forward_context(context):
+            self._model.run_dummy_batch()
+        self.check_expert_groups(context)
+
+    def check_has_experts(self) -> None:
+        """Raise RuntimeError if no generation has been committed, because then no layer has experts."""
+        if self._model.sparse_layers[0][1].shard is None:
+            raise RuntimeError("a step has tokens, but no generation has been committed")
+
+    def check_expert_groups(self, context: ForwardContext) -> None:
+        """Check at the end of a forward that no tensor rank's expert group broke. Collective.
+
+        Each tensor rank belongs to an expert group of its own. If one breaks, all of them stop.
+
+        Raises:
+            GroupBrokenError: On all tensor ranks.
+        """
+        one_is_broken = False
+        if self._tensor_group.size > 1:
+            own = torch.tensor([context.broken is not None], dtype=torch.int64, device=self._device)
+            one_is_broken = self._tensor_group.all_reduce(own).item() > 0
+        if context.broken is not None:
+            raise context.broken
+        if one_is_broken:
+            raise GroupBrokenError("the expert group of another tensor rank is broken")

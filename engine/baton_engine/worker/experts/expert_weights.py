@@ -1,0 +1,152 @@
+"""Single experts of sparse layers: how their weights lie in memory, how they are read from the checkpoint, how they travel."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton_engine.models.layers import CausalLM
+from baton_engine.models.loader import read_ahead, read_slices, read_tensor_index
+from baton_engine.models.sparse_moe import SparseMoE
+from baton_kernels.linear import Int8Weight, can_pack, pack_weight
+from baton_kernels.moe import ExpertWeights
+
+Weight = Tensor | Int8Weight
+
+
+class ExpertKey(NamedTuple):
+    layer: int
+    """Among the sparse ones."""
+    expert: int
+
+
+class Expert(NamedTuple):
+    """This tensor rank's part of one expert."""
+
+    gate_up: Weight
+    down: Weight
+
+
+class ExpertForm(enum.Enum):
+    """In which a worker multiplies by its experts."""
+
+    PLAIN = enum.auto()
+    PACKED = enum.auto()
+    """In oneDNN's order."""
+    INT8 = enum.auto()
+
+
+def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> ExpertForm:
+    """That of experts beside other weights which `packed_weights` has prepared."""
+    if quantization is not None:
+        return ExpertForm.INT8
+    return (
+        ExpertForm.PACKED
+        if can_pack(torch.empty(0, dtype=dtype, device=device))
+        else ExpertForm.PLAIN
+    )
+
+
+class ExpertStore:
+    """Makes experts of one model: from its checkpoint, or from what another rank of the same model sends.
+
+    Weights travel as they lie in memory, on the host; packed ones are put back into rows first, which is exact and takes as long as
+    packing. By any thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: CausalLM,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: ExpertForm,
+    ) -> None:
+        """Args:
+        path: the checkpoint, of which names and shapes were checked when `model` was loaded.
+        model: with spread experts.
+        """
+        self.device = device
+        self.num_experts = model.config.num_experts
+        self._entries = read_tensor_index(path)
+        self._layers = model.sparse_layers
+        self._dtype, self._form = dtype, form
+
+    @property
+    def layers(self) -> list[SparseMoE]:
+        return [layer for _, layer in self._layers]
+
+    def read(self, key: ExpertKey) -> Expert:
+        """From the checkpoint, this tensor rank's slices only. Raises ModelInvalid if they cannot be read."""
+        prefix, layer = self._layers[key.layer]
+        gate_up, down = layer.new_expert(self._dtype, self.device)
+        targets = layer.expert_targets(prefix, key.expert, gate_up, down)
+        read_ahead(self._entries, targets)  # steps run meanwhile
+        read_slices(self._entries, targets)
+        return Expert(self._prepare(gate_up), self._prepare(down))
+
+    def to_parts(self, expert: Expert) -> list[Tensor]:
+        """The tensors that another rank needs to have the same expert; dense, on the host."""
+        return [part for weight in expert for part in _parts_of(weight)]
+
+    def new_parts(self, key: ExpertKey) -> list[Tensor]:
+        """Room for what `to_parts` gives on another rank."""
+        shapes = [
+            weight.shape
+            for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))
+        ]
+        if self._form is not ExpertForm.INT8:
+            return [torch.empty(shape, dtype=self._dtype) for shape in shapes]
+        return [
+            part
+            for shape in shapes
+            for part in (
+                torch.empty(shape, dtype=torch.int8),
+                torch.empty(shape[0], dtype=torch.bfloat16),
+            )
+        ]
+
+    def from_parts(self, parts: list[Tensor]) -> Expert:
+        """The expert of which these parts came."""
+        if self._form is ExpertForm.INT8:
+            values_and_scales = zip(parts[::2], parts[1::2], strict=True)
+            return Expert(*(_int8_weight(values, scales) for values, scales in values_and_scales))
+        return Expert(*(self._prepare(part.to(self.device)) for part in parts))
+
+    def _prepare(self, weight: Tensor) -> Weight:
+        match self._form:
+            case ExpertForm.PLAIN:
+                return weight
+            case ExpertForm.PACKED:
+                return pack_weight(weight)
+            case ExpertForm.INT8:
+                return Int8Weight(weight)
+
+
+def stack_experts(
+    experts: Iterable[Expert], device: torch.device
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """(gate and up, down) of several experts as `run_experts` takes them: one by one on a CPU, which shares them with whoever has
+    them already, and stacked, so copied, on a GPU."""
+    gate_up, down = zip(*experts, strict=True)
+    if device.type == "cpu":
+        return gate_up, down
+    return torch.stack(gate_up), torch.stack(down)
+
+
+def _parts_of(weight: Weight) -> list[Tensor]:
+    if isinstance(weight, Int8Weight):
+        return [weight.values, weight.scales]
+    return [weight.to_dense() if weight.is_mkldnn else weight.cpu().contiguous()]
+
+
+def _int8_weight(values: Tensor, scales: Tensor) -> Int8Weight:
+    weight = Int8Weight(torch.zeros(values.shape, dtype=torch.bfloat16))
+    weight.values.copy_(values)
+    weight.scales.copy_(scales)
+    return weight

@@ -1,0 +1,137 @@
+"""One rank's KV memory: the blocks of its cache, host blocks for swapped requests and evicted prefixes, and copies between them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.worker.devices import DTYPES
+from baton_kernels.block_copy import copy_blocks, swap_blocks
+from baton_kv_transfer.memory.layout import KVCacheLayout
+
+
+class KVMemory:
+    """Args:
+    layout: of the cache, of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+    num_swap_blocks: host blocks; their memory is taken when the first block is swapped out.
+    num_offload_blocks: host blocks of the offload tier; their memory is taken when the first block is stored there.
+    """
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        num_swap_blocks: int,
+        device: torch.device,
+        num_offload_blocks: int = 0,
+    ) -> None:
+        self.layout = layout
+        self.num_swap_blocks = num_swap_blocks
+        self.num_offload_blocks = num_offload_blocks
+        self.cache = _empty_pages(self._shape(layout.num_blocks), DTYPES[layout.dtype], device)
+        self._storage_nbytes = int(self.cache.untyped_storage().nbytes())
+        _ask_for_huge_pages(self.cache)
+        self.cache.zero_()
+        self._swapped: Tensor | None = None
+        self._offloaded: Tensor | None = None
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.cache.untyped_storage().nbytes() == 0
+
+    def store_evicted(self, step: SchedulerOutput) -> None:
+        """The copies that come before anything else writes to the cache: of evicted blocks to the offload tier."""
+        if not step.store:
+            return
+        if self._offloaded is None:
+            self._offloaded = self._allocate_host_blocks(self.num_offload_blocks)
+        swap_blocks(self.cache, self._offloaded, _pairs(step.store))
+        if (
+            step.connector.loads and self.cache.is_cuda
+        ):  # a peer may write to these blocks, and knows no streams
+            torch.cuda.current_stream(self.cache.device).synchronize()
+
+    def move_blocks(self, step: SchedulerOutput) -> None:
+        """The step's other copies, in their order: out to the host, in from the host, from the offload tier, within the cache."""
+        if step.swap_out:
+            if self._swapped is None:
+                self._swapped = self._allocate_host_blocks(self.num_swap_blocks)
+            swap_blocks(self.cache, self._swapped, _pairs(step.swap_out))
+        if step.swap_in:
+            assert self._swapped is not None, "nothing was swapped out"
+            swap_blocks(self._swapped, self.cache, _pairs(step.swap_in))
+        if step.restore:
+            assert self._offloaded is not None, "nothing was stored"
+            swap_blocks(self._offloaded, self.cache, _pairs(step.restore))
+        if step.block_copies:
+            copy_blocks(self.cache, _pairs(step.block_copies))
+
+    def drop(self) -> None:
+        """Gives the memory back to the system, and with it all that is cached. `cache` stays the same tensor, without storage."""
+        if self.cache.is_cuda:
+            torch.cuda.synchronize(self.cache.device)  # copies may be under way
+        self.cache.untyped_storage().resize_(0)
+        self._swapped = self._offloaded = None
+
+    def restore(self) -> None:
+        """Takes the memory again, zeroed; its address may be another, and that of a small cache need not begin a page."""
+        if self.is_dropped:
+            self.cache.untyped_storage().resize_(self._storage_nbytes)
+            _ask_for_huge_pages(self.cache)
+            self.cache.zero_()
+
+    def _allocate_host_blocks(self, num_blocks: int) -> Tensor:
+        return torch.empty(
+            self._shape(num_blocks), dtype=self.cache.dtype, pin_memory=self.cache.is_cuda
+        )
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        layout = self.layout
+        return (
+            num_blocks,
+            layout.num_kv_heads,
+            layout.num_layers,
+            2,
+            layout.block_size,
+            layout.head_dim,
+        )
+
+
+def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU it begins with a page: a block that does not reaches into one more, where few processors go on reading ahead."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    num_elements = math.prod(shape)
+    elements = torch.empty(
+        num_elements + mmap.PAGESIZE // dtype.itemsize, dtype=dtype, device=device
+    )
+    skipped = -elements.data_ptr() % mmap.PAGESIZE // dtype.itemsize
+    return elements[skipped : skipped + num_elements].view(shape)
+
+
+def _ask_for_huge_pages(cache: Tensor) -> None:
+    """Attention jumps from block to block: with pages of 4 KiB on a CPU, each jump looks up an address translation anew.
+
+    Advice to Linux, before the memory is touched: without effect where it cannot be followed.
+    """
+    if cache.device.type != "cpu" or sys.platform != "linux":
+        return
+    start, end = cache.data_ptr(), cache.data_ptr() + cache.nbytes
+    first_page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    if first_page < end:
+        libc = ctypes.CDLL(None)
+        libc.madvise(
+            ctypes.c_void_p(first_page), ctypes.c_size_t(end - first_page), mmap.MADV_HUGEPAGE
+        )
+
+
+def _pairs(copies: Sequence[BlockCopy]) -> Tensor:
+    """int64 [n, 2]: source and target of each."""
+    return torch.from_numpy(np.array(copies, dtype=np.int64))

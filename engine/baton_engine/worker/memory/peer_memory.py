@@ -1,0 +1,105 @@
+"""A rank's KV cache as its connector sees it: in host memory the cache itself, on a GPU slots of pinned host memory before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton_kernels.block_checksum import sum_runs
+from baton_kernels.block_copy import swap_blocks
+from baton_kv_transfer.memory.kv_memory import HostKVMemory, KVMemory
+from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.staged_memory import StagedKVMemory
+
+
+class PeerMemory:
+    """Made by the worker's thread; `memory` is the connector's."""
+
+    def __init__(
+        self,
+        cache: Tensor,
+        layout: KVCacheLayout,
+        staging_bytes: int,
+        *,
+        staged: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            cache: of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
+            staging_bytes: for the slots, if there are any.
+            staged: whether blocks travel through slots; None: where the cache is on a GPU.
+
+        Raises:
+            ValueError: a block cannot be exchanged, or staging_bytes has no room for one.
+        """
+        self._cache = cache
+        self._first_head = layout.first_kv_head
+        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+        self._computed: torch.cuda.Event | None = None
+        self.memory: KVMemory
+        if not (cache.is_cuda if staged is None else staged):
+            self.memory = HostKVMemory(cache.data_ptr(), layout, sum_runs)
+            return
+        num_slots = min(staging_bytes // layout.block_nbytes, layout.num_blocks)
+        self._slots = torch.empty(
+            (num_slots, *cache.shape[1:]), dtype=cache.dtype, pin_memory=cache.is_cuda
+        )
+        self.memory = StagedKVMemory(
+            self._slots.data_ptr(),
+            num_slots,
+            layout,
+            copy_out=self._copy_out,
+            copy_in=self._copy_in,
+            sum_runs=sum_runs,
+        )
+
+    def mark(self) -> None:
+        """The connector's later copies come after what this thread has queued on the device so far. Waits for nothing."""
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._cache.device))
+            self._computed = event
+
+    # Called by the connector's thread
+
+    def _copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        with self._in_order():
+            swap_blocks(self._cache, self._slots, _pairs(block_ids, slots))
+
+    def _copy_in(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
+        cache_heads = self._cache.shape[1]
+        with self._in_order():
+            if heads.count == cache_heads:
+                swap_blocks(self._slots, self._cache, _pairs(slots, block_ids))
+                return
+            first = heads.first - self._first_head
+            rows = [
+                (slot * cache_heads + head, block_id * cache_heads + head)
+                for slot, block_id in zip(slots, block_ids, strict=True)
+                for head in range(first, first + heads.count)
+            ]
+            sources, targets = zip(*rows, strict=True)
+            swap_blocks(
+                self._slots.flatten(0, 1), self._cache.flatten(0, 1), _pairs(sources, targets)
+            )
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """What is queued inside runs behind `mark`, and has ended when this ends. The device's other streams go on meanwhile."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._cache.device), torch.cuda.stream(self._stream):
+            if self._computed is not None:
+                self._stream.wait_event(self._computed)
+            yield
+            self._stream.synchronize()
+
+
+def _pairs(sources: Sequence[int], targets: Sequence[int]) -> Tensor:
+    """int64 [n, 2]"""
+    return torch.from_numpy(np.array([sources, targets], dtype=np.int64).T.copy())

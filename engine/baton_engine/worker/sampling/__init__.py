@@ -1,0 +1,6 @@
+"""From logits to tokens.
+
+logits_processing.py  bias, penalties and masks
+sampler.py            one token per row, as a pure function
+logprobs.py           the log-probabilities to report
+"""

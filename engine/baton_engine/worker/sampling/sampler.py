@@ -1,0 +1,132 @@
+"""Sampling as a pure function of (logits, sampling params, prompt ids, generated ids, seed, sample index).
+
+No generator holds state: the noise of a candidate token is a hash (baton_kernels.sampling), so any pod that continues a request
+draws what the first pod would have drawn, whatever else is in its batch.
+
+    processed   logits after bias, penalties and masks                             logits_processing.py
+    greedy      argmax of the processed logits; of equal ones the lowest id        temperature 0
+    random      argmax of (processed / temperature + Gumbel noise) over what       baton_kernels.sampling
+                min_p, top_k and top_p keep: a sample of their softmax
+    beams       the best continuations by log-probability; the token is the best   logprobs.py
+
+Reported log-probabilities are of the raw logits, except those of beams.
+
+Logits that are NaN count as -inf. A row that has no possible token (all are masked, or NaN) gets the model's EOS, so that its
+request ends and the others go on, and is named in `SamplerOutput.impossible_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from baton_engine.worker.sampling.logits_processing import (
+    SamplingInput,
+    end_token_ids,
+    process_logits,
+)
+from baton_engine.worker.sampling.logprobs import beam_candidates, token_logprobs, without_nans
+from baton_kernels.sampling import draw_tokens
+from baton_kernels.sampling.noise import noise_key
+from baton_kernels.sampling.vocabulary_blocks import best_tokens
+from baton_protocol.messages import TokenLogprobs
+
+__all__ = ["SamplerOutput", "SamplingInput", "sample"]
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    """None for rows that did not ask. Rows of beam search: see `sample`."""
+    impossible_rows: list[int] = field(default_factory=list)
+    """Rows whose token stands for "nothing was possible"."""
+
+
+def sample(
+    logits: Tensor,
+    inputs: Sequence[SamplingInput],
+    eos_token_ids: Sequence[int],
+    grammar_bitmask: Tensor | None = None,
+) -> SamplerOutput:
+    """Samples one token per row.
+
+    A row with a beam_width is not sampled: `logprobs` has its best continuations in `top`, at least 2 * beam_width, and beam_width
+    that are no end tokens, if so many are possible.
+
+    Args:
+        logits: raw, float32, of shape [rows, vocab_size]; not changed.
+        inputs: one per row.
+        eos_token_ids: the model's own end tokens, masked before min_tokens.
+        grammar_bitmask: int32 of shape [rows, ceil(vocab_size / 32)], on the logits' device, laid out as GrammarOutput.bitmask;
+            rows of requests without a grammar are all -1.
+    """
+    if not inputs:
+        return SamplerOutput([], [])
+    processed = process_logits(logits, inputs, eos_token_ids, grammar_bitmask)
+    best, tokens = best_tokens(processed)
+    unusual: list[int] = best.isfinite().logical_not_().nonzero()[:, 0].tolist()
+    impossible: list[int] = []
+    if unusual:  # NaN, +inf, or nothing left
+        processed = processed.clone() if processed is logits else processed
+        processed[unusual] = without_nans(processed[unusual])
+        best, tokens = best_tokens(processed)
+        impossible = best.eq(-torch.inf).nonzero()[:, 0].tolist()
+
+    random_rows = [
+        row
+        for row, item in enumerate(inputs)
+        if item.params.temperature > 0 and not item.params.beam_width and row not in impossible
+    ]
+    if random_rows:
+        chosen = [inputs[row] for row in random_rows]
+        keys = [noise_key(item.params.seed, item.position, item.sample_index) for item in chosen]
+        params = [item.params for item in chosen]
+        if len(random_rows) == len(inputs):
+            tokens = draw_tokens(processed, params, keys)
+        else:
+            index = torch.tensor(random_rows, device=logits.device)
+            tokens[index] = draw_tokens(processed[index], params, keys)
+    if impossible:
+        tokens[impossible] = next(
+            (token for token in eos_token_ids if 0 <= token < logits.shape[-1]), 0
+        )
+    token_ids: list[int] = tokens.tolist()
+    return SamplerOutput(
+        token_ids, _logprobs(logits, processed, inputs, eos_token_ids, token_ids), impossible
+    )
+
+
+def _logprobs(
+    logits: Tensor,
+    processed: Tensor,
+    inputs: Sequence[SamplingInput],
+    eos_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+) -> list[TokenLogprobs | None]:
+    result: list[TokenLogprobs | None] = [None] * len(inputs)
+    beam_rows = [row for row, item in enumerate(inputs) if item.params.beam_width]
+    if beam_rows:
+        widths = [inputs[row].params.beam_width for row in beam_rows]
+        num_ends = [len(end_token_ids(inputs[row].params, eos_token_ids)) for row in beam_rows]
+        counts = [width + max(width, ends) for width, ends in zip(widths, num_ends, strict=True)]
+        for row, found in zip(
+            beam_rows, beam_candidates(processed[beam_rows], counts), strict=True
+        ):
+            result[row] = found
+    asking = [
+        row
+        for row, item in enumerate(inputs)
+        if item.params.logprobs is not None and not item.params.beam_width
+    ]
+    if asking:
+        raw = logits if len(asking) == len(inputs) else logits[asking]
+        num_top = [inputs[row].params.logprobs or 0 for row in asking]
+        for row, reported in zip(
+            asking, token_logprobs(raw, [token_ids[row] for row in asking], num_top), strict=True
+        ):
+            result[row] = reported
+    return result

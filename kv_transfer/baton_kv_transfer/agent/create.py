@@ -1,0 +1,26 @@
+"""The factory of agents."""
+
+from __future__ import annotations
+
+from baton_kv_transfer.agent.agent import Agent
+from baton_kv_transfer.agent.nixl_agent import NixlAgent
+from baton_kv_transfer.agent.transport_agent import TransportAgent
+
+
+def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
+    """Return the agent called `name` over `transport`.
+
+    Args:
+        name: peers know the agent by this name.
+        transport: one of `transports.choose.KINDS`. UCX or NIXL is loaded here, when it is needed.
+        host: address of this machine at which peers reach the agent. Empty: $POD_IP, or else
+            127.0.0.1. NIXL chooses its own.
+
+    Raises:
+        ValueError: the transport is unknown, or the packages that it needs are not installed.
+        OSError: `host` is not an address of this machine.
+        UCXError: UCX is missing or does not start.
+    """
+    if transport == "nixl":
+        return NixlAgent(name)
+    return TransportAgent(name, transport, host)

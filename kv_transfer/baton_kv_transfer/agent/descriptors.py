@@ -1,0 +1,133 @@
+"""Lists of descriptors: their shape, where they lie in registered memory, and which of them make one run. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_kv_transfer.transports.iovec import FEW_RUNS
+from baton_kv_transfer.transports.transfer import MEM_TYPES, Descriptors, Region
+
+
+@dataclass(frozen=True, slots=True)
+class XferDescs:
+    """Descriptors of one memory type, as get_xfer_descs checked them."""
+
+    rows: Descriptors
+    mem_type: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def check_mem_type(mem_type: str) -> None:
+    if mem_type not in MEM_TYPES:
+        raise ValueError(f"memory type must be {' or '.join(MEM_TYPES)}, got {mem_type!r}")
+
+
+def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str) -> XferDescs:
+    """Raises ValueError: not [n, 3], no row at all, a length below 1, or an unknown memory type."""
+    check_mem_type(mem_type)
+    rows = np.ascontiguousarray(descs, dtype=np.int64)
+    if rows.ndim != 2 or rows.shape[1] != 3 or not len(rows):
+        raise ValueError(
+            f"descriptors must be [n, 3] (address, length, device id) with n >= 1, got shape {rows.shape}"
+        )
+    if (rows[:, 1] < 1).any():
+        raise ValueError("descriptors must have lengths of at least 1 byte")
+    return XferDescs(rows, mem_type)
+
+
+def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None:
+    """Raises ValueError unless the rows of the two sides can be moved pairwise."""
+    if operation not in ("READ", "WRITE"):
+        raise ValueError(f"operation must be READ or WRITE, got {operation!r}")
+    if not len(local) or local[:, 1].tobytes() != remote[:, 1].tobytes():
+        raise ValueError(
+            f"both sides need the same number of descriptors, at least one, of equal lengths: "
+            f"got {len(local)} local, {len(remote)} remote"
+        )
+
+
+def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
+    """Rows by index: [n, 3]. Raises ValueError if there is no such row: an index counts from the start."""
+    if indices.ndim == 1 and not _any_negative(indices):
+        try:  # contextlib.suppress and descs[indices] take twice as long for few rows
+            return descs.take(indices, axis=0)
+        except IndexError:
+            pass
+    raise ValueError(f"indices must be a flat list of numbers from 0 to {len(descs) - 1}")
+
+
+def locate(descs: XferDescs, regions: Sequence[Region], owner: str) -> NDArray[np.int64]:
+    """Index of the region that holds each descriptor whole: [n]. Raises ValueError if one is in none."""
+    rows = descs.rows
+    found = np.full(len(rows), -1, dtype=np.int64)
+    for index, region in enumerate(regions):
+        if region.mem_type != descs.mem_type:
+            continue
+        # Compared as offset and room left, so that a hostile length cannot overflow the sum.
+        offset = rows[:, 0] - region.address
+        inside = (offset >= 0) & (offset <= region.length) & (rows[:, 1] <= region.length - offset)
+        found[inside & (rows[:, 2] == region.device_id)] = index
+    if (found < 0).any():
+        row = int(np.argmax(found < 0))
+        address, length, device_id = rows[row].tolist()
+        raise ValueError(
+            f"descriptor {row} ({length} bytes at {address:#x} of {descs.mem_type} {device_id}) "
+            f"is outside the memory {owner} registered"
+        )
+    return found
+
+
+def run_starts(
+    local: Descriptors,
+    remote: Descriptors,
+    local_regions: NDArray[np.int64] | None = None,
+    remote_regions: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]:
+    """First rows of the runs that are adjacent on both sides and stay within one region on each (where regions are given)."""
+    lengths = local[:, 1]
+    joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (
+        remote[1:, 0] == remote[:-1, 0] + lengths[:-1]
+    )
+    joins &= (local[1:, 2] == local[:-1, 2]) & (remote[1:, 2] == remote[:-1, 2])
+    for regions in (local_regions, remote_regions):
+        if regions is not None:
+            joins &= regions[1:] == regions[:-1]
+    return np.flatnonzero(np.concatenate(([True], ~joins)))
+
+
+def may_merge(local: Descriptors, remote: Descriptors) -> bool:
+    """Whether `merge` is worth its time: of few rows Python sees sooner that none are adjacent on both sides."""
+    if len(local) > FEW_RUNS:
+        return True
+    ours, theirs = local.tolist(), remote.tolist()
+    return any(
+        ours[row][0] + ours[row][1] == ours[row + 1][0]
+        and theirs[row][0] + theirs[row][1] == theirs[row + 1][0]
+        for row in range(len(ours) - 1)
+    )
+
+
+def merge(
+    local: Descriptors,
+    local_regions: NDArray[np.int64],
+    remote: Descriptors,
+    remote_regions: NDArray[np.int64],
+) -> tuple[Descriptors, Descriptors, NDArray[np.int64]]:
+    """Joins the rows of each run: local and remote [runs, 3], and the remote region of each run [runs]."""
+    starts = run_starts(local, remote, local_regions, remote_regions)
+    lengths = local[:, 1]
+    local, remote = local[starts], remote[starts]
+    local[:, 1] = remote[:, 1] = np.add.reduceat(lengths, starts)
+    return local, remote, remote_regions[starts]
+
+
+def _any_negative(indices: NDArray[np.int64]) -> bool:
+    if len(indices) <= FEW_RUNS:
+        return min(indices.tolist(), default=0) < 0
+    return bool((indices < 0).any())

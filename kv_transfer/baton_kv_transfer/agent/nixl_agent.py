@@ -1,0 +1,499 @@
+"""The agent as the real library: nixl_cu12 with its UCX backend. Any NIXL program over UCX is a peer.
+
+What is ours around it:
+
+- NIXL has to be polled, and its own progress thread spins. A thread here polls instead, with pauses between POLL_MIN_S and
+  POLL_BUSY_S while transfers are in flight, up to POLL_IDLE_S while peers may send or read, and not at all while nobody can:
+  before a peer was added or this agent's metadata was asked for.
+- NIXL 1.5.1 reports ERR at once for transfers to a removed peer, and releases a transfer in flight, but bytes still arrive
+  afterwards. So a peer's removal waits until its transfers ended; if they have not within REMOVE_GRACE_S, the library's agent is
+  destroyed and made anew. That ends all transfers in flight; handles, lists and other peers stay usable.
+- `fence` does the same and forgets all peers. It relies on this process taking part in what a peer writes, or on the network
+  refusing it afterwards. Shared memory transports do neither (cma lets a peer write by itself), so they are off; UCX_TLS in the
+  environment wins. GPU memory of peers on the same host (cuda_ipc) is not covered.
+- Metadata carries a digest behind NIXL's own bytes, which NIXL ignores: it takes damaged addresses and keys as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_kv_transfer.agent import nixl_library
+from baton_kv_transfer.agent.agent import (
+    INIT_AGENT,
+    Agent,
+    DlistHandle,
+    RegDescs,
+    XferHandle,
+    check_post,
+    pair,
+    unknown_peer,
+)
+from baton_kv_transfer.agent.descriptors import (
+    XferDescs,
+    check_mem_type,
+    check_pairs,
+    locate,
+    run_starts,
+)
+from baton_kv_transfer.transports.transfer import (
+    Descriptors,
+    Post,
+    Region,
+    TransportError,
+    XferState,
+)
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 5.0
+POLL_MIN_S = 20e-6
+POLL_BUSY_S = 200e-6
+POLL_IDLE_S = 2e-3
+REMOVE_GRACE_S = 1.0
+
+
+class _Native:
+    """An object of the library, made anew when the library's agent was."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self.build = build
+        self.value: Any = None
+
+    def drop(self) -> None:
+        if self.value is None:
+            return
+        with contextlib.suppress(Exception):  # one in flight may refuse; it ends with the agent
+            self.value.release()
+        # The wrapper would keep the library's agent alive, and log an error when it is collected.
+        self.value._released, self.value._agent = True, None
+        self.value = None
+
+
+class _Peer:
+    """What is known of a peer by one metadata; handles hold on to it and so notice that it was replaced."""
+
+    def __init__(self, metadata: bytes = b"") -> None:
+        self.metadata = metadata
+
+
+class _RegDescs(RegDescs):
+    def __init__(self, rows: list[tuple[int, int, int, str]], mem_type: str, native: Any) -> None:
+        super().__init__(
+            [Region(address, length, mem_type, device_id) for address, length, device_id, _ in rows]
+        )
+        self.rows = rows
+        self.mem_type = mem_type
+        self.native = native
+
+
+class _Dlist(DlistHandle):
+    def __init__(self, agent: str, descs: XferDescs, peer: _Peer | None, native: _Native) -> None:
+        super().__init__(agent, descs, peer)
+        self.native = native
+
+
+class _Xfer(XferHandle):
+    def __init__(
+        self, peer: str, known_peer: object, num_descs: int, notif: bytes, native: _Native
+    ) -> None:
+        super().__init__(peer, known_peer, num_descs, notif)
+        self.native = native
+        self.posted_notif = b""
+        self.doomed = ""  # why it will be in ERR, once it ended
+
+    def begin(self) -> None:
+        self.post, self.doomed = Post(), ""
+
+    def end(self, error: str = "") -> None:
+        assert self.post is not None, "it was begun"
+        self.post.end(error or self.doomed)
+
+
+class NixlAgent(Agent):
+    def __init__(self, name: str) -> None:
+        """
+        Raises:
+            ValueError: nixl-cu12 is not installed.
+        """
+        super().__init__(name)
+        self._api, self._errors = nixl_library.load()
+        self._lock = threading.Condition(threading.RLock())  # of all below, and of the library
+        self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
+        self._registered: list[_RegDescs] = []
+        self._self = _Peer()
+        self._peers: dict[str, _Peer] = {}
+        self._leaving: dict[
+            str, float
+        ] = {}  # removed while transfers were in flight -> how long those may take
+        self._in_flight: list[_Xfer] = []
+        self._known_outside = False  # somebody has this agent's metadata
+        self._pause_s = POLL_MIN_S
+        self._nixl: Any = nixl_library.create(self._api, self.name)
+        self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
+        self._thread.start()
+
+    def register_memory(
+        self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
+    ) -> RegDescs:
+        check_mem_type(mem_type)
+        rows = list(reg_list)
+        with self._lock:
+            try:
+                native = self._open().register_memory(rows, mem_type)
+            except self._errors as error:
+                raise ValueError(
+                    f"NIXL registers no {mem_type} memory at these addresses here: {error}"
+                ) from None
+            self._registered.append(_RegDescs(rows, mem_type, native))
+            return self._registered[-1]
+
+    def deregister_memory(self, dereg_list: RegDescs) -> None:
+        assert isinstance(dereg_list, _RegDescs)
+        with self._lock:
+            self._registered.remove(dereg_list)
+            self._open().deregister_memory(dereg_list.native)
+
+    def get_agent_metadata(self) -> bytes:
+        with self._lock:
+            packed: bytes = self._open().get_agent_metadata()
+            self._known_outside = True
+            self._lock.notify()
+        return nixl_library.seal(packed)
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        packed, name = nixl_library.unseal(metadata)
+        if name == self.name:
+            raise ValueError(
+                f"metadata of an agent called {self.name}, as this one is, which knows itself"
+            )
+        with self._lock:
+            nixl = self._open()
+            known = self._peers.get(name)
+            if known is not None and known.metadata == packed:
+                return name
+            self._peers.pop(name, None)
+            if name in self._leaving or self._posted_to(name):
+                self._restart(f"agent {name} was replaced")
+                nixl = self._open()
+            elif known is not None:
+                nixl.remove_remote_agent(name)
+            try:
+                nixl.add_remote_agent(packed)
+            except self._errors as error:
+                raise TransportError(f"NIXL does not connect to {name}: {error}") from None
+            self._peers[name] = _Peer(packed)
+            self._lock.notify()
+        return name
+
+    def remove_remote_agent(self, agent: str) -> None:
+        with self._lock:
+            if self._peers.pop(agent, None) is None or self._nixl is None:
+                return
+            if posted := self._posted_to(agent):
+                for xfer in posted:
+                    xfer.doomed = f"agent {agent} was removed"
+                self._leaving[agent] = time.monotonic() + REMOVE_GRACE_S
+            else:
+                self._nixl.remove_remote_agent(agent)
+
+    def prep_xfer_dlist(
+        self,
+        agent_name: str,
+        xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
+        mem_type: str = "DRAM",
+    ) -> DlistHandle:
+        descs = (
+            xfer_list
+            if isinstance(xfer_list, XferDescs)
+            else self.get_xfer_descs(xfer_list, mem_type)
+        )
+        with self._lock:
+            local = agent_name in ("", INIT_AGENT)
+            peer = None if local else self._peer(agent_name)
+            if local:
+                self._locate(descs)
+            native = self._native(
+                lambda: self._nixl.prep_xfer_dlist(agent_name, descs.rows, descs.mem_type)
+            )
+            self._build(native, agent_name)
+            return _Dlist("" if local else agent_name, descs, peer, native)
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_xfer_side: DlistHandle,
+        local_indices: Sequence[int] | NDArray[np.int64],
+        remote_xfer_side: DlistHandle,
+        remote_indices: Sequence[int] | NDArray[np.int64],
+        notif_msg: bytes = b"",
+    ) -> XferHandle:
+        assert isinstance(local_xfer_side, _Dlist)
+        assert isinstance(remote_xfer_side, _Dlist)
+        ours, theirs = (
+            np.asarray(local_indices, dtype=np.int64),
+            np.asarray(remote_indices, dtype=np.int64),
+        )
+        num_descs = len(
+            run_starts(*pair(operation, local_xfer_side, ours, remote_xfer_side, theirs))
+        )
+        lists, rows = (
+            (local_xfer_side.native, remote_xfer_side.native),
+            (ours.astype(np.int32), theirs.astype(np.int32)),
+        )
+
+        def build() -> Any:
+            local_list, remote_list = self._get(lists[0]), self._get(lists[1])
+            return self._nixl.make_prepped_xfer(
+                operation, local_list, rows[0], remote_list, rows[1]
+            )
+
+        with self._lock:
+            peer = remote_xfer_side.agent
+            return _Xfer(
+                peer, remote_xfer_side.known_peer, num_descs, notif_msg, self._native(build)
+            )
+
+    def initialize_xfer(
+        self,
+        operation: str,
+        local_descs: XferDescs,
+        remote_descs: XferDescs,
+        remote_agent: str,
+        notif_msg: bytes = b"",
+    ) -> XferHandle:
+        check_pairs(operation, local_descs.rows, remote_descs.rows)
+        sides = (local_descs, remote_descs)
+
+        def build() -> Any:
+            local, remote = (self._nixl.get_xfer_descs(side.rows, side.mem_type) for side in sides)
+            return self._nixl.initialize_xfer(operation, local, remote, remote_agent)
+
+        with self._lock:
+            self._locate(local_descs)
+            peer = self._peer(remote_agent)
+            native = self._native(build)
+            self._build(native, remote_agent)
+            return _Xfer(remote_agent, peer, len(local_descs), notif_msg, native)
+
+    def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
+        assert isinstance(handle, _Xfer)
+        with self._lock:
+            check_post(handle)
+            nixl = self._open()
+            notif = notif_msg or handle.notif
+            if handle.posted_notif and not notif:
+                handle.native.drop()  # the library would repeat the last one
+            handle.posted_notif = notif
+            handle.begin()
+            known = self._self if handle.peer == self.name else self._peers.get(handle.peer)
+            if known is not handle.known_peer:
+                handle.end(f"agent {handle.peer} was removed or replaced: make the transfer again")
+            else:
+                try:
+                    if nixl.transfer(self._get(handle.native), notif) == "PROC":
+                        self._in_flight.append(handle)
+                        self._pause_s = POLL_MIN_S
+                        self._lock.notify()
+                    else:
+                        self._collect(handle)
+                except self._errors as error:
+                    handle.end(f"the transfer with {handle.peer} could not be posted: {error}")
+            state = handle.state
+        assert state is not None
+        if state is not XferState.PROC:
+            self._wakeup()
+        return state.value
+
+    def check_xfer_state(self, handle: XferHandle) -> str:
+        assert isinstance(handle, _Xfer)
+        with self._lock:
+            ended = handle in self._in_flight and self._collect(handle)
+        if ended:
+            self._wakeup()
+        return super().check_xfer_state(handle)
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        with self._lock:
+            if self._nixl is not None:
+                self._take_notifs()
+            return super().get_new_notifs()
+
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
+        with self._lock:
+            self._peer(remote_agent_name)
+            try:
+                self._open().send_notif(remote_agent_name, notif_msg)
+            except self._errors as error:
+                logger.warning("notification to %s was lost: %s", remote_agent_name, error)
+
+    def release_xfer_handle(self, handle: XferHandle) -> None:
+        with self._lock:
+            super().release_xfer_handle(
+                handle
+            )  # the library would release one in flight, with bytes still to come
+            assert isinstance(handle, _Xfer)
+            handle.native.drop()
+
+    def fence(self) -> None:
+        with self._lock:
+            self._open()
+            self._peers.clear()
+            self._known_outside = False
+            self._restart("all peers were cut off")
+        self._wakeup()
+
+    def close(self) -> None:
+        with self._lock:
+            self._destroy("the agent was closed")
+            self._lock.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the thread that polls NIXL did not end within %.0f s", JOIN_TIMEOUT_S)
+        self._wakeup()
+
+    # -- the library's agent
+
+    def _destroy(self, reason: str) -> None:
+        """TransferManager in flight end, and memory is out of reach: nothing answers for it any more."""
+        for native in list(self._natives):
+            native.drop()
+        if self._nixl is not None:
+            self._nixl.agent = (
+                None  # whoever still holds the wrapper (a traceback) does not hold the agent
+            )
+            self._nixl = None
+        for xfer in self._in_flight:
+            xfer.end(xfer.doomed or reason)
+        self._in_flight.clear()
+        self._leaving.clear()
+
+    def _restart(self, reason: str) -> None:
+        """A new agent of the library with the same memory and peers."""
+        self._destroy(reason)
+        self._nixl = nixl = nixl_library.create(self._api, self.name)
+        for registered in self._registered:
+            registered.native = nixl.register_memory(registered.rows, registered.mem_type)
+        for name, peer in list(self._peers.items()):
+            try:
+                nixl.add_remote_agent(peer.metadata)
+            except self._errors as error:  # NIXL connects right here: the peer may be gone
+                logger.warning("agent %s is forgotten: %s", name, error)
+                del self._peers[name]
+
+    def _open(self) -> Any:
+        if self._nixl is None:
+            raise TransportError("the agent is closed")
+        return self._nixl
+
+    def _peer(self, name: str) -> _Peer:
+        peer = self._self if name == self.name else self._peers.get(name)
+        if peer is None:
+            raise unknown_peer(name)
+        return peer
+
+    def _posted_to(self, peer: str) -> list[_Xfer]:
+        return [xfer for xfer in self._in_flight if xfer.peer == peer]
+
+    def _locate(self, descs: XferDescs) -> None:
+        locate(
+            descs,
+            [region for registered in self._registered for region in registered.regions],
+            INIT_AGENT,
+        )
+
+    def _native(self, build: Callable[[], Any]) -> _Native:
+        self._open()
+        native = _Native(build)
+        self._natives.add(native)
+        return native
+
+    def _get(self, native: _Native) -> Any:
+        if native.value is None:
+            native.value = native.build()
+        return native.value
+
+    def _build(self, native: _Native, owner: str) -> None:
+        try:
+            self._get(native)
+        except self._errors as error:
+            raise ValueError(
+                f"a descriptor is outside the memory {owner} registered, says NIXL: {error}"
+            ) from None
+
+    # -- the polling thread
+
+    def _run(self) -> None:
+        while self._nixl is not None:
+            moved = False
+            with self._lock:
+                if self._nixl is not None and self._is_expecting():
+                    try:
+                        moved = self._poll()
+                    except Exception:
+                        logger.exception(
+                            "the NIXL polling thread failed; all transfers of this agent end"
+                        )
+                        self._destroy("the polling thread failed")
+                        moved = True
+            if moved:
+                self._wakeup()
+            with self._lock:
+                if self._nixl is None:
+                    return
+                longest = POLL_BUSY_S if self._in_flight else POLL_IDLE_S
+                self._pause_s = POLL_MIN_S if moved else min(2 * self._pause_s, longest)
+                self._lock.wait(self._pause_s if self._is_expecting() else None)
+
+    def _is_expecting(self) -> bool:
+        return bool(self._in_flight or self._leaving or self._peers or self._known_outside)
+
+    def _poll(self) -> bool:
+        """One round over all that may have happened; true if anything had."""
+        moved = self._take_notifs()
+        for xfer in list(self._in_flight):
+            moved |= self._collect(xfer)
+        for name, deadline in list(self._leaving.items()):
+            if not self._posted_to(name):
+                del self._leaving[name]
+                self._nixl.remove_remote_agent(name)
+            elif time.monotonic() >= deadline:
+                logger.warning(
+                    "transfers with %s did not end after its removal: NIXL's agent is made anew",
+                    name,
+                )
+                self._restart("NIXL's agent was made anew")
+                return True
+        return moved
+
+    def _take_notifs(self) -> bool:
+        news: dict[str, list[bytes]] = self._nixl.get_new_notifs()
+        for sender, messages in news.items():
+            self._notifs.extend((sender, message) for message in messages)
+        return bool(news)
+
+    def _collect(self, xfer: _Xfer) -> bool:
+        """True if the transfer ended."""
+        error = ""
+        try:
+            state = self._nixl.check_xfer_state(self._get(xfer.native))
+            if state == "PROC":
+                return False
+            if state == "ERR":
+                error = f"the transfer with {xfer.peer} failed"
+        except self._errors as failure:
+            error = f"the transfer with {xfer.peer} failed: {failure}"
+        if xfer in self._in_flight:
+            self._in_flight.remove(xfer)
+        xfer.end(error)
+        return True

@@ -1,0 +1,390 @@
+"""The agent over kinds of ours: it keeps names, regions and handles; each transfer takes the first transport that can move it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_kv_transfer.agent.agent import (
+    INIT_AGENT,
+    Agent,
+    DlistHandle,
+    RegDescs,
+    XferHandle,
+    check_post,
+    pair,
+    unknown_peer,
+)
+from baton_kv_transfer.agent.descriptors import (
+    XferDescs,
+    check_mem_type,
+    check_pairs,
+    locate,
+    may_merge,
+    merge,
+)
+from baton_kv_transfer.transports.choose import choose_transports
+from baton_kv_transfer.transports.transfer import Descriptors, Region, Transfer, TransportError
+from baton_kv_transfer.transports.transport import Transport, TransportContext
+from baton_kv_transfer.transports.transport_thread import TransportThread
+
+_METADATA_VERSION = 4
+_DIGEST_BYTES = 8
+
+
+class AgentMetadata(msgspec.Struct, array_like=True):
+    version: int
+    name: str
+    transport: str
+    address: bytes
+    regions: list[tuple[int, int, str, int]]
+    """(address, length, memory type, device id) of each registered region."""
+
+
+class _Peer:
+    """What is known of a peer by one metadata; handles hold on to it and so notice that it was replaced."""
+
+    def __init__(self, regions: list[Region], digest: bytes = b"") -> None:
+        self.regions = regions
+        self.digest = digest
+
+
+class _Dlist(DlistHandle):
+    def __init__(
+        self, agent: str, descs: XferDescs, regions: NDArray[np.int64], peer: _Peer | None
+    ) -> None:
+        super().__init__(agent, descs, peer)
+        self.regions = regions  # [n], index of the region that holds each row
+
+
+class _Xfer(XferHandle):
+    def __init__(
+        self,
+        op: str,
+        peer: str,
+        known_peer: object,
+        rows: tuple[Descriptors, Descriptors, NDArray[np.int64]],
+        notif: bytes,
+    ) -> None:
+        super().__init__(peer, known_peer, len(rows[0]), notif)
+        self.op = op
+        self.local, self.remote, self.regions = rows
+
+
+class TransportAgent(Agent):
+    def __init__(self, name: str, transport: str, host: str = "") -> None:
+        """
+        Args:
+            host: see create_agent.
+
+        Raises:
+            ValueError: unknown transport.
+            OSError: `host` is no address of this machine.
+            UCXError: UCX is missing or does not start.
+        """
+        super().__init__(name)
+        self._transport_name = transport
+        self._thread = TransportThread(f"kv-{name}")
+        self._contexts: dict[str, TransportContext] = {}
+        self._transports: dict[str, Transport] = {}
+        host = host or os.environ.get("POD_IP") or "127.0.0.1"
+        try:
+            for kind, transport_class in choose_transports(transport).items():
+                self._contexts[kind] = TransportContext(
+                    self._thread, name, host, self._deliver, self._wake
+                )
+                self._transports[kind] = transport_class(self._contexts[kind])
+        except BaseException:
+            self._thread.close()
+            raise
+        self._thread.start(lambda: [each.end() for each in self._transports.values()])
+        self._lock = threading.RLock()  # of the two below
+        self._regions: list[Region] = []
+        self._peers: dict[str, _Peer] = {}
+        self._closed = False
+        self._closing = threading.Lock()
+
+    @property
+    def num_refused(self) -> int:
+        return sum(context.num_refused for context in self._contexts.values())
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        return {
+            f"{kind} {carrier}": nbytes
+            for kind, context in self._contexts.items()
+            for carrier, nbytes in context.moved.copy().items()
+        }
+
+    def waiting(self) -> AbstractContextManager[int | None]:
+        return self._thread.waiting()
+
+    def register_memory(
+        self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
+    ) -> RegDescs:
+        check_mem_type(mem_type)
+        kinds = [
+            kind for kind, transport in self._transports.items() if mem_type in transport.mem_types
+        ]
+        if not kinds:
+            raise ValueError(
+                f"{' and '.join(self._transports)} cannot move {mem_type} here: GPU memory needs transport ucx or auto, an NVIDIA "
+                f"driver, and a UCX with CUDA (cuda_copy in UCX_TLS where that is set)"
+            )
+        regions: list[Region] = []
+        for address, length, device_id, _ in reg_list:
+            regions.append(Region(address, length, mem_type, device_id))
+        self._thread.mailbox.call(lambda: self._add_regions(regions, kinds))
+        with self._lock:
+            self._regions += regions
+            self._peers.pop(self.name, None)  # as it was
+        return RegDescs(regions)
+
+    def deregister_memory(self, dereg_list: RegDescs) -> None:
+        with self._lock:
+            for region in dereg_list.regions:
+                self._regions.remove(region)
+            self._peers.pop(self.name, None)
+        self._thread.mailbox.call(lambda: self._forget_regions(dereg_list.regions))
+
+    def get_agent_metadata(self) -> bytes:
+        with self._lock:
+            regions = [(r.address, r.length, r.mem_type, r.device_id) for r in self._regions]
+            address = self._address()
+        packed = msgspec.msgpack.encode(
+            AgentMetadata(_METADATA_VERSION, self.name, self._transport_name, address, regions)
+        )
+        return _digest(packed) + packed
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        digest, packed = metadata[:_DIGEST_BYTES], metadata[_DIGEST_BYTES:]
+        if _digest(packed) != digest:
+            raise ValueError(
+                f"agent metadata of {len(metadata)} bytes is damaged, or not of an agent over {self._transport_name}: "
+                f"fetch it again from its agent"
+            )
+        try:
+            version, _, transport, *_ = msgspec.msgpack.decode(
+                packed, type=tuple[int, str, str, bytes, list[object]]
+            )
+            if (version, transport) != (_METADATA_VERSION, self._transport_name):
+                raise ValueError(
+                    f"an agent speaks metadata version {version} over {transport}, "
+                    f"this one version {_METADATA_VERSION} over {self._transport_name}: run the same release and transport"
+                )
+            decoded = msgspec.msgpack.decode(packed, type=AgentMetadata)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"malformed agent metadata: {error}") from error
+        regions = [Region(*region) for region in decoded.regions]
+        if not all(
+            0 <= region.address < region.address + region.length < 2**63 for region in regions
+        ):
+            raise ValueError(f"agent {decoded.name} claims memory at addresses that cannot be")
+        if decoded.name == self.name:
+            raise ValueError(
+                f"metadata of an agent called {self.name}, as this one is, which knows itself"
+            )
+        with self._lock:
+            known = self._peers.get(decoded.name)
+            if known is None or known.digest != digest:
+                self._peers[decoded.name] = _Peer(regions, digest)
+                self._add_peer(decoded.name, decoded.address)
+        return decoded.name
+
+    def remove_remote_agent(self, agent: str) -> None:
+        with self._lock:
+            if self._peers.pop(agent, None) is not None:
+                for transport in self._transports.values():
+                    transport.remove_peer(agent)
+
+    def prep_xfer_dlist(
+        self,
+        agent_name: str,
+        xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
+        mem_type: str = "DRAM",
+    ) -> DlistHandle:
+        descs = (
+            xfer_list
+            if isinstance(xfer_list, XferDescs)
+            else self.get_xfer_descs(xfer_list, mem_type)
+        )
+        if agent_name in ("", INIT_AGENT):
+            return _Dlist("", descs, locate(descs, self._regions, INIT_AGENT), None)
+        peer = self._peer(agent_name)
+        return _Dlist(agent_name, descs, locate(descs, peer.regions, agent_name), peer)
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_xfer_side: DlistHandle,
+        local_indices: Sequence[int] | NDArray[np.int64],
+        remote_xfer_side: DlistHandle,
+        remote_indices: Sequence[int] | NDArray[np.int64],
+        notif_msg: bytes = b"",
+    ) -> XferHandle:
+        assert isinstance(local_xfer_side, _Dlist)
+        assert isinstance(remote_xfer_side, _Dlist)
+        ours, theirs = (
+            np.asarray(local_indices, dtype=np.int64),
+            np.asarray(remote_indices, dtype=np.int64),
+        )
+        local, remote = pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)
+        if may_merge(local, remote):
+            merged = merge(
+                local,
+                local_xfer_side.regions.take(ours),
+                remote,
+                remote_xfer_side.regions.take(theirs),
+            )
+        else:
+            merged = local, remote, remote_xfer_side.regions.take(theirs)
+        return _Xfer(
+            operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg
+        )
+
+    def initialize_xfer(
+        self,
+        operation: str,
+        local_descs: XferDescs,
+        remote_descs: XferDescs,
+        remote_agent: str,
+        notif_msg: bytes = b"",
+    ) -> XferHandle:
+        check_pairs(operation, local_descs.rows, remote_descs.rows)
+        locate(local_descs, self._regions, INIT_AGENT)
+        peer = self._peer(remote_agent)
+        rows = (
+            local_descs.rows,
+            remote_descs.rows,
+            locate(remote_descs, peer.regions, remote_agent),
+        )
+        return _Xfer(operation, remote_agent, peer, rows, notif_msg)
+
+    def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
+        assert isinstance(handle, _Xfer)
+        with self._lock:
+            check_post(handle)
+            self._require_open()
+            transfer = Transfer(
+                handle.op,
+                handle.peer,
+                handle.local,
+                handle.remote,
+                handle.regions,
+                notif_msg or handle.notif,
+            )
+            handle.post = transfer
+            peer = self._peers.get(handle.peer)
+            if peer is None or peer is not handle.known_peer:
+                transfer.end(
+                    f"agent {handle.peer} was removed or replaced: make the transfer again"
+                )
+            else:
+                self._begin(transfer, peer)
+        return transfer.state.value
+
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
+        self._peer(remote_agent_name)
+        if not any(
+            transport.send_notif(remote_agent_name, notif_msg)
+            for transport in self._transports.values()
+        ):
+            raise TransportError(
+                f"agent {remote_agent_name} is gone, or is not reached: add_remote_agent again"
+            )
+
+    def fence(self) -> None:
+        with self._lock:
+            self._require_open()
+            self._peers.clear()
+            self._thread.mailbox.call(
+                lambda: [transport.fence() for transport in self._transports.values()]
+            )
+
+    def close(self) -> None:
+        with self._closing:  # who comes second waits until it is done
+            if not self._closed:
+                self._closed = True
+                self._thread.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError("the agent is closed")
+
+    def _peer(self, name: str) -> _Peer:
+        with self._lock:
+            if name == self.name and name not in self._peers:
+                self._peers[name] = _Peer(list(self._regions))
+                self._add_peer(name, self._address())
+            try:
+                return self._peers[name]
+            except KeyError:
+                raise unknown_peer(name) from None
+
+    def _address(self) -> bytes:
+        return msgspec.msgpack.encode(
+            {kind: transport.address for kind, transport in self._transports.items()}
+        )
+
+    def _add_peer(self, name: str, address: bytes) -> None:
+        """Raises ValueError: not an address."""
+        try:
+            addresses = msgspec.msgpack.decode(address, type=dict[str, bytes])
+            for kind, transport in self._transports.items():
+                if kind in addresses:
+                    transport.add_peer(name, addresses[kind])
+        except msgspec.DecodeError as error:
+            raise ValueError(
+                f"agent {name} has no address that this release understands: {error}"
+            ) from error
+
+    def _begin(self, transfer: Transfer, peer: _Peer) -> None:
+        """Over the first transport that moves memory of these types to the peer."""
+        address = int(
+            transfer.local[0, 0]
+        )  # rows of one list are of one memory type here; a peer's may be of several
+        theirs = [index for index, region in enumerate(peer.regions) if region.mem_type != "DRAM"]
+        on_device = bool(theirs) and bool(np.isin(transfer.regions, theirs).any())
+        for region in self._regions:
+            on_device |= region.mem_type != "DRAM" and 0 <= address - region.address < region.length
+        mem_type = "VRAM" if on_device else "DRAM"
+        if not any(
+            mem_type in transport.mem_types and transport.begin(transfer)
+            for transport in self._transports.values()
+        ):
+            transfer.end(
+                f"{transfer.op} of {transfer.peer}'s memory ({mem_type}): none of {', '.join(self._transports)} leads there from "
+                f"{self.name}; both sides need one in common"
+            )
+            self._wake()
+
+    def _deliver(self, sender: str, message: bytes) -> None:
+        self._notifs.append((sender, message))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._thread.on_news():
+            self._wakeup()
+
+    # -- the kinds' thread
+
+    def _add_regions(self, regions: list[Region], kinds: list[str]) -> None:
+        for kind in kinds:
+            self._contexts[kind].regions += regions
+
+    def _forget_regions(self, regions: list[Region]) -> None:
+        for kind, context in self._contexts.items():
+            for region in [region for region in regions if region in context.regions]:
+                context.regions.remove(region)
+                self._transports[kind].forget_region(region)
+
+
+def _digest(packed: bytes) -> bytes:
+    return hashlib.blake2b(packed, digest_size=_DIGEST_BYTES, person=b"baton-agent").digest()

@@ -1,0 +1,197 @@
+"""Moves published blocks into this engine's memory and proves them where they lie; the agent's thread moves bytes meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from baton_kv_transfer.connector import FailureReason
+from baton_kv_transfer.consumer.load_state import LoadState, RankTransfer
+from baton_kv_transfer.consumer.peer import Peer
+from baton_kv_transfer.consumer.read_window import Batch, ReadWindow, blocks_per_batch
+from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.memory import checksum
+from baton_kv_transfer.transports.transfer import TransportError
+
+VERIFY_SLICE_S = 0.02
+"""Proving lets messages and deadlines in after this long."""
+
+
+class BlockVerifier:
+    """A rank_transfer's blocks come in by `read` or `written`, and leave by `proved` or, once the load failed, silently."""
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        on_verified: Callable[[RankTransfer, list[int]], None],
+    ) -> None:
+        """
+        Args:
+            on_verified: takes the rank_transfer and those positions of a batch whose proof failed; the others are committed and counted.
+        """
+        self._context = context
+        self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
+        self._on_verified = on_verified
+        self._windows: dict[Peer, ReadWindow] = {}
+        self._in_flight: list[Batch] = []
+        self._arrived: deque[Batch] = deque()
+
+    @property
+    def has_unverified(self) -> bool:
+        """There is something to prove: `move` is to be called again at once."""
+        return bool(self._arrived)
+
+    @property
+    def is_reading(self) -> bool:
+        """TransferManager into this engine's memory are in flight."""
+        handles = [batch.handle for batch in self._in_flight if batch.handle is not None]
+        return any(self._agent.check_xfer_state(handle) == "PROC" for handle in handles)
+
+    def read(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
+        window = self._windows.get(rank_transfer.peer)
+        if window is None:
+            window = self._windows[rank_transfer.peer] = ReadWindow(
+                self._context.config.max_inflight_bytes, self._stats
+            )
+        window.enqueue(rank_transfer, positions)
+
+    def written(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
+        """The producer wrote them to the load's slots."""
+        load, step = rank_transfer.load, blocks_per_batch(rank_transfer, self._memory)
+        assert load.slots is not None
+        for start in range(0, len(positions), step):
+            part = positions[start : start + step]
+            rank_transfer.num_batches += 1
+            self._arrived.append(
+                Batch(
+                    rank_transfer,
+                    part,
+                    [load.slots[position] for position in part],
+                    owns_slots=False,
+                )
+            )
+
+    def drop(self, rank_transfer: RankTransfer) -> None:
+        """The load failed: what is not posted will not be."""
+        if rank_transfer.peer in self._windows:
+            self._windows[rank_transfer.peer].drop(rank_transfer)
+
+    def drop_peer(self, peer: Peer) -> None:
+        """Nothing more is read from this peer; its loads were forgotten. Reads in flight end by themselves."""
+        self._windows.pop(peer, None)
+
+    def advance(self) -> None:
+        """Takes in reads that ended, posts others, proves what came; the windows are filled before each proof."""
+        until = self._context.clock() + VERIFY_SLICE_S
+        self.collect()
+        self.post()
+        self.collect()  # some transports end at once
+        while self._arrived:
+            self._verify(self._arrived.popleft())
+            self.post()
+            self.collect()
+            if self._context.clock() >= until:
+                return
+
+    def collect(self) -> None:
+        """Takes in the reads that ended."""
+        in_flight = []
+        for batch in self._in_flight:
+            assert batch.handle is not None
+            outcome = self._agent.check_xfer_state(batch.handle)
+            if outcome == "PROC":
+                in_flight.append(batch)
+                continue
+            self._ended(batch)
+            self._agent.release_xfer_handle(batch.handle)
+            if outcome == "DONE":
+                self._arrived.append(batch)
+            else:
+                self._read_failed(batch, batch.handle.error)
+        self._in_flight = in_flight
+
+    def discard_all(self) -> None:
+        """Drops what is in hand; only once the agent touches no memory any more."""
+        for batch in self._in_flight:
+            self._ended(batch)
+            self._discard(batch)
+        self._in_flight.clear()
+        while self._arrived:
+            self._discard(self._arrived.popleft())
+
+    def post(self) -> None:
+        """Posts what fits into the peers' windows."""
+        for peer, window in self._windows.items():
+            while not peer.error and (batch := window.take_batch(self._memory)) is not None:
+                assert peer.blocks is not None
+                rank_transfer = batch.rank_transfer
+                ours, theirs = (
+                    self._context.local_slots(rank_transfer.heads),
+                    rank_transfer.slots_there[batch.positions],
+                )
+                try:
+                    handle = self._agent.make_prepped_xfer(
+                        "READ", ours, batch.slots, peer.blocks, theirs
+                    )
+                    self._agent.transfer(handle)
+                except (
+                    KeyError,
+                    ValueError,
+                    TransportError,
+                ) as error:  # the agent does not know the peer any more
+                    self._ended(batch)
+                    self._read_failed(batch, str(error))
+                else:
+                    batch.handle = handle
+                    self._in_flight.append(batch)
+                    self._stats.descriptors_posted += handle.num_descs
+
+    def _ended(self, batch: Batch) -> None:
+        assert batch.window is not None
+        batch.window.release(batch)
+
+    def _read_failed(self, batch: Batch, error: str) -> None:
+        peer = batch.rank_transfer.peer
+        peer.fail(FailureReason.PEER_LOST, f"reading from {peer.name} failed: {error}")
+        self._discard(batch)
+
+    def _verify(self, batch: Batch) -> None:
+        """Commits and counts those blocks that are whole and the right ones."""
+        rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
+        if load.state is not LoadState.LOADING:
+            self._discard(batch)
+            return
+        word_sums = self._memory.block_sums(batch.slots, rank_transfer.heads).tolist()
+        right, right_slots, wrong = [], [], []
+        for position, slot, word_sum in zip(batch.positions, batch.slots, word_sums, strict=True):
+            computed = checksum.bind(
+                word_sum,
+                transfer_id=load.transfer_id,
+                generation=load.generation,
+                chain_hash=load.request.block_hashes[position],
+                heads=rank_transfer.heads,
+            )
+            if computed == rank_transfer.checksums[position]:
+                right.append(position)
+                right_slots.append(slot)
+            else:
+                wrong.append(position)
+        if right:
+            self._memory.commit(
+                right_slots,
+                [load.request.block_ids[position] for position in right],
+                rank_transfer.heads,
+            )
+            load.missing[right] -= 1
+            rank_transfer.num_verified += len(right)
+            self._stats.blocks_received += int((load.missing[right] == 0).sum())
+            self._stats.bytes_received += len(right) * rank_transfer.block_nbytes
+        self._stats.checksum_failures += len(wrong)
+        self._discard(batch)
+        self._on_verified(rank_transfer, wrong)
+
+    def _discard(self, batch: Batch) -> None:
+        """The batch is dealt with."""
+        batch.rank_transfer.num_batches -= 1
+        if batch.owns_slots:
+            self._memory.release(batch.slots)

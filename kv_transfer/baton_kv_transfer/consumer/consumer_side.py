@@ -1,0 +1,244 @@
+"""The consumer's half of the connector, the conductor. Lives on the connector's thread.
+
+    load, loads   the states of a load and of its rank_transfers; what moves them along
+    peer, peers   the handshake with one of a producer's workers; all that are known
+    blocks, reads moves and proves blocks; what is read from a peer next
+
+`advance` does everything that can happen now, level-triggered: it hears the peers, moves and proves blocks, then moves each load
+along its states. The promises it keeps:
+
+    exactly one LoadResult per load; each wait has a deadline, each rank_transfer its own
+    a block counts only once each rank_transfer proved its heads, in the memory of this engine, against what this side expects
+    when the LoadResult is given nothing can write to the load's blocks: its reads ended, and a producer that might write said that
+    it does not any more (RELEASED, or its last block was proved), or a fence cut all peers off from the memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import msgspec
+import zmq
+
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult, LoadWait
+from baton_kv_transfer.consumer.block_verifier import BlockVerifier
+from baton_kv_transfer.consumer.load_manager import LoadManager
+from baton_kv_transfer.consumer.load_state import LoadState, RankTransferState
+from baton_kv_transfer.consumer.peer import Peer
+from baton_kv_transfer.consumer.peer_registry import PeerRegistry
+from baton_kv_transfer.context import ConnectorContext
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumerSide:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        *,
+        on_finished: Callable[[str, LoadResult], None],
+        on_fenced: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            on_finished: takes each load's one result.
+            on_fenced: called after agent.fence(): the agent's metadata is new, it knows no peers.
+
+        Raises:
+            ValueError: the workers' heads are replicated, or this worker is not among them.
+        """
+        self._context = context
+        self._agent, self._clock = context.agent, context.clock
+        self._on_finished = on_finished
+        self._on_fenced = on_fenced
+        self._expected: dict[str, Peer] = {}
+        """By transfer id: the first worker of the producer, of loads that wait for memory."""
+        self._peers = PeerRegistry(context)
+        self._blocks = BlockVerifier(
+            context,
+            lambda rank_transfer, wrong: self._loads.on_verified(
+                rank_transfer, wrong, self._clock()
+            ),
+        )
+        self._loads = LoadManager(context, self._peers, self._blocks, on_finished)
+        self._peers.describe_memory()
+
+    # -- from the scheduler
+
+    def expect(self, transfer_id: str, wait: LoadWait) -> None:
+        """Heartbeats keep the transfer's blocks at the producer until its load begins, or the producer is lost."""
+        try:
+            first = self._peers.connect(
+                wait.remote_host, wait.remote_port, wait.peer_instance_id, self._clock()
+            )
+        except zmq.ZMQError:
+            return  # the load will find it out
+        self._expected[transfer_id] = first
+
+    def begin(self, request: LoadRequest) -> None:
+        self._expected.pop(request.transfer_id, None)
+        if self._loads.get(request.transfer_id) is not None:
+            logger.error(
+                "transfer %s is being loaded already; the second load is ignored",
+                request.transfer_id,
+            )
+            return
+        now = self._clock()
+        try:
+            first = self._peers.connect(
+                request.remote_host, request.remote_port, request.peer_instance_id, now
+            )
+        except zmq.ZMQError as error:  # no address, or no socket left
+            self._context.stats.count_failure(FailureReason.PEER_LOST)
+            reason = f"cannot connect to {request.remote_host}:{request.remote_port}: {error}"
+            self._on_finished(request.transfer_id, LoadResult(0, reason))
+            return
+        self._loads.begin(request, first, now)
+
+    def cancel(self, transfer_id: str) -> None:
+        load = self._loads.get(transfer_id)
+        if load is not None:
+            now = self._clock()
+            self._loads.fail(load, FailureReason.CANCELLED, "cancelled", now)
+            self._loads.step(load, now)
+
+    def fail_all(self, reason: str) -> None:
+        """Ends every load at once; for use when the agent is closed and nothing writes to memory any more."""
+        now = self._clock()
+        self._blocks.discard_all()
+        for load in self._loads:
+            self._loads.fail(load, FailureReason.DEFECT, reason, now)
+            self._loads.end(load, now)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+    # -- from the thread's loop
+
+    def peers(self) -> list[Peer]:
+        return list(self._peers)
+
+    def advance(self, now: float) -> None:
+        """Everything that can happen now."""
+        if notifications := list(self._notifications()):
+            for peer, notification in notifications:
+                self._loads.handle_message(peer, notification, now)
+            self._blocks.advance()
+            self._loads.step_all(
+                now
+            )  # a load may end here: who waits for it comes before what others say
+        for peer in self._peers:
+            for message in peer.receive(now):
+                self._loads.handle_message(peer, message, now)
+        self._blocks.advance()
+        self._loads.step_all(now)
+        self._loads.check_deadlines(now)
+        for peer in self._peers:
+            if peer.error:
+                self._lose(peer, now)
+        if why := self._fence_needed(now):
+            self._fence(why, now)
+        self._loads.step_all(now)
+        self._send_heartbeats(now)
+
+    def next_deadline(self) -> float | None:
+        """When `advance` has to be called if nothing else happens; None: no need."""
+        if self._blocks.has_unverified or any(peer.error for peer in self._peers):
+            return 0.0
+        deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]
+        if len(self._loads) or self._expected:
+            deadlines += [peer.next_heartbeat for peer in self._peers if peer.is_ready]
+        return min(deadlines + self._loads.deadlines(), default=None)
+
+    # -- peers
+
+    def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
+        """Of producers' writes that ended. Whom they are from was not proved: what makes no sense is dropped and costs nobody."""
+        for sender, messages in self._agent.get_new_notifs().items():
+            for peer in self._peers:
+                if peer.is_ready and peer.agent_name == sender:
+                    for message in messages:
+                        with contextlib.suppress(msgspec.DecodeError):
+                            yield peer, side_channel.decode_notification(message)
+
+    def _lose(self, peer: Peer, now: float) -> None:
+        """The peer is lost: its connection goes, loads that need it fail; the next load greets anew."""
+        self._peers.remove(peer)
+        self._expected = {
+            transfer_id: first for transfer_id, first in self._expected.items() if first is not peer
+        }
+        for load in self._loads:
+            if peer in load.peers:
+                self._loads.fail(load, peer.reason, peer.error, now)
+        self._blocks.drop_peer(peer)
+
+    def _fence_needed(self, now: float) -> str:
+        """Why peers must be cut off from this engine's memory now; empty if there is no need."""
+        draining = [load for load in self._loads if load.state is LoadState.DRAINING]
+        for load in draining:
+            if now >= load.drain_deadline:
+                return f"transfer {load.transfer_id} did not drain: {load.error or 'its end was not confirmed'}"
+        # A lost peer confirms nothing any more. Others' loads that still run are given the time to end.
+        if len(draining) == len(self._loads):
+            for load in draining:
+                for rank_transfer in load.rank_transfers:
+                    if rank_transfer.quarantined and rank_transfer.peer.error:
+                        return f"transfer {load.transfer_id}: {rank_transfer.peer.error}"
+        return ""
+
+    def _fence(self, why: str, now: float) -> None:
+        """When this returns no peer reaches this engine's memory: all loads end, and peers are greeted anew."""
+        logger.warning("cutting all peers off from the KV memory: %s", why)
+        self._context.stats.memory_fences += 1
+        self._agent.fence()
+        if self._blocks.is_reading:
+            raise RuntimeError(
+                "transfers go on after a fence: the transport does not keep its promise"
+            )
+        self._blocks.discard_all()
+        self._context.renew()
+        for load in self._loads:
+            self._loads.fail(
+                load, FailureReason.PEER_LOST, f"peers were cut off from the KV memory: {why}", now
+            )
+            for rank_transfer in load.rank_transfers:
+                self._loads.release(rank_transfer)
+                rank_transfer.quarantined = False
+            self._loads.step(load, now)
+        for peer in self._peers:
+            self._peers.remove(peer)
+            self._blocks.drop_peer(peer)
+        self._expected.clear()
+        self._peers.describe_memory()
+        self._on_fenced()
+
+    def _send_heartbeats(self, now: float) -> None:
+        due = [peer for peer in self._peers if peer.is_ready and now >= peer.next_heartbeat]
+        expected: dict[Peer, list[str]] = {}
+        for transfer_id, first in self._expected.items() if due else ():
+            for peer in self._loads.workers(first, now):
+                expected.setdefault(peer, []).append(transfer_id)
+        rank_transfers = (
+            [
+                rank_transfer
+                for load in self._loads
+                for rank_transfer in load.rank_transfers
+                if rank_transfer.state is not RankTransferState.RELEASED
+            ]
+            if due
+            else []
+        )
+        for peer in due:
+            peer.next_heartbeat = now + self._loads.heartbeat_s(peer)
+            transfer_ids = [
+                rank_transfer.load.transfer_id
+                for rank_transfer in rank_transfers
+                if rank_transfer.peer is peer
+            ]
+            transfer_ids += expected.get(peer, [])
+            if transfer_ids:
+                peer.send(side_channel.Heartbeat(transfer_ids))

@@ -1,0 +1,415 @@
+"""The loads under way: moves each along its states (see `load`) and takes in what producers say about it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import zmq
+
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult
+from baton_kv_transfer.consumer.block_verifier import BlockVerifier
+from baton_kv_transfer.consumer.load_state import Load, LoadState, RankTransfer, RankTransferState
+from baton_kv_transfer.consumer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
+from baton_kv_transfer.consumer.peer_registry import PeerRegistry
+from baton_kv_transfer.context import ConnectorContext
+from baton_protocol.config import KVRole
+
+MAX_PENDING_S = 600.0
+"""A load waits this long without a block at most, however often the producer says that it is pending."""
+DRAIN_TIMEOUT_S = 5.0
+"""A load whose outcome is known waits this long for its reads, then disconnects the peer; this long again, then it fences."""
+MAX_HEARTBEAT_S = 5.0
+"""Every third of the shorter of the peer's lease and this side's timeout, at least this often."""
+
+
+class LoadManager:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        peers: PeerRegistry,
+        blocks: BlockVerifier,
+        on_finished: Callable[[str, LoadResult], None],
+    ) -> None:
+        """
+        Raises:
+            ValueError: the workers' heads are replicated, or this worker is not among them.
+        """
+        self._context = context
+        self._memory, self._load_timeout_s = context.memory, context.config.load_timeout_s
+        heads, num_heads = context.memory.layout.heads, context.memory.layout.num_model_heads
+        self._worker_heads = [rank.heads for rank in context.ranks]
+        if len(context.ranks) > num_heads:
+            raise ValueError(
+                f"{len(context.ranks)} workers share {num_heads} KV heads: blocks of replicated heads are not exchanged"
+            )
+        if heads not in self._worker_heads:
+            raise ValueError(
+                f"this worker's {heads} are not among the engine's: {self._worker_heads}"
+            )
+        self._peers = peers
+        self._blocks = blocks
+        self._on_finished = on_finished
+        self._loads: dict[str, Load] = {}
+        self._want_slots: dict[str, Load] = {}
+        """Those to be pushed that wait for slots, the oldest first."""
+        self._releases: list[tuple[Peer, side_channel.Release]] = []
+        """To be said once results were reported: those are waited for."""
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[Load]:
+        """May be changed meanwhile."""
+        return iter(list(self._loads.values()))
+
+    def get(self, transfer_id: str) -> Load | None:
+        return self._loads.get(transfer_id)
+
+    def begin(self, request: LoadRequest, first_worker: Peer, now: float) -> None:
+        load = Load(
+            request,
+            generation=1 + secrets.randbelow(2**63 - 1),
+            first_worker=first_worker,
+            started=now,
+            push=self._context.config.mode == "push",
+            missing=np.zeros(len(request.block_ids), dtype=np.int32),
+        )
+        self._loads[request.transfer_id] = load
+        self.step(load, now)
+
+    def workers(self, first: Peer, now: float) -> list[Peer]:
+        """The producer's workers whose heads are needed here, as far as its first one named them, greeted."""
+        workers = []
+        for rank, address in enumerate(first.ranks if first.is_ready else ()):
+            if self._memory.layout.heads.overlap(address.heads).count:
+                with contextlib.suppress(zmq.ZMQError):  # no address: the load will find it out
+                    known = first if rank == 0 else None
+                    workers.append(
+                        known
+                        or self._peers.connect(
+                            address.host, address.port, first.peer_instance_id, now
+                        )
+                    )
+        return workers
+
+    def heartbeat_s(self, peer: Peer) -> float:
+        return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
+
+    def deadlines(self) -> list[float]:
+        deadlines = []
+        for load in self._loads.values():
+            if load.state is LoadState.DRAINING:
+                deadlines.append(load.drain_deadline)
+            deadlines += [
+                rank_transfer.deadline
+                for rank_transfer in load.rank_transfers
+                if not rank_transfer.is_complete
+            ]
+        return deadlines
+
+    # -- a load's states
+
+    def step_all(self, now: float) -> None:
+        """Moves all loads on; those that end may make room for others."""
+        count = 0
+        while count != len(self._loads):
+            count = len(self._loads)
+            for load in self:
+                self._step(load, now)
+        self._send_releases()
+        self._blocks.post()
+
+    def step(self, load: Load, now: float) -> None:
+        """Moves the load on as far as it can go."""
+        self._step(load, now)
+        self._send_releases()
+
+    def _step(self, load: Load, now: float) -> None:
+        if load.state is LoadState.HANDSHAKE and load.first_worker.is_ready:
+            self._open_rank_transfers(load, now)
+        if load.state is LoadState.LOADING:
+            for rank_transfer in load.rank_transfers:
+                if (
+                    rank_transfer.state is RankTransferState.HANDSHAKE
+                    and rank_transfer.peer.is_ready
+                ):
+                    self._subscribe(rank_transfer, now)
+                if rank_transfer.is_complete and (
+                    rank_transfer.is_last_write_over or not rank_transfer.quarantined
+                ):
+                    self.release(rank_transfer)  # its part is done, also if others' go on
+            if all(rank_transfer.is_complete for rank_transfer in load.rank_transfers):
+                load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
+        if load.state is LoadState.DRAINING:
+            for rank_transfer in load.rank_transfers:
+                self.release(rank_transfer)
+            if all(rank_transfer.is_settled for rank_transfer in load.rank_transfers):
+                self.end(load, now)
+
+    def _open_rank_transfers(self, load: Load, now: float) -> None:
+        """The first worker is ready and named the others."""
+        first, heads = load.first_worker, self._memory.layout.heads
+        if first.rank != 0:
+            self.fail(
+                load,
+                FailureReason.PROTOCOL,
+                f"{first.name} is worker {first.rank}, not the first one",
+                now,
+            )
+            return
+        rank_transfers = []
+        for rank, address in enumerate(first.ranks):
+            shared = heads.overlap(address.heads)
+            if shared.count == 0:
+                continue
+            try:
+                peer = (
+                    self._peers.connect(
+                        address.host, address.port, load.request.peer_instance_id, now
+                    )
+                    if rank
+                    else first
+                )
+            except zmq.ZMQError as error:
+                why = f"cannot connect to worker {rank} of {first.name} at {address.host}:{address.port}: {error}"
+                self.fail(load, FailureReason.PEER_LOST, why, now)
+                return
+            subscribers = [
+                other for other in self._worker_heads if other.overlap(address.heads).count
+            ]
+            rank_transfers.append(
+                RankTransfer(
+                    load,
+                    peer,
+                    rank,
+                    shared,
+                    block_nbytes=shared.count * self._memory.layout.head_nbytes,
+                    subscriber=subscribers.index(heads),
+                    num_subscribers=len(subscribers),
+                    last_block=now,
+                    deadline=now + self._load_timeout_s,
+                    slots_there=np.full(load.num_blocks, -1, dtype=np.int64),
+                    checksums=[0] * load.num_blocks,
+                    reread=np.zeros(load.num_blocks, dtype=np.bool_),
+                )
+            )
+        load.rank_transfers, load.state = rank_transfers, LoadState.LOADING
+        load.missing += len(rank_transfers)
+
+    def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
+        """The rank_transfer's worker is ready. A load of nothing only frees the producer's side."""
+        load, peer = rank_transfer.load, rank_transfer.peer
+        heads = self._memory.layout.heads.overlap(peer.ranks[peer.rank].heads)
+        if (peer.rank, heads) != (rank_transfer.rank, rank_transfer.heads):
+            why = f"{peer.name} is worker {peer.rank} with heads {heads}, not {rank_transfer.rank} with {rank_transfer.heads}"
+            self.fail(load, FailureReason.PROTOCOL, why, now)
+            return
+        if load.num_blocks and load.push and load.slots is None and not self._accept(load):
+            return  # until its turn comes and enough slots are free, or the rank_transfer's deadline
+        rank_transfer.state = RankTransferState.OPEN
+        rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s
+        if load.num_blocks == 0:
+            return
+        rank_transfer.quarantined = load.push
+        rank_transfer.peer.next_heartbeat = min(
+            rank_transfer.peer.next_heartbeat, now + self.heartbeat_s(rank_transfer.peer)
+        )
+        rank_transfer.peer.send(
+            side_channel.Subscribe(
+                load.transfer_id,
+                load.generation,
+                rank_transfer.heads,
+                rank_transfer.subscriber,
+                rank_transfer.num_subscribers,
+                load.request.first_block_index,
+                load.slots,
+            )
+        )
+
+    def _accept(self, load: Load) -> bool:
+        """Gives a load that is to be pushed its slots, the oldest first; false if it has to wait."""
+        if load.num_blocks > self._memory.num_slots:
+            load.push = False  # it will never fit at once: read in parts
+            return True
+        self._want_slots.setdefault(load.transfer_id, load)
+        if next(iter(self._want_slots.values())) is load:
+            load.slots = self._memory.accept(load.request.block_ids)
+        if load.slots is not None:
+            del self._want_slots[load.transfer_id]
+        return load.slots is not None
+
+    def release(self, rank_transfer: RankTransfer) -> None:
+        """Nothing more is wanted from the rank_transfer: says so once none of its blocks is in hand."""
+        if (
+            rank_transfer.state is RankTransferState.RELEASED
+            or rank_transfer.num_batches
+            or not (rank_transfer.state is RankTransferState.OPEN or rank_transfer.peer.is_ready)
+        ):
+            return
+        rank_transfer.state = RankTransferState.RELEASED
+        if rank_transfer.is_complete and rank_transfer.is_last_write_over:
+            rank_transfer.quarantined = False
+        load = rank_transfer.load
+        release = side_channel.Release(
+            load.transfer_id,
+            load.generation,
+            rank_transfer.subscriber,
+            rank_transfer.num_subscribers,
+            completed=rank_transfer.is_complete,
+        )
+        self._releases.append((rank_transfer.peer, release))
+
+    def _send_releases(self) -> None:
+        for peer, release in self._releases:
+            peer.send(release)
+        self._releases.clear()
+
+    def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
+        """The outcome is known; it is reported once the load has drained."""
+        if load.state is LoadState.DRAINING:
+            return
+        load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
+        load.reason, load.error = reason, error
+        self._want_slots.pop(load.transfer_id, None)
+        for rank_transfer in load.rank_transfers:
+            self._blocks.drop(rank_transfer)
+
+    def end(self, load: Load, now: float) -> None:
+        del self._loads[load.transfer_id]
+        if load.slots is not None:
+            self._memory.release(load.slots)
+        stats = self._context.stats
+        if load.reason is not None:
+            stats.count_failure(load.reason)
+        else:
+            stats.transfers_completed += 1
+        stats.receive_seconds += now - load.started
+        self._on_finished(load.transfer_id, load.result())
+
+    def check_deadlines(self, now: float) -> None:
+        for load in self:
+            self._check_deadline(load, now)
+
+    def _check_deadline(self, load: Load, now: float) -> None:
+        if load.state is LoadState.LOADING:
+            for rank_transfer in load.rank_transfers:
+                if not rank_transfer.is_complete and now >= rank_transfer.deadline:
+                    silence_s = now - rank_transfer.last_block
+                    why = f"no progress from {rank_transfer.peer.name}: no block for {silence_s:.1f} s"
+                    self.fail(load, FailureReason.TIMEOUT, why, now)
+                    break
+        elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
+            for rank_transfer in load.rank_transfers:
+                if (
+                    rank_transfer.num_batches and not rank_transfer.peer.error
+                ):  # disconnecting aborts reads, and their ERR ends the load
+                    why = f"reads from {rank_transfer.peer.name} did not end within {DRAIN_TIMEOUT_S:g} s"
+                    rank_transfer.peer.fail(FailureReason.PEER_LOST, why)
+                    load.drain_deadline = now + DRAIN_TIMEOUT_S
+
+    # -- what a producer's worker says
+
+    def handle_message(self, peer: Peer, message: TransferMessage, now: float) -> None:
+        if isinstance(message, side_channel.Pending):
+            self._extend_deadlines(peer, message.transfer_ids, now)
+            return
+        load = self._loads.get(message.transfer_id)
+        rank_transfer = (
+            next(
+                (
+                    rank_transfer
+                    for rank_transfer in load.rank_transfers
+                    if rank_transfer.peer is peer
+                ),
+                None,
+            )
+            if load is not None
+            else None
+        )
+        if load is None or rank_transfer is None:
+            return  # of a load that ended
+        to_all = isinstance(message, side_channel.Cancelled) and message.generation == 0
+        if message.generation != load.generation and not to_all:
+            return  # of an earlier load of this transfer
+        match message:
+            case side_channel.Publish() if (
+                load.state is LoadState.LOADING and rank_transfer.state is RankTransferState.OPEN
+            ):
+                self._handle_publish(rank_transfer, message, now)
+            case side_channel.Released():
+                rank_transfer.quarantined = False
+            case side_channel.Cancelled(reason=reason):
+                self.fail(
+                    load, FailureReason.PRODUCER_CANCELLED, reason[:MAX_REASON_CHARACTERS], now
+                )
+
+    def _handle_publish(
+        self, rank_transfer: RankTransfer, message: side_channel.Publish, now: float
+    ) -> None:
+        load, request, new = rank_transfer.load, rank_transfer.load.request, []
+        if message.written and load.slots is not None and not rank_transfer.quarantined:
+            why = f"{rank_transfer.peer.name} wrote blocks after it had said that it would write no more"
+            self.fail(load, FailureReason.PROTOCOL, why, now)
+            return
+        for block in message.blocks:
+            position = block.index - request.first_block_index
+            if block.index < 0 or not 0 <= block.slot < rank_transfer.peer.num_slots:
+                why = f"{rank_transfer.peer.name} published block {block.index} in slot {block.slot} of {rank_transfer.peer.num_slots}"
+                self.fail(load, FailureReason.PROTOCOL, why, now)
+                return
+            if not 0 <= position < load.num_blocks or rank_transfer.slots_there[position] >= 0:
+                continue  # in the prefix cache already, past what is wanted, or known: the first publication counts
+            if block.chain_hash != request.block_hashes[position]:
+                why = f"block {block.index} holds other tokens at {rank_transfer.peer.name}"
+                self.fail(load, FailureReason.OTHER_PROMPT, why, now)
+                return
+            rank_transfer.slots_there[position] = block.slot
+            rank_transfer.checksums[position] = block.checksum
+            new.append(position)
+        if new or (message.last and not rank_transfer.last):
+            self._progress(rank_transfer, now)
+        if message.last:
+            rank_transfer.last = True
+            if (num := rank_transfer.num_published) < load.num_blocks:
+                why = f"{rank_transfer.peer.name} published {num} of {load.num_blocks} blocks asked for"
+                self.fail(load, FailureReason.OTHER_PROMPT, why, now)
+                return
+        if message.written and load.slots is not None:
+            rank_transfer.num_written += len(new)
+            self._blocks.written(rank_transfer, new)
+        else:
+            self._blocks.read(rank_transfer, new)
+
+    def on_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
+        """A batch was proved; blocks that differ are read once more, then given up."""
+        load = rank_transfer.load
+        self._progress(rank_transfer, now)
+        if not wrong:
+            return
+        twice = [position for position in wrong if rank_transfer.reread[position]]
+        if twice:
+            index = load.request.first_block_index + twice[0]
+            why = f"block {index} of {rank_transfer.peer.name} differs from its checksum, twice"
+            self.fail(load, FailureReason.CHECKSUM, why, now)
+            return
+        rank_transfer.reread[wrong] = True
+        self._blocks.read(rank_transfer, wrong)
+
+    def _extend_deadlines(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
+        # Engines of both roles could wait in a ring, each for memory that the other's loads hold: there only blocks count.
+        max_pending_s = MAX_PENDING_S if self._context.config.role is KVRole.CONSUMER else 0.0
+        for transfer_id in transfer_ids:
+            load = self._loads.get(transfer_id)
+            for rank_transfer in load.rank_transfers if load is not None else ():
+                if rank_transfer.peer is peer and rank_transfer.state is RankTransferState.OPEN:
+                    limit = rank_transfer.last_block + max_pending_s
+                    rank_transfer.deadline = max(
+                        rank_transfer.deadline, min(now + self._load_timeout_s, limit)
+                    )
+
+    def _progress(self, rank_transfer: RankTransfer, now: float) -> None:
+        rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s

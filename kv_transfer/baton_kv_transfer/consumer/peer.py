@@ -1,0 +1,352 @@
+"""A worker of a producer as its consumer sees it: the DEALER to its side channel, the handshake, and its memory in the agent.
+
+    HELLO_SENT    HELLO was sent
+    AUTHENTICATED     WELCOME proved hash and token; DESCRIBE was sent
+    READY      DESCRIPTION fits: transfers may begin
+    (lost)     `error` is set, once and for all: refused, silent, disconnected, or it said something that cannot be
+
+Kept from one transfer to the next. A connection that broke is not made again: a producer that restarted, also at the same
+address, has another instance id and is another peer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from zmq.utils.monitor import recv_monitor_message
+
+from baton_kv_transfer import auth, side_channel
+from baton_kv_transfer.agent.agent import DlistHandle
+from baton_kv_transfer.connector import FailureReason
+from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.memory.kv_memory import slot_rows
+from baton_kv_transfer.memory.layout import (
+    HeadRange,
+    KVCacheLayout,
+    RankAddress,
+    explain_layout_mismatch,
+)
+from baton_kv_transfer.side_channel import MemoryDescription
+from baton_kv_transfer.transports.transfer import TransportError
+from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
+
+HANDSHAKE_TIMEOUT_S = 10.0
+MIN_LEASE_S = 0.05
+MAX_SLOTS = 2**22
+"""Of a peer's memory: a limit for what a message may make this side allocate."""
+MAX_MESSAGES_PER_ROUND = 1024
+MAX_REASON_CHARACTERS = 500
+"""Of errors and logs that a peer's text goes into."""
+ZMQ_HEARTBEAT_MS = 2_000
+"""ZMQ's own probes between the I/O threads: finds hosts that vanished without closing the connection."""
+ZMQ_HEARTBEAT_TIMEOUT_MS = 10_000
+
+
+TransferMessage = (
+    side_channel.Publish | side_channel.Pending | side_channel.Released | side_channel.Cancelled
+)
+
+
+class PeerState(enum.Enum):
+    HELLO_SENT = enum.auto()
+    AUTHENTICATED = enum.auto()
+    READY = enum.auto()
+
+
+class Peer:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        offered: MemoryDescription | None,
+        *,
+        host: str,
+        port: int,
+        peer_instance_id: str,
+        now: float,
+    ) -> None:
+        """Connects in the background and says HELLO.
+
+        Args:
+            offered: memory for a producer that is to push.
+
+        Raises:
+            zmq.ZMQError: host and port are no address, or no more sockets can be opened.
+        """
+        self.name = f"{peer_instance_id} at {host}:{port}"
+        self.error = ""
+        self.reason = FailureReason.PEER_LOST
+        """Of the error."""
+        self.blocks: DlistHandle | None = None
+        """Per slot of the peer's memory the heads that this worker has, too; None if there are none, and before READY."""
+        self.num_slots = 0
+        self.rank = -1
+        """Among the workers of its engine."""
+        self.ranks: list[RankAddress] = []
+        """All of them."""
+        self.lease_s = 0.0
+        """How long the peer keeps blocks without a sign of this engine."""
+        self.next_heartbeat = now
+        self.handshake_deadline = now + HANDSHAKE_TIMEOUT_S
+        self._state = PeerState.HELLO_SENT
+        self._address = (host, port)
+        self._context = context
+        self._offered = offered
+        self._agent = context.agent
+        self.agent_name = ""
+        """Empty before READY."""
+        self._token = auth.derive_token(context.service_key)
+        self.peer_instance_id = peer_instance_id
+        self._nonce = auth.new_nonce()
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(
+            zmq.LINGER, 1000
+        )  # what was said before closing (RELEASE) still goes out
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(
+            zmq.RECONNECT_IVL, -1
+        )  # a lost connection is a lost peer: its successor is greeted anew
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(HANDSHAKE_TIMEOUT_S * 1000))
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
+        if context.service_key is not None:
+            context.service_key.protect_client(self.socket)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED
+        )
+        try:
+            self.socket.connect(f"tcp://{host}:{port}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.send(
+            side_channel.Hello(
+                side_channel.VERSION,
+                context.compatibility_hash,
+                context.instance_id,
+                peer_instance_id,
+                self._nonce,
+            )
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return self._state is PeerState.READY and not self.error
+
+    def send(self, message: side_channel.ToProducer) -> None:
+        """Queues a message; nothing is sent to a lost peer."""
+        if self.error:
+            return
+        try:
+            self.socket.send(side_channel.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # no connection any more
+            if (
+                self._state is not PeerState.HELLO_SENT
+            ):  # else the monitor tells why, and the handshake has a deadline
+                self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
+
+    def fail(self, reason: FailureReason, error: str) -> None:
+        """Loses the peer; the first error stays."""
+        if not self.error:
+            self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
+
+    def receive(self, now: float) -> list[TransferMessage]:
+        """Messages about transfers; the handshake is handled here."""
+        messages: list[TransferMessage] = []
+        for _ in range(MAX_MESSAGES_PER_ROUND):
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frame) > side_channel.MAX_HANDSHAKE_BYTES and not self.is_ready:
+                self.fail(
+                    FailureReason.PROTOCOL, f"{self.name} sent {len(frame)} bytes in the handshake"
+                )
+                break
+            try:
+                message = side_channel.decode_to_consumer(frame)
+            except msgspec.DecodeError as error:
+                self.fail(FailureReason.PROTOCOL, f"{self.name} sent a malformed message: {error}")
+                break
+            match message:
+                case side_channel.Welcome():
+                    self._handle_welcome(message)
+                case side_channel.Description():
+                    self._handle_description(message)
+                case side_channel.Refused(reason=reason, succeeded=succeeded):
+                    kind = (
+                        FailureReason.PEER_LOST
+                        if self.is_ready or succeeded
+                        else FailureReason.REFUSED
+                    )
+                    self.fail(kind, f"refused by {self.name}: {reason}")
+                case _ if self.is_ready:
+                    messages.append(message)
+                case _:
+                    self._out_of_order(message)
+            if self.error:
+                break
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            event = recv_monitor_message(self.monitor)
+            if event["event"] & HANDSHAKE_FAILED:
+                self._handshake_failed(event)
+            state = "failed" if self._state is PeerState.HELLO_SENT else "lost"
+            self.fail(FailureReason.PEER_LOST, f"connection to {self.name} {state}")
+        if self._state is not PeerState.READY and now >= self.handshake_deadline:
+            self.fail(
+                FailureReason.TIMEOUT,
+                f"no handshake with {self.name} within {HANDSHAKE_TIMEOUT_S:g} s",
+            )
+        return messages
+
+    def close(self) -> None:
+        """Disconnects, for good: transfers in flight end in ERR."""
+        if self.socket.closed:
+            return
+        self.fail(FailureReason.PEER_LOST, f"disconnected from {self.name}")
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close()
+        if self.agent_name:
+            self._agent.remove_remote_agent(self.agent_name)
+
+    def _handshake_failed(self, event: Mapping[str, Any]) -> None:
+        why = f"{self.name} {why_handshake_failed(event, self._context.service_key)}"
+        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self.fail(FailureReason.PEER_LOST, why)
+        else:
+            self._refuse(why)
+
+    def _handle_welcome(self, welcome: side_channel.Welcome) -> None:
+        if self._state is not PeerState.HELLO_SENT:
+            self._out_of_order(welcome)
+            return
+        for name, ours, theirs in (
+            ("side channel version", side_channel.VERSION, welcome.version),
+            ("compatibility hash", self._context.compatibility_hash, welcome.compatibility_hash),
+            ("instance id", self.peer_instance_id, welcome.instance_id),
+        ):
+            if ours != theirs:
+                self._refuse(f"{name} differs: {theirs} at {self.name}, {ours} expected here")
+                return
+        if not auth.verify_proof(self._proof(auth.PRODUCER, welcome.nonce), welcome.proof):
+            self._refuse(
+                f"{self.name} has another token: service_key_file must be the same for all engines"
+            )
+            return
+        self._state = PeerState.AUTHENTICATED
+        layout = self._context.memory.layout
+        self.send(
+            side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), layout, self._offered)
+        )
+
+    def _proof(self, role: str, producer_nonce: bytes) -> bytes:
+        return auth.compute_proof(
+            self._token,
+            role,
+            consumer_nonce=self._nonce,
+            producer_nonce=producer_nonce,
+            consumer_id=self._context.instance_id,
+            producer_id=self.peer_instance_id,
+        )
+
+    def _handle_description(self, description: side_channel.Description) -> None:
+        if self._state is not PeerState.AUTHENTICATED:
+            self._out_of_order(description)
+            return
+        ours, theirs = self._context.memory.layout, description.layout
+        if mismatch := explain_layout_mismatch(ours, theirs):
+            self._refuse(mismatch)
+            return
+        if len(description.ranks) > ours.num_model_heads:
+            self._refuse(
+                f"{self.name} has {len(description.ranks)} workers for {ours.num_model_heads} KV heads: "
+                "blocks of replicated heads are not exchanged"
+            )
+            return
+        try:
+            self.ranks = description.ranks or [RankAddress(*self._address, theirs.heads)]
+            _check_ranks(self.ranks, ours.num_model_heads)
+            if not MIN_LEASE_S <= description.lease_s < float("inf"):
+                raise ValueError(f"a lease of {description.lease_s} s cannot be extended")
+            self.agent_name = self._agent.add_remote_agent(description.memory.agent_metadata)
+            names = [f"{self.peer_instance_id}/{rank}" for rank in range(len(self.ranks))]
+            if self.agent_name not in names:
+                raise ValueError(f"agent {self.agent_name} is none of {', '.join(names)}")
+            self.rank = names.index(self.agent_name)
+            if self.ranks[self.rank].heads != theirs.heads:
+                raise ValueError(
+                    f"{self.agent_name} has {theirs.heads}, is said to have {self.ranks[self.rank].heads}"
+                )
+            rows = _slot_rows(description.memory, theirs, ours.heads)
+            if len(rows):
+                self.blocks = self._agent.prep_xfer_dlist(
+                    self.agent_name, rows, description.memory.mem_type
+                )
+        except TransportError as error:  # it died right after it had described itself
+            self.fail(FailureReason.PEER_LOST, f"{self.name} is not reached: {error}")
+            return
+        except (
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            MemoryError,
+            RuntimeError,
+            msgspec.MsgspecError,
+        ) as error:
+            self.fail(FailureReason.PROTOCOL, f"{self.name} described itself wrongly: {error}")
+            return
+        self.num_slots, self.lease_s = description.memory.num_slots, description.lease_s
+        self._state = PeerState.READY
+
+    def _refuse(self, why: str) -> None:
+        """This side does not go on with the handshake."""
+        self._context.stats.handshakes_refused += 1
+        self.fail(FailureReason.REFUSED, why)
+
+    def _out_of_order(self, message: side_channel.ToConsumer) -> None:
+        self.fail(
+            FailureReason.PROTOCOL,
+            f"{self.name} sent {type(message).__name__} when it was not its turn",
+        )
+
+
+def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
+    """Raises ValueError unless the workers, in order, hold each head of the model once."""
+    end = 0
+    for rank, worker in enumerate(ranks):
+        if worker.heads.first != end or not 0 < worker.heads.count <= num_heads - end:
+            raise ValueError(
+                f"worker {rank} has heads {worker.heads}, {end} of {num_heads} are with those before it"
+            )
+        end = worker.heads.end
+    if end != num_heads:
+        raise ValueError(f"its workers have {end} of the model's {num_heads} KV heads")
+
+
+def _slot_rows(
+    memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRange
+) -> NDArray[np.int64]:
+    """Descriptors of the wanted heads in each slot of a worker's memory: [num_slots, 3]; [0, 3] if it has none of them.
+
+    Raises:
+        ValueError: sizes that cannot be.
+    """
+    if memory.slot_nbytes != layout.block_nbytes or not 0 < memory.num_slots <= MAX_SLOTS:
+        raise ValueError(
+            f"{memory.num_slots} slots of {memory.slot_nbytes} bytes for blocks of {layout.block_nbytes} bytes "
+            f"(at most {MAX_SLOTS} slots)"
+        )
+    return slot_rows(
+        memory.base_address,
+        memory.num_slots,
+        layout,
+        layout.heads.overlap(wanted),
+        device_id=memory.device_id,
+    )

@@ -1,0 +1,77 @@
+"""Ranges of KV heads, the layout of a worker's KV memory, and the address of a worker."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HeadRange(msgspec.Struct, frozen=True, array_like=True):
+    """Heads [first, first + count) of the model."""
+
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def overlap(self, other: HeadRange) -> HeadRange:
+        """The heads that are in both; count 0 if there are none."""
+        first = max(self.first, other.first)
+        return HeadRange(first, max(0, min(self.end, other.end) - first))
+
+
+class RankAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where one worker of an engine answers about its heads."""
+
+    host: str
+    port: int
+    heads: HeadRange
+
+
+class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of one worker's KV memory: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
+
+    A range of heads of a block is one contiguous run, so workers of different tensor-parallel sizes exchange ranges of heads.
+    """
+
+    num_blocks: int
+    num_kv_heads: int
+    """Of this worker."""
+    num_layers: int
+    block_size: int
+    head_dim: int
+    dtype: str
+    """torch's name without prefix: float32, bfloat16, float16."""
+    name: str = "NHL2BD"
+    first_kv_head: int = 0
+    """Which of the model's heads is head 0 here."""
+    total_kv_heads: int = 0
+    """Of the model, over all workers; 0: num_kv_heads."""
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes of one head in one block."""
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return self.num_layers * 2 * self.block_size * self.head_dim * itemsize
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.num_kv_heads * self.head_nbytes
+
+    @property
+    def heads(self) -> HeadRange:
+        return HeadRange(self.first_kv_head, self.num_kv_heads)
+
+    @property
+    def num_model_heads(self) -> int:
+        return self.total_kv_heads or self.num_kv_heads
+
+
+def explain_layout_mismatch(ours: KVCacheLayout, theirs: KVCacheLayout) -> str:
+    """Why blocks of the two layouts cannot be exchanged; empty if they can. Number of blocks and heads per worker may differ."""
+    for field in ("name", "dtype", "num_layers", "num_model_heads", "block_size", "head_dim"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            return f"KV layouts differ in {field}: {mine} here, {other} at the peer"
+    return ""

@@ -1,0 +1,172 @@
+"""Push: blocks on their way into consumers' memory. Lives on the connector's thread.
+
+    queued      in Subscriber.queue; `stop` drops it
+    in flight   posted to the agent; ends in DONE or ERR by itself, or because the peer was removed
+    written     reported, and forgotten here
+
+Each peer has a window of bytes in flight; the transfers to one peer take turns, so that a long one does not starve a short one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.agent.agent import XferHandle
+from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.producer.sessions import Session
+from baton_kv_transfer.producer.transfer_state import Subscriber
+from baton_kv_transfer.side_channel import PublishedBlock
+from baton_kv_transfer.transports.transfer import TransportError
+
+MAX_WRITE_BYTES = 4 * 2**20
+"""What one transfer writes in its turn, at least one block."""
+
+
+@dataclass(slots=True, eq=False)
+class _PeerWindow:
+    """To one peer's agent."""
+
+    inflight_bytes: int = 0
+    turns: deque[Subscriber] = field(default_factory=deque)
+    """Those with something queued, the next one first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    window: _PeerWindow
+    subscriber: Subscriber
+    blocks: list[PublishedBlock]
+    nbytes: int
+    handle: XferHandle
+
+
+class BlockWriter:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        *,
+        written: Callable[[Subscriber, list[PublishedBlock]], None],
+        failed: Callable[[Subscriber, str], None],
+    ) -> None:
+        """
+        Args:
+            written: these blocks are in the subscriber's memory. `subscriber.num_writes` counts this write no more.
+            failed: the same, but they are not, and will not be.
+        """
+        self._context = context
+        self._agent, self._stats, self._clock = context.agent, context.stats, context.clock
+        self._written = written
+        self._failed = failed
+        self._windows: dict[str, _PeerWindow] = {}  # by agent name
+        self._in_flight: list[_Write] = []
+
+    def enqueue(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
+        if not blocks:
+            return
+        window = self._windows.setdefault(subscriber.session.agent_name, _PeerWindow())
+        if not subscriber.queue:
+            window.turns.append(subscriber)
+        subscriber.queue += blocks
+        self._stats.queued_bytes += len(blocks) * self._nbytes(subscriber)
+
+    def stop(self, subscriber: Subscriber) -> None:
+        """What is queued is not begun any more; what is in flight ends as it may."""
+        if subscriber.queue:
+            self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
+            subscriber.queue.clear()
+
+    def any_to(self, session: Session) -> bool:
+        """Whether something is in flight to it."""
+        return any(write.subscriber.session is session for write in self._in_flight)
+
+    def advance(self) -> None:
+        """Reports what ended, posts what fits into the windows."""
+        for write in list(self._in_flight):
+            state = self._agent.check_xfer_state(write.handle)
+            if state != "PROC":
+                self._end(
+                    write,
+                    write.handle.error or "the transport gave it up" if state == "ERR" else "",
+                )
+        for name, window in list(self._windows.items()):
+            self._post(window)
+            if not window.turns and not window.inflight_bytes:
+                del self._windows[name]
+
+    def _post(self, window: _PeerWindow) -> None:
+        while window.turns:
+            subscriber = window.turns[0]
+            if not subscriber.queue:  # stopped meanwhile
+                window.turns.popleft()
+                continue
+            nbytes = self._nbytes(subscriber)
+            room = self._context.config.max_inflight_bytes - window.inflight_bytes
+            count = min(len(subscriber.queue), max(1, min(room, MAX_WRITE_BYTES) // nbytes))
+            if window.inflight_bytes and count * nbytes > room:
+                return
+            window.turns.popleft()
+            blocks = [subscriber.queue.popleft() for _ in range(count)]
+            self._stats.queued_bytes -= count * nbytes
+            if subscriber.queue:
+                window.turns.append(subscriber)
+            self._begin(window, subscriber, blocks, count * nbytes)
+
+    def _begin(
+        self, window: _PeerWindow, subscriber: Subscriber, blocks: list[PublishedBlock], nbytes: int
+    ) -> None:
+        try:
+            handle = self._make(subscriber, blocks)
+            self._agent.transfer(handle)
+        except (
+            ValueError,
+            LookupError,
+            TransportError,
+        ) as error:  # the peer was removed, by a fence, too
+            self._failed(subscriber, str(error))
+            return
+        if not subscriber.num_writes:
+            subscriber.writing_since = self._clock()
+        subscriber.num_writes += 1
+        subscriber.first_write = subscriber.first_write or self._clock()
+        window.inflight_bytes += nbytes
+        self._stats.inflight_bytes += nbytes
+        self._stats.descriptors_posted += handle.num_descs
+        self._in_flight.append(_Write(window, subscriber, blocks, nbytes, handle))
+
+    def _make(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> XferHandle:
+        remote_side = subscriber.session.slots
+        if remote_side is None:
+            raise ValueError("its memory is not known any more")
+        our_slots = [block.slot for block in blocks]
+        their_slots = subscriber.slots[
+            [block.index - subscriber.first_block_index for block in blocks]
+        ]
+        local_side = self._context.local_slots(subscriber.heads)
+        publish = side_channel.Publish(
+            subscriber.transfer.transfer_id, subscriber.generation, blocks, last=False, written=True
+        )
+        notif = side_channel.encode(publish)
+        return self._agent.make_prepped_xfer(
+            "WRITE", local_side, our_slots, remote_side, their_slots, notif
+        )
+
+    def _end(self, write: _Write, error: str) -> None:
+        subscriber = write.subscriber
+        self._in_flight.remove(write)
+        self._agent.release_xfer_handle(write.handle)
+        write.window.inflight_bytes -= write.nbytes
+        self._stats.inflight_bytes -= write.nbytes
+        subscriber.num_writes -= 1
+        if error:
+            self._failed(subscriber, error)
+            return
+        subscriber.last_write = subscriber.writing_since = self._clock()
+        self._stats.bytes_sent += write.nbytes
+        self._written(subscriber, write.blocks)
+
+    def _nbytes(self, subscriber: Subscriber) -> int:
+        """Of one block's heads."""
+        return subscriber.heads.count * self._context.memory.layout.head_nbytes

@@ -1,0 +1,149 @@
+"""Subscriptions that came before the scheduler's offer: held for a lease, which heartbeats renew, then refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.producer.sessions import Send, Session
+
+MAX_EARLY = 16384
+MAX_EARLY_SLOTS = 2**22
+"""Of the consumers' memory, named by all early subscriptions together."""
+
+_Key = tuple[bytes, int]
+"""(ZMQ identity, subscriber)."""
+
+
+@dataclass(slots=True)
+class _Early:
+    session: Session
+    message: side_channel.Subscribe | side_channel.Release
+    deadline: float
+
+    @property
+    def num_slots(self) -> int:
+        return (
+            len(self.message.push_slots or ())
+            if isinstance(self.message, side_channel.Subscribe)
+            else 0
+        )
+
+
+class EarlyMessages:
+    def __init__(self, lease_s: float, send: Send, clock: Callable[[], float]) -> None:
+        self._lease_s = lease_s
+        self._send = send
+        self._clock = clock
+        self._early: dict[str, dict[_Key, _Early]] = {}  # by transfer id
+        self._num_early = 0
+        self._num_slots = 0
+        self.next_expiry = math.inf
+        """Nothing is given up before."""
+
+    def __len__(self) -> int:
+        return self._num_early
+
+    def add(self, session: Session, message: side_channel.Subscribe) -> str:
+        """Holds a subscription; returns why not, if so. One said twice is one."""
+        known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
+        if known is not None:
+            if known.message.generation == message.generation and isinstance(
+                known.message, side_channel.Subscribe
+            ):
+                return ""
+            return f"subscriber {message.subscriber} of transfer {message.transfer_id} came already"
+        if (
+            self._num_early >= MAX_EARLY
+            or self._num_slots + len(message.push_slots or ()) > MAX_EARLY_SLOTS
+        ):
+            return f"{self._num_early} subscriptions wait for their offers already: retry later"
+        self._put(session, message)
+        return ""
+
+    def release(self, session: Session, message: side_channel.Release) -> None:
+        """Takes the place of the subscription, and ends the transfer as soon as it is offered."""
+        known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
+        if known is None:
+            if self._num_early < MAX_EARLY:
+                self._put(session, message)
+        elif known.message.generation == message.generation and isinstance(
+            known.message, side_channel.Subscribe
+        ):
+            self._num_slots -= known.num_slots
+            if known.message.push_slots is not None:
+                self._send(
+                    session.identity, side_channel.Released(message.transfer_id, message.generation)
+                )
+            known.message = message
+
+    def take(
+        self, transfer_id: str
+    ) -> list[tuple[Session, side_channel.Subscribe | side_channel.Release]]:
+        """What came for a transfer, in order; it is not held any more."""
+        early = self._early.pop(transfer_id, {}).values()
+        self._forget(early)
+        return [(one.session, one.message) for one in early]
+
+    def extend(self, session: Session, transfer_ids: list[str]) -> None:
+        for transfer_id in transfer_ids:
+            for one in self._early.get(transfer_id, {}).values():
+                if one.session is session:
+                    one.deadline = self._clock() + self._lease_s
+
+    def drop(self, session: Session, reason: str) -> None:
+        """The session is lost."""
+        for transfer_id, key, one in self._all():
+            if one.session is session:
+                self._remove(transfer_id, key)
+                if isinstance(one.message, side_channel.Subscribe):
+                    why = f"transfer {transfer_id} was not offered yet, and {reason}"
+                    refuse_subscription(self._send, session, one.message, why)
+
+    def expire(self, now: float) -> None:
+        if now < self.next_expiry:
+            return
+        for transfer_id, key, one in self._all():
+            if now >= one.deadline:
+                self._remove(transfer_id, key)
+                if isinstance(one.message, side_channel.Subscribe):
+                    reason = f"transfer {transfer_id} was not offered within {self._lease_s:g} s"
+                    refuse_subscription(self._send, one.session, one.message, reason)
+        self.next_expiry = min((one.deadline for _, _, one in self._all()), default=math.inf)
+
+    def _all(self) -> list[tuple[str, _Key, _Early]]:
+        return [
+            (transfer_id, key, one)
+            for transfer_id, early in self._early.items()
+            for key, one in early.items()
+        ]
+
+    def _put(
+        self, session: Session, message: side_channel.Subscribe | side_channel.Release
+    ) -> None:
+        one = _Early(session, message, self._clock() + self._lease_s)
+        self._early.setdefault(message.transfer_id, {})[session.identity, message.subscriber] = one
+        self.next_expiry = min(self.next_expiry, one.deadline)
+        self._num_early += 1
+        self._num_slots += one.num_slots
+
+    def _remove(self, transfer_id: str, key: _Key) -> None:
+        early = self._early[transfer_id]
+        self._forget([early.pop(key)])
+        if not early:
+            del self._early[transfer_id]
+
+    def _forget(self, early: Collection[_Early]) -> None:
+        self._num_early -= len(early)
+        self._num_slots -= sum(one.num_slots for one in early)
+
+
+def refuse_subscription(
+    send: Send, session: Session, message: side_channel.Subscribe, reason: str
+) -> None:
+    """With push also says that nothing was, or will be, written."""
+    send(session.identity, side_channel.Cancelled(message.transfer_id, message.generation, reason))
+    if message.push_slots is not None:
+        send(session.identity, side_channel.Released(message.transfer_id, message.generation))

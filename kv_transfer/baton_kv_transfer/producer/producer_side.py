@@ -1,0 +1,202 @@
+"""The producer's half of the connector: the ROUTER, and who handles what arrives there. Lives on the connector's thread.
+
+    producer_sessions      handshakes; which consumers there are
+    producer_transfers     what is offered, published and held
+    producer_subscribers   for whom, and what each may ask for
+    producer_early         subscriptions that came before the offer
+    producer_writes        push: blocks on their way into consumers' memory
+
+A consumer's message may be anything at any time: what cannot be is refused or ignored there, and costs only who sent it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.producer.block_writer import BlockWriter
+from baton_kv_transfer.producer.sessions import Session, SessionRegistry
+from baton_kv_transfer.producer.transfer_manager import TransferManager
+from baton_kv_transfer.producer.transfer_state import Subscriber
+from baton_protocol.service_key import ServiceKey, count_refused, watch_handshakes
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_ROUND = 1024
+MAX_QUEUED_MESSAGES = 16384
+"""To one consumer; who does not read them is as good as gone."""
+ZMQ_HEARTBEAT_MS = 5_000
+ZMQ_HEARTBEAT_TIMEOUT_MS = 60_000
+"""ZMQ's own probes between the I/O threads: finds hosts that vanished. Leases end earlier; this only ends the session."""
+ZMQ_HANDSHAKE_MS = 10_000
+"""A connection that has not become one of ZMQ by then is closed."""
+STALL_S = 2.0
+"""If the thread did not run for this long, what was sent meanwhile may not have reached the socket yet ..."""
+STALL_GRACE_S = 0.5
+"""... and is given this long."""
+MAX_UNREAD_S = 10.0
+"""If the socket was not read empty for this long, leases end all the same: it hears its consumers in turn."""
+
+
+def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[bytes]:
+    """A socket that consumers connect to, bound.
+
+    Args:
+        service_key: consumers that do not have it are not let in. None: anyone is.
+
+    Raises:
+        zmq.ZMQError: the address is taken, or not this machine's.
+    """
+    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    router.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
+    # A consumer that is gone, or reads nothing, is found out when it is sent to.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+    router.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
+    router.setsockopt(zmq.HANDSHAKE_IVL, ZMQ_HANDSHAKE_MS)
+    if service_key is not None:
+        service_key.protect_server(router)
+    try:
+        router.bind(address)
+    except zmq.ZMQError:
+        router.close(linger=0)
+        raise
+    return router
+
+
+class ProducerSide:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        router: zmq.Socket[bytes],
+        finished: Callable[[str], None],
+    ) -> None:
+        """Handshakes are answered from now on.
+
+        Args:
+            router: of `open_router`; owned from now on.
+            finished: called exactly once per offer, with its transfer id: nobody reaches its blocks any more.
+        """
+        self._router = router
+        self._stats = context.stats
+        self._handshakes = watch_handshakes(router) if context.service_key is not None else None
+        self._unreachable: set[bytes] = set()
+        self._writes = BlockWriter(
+            context,
+            written=lambda subscriber, blocks: self.transfers.written(subscriber, blocks),
+            failed=self._write_failed,
+        )
+        self.transfers = TransferManager(
+            context, self._writes, send=self._send, finished=finished, cut_off=self._cut_off
+        )
+        self._sessions = SessionRegistry(context, send=self._send, lost=self.transfers.session_lost)
+        self._last_round = context.clock()
+        self._last_empty = self._last_round
+        self._no_expiry_before = 0.0
+
+    def close(self) -> None:
+        if self._handshakes is not None:
+            self._router.monitor(None, 0)  # ends it
+            self._handshakes.close()
+        self._router.close(linger=0)
+
+    def memory_fenced(self) -> None:
+        """The agent cut all peers off and forgot them: who is pushed to has to handle_hello anew."""
+        self._sessions.fail_all("the producer cut all its peers off")
+
+    # -- from the thread's loop
+
+    def advance(self, now: float) -> None:
+        """Everything that can happen now: messages, ended writes, new writes, leases."""
+        if now - self._last_round > STALL_S:
+            self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
+        self._last_round = now
+        self._writes.advance()  # blocks of a step that just ended go first
+        drained = self._receive(now)
+        if drained:
+            self._last_empty = now
+        self._writes.advance()
+        self.transfers.expose_waiting()
+        self._writes.advance()
+        # Leases must not end while word of their consumers may lie unread.
+        if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
+            self.transfers.expire(now)
+            self._sessions.probe(now)
+        self._sessions.refuse_failed(self._writes.any_to)
+        while self._unreachable:
+            self._sessions.forget(self._unreachable.pop(), "the connection is lost")
+        if self._handshakes is not None:
+            self._stats.handshakes_refused += count_refused(self._handshakes)
+
+    def next_deadline(self) -> float | None:
+        """When `advance` has to be called if nothing else happens; None: no need."""
+        deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
+        return deadline if deadline < math.inf else None
+
+    def _receive(self, now: float) -> bool:
+        """Handles what consumers sent; false if more may be waiting."""
+        for _ in range(MAX_MESSAGES_PER_ROUND):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            frame = b"".join(frames)
+            if (
+                len(frame) > side_channel.MAX_HANDSHAKE_BYTES
+                and self._sessions.find(identity, now) is None
+            ):
+                self._sessions.refuse(
+                    identity, f"a message of {len(frame)} bytes before HELLO and DESCRIBE"
+                )
+                continue
+            try:
+                message = side_channel.decode_to_producer(frame)
+            except msgspec.DecodeError as error:
+                self._sessions.refuse(identity, f"malformed message: {error}")
+                continue
+            self._handle(identity, message, now)
+        return False
+
+    def _handle(self, identity: bytes, message: side_channel.ToProducer, now: float) -> None:
+        match message:
+            case side_channel.Hello():
+                self._sessions.handle_hello(identity, message, now)
+                return
+            case side_channel.Describe():
+                self._sessions.handle_describe(identity, message, now)
+                return
+        session = self._sessions.find(identity, now)
+        if session is None:
+            self._sessions.refuse(identity, "HELLO and DESCRIBE must come first")
+            return
+        match message:
+            case side_channel.Subscribe():
+                self.transfers.subscribe(session, message)
+            case side_channel.Release():
+                self.transfers.release(session, message)
+            case side_channel.Heartbeat(transfer_ids=transfer_ids):
+                self.transfers.heartbeat(session, transfer_ids)
+
+    def _write_failed(self, subscriber: Subscriber, reason: str) -> None:
+        if not subscriber.session.error:
+            self._cut_off(subscriber.session, f"writing to the consumer failed: {reason}")
+        self.transfers.written(subscriber, [])
+
+    def _cut_off(self, session: Session, reason: str) -> None:
+        logger.warning("consumer %s: %s", session.instance_id, reason)
+        self._sessions.fail(session, reason)
+
+    def _send(self, identity: bytes, message: side_channel.ToConsumer) -> None:
+        try:
+            self._router.send_multipart([identity, side_channel.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._unreachable.add(identity)

@@ -1,0 +1,474 @@
+"""What the producer hands out. Lives on the connector's thread.
+
+A transfer begins with the scheduler's offer and ends, exactly once, in `finished`. Until then its blocks belong to it.
+
+    OFFERED   accepted, no block yet: no lease, a request may wait in a busy engine's queue for long
+    HOLDING   blocks are held; each subscriber has a lease (see `producer_subscribers`), and those who have not come have one
+    CLOSED    cancelled, or somebody never came: nobody else is let in; it ends when those inside have left
+
+It ends when all subscribers have left, and no write to any of them is in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from baton_kv_transfer import side_channel
+from baton_kv_transfer.connector import BlockSave
+from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.memory.layout import HeadRange
+from baton_kv_transfer.producer.early_messages import EarlyMessages, refuse_subscription
+from baton_kv_transfer.producer.sessions import Send, Session
+from baton_kv_transfer.producer.transfer_state import (
+    Block,
+    Subscriber,
+    SubscriberState,
+    Transfer,
+    checksum_blocks,
+    explain_invalid,
+    explain_refusal,
+)
+from baton_kv_transfer.side_channel import PublishedBlock
+
+logger = logging.getLogger(__name__)
+
+MAX_ENDED = 4096
+"""Ended transfers remembered, to answer late subscriptions at once."""
+MAX_HOLD_S = 600.0
+"""Heartbeats keep blocks for a consumer this long after it was told of the last one."""
+MAX_WAIT_S = 120.0
+"""And this long after the first one came, if its load still has no memory. Its engine may give all its memory to loads of requests
+that find none here, because of such blocks: then neither side goes on before some are given up."""
+DRAIN_TIMEOUT_S = 5.0
+"""BlockWriter to a subscriber that left end within this, or its memory is cut off."""
+SLOT_RETRY_S = 0.02
+PART_BYTES = 16 * 2**20
+"""Of blocks summed and published at once: they are read while the sums of the next ones are taken."""
+
+
+class _BlockWriter(Protocol):
+    def enqueue(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None: ...
+
+    def stop(self, subscriber: Subscriber) -> None: ...
+
+
+class TransferManager:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        writes: _BlockWriter,
+        *,
+        send: Send,
+        finished: Callable[[str], None],
+        cut_off: Callable[[Session, str], None],
+    ) -> None:
+        """
+        Args:
+            cut_off: (session, why): its writes in flight do not end.
+        """
+        self._writes = writes
+        self._lease_s = context.config.lease_s
+        self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
+        self._send = send
+        self._finished = finished
+        self._cut_off = cut_off
+        self._transfers: dict[str, Transfer] = {}
+        self._early = EarlyMessages(self._lease_s, send, self._clock)
+        self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
+        self._waiting_for_slots: dict[str, Transfer] = {}
+        """Those that wait for slots, in the order in which they began to."""
+        self._next_expiry = math.inf
+        """No lease ends before; heartbeats make it too early, which costs one look."""
+
+    # -- from the scheduler
+
+    def offer(self, transfer_id: str, peer_instance_id: str) -> None:
+        if transfer_id in self._transfers:
+            logger.warning("transfer %s was offered twice; the first offer stands", transfer_id)
+            return
+        self._ended.pop(transfer_id, None)
+        self._transfers[transfer_id] = Transfer(
+            transfer_id, peer_instance_id, self._deadline_in(self._lease_s)
+        )
+        for session, message in self._early.take(transfer_id):
+            if isinstance(message, side_channel.Subscribe):
+                self.subscribe(session, message)
+            else:
+                self.release(session, message)
+
+    def save(self, save: BlockSave) -> None:
+        """Publishes a step's blocks. A transfer that ended meanwhile takes no more."""
+        transfer = self._transfers.get(save.transfer_id)
+        if transfer is None or transfer.closed:
+            return
+        transfer.held_since = transfer.held_since or self._clock()
+        transfer.waiting.append(save)
+        if transfer.is_waiting_for_subscribers:
+            transfer.deadline = self._deadline_in(self._lease_s)
+        if transfer.num_blocks > (room := self._memory.num_slots):
+            self._close(
+                transfer,
+                f"its {transfer.num_blocks} blocks do not fit into the producer's {room} slots for transfers",
+            )
+        elif (
+            transfer.blocks or not self._waiting_for_slots
+        ):  # who holds slots goes first: it is nearer to its end
+            self._expose(transfer)
+        else:
+            self._wait_for_slots(transfer)
+
+    def cancel(self, transfer_id: str) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and not transfer.closed:
+            self._close(transfer, "cancelled by the producer")
+
+    def end_all(self, reason: str) -> None:
+        """Ends every transfer at once; for use when the agent is closed and nobody reaches the memory any more."""
+        for transfer_id in list(self._transfers):
+            del self._transfers[transfer_id]
+            self._remember(transfer_id, reason)
+            self._finished(transfer_id)
+
+    # -- from consumers
+
+    def subscribe(self, session: Session, message: side_channel.Subscribe) -> None:
+        transfer_id = message.transfer_id
+        transfer = self._transfers.get(transfer_id)
+        refusal = session.error or explain_invalid(
+            self._memory.layout, session, message, self._stats
+        )
+        if not refusal and transfer is None:
+            ended = self._ended.get(transfer_id)
+            refusal = (
+                f"transfer {transfer_id} has ended: {ended}"
+                if ended
+                else self._early.add(session, message)
+            )
+        elif not refusal and transfer is not None:
+            known = transfer.subscribers.get(message.subscriber)
+            if known is not None and (known.session, known.generation) == (
+                session,
+                message.generation,
+            ):
+                if known.state is not SubscriberState.LEFT or not known.is_idle:
+                    return  # said twice; once it has left, and nothing is written any more, it is told so
+                refusal = f"generation {message.generation} released transfer {transfer_id} already"
+            else:
+                refusal = explain_refusal(transfer, session, message)
+        if refusal:
+            refuse_subscription(self._send, session, message, refusal)
+        elif transfer is not None:
+            heads, first, slots = message.heads, message.first_block_index, message.push_slots
+            self._send_blocks(
+                self._add_subscriber(transfer, session, message, heads, first, slots),
+                transfer.blocks,
+            )
+
+    def release(self, session: Session, message: side_channel.Release) -> None:
+        if explain_invalid(self._memory.layout, session, message, self._stats):
+            return
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is None:
+            if message.transfer_id not in self._ended:
+                self._early.release(session, message)
+            return
+        subscriber = transfer.subscribers.get(message.subscriber)
+        if subscriber is None:  # a load that wants nothing
+            if explain_refusal(transfer, session, message):
+                return
+            subscriber = self._add_subscriber(transfer, session, message, HeadRange(0, 0), 0, None)
+        elif (subscriber.session, subscriber.generation) != (session, message.generation):
+            return  # of another load
+        self._leave(subscriber)
+        self._confirm_and_end(transfer)
+
+    def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
+        """A request may wait in a busy engine's queue for long: the consumer is told that it is not lost."""
+        now = self._clock()
+        pending = []
+        for transfer_id in dict.fromkeys(transfer_ids):
+            transfer = self._transfers.get(transfer_id)
+            here = False
+            for subscriber in transfer.subscribers.values() if transfer is not None else ():
+                here |= subscriber.session is session
+                if subscriber.session is session and subscriber.state is SubscriberState.ACTIVE:
+                    until = now + self._lease_s
+                    if subscriber.last_sent_at:
+                        until = min(until, subscriber.last_sent_at + MAX_HOLD_S)
+                    elif (
+                        not subscriber.num_writes or now < subscriber.writing_since + self._lease_s
+                    ):
+                        pending.append(
+                            transfer_id
+                        )  # not while writes do not get on: it may give up
+                    subscriber.deadline = max(subscriber.deadline, until)
+            if (
+                transfer is not None
+                and not here
+                and session.instance_id == transfer.peer_instance_id
+            ):
+                # Its load waits for memory over there.
+                limit = (transfer.held_since or now) + MAX_WAIT_S
+                transfer.deadline = max(transfer.deadline, min(now + self._lease_s, limit))
+        self._early.extend(session, transfer_ids)
+        if pending:
+            self._send(session.identity, side_channel.Pending(pending))
+
+    def session_lost(self, session: Session, reason: str) -> None:
+        """Nothing more is published or written to it; what it may be reading stays until its lease ends."""
+        self._early.drop(session, reason)
+        for subscriber in self._subscribers():
+            if subscriber.session is session:
+                self._stop(subscriber, reason)
+                self._confirm_and_end(subscriber.transfer)
+
+    # -- from the writes
+
+    def written(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
+        """A write ended, and these blocks are in the subscriber's memory: its notification says so over there."""
+        subscriber.written += blocks
+        self._stats.blocks_sent += len(blocks)
+        if subscriber.state is SubscriberState.ACTIVE:
+            self._publish(subscriber, [])
+        self._confirm_and_end(subscriber.transfer)
+
+    # -- from the thread's loop
+
+    def expose_waiting(self) -> None:
+        """Publishes what waited for slots, as far as some are free now: for those who hold some, then for who waits longest."""
+        for transfer in sorted(
+            self._waiting_for_slots.values(), key=lambda transfer: not transfer.blocks
+        ):
+            if transfer.transfer_id in self._waiting_for_slots:
+                self._expose(transfer)
+            if transfer.transfer_id in self._waiting_for_slots and not transfer.blocks:
+                return  # small ones would always go before it
+
+    def expire(self, now: float) -> None:
+        """Ends what nobody gave a sign for. Call only when the socket was read empty."""
+        self._early.expire(now)
+        if now < self._next_expiry:
+            return
+        for transfer in list(self._transfers.values()):
+            self._expire_transfer(transfer, now)
+        deadlines = [
+            subscriber.deadline
+            for subscriber in self._subscribers()
+            if subscriber.state is not SubscriberState.LEFT or subscriber.num_writes
+        ]
+        deadlines += [
+            transfer.deadline
+            for transfer in self._transfers.values()
+            if transfer.is_waiting_for_subscribers
+        ]
+        deadlines += [transfer.slots_deadline for transfer in self._waiting_for_slots.values()]
+        self._next_expiry = min(deadlines, default=math.inf)
+
+    def next_deadline(self) -> float:
+        """When `expire` or `expose_waiting` has something to do if nothing else happens."""
+        deadline = min(self._next_expiry, self._early.next_expiry)
+        return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
+
+    def _expire_transfer(self, transfer: Transfer, now: float) -> None:
+        for subscriber in list(transfer.subscribers.values()):
+            if now < subscriber.deadline:
+                continue
+            if subscriber.state is not SubscriberState.LEFT:
+                self._expired(transfer)
+                self._stop(subscriber, "the producer's lease expired")
+                self._leave(subscriber)
+            elif subscriber.num_writes:
+                subscriber.deadline = self._deadline_in(DRAIN_TIMEOUT_S)
+                self._cut_off(
+                    subscriber.session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s"
+                )
+        if transfer.is_waiting_for_subscribers and now >= transfer.deadline:
+            self._expired(transfer)
+            self._close(transfer, "its lease expired")
+        elif transfer.waiting and now >= transfer.slots_deadline:
+            self._close(
+                transfer,
+                f"no slot for transfers became free at the producer within {self._lease_s:g} s",
+            )
+        else:
+            self._confirm_and_end(transfer)
+
+    # -- one subscriber
+
+    def _add_subscriber(
+        self,
+        transfer: Transfer,
+        session: Session,
+        message: side_channel.Subscribe | side_channel.Release,
+        heads: HeadRange,
+        first_block_index: int,
+        push_slots: list[int] | None,
+    ) -> Subscriber:
+        transfer.deadline = self._deadline_in(self._lease_s)
+        slots = np.array(push_slots or (), dtype=np.int64)
+        subscriber = Subscriber(
+            transfer,
+            session,
+            message.generation,
+            heads,
+            first_block_index,
+            slots,
+            push_slots is not None,
+            transfer.deadline,
+        )
+        transfer.num_subscribers = message.num_subscribers
+        transfer.subscribers[message.subscriber] = subscriber
+        return subscriber
+
+    def _send_blocks(self, subscriber: Subscriber, blocks: Sequence[Block]) -> None:
+        """Publishes those of the blocks that it wants, or begins to write them."""
+        first = subscriber.first_block_index
+        end = first + len(subscriber.slots) if subscriber.push else math.inf
+        wanted = [block for block in blocks if first <= block.index < end]
+        if subscriber.push and wanted:
+            self._writes.enqueue(subscriber, checksum_blocks(self._memory, subscriber, wanted))
+            return
+        step = max(1, PART_BYTES // self._memory.layout.block_nbytes)
+        while len(wanted) > step:
+            part, wanted = wanted[:step], wanted[step:]
+            self._publish(subscriber, checksum_blocks(self._memory, subscriber, part), more=True)
+        self._publish(subscriber, checksum_blocks(self._memory, subscriber, wanted))
+
+    def _publish(
+        self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
+    ) -> None:
+        """Tells what is readable; the last time once everything is, or was written.
+
+        Args:
+            more: of what is readable now the rest follows.
+        """
+        last = (
+            not more
+            and subscriber.transfer.last
+            and subscriber.is_idle
+            and not subscriber.last_sent_at
+        )
+        if not blocks and not last:
+            return
+        if last:
+            subscriber.last_sent_at = self._clock()
+            blocks = blocks or subscriber.written  # notifications and messages come in no order
+        transfer_id, generation = subscriber.transfer.transfer_id, subscriber.generation
+        publish = side_channel.Publish(
+            transfer_id, generation, blocks, last, written=subscriber.push
+        )
+        self._send(subscriber.session.identity, publish)
+        if not subscriber.push:
+            self._stats.blocks_sent += len(blocks)
+
+    def _stop(self, subscriber: Subscriber, reason: str) -> None:
+        if subscriber.state is SubscriberState.ACTIVE:
+            subscriber.state = SubscriberState.STOPPED
+            self._writes.stop(subscriber)
+            cancelled = side_channel.Cancelled(
+                subscriber.transfer.transfer_id, subscriber.generation, reason
+            )
+            self._send(subscriber.session.identity, cancelled)
+
+    def _leave(self, subscriber: Subscriber) -> None:
+        if subscriber.state is not SubscriberState.LEFT:
+            subscriber.state = SubscriberState.LEFT
+            subscriber.deadline = self._deadline_in(DRAIN_TIMEOUT_S)
+            self._writes.stop(subscriber)
+
+    # -- one transfer
+
+    def _expose(self, transfer: Transfer) -> None:
+        """Publishes what waits, as far as slots are free."""
+        while transfer.waiting:
+            save = transfer.waiting[0]
+            slots = self._memory.expose(save.block_ids)
+            if slots is None:
+                self._wait_for_slots(transfer)
+                return
+            transfer.waiting.popleft()
+            transfer.slots_deadline = 0.0
+            rows = zip(slots, save.block_hashes, strict=True)
+            blocks = [
+                Block(save.first_block_index + row, slot, chain_hash)
+                for row, (slot, chain_hash) in enumerate(rows)
+            ]
+            transfer.blocks += blocks
+            transfer.last = transfer.last or save.last
+            for subscriber in transfer.subscribers.values():
+                if subscriber.state is SubscriberState.ACTIVE:
+                    self._send_blocks(subscriber, blocks)
+        self._waiting_for_slots.pop(transfer.transfer_id, None)
+
+    def _wait_for_slots(self, transfer: Transfer) -> None:
+        self._waiting_for_slots.setdefault(transfer.transfer_id, transfer)
+        transfer.slots_deadline = transfer.slots_deadline or self._deadline_in(self._lease_s)
+
+    def _close(self, transfer: Transfer, reason: str) -> None:
+        """Nobody else is let in; those inside are told, and have one more lease to release it."""
+        transfer.closed = reason
+        transfer.waiting.clear()
+        self._waiting_for_slots.pop(transfer.transfer_id, None)
+        for subscriber in transfer.subscribers.values():
+            if subscriber.state is SubscriberState.ACTIVE:
+                self._stop(subscriber, reason)
+                subscriber.deadline = self._deadline_in(self._lease_s)
+        self._confirm_and_end(transfer)
+
+    def _confirm_and_end(self, transfer: Transfer) -> None:
+        """Confirms to subscribers that nothing is written to them any more; ends the transfer once all have left."""
+        if self._transfers.get(transfer.transfer_id) is not transfer:
+            return
+        subscribers = transfer.subscribers.values()
+        for subscriber in subscribers:
+            if (
+                subscriber.push
+                and subscriber.state is not SubscriberState.ACTIVE
+                and subscriber.is_idle
+                and not subscriber.confirmed
+            ):
+                subscriber.confirmed = True
+                self._stats.send_seconds += subscriber.last_write - subscriber.first_write
+                released = side_channel.Released(transfer.transfer_id, subscriber.generation)
+                self._send(subscriber.session.identity, released)
+        left = all(
+            subscriber.state is SubscriberState.LEFT and subscriber.is_idle
+            for subscriber in subscribers
+        )
+        if left and (transfer.has_all_subscribers or transfer.closed):
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        del self._transfers[transfer.transfer_id]
+        self._waiting_for_slots.pop(transfer.transfer_id, None)
+        self._remember(transfer.transfer_id, transfer.closed or "released")
+        if transfer.blocks:
+            self._memory.release([block.slot for block in transfer.blocks])
+        self._finished(transfer.transfer_id)
+
+    def _remember(self, transfer_id: str, reason: str) -> None:
+        self._ended[transfer_id] = reason
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _expired(self, transfer: Transfer) -> None:
+        self._stats.leases_expired += 1
+        logger.warning(
+            "transfer %s: no sign of its consumer for %.1f s", transfer.transfer_id, self._lease_s
+        )
+
+    def _deadline_in(self, seconds: float) -> float:
+        """A deadline; the thread will wake up for it."""
+        deadline = self._clock() + seconds
+        self._next_expiry = min(self._next_expiry, deadline)
+        return deadline
+
+    def _subscribers(self) -> Iterator[Subscriber]:
+        for transfer in list(self._transfers.values()):
+            yield from list(transfer.subscribers.values())

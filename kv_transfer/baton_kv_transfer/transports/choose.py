@@ -1,0 +1,46 @@
+"""The choice of transports by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from baton_kv_transfer.transports.shm.shm_transport import SHMTransport
+from baton_kv_transfer.transports.tcp.tcp_transport import TCPTransport
+from baton_kv_transfer.transports.transport import Transport
+
+#: Values of kv_transfer.transport.
+KINDS = ("ucx", "tcp", "shm", "auto", "nixl")
+
+
+def _load_ucx() -> type[Transport]:
+    from baton_kv_transfer.transports.ucx.ucx_transport import UCXTransport
+
+    return UCXTransport
+
+
+#: Returns the class of each transport. UCX is imported when it is first chosen. Tests add theirs.
+LOADERS: dict[str, Callable[[], type[Transport]]] = {
+    "shm": lambda: SHMTransport,
+    "tcp": lambda: TCPTransport,
+    "ucx": _load_ucx,
+}
+
+
+def choose_transports(kind: str) -> dict[str, type[Transport]]:
+    """Return the transports of an agent by name, in order of preference.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind == "auto":
+        has_rdma = any(Path("/sys/class/infiniband").glob("*"))
+        has_gpu = Path("/dev/nvidiactl").exists()
+        kinds = ["shm", "ucx", "tcp"] if has_rdma else ["shm", "tcp", *(["ucx"] if has_gpu else [])]
+    elif kind in LOADERS:
+        kinds = [kind]
+    else:
+        raise ValueError(
+            f"kv_transfer.transport must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {kind!r}"
+        )
+    return {kind: LOADERS[kind]() for kind in kinds}

@@ -1,0 +1,154 @@
+"""Processes that connected to write to memory here: what they ask is checked here, and done by the transport's thread."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+from pathlib import Path
+
+import msgspec
+
+from baton_kv_transfer.transports.iovec import check, count_outside, lengths_of
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
+from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
+from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, WRITE, encode_request
+from baton_kv_transfer.transports.sockets.peer_server import MAX_HELLO_BYTES, Client, PeerServer
+from baton_kv_transfer.transports.transfer import Region
+from baton_kv_transfer.transports.transport_thread import Job
+
+_PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class HostAddress(msgspec.Struct, array_like=True, frozen=True):
+    """What a process of the same host needs to connect."""
+
+    boot_id: str
+    pid_namespace: int
+    network_namespace: int
+    pid: int
+    cell_address: int
+    cell: bytes
+    socket_name: bytes
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame of a connection: the peer's cell, as proof of its metadata, and the sender's own name and cell."""
+
+    peer_cell: bytes
+    name: str
+    cell_address: int
+    cell: bytes
+
+
+def encode_write(notif: bytes, source: bytes, target: bytes) -> bytes:
+    """`source`, `target`: iovecs of runs of equal lengths."""
+    return encode_request(notif, source + target)
+
+
+def decode_write(request: bytes) -> tuple[bytes, bytes, bytes]:
+    """(notification, source, target). Raises ValueError as `decode_request`, or if their lengths differ."""
+    end = 4 + int.from_bytes(request[:4], "little")
+    middle = end + (len(request) - end) // 2
+    source, target = request[end:middle], request[middle:]
+    check(target)
+    if len(source) != len(target) or lengths_of(source).tobytes() != lengths_of(target).tobytes():
+        raise ValueError("a request to write runs that are not as long as their sources")
+    return request[4:end], source, target
+
+
+def get_location() -> tuple[str, int, int]:
+    """Boot, pid namespace and network namespace of this process."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot_id, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
+
+
+class _Client(Client):
+    """`process` is None until its HELLO was accepted."""
+
+    def __init__(self, link: FramedSocket, pid: int) -> None:
+        super().__init__(link, f"process {pid}")
+        self.pid = pid
+        self.process: Process | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self.process is not None:
+            self.process.close()
+
+
+class SHMServer(PeerServer[_Client]):
+    def forget_region(self, region: Region) -> None:
+        for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
+            # Finishing one may have ended its client, and with it others of these jobs.
+            if job in self._thread.jobs and count_outside(job.copy.target, self._context.regions):
+                self._thread.jobs.remove(job)
+                job.finish("the memory was deregistered")
+
+    def open(self) -> None:
+        """Under a new address."""
+        self._cell = Cell()
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.setblocking(False)
+        server.bind(b"\0baton-kv-" + os.urandom(12).hex().encode())
+        server.listen(128)
+        self._server = server
+        self._thread.watch(server.fileno(), self._accept)
+        here = get_location()
+        self.address = msgspec.msgpack.encode(
+            HostAddress(
+                *here, os.getpid(), self._cell.address, self._cell.value, server.getsockname()
+            )
+        )
+
+    def close(self) -> None:
+        self._cell.clear()
+        self._thread.unwatch(self._server.fileno())
+        self._server.close()
+        super().close()
+
+    def _accept(self) -> None:
+        try:
+            end, _ = self._server.accept()
+        except OSError:  # gone again, or no more files can be opened
+            return
+        pid, uid, _ = _PEER_CREDENTIALS.unpack(
+            end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        )
+        if uid not in (os.geteuid(), 0):
+            end.close()
+            return
+        self._add(_Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), pid))
+
+    def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
+        if kind != HELLO:
+            raise ConnectionError("no hello")
+        hello = msgspec.msgpack.decode(payload, type=Hello)
+        if not hello.name or not hmac.compare_digest(hello.peer_cell, self._cell.value):
+            raise ConnectionError("it does not know this agent's metadata")
+        client.process = Process(client.pid, hello.cell_address, hello.cell)
+        return hello.name
+
+    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+        if kind == NOTIF:
+            self._context.deliver(client.name, payload)
+        elif kind == WRITE:
+            self._write(client, number, payload)
+
+    def _write(self, client: _Client, number: int, request: bytes) -> None:
+        notif, source, target = decode_write(request)
+        assert client.process is not None, "it was greeted"
+        copy = BatchedCopy(client.process, target, source)
+
+        def finish(error: str) -> None:
+            if not error:
+                self._context.moved["process_vm_readv"] += copy.nbytes
+                if notif:
+                    self._context.deliver(client.name, notif)
+            self._answer(client, number, error)
+
+        if refusal := self._context.refuse(target):
+            self._answer(client, number, refusal)
+        else:
+            self._thread.jobs.append(Job(copy, finish, client))

@@ -1,0 +1,164 @@
+"""The transport between processes of one host: each side writes to its own memory only, reading from the other's (`cross_memory`).
+
+    READ    the reader copies, without the peer's help
+    WRITE   a request to the peer, which checks every descriptor against what it registered, copies, and answers
+
+Requests, answers and notifications go over a unix socket of the peer. The side that connects sends the cell of the peer, which
+comes with its metadata; the kernel tells which process it is. Both sides must share boot, pid and network namespace. A small read
+is done at once by its caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import msgspec
+
+from baton_kv_transfer.transports.iovec import pack
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
+from baton_kv_transfer.transports.shm.shm_server import (
+    Hello,
+    HostAddress,
+    SHMServer,
+    encode_write,
+    get_location,
+)
+from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
+from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, WRITE, PeerLink
+from baton_kv_transfer.transports.sockets.socket_transport import SocketTransport
+from baton_kv_transfer.transports.transfer import CopyError, Transfer
+from baton_kv_transfer.transports.transport import TransportContext
+from baton_kv_transfer.transports.transport_thread import Job
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 16 * 2**20
+"""A read up to this size is done by its caller, in some milliseconds: no other thread has to wake up for it."""
+
+
+class _SHMLink(PeerLink):
+    """A process whose memory may be read, and to which requests go once the first was made."""
+
+    def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
+        """Raises OSError, OverflowError or CopyError: its memory may not be read, or there is no such process."""
+        super().__init__(context, peer)
+        self.process = Process(address.pid, address.cell_address, address.cell)
+        self._address = address
+        self._cell = Cell()
+        """Shown to the peer: requests are void once it is cleared."""
+
+    def connect(self) -> FramedSocket:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link = FramedSocket(end)
+            end.connect(self._address.socket_name)
+            hello = Hello(
+                self._address.cell, self._context.name, self._cell.address, self._cell.value
+            )
+            link.send(HELLO, 0, msgspec.msgpack.encode(hello))
+        except OSError:
+            end.close()
+            raise
+        return link
+
+    def withdraw(self) -> None:
+        self._cell.clear()
+
+    def give_up(self, reason: str) -> None:
+        self.withdraw()
+        self.error = self.error or reason
+        self._thread.unwatch(self.process.pidfd)
+        self.process.close()
+        for job in self._thread.take_jobs(self):
+            job.finish(self.error)
+        super().give_up(reason)
+
+    def on_lost(self, reason: str) -> None:
+        self.give_up(reason)
+
+    def end_read(self, transfer: Transfer, copy: BatchedCopy, error: str) -> None:
+        if not error:
+            self._context.moved["process_vm_readv"] += copy.nbytes
+            if transfer.notif:
+                self.post(NOTIF, transfer.notif)
+        transfer.end(error and f"READ of {self.peer}'s memory: {error}")
+        self._context.wakeup()
+
+
+class SHMTransport(SocketTransport[_SHMLink]):
+    _clients: SHMServer
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._clients = SHMServer(context)
+        self._clients.open()
+
+    def add_peer(self, name: str, address: bytes) -> None:
+        """One read of a few bytes of its memory tells whether the transport reaches it."""
+        self.remove_peer(name)
+        try:
+            decoded = msgspec.msgpack.decode(address, type=HostAddress)
+            if (
+                decoded.boot_id,
+                decoded.pid_namespace,
+                decoded.network_namespace,
+            ) != get_location():
+                return
+            link = _SHMLink(self._context, name, decoded)
+        except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
+            logger.info("no same-host transport to %s: %s", name, error)
+            return
+        self._thread.mailbox.submit(
+            lambda: self._thread.watch(link.process.pidfd, lambda: link.give_up(f"{name} died"))
+        )
+        self._links[name] = link
+
+    def begin(self, transfer: Transfer) -> bool:
+        link = self._links.get(transfer.peer)
+        if link is None:
+            return False
+        if transfer.op == "WRITE":
+            link.post(
+                WRITE,
+                encode_write(transfer.notif, pack(transfer.local), pack(transfer.remote)),
+                transfer,
+            )
+            return True
+        copy = BatchedCopy(link.process, pack(transfer.local), pack(transfer.remote))
+        if copy.nbytes > INLINE_BYTES or link.error or link.process.busy:
+            self._thread.mailbox.submit(lambda: self._read(link, transfer, copy))
+        else:
+            link.end_read(transfer, copy, _copy_all(copy))
+        return True
+
+    def fence(self) -> None:
+        self._cut_off("this agent cut all its peers off")
+        self._clients.open()
+
+    def end(self) -> None:
+        self._cut_off("the transport was closed")
+
+    def _cut_off(self, reason: str) -> None:
+        self._clients.close()
+        self.give_up_all(reason)
+        while self._thread.jobs:
+            self._thread.jobs.popleft().finish(reason)
+
+    def _read(self, link: _SHMLink, transfer: Transfer, copy: BatchedCopy) -> None:
+        def finish(error: str) -> None:
+            link.end_read(transfer, copy, error)
+
+        if link.error:
+            finish(link.error)
+        else:
+            self._thread.jobs.append(Job(copy, finish, link))
+
+
+def _copy_all(copy: BatchedCopy) -> str:
+    try:
+        while not copy.done:
+            copy.step()
+    except CopyError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,8 @@
+"""What the transports over sockets share.
+
+socket_transport   the base class of the transports
+peer_link          the client of one peer: requests and their replies
+peer_server        the server for the peers that connect
+framed_socket      messages and data over one socket, without blocking
+rows               readv and writev between rows of memory and a socket
+"""

@@ -1,0 +1,274 @@
+"""Frames over a stream socket, without waiting on either side: messages, and data that goes from memory to memory.
+
+A transfer's data are frames of the kind DATA under the transfer's number, in turns with those of other transfers. Messages go
+before the next of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as c
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterator
+
+from baton_kv_transfer.transports.iovec import pack_run
+from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES, Rows
+
+DATA = 0
+"""The kind of frames with rows; all others are messages."""
+MAX_PAYLOAD_BYTES = 64 * 2**20
+_HEADER = struct.Struct("<IIQ")
+"""Bytes of the payload, kind, number of the operation."""
+_SEND_BYTES = 2**18
+_TURN_BYTES = 4 * 2**20
+"""Data moved in one call, about a millisecond; then others have their turn."""
+_BUFFER_BYTES = 4096
+"""Read at once where messages may come: most calls get all that is there."""
+_ZEROS = c.create_string_buffer(FRAME_BYTES)
+_STOPPED = -1
+"""In place of the number of a transfer whose frame ends in zeros."""
+
+
+class FramedSocket:
+    """One end. `receive` may run beside the other methods, which are for one thread at a time.
+
+    Methods raise ConnectionError or OSError once the connection is gone.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        *,
+        takes_data: bool = False,
+        moved: Counter[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            takes_data: the other side may send data; what nobody expects is thrown away.
+            moved: data bytes sent and received are added to its "sockets".
+        """
+        end.setblocking(False)
+        self._end = end
+        self.max_payload_bytes = max_payload_bytes
+        """Longer messages of the other side are an error of its."""
+        self.takes_data = takes_data
+        self._moved: Counter[str] = Counter() if moved is None else moved
+        self._messages = bytearray()  # to send before the next frame of data
+        self._head = (
+            bytearray()
+        )  # being sent: messages, and the header of the frame of data that follows
+        self._sending: tuple[int, Rows] | None = None
+        self._waiting: dict[int, Rows] = {}
+        self._expected: dict[int, Rows] = {}
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._base = c.addressof(c.c_char.from_buffer(self._buffer))
+        self._read, self._filled = (
+            0,
+            0,
+        )  # what lies between them in the buffer was not looked at yet
+        self._frame: tuple[int, int] | None = None  # kind and number of the frame arriving
+        self._payload = bytearray()
+        self._missing = 0  # bytes of the payload, or of the frame's data
+        self._target: Rows | None = None
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Something waits until the other side reads: call `flush` when the socket is writable."""
+        return bool(self._head or self._messages or self._sending or self._waiting)
+
+    @property
+    def transfers(self) -> dict[int, Rows]:
+        """Those whose data are under way, by number."""
+        sending = dict([self._sending] if self._sending else [])
+        sending.pop(_STOPPED, None)
+        return {**self._expected, **self._waiting, **sending}
+
+    def is_sending_last_frame(self, number: int) -> bool:
+        """Whether the last frame of a transfer's data is being sent: once it ends, the other side has all it expects."""
+        return (
+            self._sending is not None
+            and self._sending[0] == number
+            and self._sending[1].in_last_frame
+        )
+
+    def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
+        """A message, and data under the same number."""
+        message = _HEADER.pack(len(payload), kind, number) + payload
+        if rows is None and not self.has_outgoing and len(message) <= _SEND_BYTES:
+            sent = 0
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                sent = self._end.send(message)
+            self._head += message[sent:]
+            return
+        self._messages += message
+        if rows is not None:
+            self._waiting[number] = rows
+        self.flush()
+
+    def send_rows(self, number: int, rows: Rows) -> None:
+        self._waiting[number] = rows
+        self.flush()
+
+    def expect(self, number: int, rows: Rows) -> None:
+        """Data of this number go to these rows; when all are there, `receive` returns a frame of the kind DATA."""
+        self._expected[number] = rows
+
+    def stop(self, number: int) -> bool:
+        """Rows of this transfer are not touched any more; false if none were under way. By the thread that receives.
+
+        A frame of it that is being sent ends in zeros, for it was announced: if `is_sending_last_frame`, hang up instead.
+        """
+        rows = self._expected.pop(number, None)
+        if rows is not None and rows is self._target:
+            self._target = None
+        waiting = self._waiting.pop(number, None) is not None
+        if self._sending is None or self._sending[0] != number:
+            return waiting or rows is not None
+        blank = Rows(pack_run(c.addressof(_ZEROS), self._sending[1].frame_missing))
+        blank.begin_frame()
+        self._sending = (_STOPPED, blank)
+        return True
+
+    def flush(self) -> None:
+        turn = 0
+        try:
+            while self.has_outgoing and turn < _TURN_BYTES:
+                if self._sending is not None and len(self._head) <= _SEND_BYTES:
+                    turn += self._send_data(*self._sending)
+                elif self._head:
+                    self._send_head()
+                else:
+                    self._begin_frame()
+        except (BlockingIOError, InterruptedError):
+            pass
+
+    def receive(self) -> Iterator[tuple[int, int, bytes]]:
+        """(kind, number, payload) of messages that are there; the kind DATA: all of a transfer's rows are.
+
+        Where it ends before the socket is empty, that is readable still.
+
+        Raises:
+            ConnectionError: the other side closed, or sent what it must not.
+        """
+        turn, more = 0, True
+        while True:
+            while (message := self._next_message()) is not None:
+                more = (
+                    more and message[0] != DATA
+                )  # who waits for it is told before the socket is read again
+                yield message
+            if not more or turn >= _TURN_BYTES:
+                return
+            try:
+                received, more = self._receive_some()
+            except (BlockingIOError, InterruptedError):
+                return
+            if not received:
+                raise ConnectionError("the other side closed the connection")
+            turn += received
+
+    def close(self) -> None:
+        self._end.close()
+
+    # -- out
+
+    def _begin_frame(self) -> None:
+        self._head, self._messages = self._messages, bytearray()
+        if self._waiting:
+            number = next(iter(self._waiting))  # whoever waits longest
+            rows = self._waiting.pop(number)
+            self._head += _HEADER.pack(rows.begin_frame(), DATA, number)
+            self._sending = (number, rows)
+
+    def _send_head(self) -> None:
+        with memoryview(self._head) as head, head[:_SEND_BYTES] as part:
+            sent = self._end.send(part)
+        del self._head[:sent]
+
+    def _send_data(self, number: int, rows: Rows) -> int:
+        of_head, sent = rows.send(self.fileno(), self._head)
+        self._moved["sockets"] += sent
+        del self._head[:of_head]
+        if not rows.frame_missing:
+            self._sending = None
+            if not rows.done:
+                self._waiting[number] = rows
+        return sent
+
+    # -- in
+
+    def _receive_some(self) -> tuple[int, bool]:
+        """Bytes that came, and whether there may be more. All that came before was looked at."""
+        if self._target is not None:
+            received = self._target.receive(self.fileno())
+            self._moved["sockets"] += received
+            self._missing -= received
+            return received, True
+        if self._missing > _BUFFER_BYTES and self._payload:
+            with memoryview(self._payload) as whole, whole[-self._missing :] as rest:
+                received = self._end.recv_into(rest)
+            self._missing -= received
+            return received, True
+        unread = self._filled - self._read  # a part of a header at most
+        self._buffer[:unread] = self._buffer[self._read : self._filled]
+        self._read, self._filled = 0, unread
+        received = self._end.recv_into(self._view[unread:])
+        self._filled += received
+        return received, self._filled == _BUFFER_BYTES
+
+    def _next_message(self) -> tuple[int, int, bytes] | None:
+        """The next one that is whole; None: all that was read is used up."""
+        while self._frame is not None or self._filled - self._read >= _HEADER.size:
+            if self._frame is None:
+                self._begin_incoming(*_HEADER.unpack_from(self._buffer, self._read))
+                self._read += _HEADER.size
+            self._use_buffer()
+            if self._missing:
+                return None
+            assert self._frame is not None, "begun above"
+            (kind, number), payload, target = self._frame, bytes(self._payload), self._target
+            self._frame, self._payload, self._target = None, bytearray(), None
+            if kind != DATA:
+                return kind, number, payload
+            if target is not None and target.done:
+                del self._expected[number]
+                return kind, number, b""
+        return None
+
+    def _use_buffer(self) -> None:
+        nbytes = min(self._missing, self._filled - self._read)
+        if nbytes:
+            if self._payload:
+                first = len(self._payload) - self._missing
+                self._payload[first : first + nbytes] = self._view[self._read : self._read + nbytes]
+            elif self._target is not None:
+                self._target.put(self._base + self._read, nbytes)
+                self._moved["sockets"] += nbytes
+            self._read += nbytes
+            self._missing -= nbytes
+
+    def _begin_incoming(self, nbytes: int, kind: int, number: int) -> None:
+        self._frame, self._missing = (kind, number), nbytes
+        if kind != DATA:
+            if nbytes > self.max_payload_bytes:
+                raise ConnectionError(
+                    f"a frame of {nbytes} bytes is longer than {self.max_payload_bytes}"
+                )
+            self._payload = bytearray(nbytes)
+            return
+        if not self.takes_data or not 0 < nbytes <= FRAME_BYTES:
+            raise ConnectionError(f"{nbytes} bytes of data that nobody asked for")
+        target = self._expected.get(number)
+        if target is not None:
+            try:
+                target.take_frame(nbytes)
+            except ValueError as error:
+                raise ConnectionError(str(error)) from None
+        self._target = target

@@ -1,0 +1,104 @@
+"""The answering side of transports over sockets: peers that connected, and what they ask for."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from typing import Generic, TypeVar
+
+import msgspec
+
+from baton_kv_transfer.transports.sockets.framed_socket import MAX_PAYLOAD_BYTES, FramedSocket
+from baton_kv_transfer.transports.sockets.peer_link import ANSWER
+from baton_kv_transfer.transports.transfer import CopyError, Region
+from baton_kv_transfer.transports.transport import TransportContext
+
+MAX_HELLO_BYTES = 4096
+logger = logging.getLogger(__name__)
+
+
+class Client:
+    """A peer that connected; its name is empty until its HELLO was accepted."""
+
+    def __init__(self, link: FramedSocket, where: str) -> None:
+        self.link = link
+        self.where = where
+        self.name = ""
+
+    def close(self) -> None:
+        self.link.close()
+
+
+_Client = TypeVar("_Client", bound=Client)
+
+
+class PeerServer(abc.ABC, Generic[_Client]):
+    """All methods but the constructor belong to the transport's thread."""
+
+    address: bytes
+    """What a peer needs to connect, packed."""
+
+    def __init__(self, context: TransportContext) -> None:
+        self._context = context
+        self._thread = context.thread
+        self._clients: list[_Client] = []
+
+    @abc.abstractmethod
+    def forget_region(self, region: Region) -> None:
+        """See Transport."""
+
+    @abc.abstractmethod
+    def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
+        """The name of a client, from its first message. Raises ConnectionError or CopyError: it proves nothing."""
+
+    @abc.abstractmethod
+    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+        """A later message. Raises ConnectionError or ValueError: it makes no sense."""
+
+    def close(self) -> None:
+        """Cuts all of them off."""
+        for client in list(self._clients):
+            self._drop(client, "this agent cut all its peers off")
+
+    def _add(self, client: _Client) -> None:
+        self._clients.append(client)
+        self._thread.watch(client.link.fileno(), lambda: self._serve(client))
+
+    def _serve(self, client: _Client) -> None:
+        try:
+            client.link.flush()
+            for kind, number, payload in client.link.receive():
+                if client.name:
+                    self._take(client, kind, number, payload)
+                else:
+                    client.name = self._check_hello(client, kind, payload)
+                    client.link.max_payload_bytes = MAX_PAYLOAD_BYTES
+            self._watch_writable(client)
+        except (
+            OSError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            msgspec.DecodeError,
+            CopyError,
+        ) as error:
+            self._drop(client, str(error))
+
+    def _answer(self, client: _Client, number: int, error: str) -> None:
+        try:
+            client.link.send(ANSWER, number, error.encode())
+            self._watch_writable(client)
+        except OSError as failure:
+            self._drop(client, str(failure))
+
+    def _watch_writable(self, client: _Client) -> None:
+        self._thread.watch_writable(client.link.fileno(), client.link.has_outgoing)
+
+    def _drop(self, client: _Client, reason: str) -> None:
+        if client not in self._clients:
+            return
+        logger.info("connection of %s (%s) ended: %s", client.where, client.name or "?", reason)
+        self._clients.remove(client)
+        self._thread.unwatch(client.link.fileno())
+        client.close()
+        self._thread.take_jobs(client)

@@ -1,0 +1,51 @@
+"""A transport over sockets: a link to each peer, and a server for the peers that connect."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Generic, TypeVar
+
+from baton_kv_transfer.transports.sockets.peer_link import NOTIF, PeerLink
+from baton_kv_transfer.transports.sockets.peer_server import PeerServer
+from baton_kv_transfer.transports.transfer import Region, TransportError
+from baton_kv_transfer.transports.transport import Transport, TransportContext
+
+_Link = TypeVar("_Link", bound=PeerLink)
+
+
+class SocketTransport(Transport, Generic[_Link]):
+    """A transport over sockets: a PeerLink to each peer, and the peers that connected."""
+
+    _clients: PeerServer[Any]
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._links: dict[str, _Link] = {}
+
+    @property
+    def address(self) -> bytes:  # type: ignore[override]
+        return self._clients.address
+
+    def forget_region(self, region: Region) -> None:
+        self._clients.forget_region(region)
+
+    def remove_peer(self, name: str) -> None:
+        link = self._links.get(name)
+        if link is not None:
+            link.withdraw()
+            with contextlib.suppress(TransportError):  # closed: all are given up
+                self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
+                del self._links[name]
+
+    def send_notif(self, name: str, message: bytes) -> bool:
+        link = self._links.get(name)
+        if link is not None:
+            link.post(NOTIF, message)
+        return link is not None
+
+    def give_up_all(self, reason: str) -> None:
+        for name in list(self._links):
+            link = self._links.pop(name, None)
+            if link is not None:
+                link.withdraw()
+                link.give_up(reason)

@@ -1,0 +1,172 @@
+"""PeerRegistry that connected over TCP to read or write memory here: what they ask is checked and served by the transport's thread."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import socket
+
+import msgspec
+
+from baton_kv_transfer.transports.iovec import count_outside
+from baton_kv_transfer.transports.sockets.framed_socket import DATA, FramedSocket
+from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, READ, WRITE, decode_request
+from baton_kv_transfer.transports.sockets.peer_server import MAX_HELLO_BYTES, Client, PeerServer
+from baton_kv_transfer.transports.sockets.rows import Rows
+from baton_kv_transfer.transports.transfer import Region
+from baton_kv_transfer.transports.transport import TransportContext
+
+
+class Address(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer needs to connect."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame of a connection."""
+
+    secret: bytes
+    """The peer's, as proof of its metadata."""
+    name: str
+
+
+HELLO_TIMEOUT_S = 5.0
+MAX_UNAUTHENTICATED = 128
+"""Connections that have not said hello; with more, the oldest of them is closed."""
+SILENT_S = 10
+"""A peer that the network does not reach for so long is lost."""
+_PROBE_S = 2
+_RETRY_S = 1.0
+_SECRET_BYTES = 16
+
+
+def set_options(end: socket.socket) -> None:
+    """Of both ends of a connection."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1
+    )  # no connection after 3 s: there is none
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // _PROBE_S - 1)
+
+
+class _Client(Client):
+    def __init__(self, link: FramedSocket, where: str) -> None:
+        super().__init__(link, where)
+        self.notifs: dict[int, bytes] = {}
+        """Of writes under way, by number."""
+
+
+class TCPServer(PeerServer[_Client]):
+    def __init__(self, context: TransportContext) -> None:
+        """Listens.
+
+        Raises:
+            OSError: `context.host` is no address of this machine.
+        """
+        super().__init__(context)
+        host = context.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._server.bind((host, 0))
+            self._server.setblocking(False)
+            self._server.listen(MAX_UNAUTHENTICATED)
+        except OSError as error:
+            self._server.close()
+            raise OSError(
+                error.errno, f"KV transfers cannot be served at {host}: {error.strerror}"
+            ) from error
+        self._here: tuple[str, int] = self._server.getsockname()[:2]
+        self._listen()
+        self._draw_secret()
+
+    def forget_region(self, region: Region) -> None:
+        for client in list(self._clients):
+            for number, rows in client.link.transfers.items():
+                if not count_outside(rows.iovec, self._context.regions):
+                    continue
+                if client.link.is_sending_last_frame(
+                    number
+                ):  # it would take what ends the frame for the memory
+                    self._drop(client, "memory that it was reading was deregistered")
+                    break
+                client.link.stop(number)
+                client.notifs.pop(number, None)
+                self._answer(client, number, "the memory was deregistered")
+
+    def cut_off(self) -> None:
+        """Those that are connected, and those that know the address of before."""
+        super().close()
+        self._draw_secret()
+
+    def close(self) -> None:
+        self._thread.unwatch(self._server.fileno())
+        self._server.close()
+        super().close()
+
+    def _draw_secret(self) -> None:
+        self._secret = os.urandom(_SECRET_BYTES)
+        host, port = self._here
+        self.address = msgspec.msgpack.encode(Address(host, port, self._secret))
+
+    def _listen(self) -> None:
+        self._thread.watch(self._server.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            end, where = self._server.accept()
+        except OSError as error:  # gone again, or no more files can be opened
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._thread.unwatch(self._server.fileno())
+                self._thread.call_later(_RETRY_S, self._listen)
+            return
+        strangers = [client for client in self._clients if not client.name]
+        if len(strangers) >= MAX_UNAUTHENTICATED:
+            self._drop(strangers[0], "too many do not say hello")
+        set_options(end)
+        client = _Client(
+            FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), f"{where[0]}:{where[1]}"
+        )
+        self._add(client)
+        self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_unauthenticated(client))
+
+    def _drop_unauthenticated(self, client: _Client) -> None:
+        if not client.name:
+            self._drop(client, f"no hello within {HELLO_TIMEOUT_S:g} s")
+
+    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+        if kind == DATA:  # all of a write's rows are there
+            if notif := client.notifs.pop(number):
+                self._context.deliver(client.name, notif)
+            self._answer(client, number, "")
+        elif kind == NOTIF:
+            self._context.deliver(client.name, payload)
+        elif kind in (READ, WRITE) and number not in client.link.transfers:
+            self._begin(client, kind, number, payload)
+        else:
+            raise ConnectionError(f"message {number} of kind {kind} makes no sense")
+
+    def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
+        hello = msgspec.msgpack.decode(payload, type=Hello) if kind == HELLO else Hello(b"", "")
+        if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
+            raise ConnectionError("it does not know this agent's metadata")
+        client.link.takes_data = True
+        return hello.name
+
+    def _begin(self, client: _Client, kind: int, number: int, request: bytes) -> None:
+        notif, iovec = decode_request(request)
+        if refusal := self._context.refuse(iovec):
+            self._answer(client, number, refusal)
+        elif kind == READ:
+            client.link.send_rows(number, Rows(iovec))
+        else:
+            client.notifs[number] = notif
+            client.link.expect(number, Rows(iovec))

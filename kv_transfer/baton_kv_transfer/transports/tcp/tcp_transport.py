@@ -1,0 +1,96 @@
+"""The transport over TCP: rows of memory as streams, read from and stored into registered memory by its owner only.
+
+    READ    a request to the owner, which checks every row against what it registered and sends their bytes
+    WRITE   a request to the owner and the bytes; it checks the rows, stores, delivers the notification and answers
+
+The side that asks connects, and everything about its requests goes over that connection (`lane_link`, `clients`). It sends the
+secret that comes with the peer's metadata. Bytes go straight from and into the rows (`rows`), in frames that take turns
+(`framed_socket`); what arrives for no transfer under way is thrown away.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+import msgspec
+
+from baton_kv_transfer.transports.iovec import pack
+from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
+from baton_kv_transfer.transports.sockets.peer_link import (
+    HELLO,
+    READ,
+    WRITE,
+    PeerLink,
+    encode_request,
+)
+from baton_kv_transfer.transports.sockets.rows import Rows
+from baton_kv_transfer.transports.sockets.socket_transport import SocketTransport
+from baton_kv_transfer.transports.tcp.tcp_server import Address, Hello, TCPServer, set_options
+from baton_kv_transfer.transports.transfer import Transfer
+from baton_kv_transfer.transports.transport import TransportContext
+
+
+class _TCPLink(PeerLink):
+    def __init__(self, context: TransportContext, peer: str, where: Address) -> None:
+        super().__init__(context, peer)
+        self._where = where
+
+    def connect(self) -> FramedSocket:
+        where = self._where
+        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+        end = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            set_options(end)
+            link = FramedSocket(end, takes_data=True, moved=self._context.moved)
+            error = end.connect_ex((where.host, where.port))
+            if error not in (0, errno.EINPROGRESS):
+                raise OSError(error, os.strerror(error))
+            link.send(HELLO, 0, msgspec.msgpack.encode(Hello(where.secret, self._context.name)))
+        except OSError:
+            end.close()
+            raise
+        return link
+
+
+class TCPTransport(SocketTransport[_TCPLink]):
+    _clients: TCPServer
+
+    def __init__(self, context: TransportContext) -> None:
+        """Raises OSError: `context.host` is no address of this machine."""
+        super().__init__(context)
+        self._clients = TCPServer(context)
+
+    def add_peer(self, name: str, address: bytes) -> None:
+        self.remove_peer(name)
+        where = msgspec.msgpack.decode(address, type=Address)
+        ipaddress.ip_address(where.host)  # a name would have to be looked up, which takes its time
+        if not 0 < where.port < 2**16:
+            raise ValueError(f"agent {name} says that it listens at port {where.port}")
+        self._links[name] = _TCPLink(self._context, name, where)
+
+    def begin(self, transfer: Transfer) -> bool:
+        link = self._links.get(transfer.peer)
+        if link is None:
+            return False
+        rows = Rows(pack(transfer.local))
+        if transfer.op == "READ":
+            link.post(READ, encode_request(b"", pack(transfer.remote)), transfer, incoming=rows)
+        else:
+            link.post(
+                WRITE,
+                encode_request(transfer.notif, pack(transfer.remote)),
+                transfer,
+                outgoing=rows,
+            )
+        return True
+
+    def fence(self) -> None:
+        self.give_up_all("this agent cut all its peers off")
+        self._clients.cut_off()
+
+    def end(self) -> None:
+        self.give_up_all("the transport was closed")
+        self._clients.close()

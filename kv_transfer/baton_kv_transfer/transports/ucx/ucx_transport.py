@@ -1,0 +1,395 @@
+"""The transport over UCX. Memory is only touched by its owner's process, after it checked every row against what it registered.
+
+Each request that UCX holds belongs to a connection. A connection that fails, falls silent or is given up is cut: UCX closes its
+endpoint by force, and a transfer ends when UCX has given back all its memory. If UCX does not, the worker itself is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as c
+import hmac
+import logging
+import os
+import secrets
+import time
+
+import msgspec
+
+from baton_kv_transfer.transports.iovec import check, count_outside, pack
+from baton_kv_transfer.transports.transfer import Region, Transfer, TransportError
+from baton_kv_transfer.transports.transport import Transport, TransportContext
+from baton_kv_transfer.transports.ucx import capabilities, messages
+from baton_kv_transfer.transports.ucx.connection import Connection, Outgoing
+from baton_kv_transfer.transports.ucx.library import UCXError
+from baton_kv_transfer.transports.ucx.messages import (
+    DATA_BIT,
+    Done,
+    Go,
+    Hello,
+    Notif,
+    Read,
+    Refused,
+    Write,
+)
+from baton_kv_transfer.transports.ucx.streams import Stream
+from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext, UCXWorker
+
+logger = logging.getLogger(__name__)
+
+SILENT_TICKS = 10
+"""A peer with transfers under way is given up when nothing arrives of it for so many seconds."""
+RETURN_TIMEOUT_S = 0.5
+"""How long UCX may take to give back the memory of a cut connection before its worker is replaced."""
+NETWORK_TIMEOUT_S = 20.0
+"""How long a fence waits for a network to make a new worker on."""
+RETRY_S = 0.5
+_TICK_S = 1.0
+_ROUNDS = 4
+_SECRET_BYTES = 16
+
+
+class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer needs to connect."""
+
+    worker: bytes
+    secret: bytes
+
+
+class UCXTransport(Transport):
+    def __init__(self, context: TransportContext) -> None:
+        """See Transport.
+
+        Raises:
+            OSError: `context.host` is no address of this machine.
+            UCXError: UCX is missing or does not start.
+        """
+        super().__init__(context)
+        self._ucx = UCXContext(context.host)
+        restriction = os.environ.get("UCX_TLS", SETTINGS["TLS"])
+        logger.info(
+            "KV transfers use %s; of these UCX_TLS=%s", capabilities.describe(), restriction
+        )
+        self.mem_types = ("DRAM", "VRAM") if self._ucx.has_cuda else ("DRAM",)
+        self._peers: dict[str, PeerAddress] = {}
+        self._by_address: dict[bytes, Connection] = {}
+        self._by_session: dict[int, Connection] = {}
+        self._cut: list[Connection] = []
+        self._closed: list[int] = []  # sessions whose endpoints failed
+        self._worker: UCXWorker | None = None
+        self._use_worker(self._ucx.create_worker())
+        self._thread.progress_also(self._progress)
+        self._thread.call_later(_TICK_S, self._tick)
+
+    # -- for any thread
+
+    def add_peer(self, name: str, address: bytes) -> None:
+        self.remove_peer(name)
+        self._peers[name] = msgspec.msgpack.decode(address, type=PeerAddress)
+
+    def remove_peer(self, name: str) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            with contextlib.suppress(TransportError):  # closed: all are disconnected
+                self._thread.mailbox.submit(
+                    lambda: self._disconnect(peer, f"agent {name} was removed")
+                )
+
+    def begin(self, transfer: Transfer) -> bool:
+        peer = self._peers.get(transfer.peer)
+        if peer is not None:
+            self._thread.mailbox.submit(lambda: self._begin(peer, transfer))
+        return peer is not None
+
+    def send_notif(self, name: str, message: bytes) -> bool:
+        peer = self._peers.get(name)
+        if peer is not None:
+            self._thread.mailbox.submit(lambda: self._notify(peer, name, message))
+        return peer is not None
+
+    # -- transfers of this side
+
+    def _begin(self, peer: PeerAddress, transfer: Transfer) -> None:
+        try:
+            connection = self._connect(peer, transfer.peer)
+            remote, notif = pack(transfer.remote), transfer.notif
+            if len(remote) + len(notif) > messages.MAX_MESSAGE_BYTES - 4096:
+                raise ValueError(
+                    f"{len(transfer.remote)} descriptors are too many for one transfer: make smaller ones"
+                )
+            number = secrets.randbits(messages.TRANSFER_BITS)
+            stream = Stream(
+                connection,
+                number,
+                pack(transfer.local),
+                lambda stream: self._end_outgoing(connection, number),
+            )
+        except (UCXError, ValueError) as error:
+            transfer.end(f"{transfer.op} of {transfer.peer}'s memory: {error}")
+            self._context.wakeup()
+            return
+        connection.outgoing[number] = Outgoing(transfer, stream)
+        if transfer.op == "READ":
+            stream.receive()
+            connection.send_message(Read(connection.session, number, remote))
+        else:
+            connection.send_message(Write(connection.session, number, remote, notif))
+
+    def _notify(self, peer: PeerAddress, name: str, message: bytes) -> None:
+        try:
+            connection = self._connect(peer, name)
+            connection.send_message(Notif(connection.session, message))
+        except UCXError as error:
+            logger.warning("notification to %s was lost: %s", name, error)
+
+    def _disconnect(self, peer: PeerAddress, reason: str) -> None:
+        """Ends what this side began with a peer."""
+        connection = self._by_address.get(peer.worker)
+        if connection is not None and (connection.outgoing or connection.peer_session is None):
+            connection.fail(reason)
+            self._cut_failed()
+
+    def forget_region(self, region: Region) -> None:
+        for connection in self._by_address.values():
+            if any(
+                count_outside(stream.pieces.iovec, self._context.regions)
+                for stream in connection.incoming.values()
+            ):
+                connection.fail("memory that was used was deregistered")
+        if self._cut_failed() and not self._wait_for_memory():
+            self._replace_worker("UCX did not give back deregistered memory")
+
+    def fence(self) -> None:
+        """Cuts all connections and replaces the worker: what peers know of this side leads nowhere any more.
+
+        Raises:
+            UCXError: no worker can be made, the network is down.
+        """
+        self._replace_worker("this agent cut all its peers off")
+
+    def end(self) -> None:
+        self._cut_all("the transport was closed")
+        self._drop_worker()
+
+    # -- progress
+
+    def _progress(self) -> bool:
+        """Does what there is to do at once; whether there is more."""
+        worker = self._worker
+        if worker is None:
+            return False
+        for _ in range(_ROUNDS):
+            worker.progress()
+            while arrived := worker.probe(0, DATA_BIT):
+                self._take(worker, *arrived)
+            worker.discard(
+                DATA_BIT, DATA_BIT
+            )  # data of a transfer that was given up, or of a stranger
+            self._cut_failed()
+            if worker.arm():
+                return False
+        return True
+
+    def _take(self, worker: UCXWorker, message: int, nbytes: int) -> None:
+        content = bytearray(nbytes if nbytes <= messages.MAX_MESSAGE_BYTES else 0)
+        address = c.addressof(c.c_char.from_buffer(content)) if content else 0
+
+        def on_end(error: str) -> None:
+            if content and not error:
+                self._handle(content)
+
+        worker.take(message, Buffer.of(address, len(content)), on_end)
+
+    def _handle(self, content: bytearray) -> None:
+        try:
+            message = messages.decode(content)
+        except (msgspec.DecodeError, RecursionError) as error:
+            logger.info("a message of %d bytes is not understood: %s", len(content), error)
+            return
+        if isinstance(message, Hello):
+            self._handle_hello(message)
+            return
+        connection = self._by_session.get(message.session)
+        if connection is None or connection.error:
+            return  # of a connection that was cut, or of a stranger
+        connection.silent_ticks = 0
+        if message.session == connection.peer_session and isinstance(message, Read | Write):
+            self._serve(connection, message)
+        elif message.session == connection.peer_session and isinstance(message, Notif):
+            self._context.deliver(connection.peer_name, message.message)
+        elif message.session == connection.session and isinstance(message, Go | Refused | Done):
+            self._take_answer(connection, message)
+
+    def _handle_hello(self, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.secret, self._secret):
+            logger.info("a message of a stranger who says that it is %s was ignored", hello.name)
+            return
+        connection = self._by_address.get(hello.address)
+        if connection is not None and connection.peer_session not in (None, hello.session):
+            connection.fail(f"{hello.name} connected again")
+            self._cut_failed()
+            connection = None
+        if connection is None:
+            try:
+                connection = self._open(hello.address)
+            except UCXError as error:
+                logger.info("no connection back to %s: %s", hello.name, error)
+                return
+        connection.peer_session, connection.peer_name = hello.session, hello.name
+        self._by_session[hello.session] = connection
+
+    # -- transfers that peers began
+
+    def _serve(self, connection: Connection, request: Read | Write) -> None:
+        try:
+            check(request.rows)
+            if refusal := self._context.refuse(request.rows):
+                raise ValueError(refusal)
+            if request.transfer in connection.incoming:
+                raise ValueError("two transfers have the same number")
+
+            def on_end(stream: Stream) -> None:
+                del connection.incoming[stream.transfer]
+                if isinstance(request, Write) and not stream.error:
+                    if request.notif:
+                        self._context.deliver(connection.peer_name, request.notif)
+                    connection.send_message(Done(request.session, request.transfer))
+
+            stream = Stream(connection, request.transfer, request.rows, on_end)
+        except ValueError as error:
+            connection.send_message(Refused(request.session, request.transfer, str(error)))
+            return
+        connection.incoming[request.transfer] = stream
+        if isinstance(request, Read):
+            stream.send()
+        else:
+            stream.receive()
+            connection.send_message(Go(request.session, request.transfer))
+
+    def _take_answer(self, connection: Connection, answer: Go | Refused | Done) -> None:
+        outgoing = connection.outgoing.get(answer.transfer)
+        if outgoing is None:
+            return
+        if isinstance(answer, Go):
+            outgoing.stream.send()
+        elif isinstance(answer, Done):
+            outgoing.is_answered = True
+            self._end_outgoing(connection, answer.transfer)
+        else:
+            outgoing.stream.stop(answer.reason)
+
+    def _end_outgoing(self, connection: Connection, number: int) -> None:
+        """If UCX has given back the transfer's memory, and nothing of the peer is waited for."""
+        outgoing = connection.outgoing[number]
+        stream, transfer = outgoing.stream, outgoing.transfer
+        error = stream.error or connection.error
+        if not stream.ended or not (error or outgoing.is_answered):
+            return
+        del connection.outgoing[number]
+        if error:
+            error = f"{transfer.op} of {transfer.peer}'s memory: {error}"
+        elif transfer.op == "READ" and transfer.notif:
+            connection.send_message(Notif(connection.session, transfer.notif))
+        transfer.end(error)
+        self._context.wakeup()
+
+    # -- connections
+
+    def _connect(self, peer: PeerAddress, name: str) -> Connection:
+        connection = self._by_address.get(peer.worker) or self._open(peer.worker)
+        if not connection.is_hello_sent:
+            connection.is_hello_sent = True
+            connection.peer_name = connection.peer_name or name
+            assert self._worker is not None, "it is connected"
+            connection.send_message(
+                Hello(peer.secret, connection.session, self._context.name, self._worker.address)
+            )
+        return connection
+
+    def _open(self, address: bytes) -> Connection:
+        if self._worker is None:
+            raise UCXError("the transport lost its network")
+        connection = Connection(self._worker, address, self._closed.append, self._context.moved)
+        self._by_address[address] = self._by_session[connection.session] = connection
+        return connection
+
+    def _cut_failed(self) -> bool:
+        """Cuts connections that failed; whether there were any."""
+        while self._closed:
+            connection = self._by_session.get(self._closed.pop())
+            if connection is not None:
+                connection.fail(f"connection to {connection.peer_name} lost")
+        failed = [connection for connection in self._by_address.values() if connection.error]
+        for connection in failed:
+            logger.info("connection with %s cut: %s", connection.peer_name or "?", connection.error)
+            del self._by_address[connection.address]
+            self._by_session.pop(connection.session, None)
+            self._by_session.pop(connection.peer_session or -1, None)
+            self._cut.append(connection)
+            connection.cut()
+            for number in list(connection.outgoing):
+                self._end_outgoing(connection, number)  # those that were waiting for DONE only
+        return bool(failed)
+
+    def _cut_all(self, reason: str) -> None:
+        for connection in self._by_address.values():
+            connection.fail(reason)
+        self._cut_failed()
+        self._wait_for_memory()
+
+    def _wait_for_memory(self) -> bool:
+        """Whether UCX gave back all memory of cut connections within RETURN_TIMEOUT_S."""
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        while self._worker is not None and any(connection.is_busy for connection in self._cut):
+            self._worker.progress()
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _tick(self) -> None:
+        """Ticks are counted, not seconds: a process that was stopped itself takes what arrived before it gives a peer up."""
+        for connection in self._by_address.values():
+            connection.silent_ticks += connection.is_busy
+            if connection.silent_ticks >= SILENT_TICKS:
+                connection.fail(
+                    f"nothing arrived of {connection.peer_name} for {SILENT_TICKS * _TICK_S:g} s"
+                )
+        if not self._wait_for_memory():
+            logger.error("UCX did not give back memory of a cut connection: its worker is replaced")
+            self._replace_worker("UCX's worker was replaced")
+        self._cut = [connection for connection in self._cut if connection.is_busy]
+        self._cut_failed()
+        self._thread.call_later(_TICK_S, self._tick)
+
+    # -- the worker
+
+    def _use_worker(self, worker: UCXWorker) -> None:
+        self._worker = worker
+        self._secret = os.urandom(_SECRET_BYTES)
+        self.address = msgspec.msgpack.encode(PeerAddress(worker.address, self._secret))
+        self._thread.watch(worker.event_fd, lambda: None)
+
+    def _drop_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        self._thread.unwatch(worker.event_fd)
+        for connection in self._cut:
+            connection.drop()
+        worker.destroy()
+        self._cut.clear()
+        self._closed.clear()
+
+    def _replace_worker(self, reason: str) -> None:
+        self._cut_all(reason)
+        self._drop_worker()
+        deadline = time.monotonic() + NETWORK_TIMEOUT_S
+        while True:
+            try:
+                self._use_worker(self._ucx.create_worker())
+                return
+            except UCXError as error:
+                if time.monotonic() > deadline or self._thread.mailbox.closed:
+                    raise
+                logger.warning("no new connections yet: %s", error)
+                time.sleep(RETRY_S)

@@ -1,0 +1,11 @@
+"""A Kubernetes cluster of processes on one machine. README.md says what it has and has not.
+
+cluster: all components as child processes of one supervisor.
+control_plane: starts and stops an API server, pocketkube's own or a real one.
+apiserver: pocketkube's own API server.
+controllers: Deployments, ReplicaSets, and the binding of pods to the node.
+kubelet: the node and its pods.
+containers: one container as a process group.
+proxy: Services by TCP, Ingresses by HTTP.
+events, kubeconfig, certificates, lifecycle, loopback, networks, ports: what several of them use.
+"""

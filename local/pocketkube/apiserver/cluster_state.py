@@ -1,0 +1,62 @@
+"""One cluster: its objects, and the operations on them. It knows no HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from pocketkube.apiserver.objects.deletion import Deletion
+from pocketkube.apiserver.objects.garbage_collection import Collector
+from pocketkube.apiserver.objects.registry import Registry, WriteOptions
+from pocketkube.apiserver.objects.subresources import Scale
+from pocketkube.apiserver.objects.tokens import Tokens
+from pocketkube.apiserver.resources import Resource
+from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.apiserver.store import DEFAULT_WINDOW, Event, Store
+
+_BY_CLUSTER = WriteOptions("pocketkube")
+
+
+class ClusterState:
+    """A new cluster with the namespaces of Kubernetes and their `default` service accounts."""
+
+    def __init__(
+        self, admin_token: str, service_network: str, window: int = DEFAULT_WINDOW
+    ) -> None:
+        self.store = Store(window)
+        self.catalog = Catalog()
+        self.registry = Registry(self.store, self.catalog, ipaddress.IPv4Network(service_network))
+        self.deletion = Deletion(self.store, self.catalog)
+        self.collector = Collector(self.store, self.catalog, self.deletion)
+        self.scale = Scale(self.registry, self.catalog)
+        self.tokens = Tokens(self.registry, admin_token)
+        self.store.listen(self._default_account)
+        namespaces = self._builtin("namespaces")
+        for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
+            self.registry.create(namespaces, "", {"metadata": {"name": name}}, _BY_CLUSTER)
+
+    def _builtin(self, plural: str) -> Resource:
+        found = self.catalog.find("", "v1", plural)
+        assert found is not None, f"{plural} is in the frozen table"
+        return found
+
+    def _default_account(self, storage: str, event: Event) -> None:
+        """Create the `default` service account of a new namespace, and again after its deletion."""
+        if storage == "namespaces" and event.type == "ADDED":
+            namespace = event.object["metadata"]["name"]
+        elif (
+            storage == "serviceaccounts"
+            and event.type == "DELETED"
+            and event.object["metadata"]["name"] == "default"
+        ):
+            namespace = event.namespace
+            owner = self.store.get("namespaces", "", namespace)
+            if owner is None or owner["metadata"].get("deletionTimestamp"):
+                return
+        else:
+            return
+        self.registry.create(
+            self._builtin("serviceaccounts"),
+            namespace,
+            {"metadata": {"name": "default"}},
+            _BY_CLUSTER,
+        )

@@ -1,0 +1,210 @@
+"""Errors of the API server, as metav1.Status.
+
+A refusal is an `ApiError` from one of the constructors here. The HTTP server sends it as the
+response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pocketkube.apiserver.resources import Resource
+
+
+@dataclass(frozen=True)
+class FieldError:
+    """One refused field: a cause of a status with the reason Invalid."""
+
+    field: str
+    reason: str  # FieldValueInvalid, FieldValueRequired, FieldValueNotSupported, ...
+    message: str  # without the field's name: `Invalid value: -1: ...`
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+def invalid_value(field: str, value: object, detail: str) -> FieldError:
+    return FieldError(field, "FieldValueInvalid", f"Invalid value: {_show(value)}: {detail}")
+
+
+def required(field: str, detail: str = "") -> FieldError:
+    return FieldError(
+        field, "FieldValueRequired", f"Required value: {detail}" if detail else "Required value"
+    )
+
+
+def unsupported_value(field: str, value: object, allowed: Sequence[object]) -> FieldError:
+    choices = ", ".join(_show(choice) for choice in allowed)
+    return FieldError(
+        field,
+        "FieldValueNotSupported",
+        f"Unsupported value: {_show(value)}: supported values: {choices}",
+    )
+
+
+def forbidden_value(field: str, detail: str) -> FieldError:
+    return FieldError(field, "FieldValueForbidden", f"Forbidden: {detail}")
+
+
+def duplicate(field: str, value: object) -> FieldError:
+    return FieldError(field, "FieldValueDuplicate", f"Duplicate value: {_show(value)}")
+
+
+def _show(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case None:
+            return '"null"'
+        case dict() | list():
+            return f'"{type_name(value)}"'
+    return str(value)
+
+
+def type_name(value: object) -> str:
+    """Return the JSON Schema type of a decoded value."""
+    match value:
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+    return "null"
+
+
+class ApiError(Exception):
+    """A refused request: the HTTP status code, and the reason as metav1.Status."""
+
+    def __init__(
+        self, code: int, reason: str, message: str, details: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.details = details
+
+    def status(self) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            "reason": self.reason,
+            "code": self.code,
+        }
+        if self.details:
+            body["details"] = self.details
+        return body
+
+
+def _details(resource: Resource, name: str) -> dict[str, Any]:
+    details: dict[str, Any] = {"name": name, "kind": resource.plural}
+    if resource.group:
+        details["group"] = resource.group
+    return details
+
+
+def not_found(resource: Resource, name: str) -> ApiError:
+    message = f'{resource.qualified} "{name}" not found'
+    return ApiError(404, "NotFound", message, _details(resource, name))
+
+
+def no_such_path(path: str) -> ApiError:
+    return ApiError(404, "NotFound", f"the server could not find the requested resource ({path})")
+
+
+def already_exists(resource: Resource, name: str) -> ApiError:
+    message = f'{resource.qualified} "{name}" already exists'
+    return ApiError(409, "AlreadyExists", message, _details(resource, name))
+
+
+def conflict(
+    resource: Resource,
+    name: str,
+    why: str = (
+        "the object has been modified; please apply your changes "
+        "to the latest version and try again"
+    ),
+) -> ApiError:
+    message = f'Operation cannot be fulfilled on {resource.qualified} "{name}": {why}'
+    return ApiError(409, "Conflict", message, _details(resource, name))
+
+
+def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
+    """Build the conflict of an apply.
+
+    Args:
+        owned: (quoted manager, field path such as `.spec.replicas`) of the fields in conflict.
+    """
+    causes = [
+        {"reason": "FieldManagerConflict", "message": f"conflict with {manager}", "field": field}
+        for manager, field in owned
+    ]
+    listed = []
+    for manager in dict.fromkeys(manager for manager, _ in owned):
+        fields = [field for owner, field in owned if owner == manager]
+        if len(fields) == 1:
+            listed.append(f"conflict with {manager}: {fields[0]}")
+        else:
+            listed.append(
+                f"conflicts with {manager}:" + "".join(f"\n- {field}" for field in fields)
+            )
+    count = "1 conflict" if len(causes) == 1 else f"{len(causes)} conflicts"
+    return ApiError(
+        409, "Conflict", f"Apply failed with {count}: " + "\n".join(listed), {"causes": causes}
+    )
+
+
+def invalid(resource: Resource, name: str, errors: Sequence[FieldError]) -> ApiError:
+    details: dict[str, Any] = {"name": name, "kind": resource.kind}
+    if resource.group:
+        details["group"] = resource.group
+    details["causes"] = [
+        {"reason": e.reason, "message": e.message, "field": e.field} for e in errors
+    ]
+    listed = str(errors[0]) if len(errors) == 1 else "[" + ", ".join(map(str, errors)) + "]"
+    kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
+    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', details)
+
+
+def bad_request(message: str) -> ApiError:
+    return ApiError(400, "BadRequest", message)
+
+
+def unauthorized() -> ApiError:
+    return ApiError(401, "Unauthorized", "Unauthorized")
+
+
+def forbidden(
+    resource: Resource, name: str, why: str, causes: Sequence[dict[str, str]] = ()
+) -> ApiError:
+    details = _details(resource, name)
+    if causes:
+        details["causes"] = list(causes)
+    return ApiError(403, "Forbidden", f'{resource.qualified} "{name}" is forbidden: {why}', details)
+
+
+def method_not_allowed(what: str) -> ApiError:
+    message = f"the server does not allow this method on the requested resource: {what}"
+    return ApiError(405, "MethodNotAllowed", message)
+
+
+def unsupported_media_type(message: str) -> ApiError:
+    return ApiError(415, "UnsupportedMediaType", message)
+
+
+def expired(message: str) -> ApiError:
+    return ApiError(410, "Expired", message)

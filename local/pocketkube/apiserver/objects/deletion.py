@@ -1,0 +1,130 @@
+"""DELETE of one object: grace periods, finalizers, propagation to dependents."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from dataclasses import dataclass
+
+from pocketkube.apiserver import errors
+from pocketkube.apiserver.objects import conflicts
+from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.apiserver.store import Store
+
+FOREGROUND = "foregroundDeletion"
+CRD_CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
+
+
+@dataclass(frozen=True)
+class DeleteOptions:
+    """metav1.DeleteOptions, from the body and the query parameters."""
+
+    grace_period_s: int | None = None
+    propagation: str = "Background"  # Background, Foreground or Orphan
+    uid: str = ""
+    resource_version: str = ""
+    dry_run: bool = False
+
+
+class Deletion:
+    """DELETE of one object."""
+
+    def __init__(self, store: Store, catalog: Catalog) -> None:
+        self._store = store
+        self._catalog = catalog
+
+    def delete(
+        self, resource: Resource, namespace: str, name: str, options: DeleteOptions
+    ) -> tuple[Object, bool]:
+        """Remove the object, or mark it as terminating.
+
+        Finalizers, a grace period and dependents keep a terminating object in the store.
+
+        Returns:
+            The object's last state, and whether it is gone.
+
+        Raises:
+            ApiError: 404, or 409 for a precondition that failed.
+        """
+        obj = self._store.get(resource.storage_key, namespace, name)
+        if obj is None:
+            raise errors.not_found(resource, name)
+        metadata = obj["metadata"]
+        conflicts.check_preconditions(resource, metadata, options.uid, options.resource_version)
+        finalizers = list(metadata.get("finalizers") or ())
+        match options.propagation:
+            case "Orphan":
+                if not options.dry_run:
+                    self._orphan(metadata["uid"])
+            case "Foreground" if FOREGROUND not in finalizers and self.dependents(metadata["uid"]):
+                finalizers.append(FOREGROUND)
+        if resource.kind == "CustomResourceDefinition" and CRD_CLEANUP not in finalizers:
+            finalizers.append(CRD_CLEANUP)
+        grace = self._grace(resource, obj, options.grace_period_s)
+        held = bool(finalizers) or grace > 0 or resource.kind == "Namespace"
+        if options.dry_run:
+            return obj, not held
+        if not held:
+            return self._store.remove(resource.storage_key, namespace, name), True
+        marked = copy.deepcopy(obj)
+        if finalizers:
+            marked["metadata"]["finalizers"] = finalizers
+        if "deletionTimestamp" not in metadata:
+            moment = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=grace)
+            marked["metadata"]["deletionTimestamp"] = moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+            if "generation" in metadata:
+                marked["metadata"]["generation"] += 1
+            marked["metadata"]["deletionGracePeriodSeconds"] = grace
+        # A second DELETE can shorten the grace period, not extend it.
+        elif grace < metadata.get("deletionGracePeriodSeconds", 0):
+            marked["metadata"]["deletionGracePeriodSeconds"] = grace
+        if resource.kind == "Namespace":
+            marked["status"] = {**(marked.get("status") or {}), "phase": "Terminating"}
+        if marked == obj:
+            return obj, False
+        return self._store.put(resource.storage_key, marked), False
+
+    @staticmethod
+    def _grace(resource: Resource, obj: Object, asked: int | None) -> int:
+        """Return the grace period in seconds: 0 unless the kubelet may have to end the pod."""
+        if resource.storage_key != "pods":
+            return 0
+        spec, phase = obj.get("spec") or {}, (obj.get("status") or {}).get("phase")
+        if not spec.get("nodeName") or phase in ("Succeeded", "Failed"):
+            return 0
+        given: int = (
+            spec.get("terminationGracePeriodSeconds", 30) if asked is None else max(asked, 0)
+        )
+        left = obj["metadata"].get("deletionGracePeriodSeconds")
+        return given if left is None else min(given, left)
+
+    def dependents(self, uid: str) -> list[tuple[str, Object]]:
+        return self._store.find("owner", uid)
+
+    def _orphan(self, uid: str) -> None:
+        for storage, obj in self.dependents(uid):
+            self.disown(storage, obj, {uid})
+
+    def disown(self, storage: str, obj: Object, uids: set[str]) -> None:
+        """Remove the owner references to `uids`."""
+        kept = [owner for owner in owners_of(obj) if owner.get("uid") not in uids]
+        metadata = {
+            key: value for key, value in obj["metadata"].items() if key != "ownerReferences"
+        }
+        if kept:
+            metadata["ownerReferences"] = kept
+        self._store.put(storage, {**obj, "metadata": metadata})
+
+    def release(self, storage: str, obj: Object, finalizer: str) -> None:
+        """Remove a finalizer that this server has set, and the object if that was the last one."""
+        metadata = obj["metadata"]
+        left = [name for name in metadata.get("finalizers") or () if name != finalizer]
+        if left:
+            self._store.put(storage, {**obj, "metadata": {**metadata, "finalizers": left}})
+        else:
+            self._store.remove(storage, metadata.get("namespace", ""), metadata["name"])
+
+
+def owners_of(obj: Object) -> list[Object]:
+    return obj["metadata"].get("ownerReferences") or []

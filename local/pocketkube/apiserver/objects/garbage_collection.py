@@ -1,0 +1,170 @@
+"""Garbage collection: dependents without owner, terminating namespaces and kinds, old events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import time
+from collections import deque
+
+from pocketkube.apiserver.objects.deletion import (
+    CRD_CLEANUP,
+    FOREGROUND,
+    DeleteOptions,
+    Deletion,
+    owners_of,
+)
+from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.apiserver.store import Event, Store
+
+EVENT_TTL = datetime.timedelta(hours=1)
+EXPIRE_EVERY_S = 60.0
+
+
+class Collector:
+    """Deletes what a change in the store leaves without an owner, a namespace or a definition.
+
+    `drain()` does all that is due. `run()` drains after each change, and deletes old events.
+    """
+
+    def __init__(self, store: Store, catalog: Catalog, deletion: Deletion) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._deletion = deletion
+        self._due: deque[tuple[str, Event]] = deque()
+        self._wake = asyncio.Event()
+        store.listen(self._note)
+
+    def _note(self, storage: str, event: Event) -> None:
+        metadata = event.object["metadata"]
+        new_owners = event.type != "DELETED" and owners_of(event.object) and event.previous is None
+        if event.type == "DELETED" or metadata.get("deletionTimestamp") or new_owners:
+            self._due.append((storage, event))
+            self._wake.set()
+
+    async def run(self) -> None:
+        expire_at = time.monotonic() + EXPIRE_EVERY_S
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(expire_at - time.monotonic(), 0.0)):
+                    await self._wake.wait()
+            if time.monotonic() >= expire_at:
+                self._expire_events()
+                expire_at = time.monotonic() + EXPIRE_EVERY_S
+            self._wake.clear()
+            self.drain()
+
+    def drain(self) -> None:
+        while self._due:
+            storage, event = self._due.popleft()
+            if event.type == "DELETED":
+                self._after_removal(storage, event.object)
+            elif event.object["metadata"].get("deletionTimestamp"):
+                self._while_terminating(storage, event.object)
+            elif (current := self._current(storage, event.object)) is not None:
+                self._collect_if_orphaned(storage, current)
+
+    def _current(self, storage: str, obj: Object) -> Object | None:
+        """Return the present state of the object; None if it is gone."""
+        metadata = obj["metadata"]
+        if storage not in self._store.storages():
+            return None
+        current = self._store.get(storage, metadata.get("namespace", ""), metadata["name"])
+        return (
+            current
+            if current is not None and current["metadata"]["uid"] == metadata["uid"]
+            else None
+        )
+
+    def _delete(self, storage: str, obj: Object, propagation: str = "Background") -> None:
+        metadata = obj["metadata"]
+        if metadata.get("deletionTimestamp") and propagation == "Background":
+            return
+        if self._current(storage, obj) is not None:
+            options = DeleteOptions(propagation=propagation)
+            resource = self._catalog.by_storage(storage)
+            self._deletion.delete(
+                resource, metadata.get("namespace", ""), metadata["name"], options
+            )
+
+    def _collect_if_orphaned(self, storage: str, obj: Object) -> None:
+        uids = {owner.get("uid", "") for owner in owners_of(obj)}
+        gone = {uid for uid in uids if not self._store.find("uid", uid)}
+        if gone == uids:
+            self._delete(storage, obj)
+        elif gone:
+            self._deletion.disown(storage, obj, gone)
+
+    def _after_removal(self, storage: str, obj: Object) -> None:
+        metadata = obj["metadata"]
+        for dependent_storage, dependent in self._deletion.dependents(metadata["uid"]):
+            self._collect_if_orphaned(dependent_storage, dependent)
+        for owner in owners_of(obj):
+            self._release_foreground(owner.get("uid", ""))
+        if namespace := metadata.get("namespace"):
+            self._finish_namespace(namespace)
+        self._finish_crd(storage)
+
+    def _while_terminating(self, storage: str, obj: Object) -> None:
+        metadata = obj["metadata"]
+        if self._current(storage, obj) is None:
+            return
+        if FOREGROUND in (metadata.get("finalizers") or ()):
+            for dependent_storage, dependent in self._deletion.dependents(metadata["uid"]):
+                self._delete(dependent_storage, dependent)
+            self._release_foreground(metadata["uid"])
+        if storage == "namespaces":
+            for content_storage, content in self._store:
+                if content["metadata"].get("namespace") == metadata["name"]:
+                    self._delete(content_storage, content)
+            self._finish_namespace(metadata["name"])
+        if storage.startswith("customresourcedefinitions."):
+            spec = obj["spec"]
+            content_storage = f"{spec['names']['plural']}.{spec['group']}"
+            if content_storage in self._store.storages():
+                for content in self._store.list(content_storage):
+                    self._delete(content_storage, content)
+            self._finish_crd(content_storage)
+
+    def _release_foreground(self, uid: str) -> None:
+        owner = next(iter(self._store.find("uid", uid)), None)
+        if owner is None or FOREGROUND not in (owner[1]["metadata"].get("finalizers") or ()):
+            return
+        for _, dependent in self._deletion.dependents(uid):
+            if any(
+                ref.get("uid") == uid and ref.get("blockOwnerDeletion")
+                for ref in owners_of(dependent)
+            ):
+                return
+        self._deletion.release(owner[0], owner[1], FOREGROUND)
+
+    def _finish_namespace(self, name: str) -> None:
+        namespace = self._store.get("namespaces", "", name)
+        if namespace is None or not namespace["metadata"].get("deletionTimestamp"):
+            return
+        if any(obj["metadata"].get("namespace") == name for _, obj in self._store):
+            return
+        if not namespace["metadata"].get("finalizers"):
+            self._store.remove("namespaces", "", name)
+
+    def _finish_crd(self, storage: str) -> None:
+        """Withdraw the kind of `storage` if its definition is terminating and no object is left."""
+        name = "customresourcedefinitions.apiextensions.k8s.io"
+        crd = self._store.get(name, "", storage)
+        if crd is None or CRD_CLEANUP not in (crd["metadata"].get("finalizers") or ()):
+            return
+        if storage not in self._store.storages() or not self._store.list(storage):
+            self._catalog.withdraw(crd)
+            self._store.close(storage)
+            self._deletion.release(name, crd, CRD_CLEANUP)
+
+    def _expire_events(self) -> None:
+        oldest = (datetime.datetime.now(datetime.UTC) - EVENT_TTL).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for event in self._store.list("events"):
+            last = event.get("lastTimestamp") or event["metadata"]["creationTimestamp"]
+            if last < oldest:
+                self._store.remove(
+                    "events", event["metadata"]["namespace"], event["metadata"]["name"]
+                )

@@ -1,0 +1,514 @@
+"""Reads and writes of objects: the only way into the store.
+
+Every write takes the same steps: decode, restore the fields that clients cannot set, default,
+validate, record field ownership, store.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import secrets
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from ipaddress import IPv4Network
+from typing import Any
+
+from pocketkube.apiserver import errors
+from pocketkube.apiserver.objects import conflicts, patches, server_side_apply
+from pocketkube.apiserver.objects.service_addresses import ServiceAddresses
+from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.schema import decoding, defaults, validation
+from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.apiserver.store import Store
+
+# The alphabet of Kubernetes' generateName: it has no vowels, so no suffix is a word.
+_NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
+
+
+@dataclass
+class WriteOptions:
+    """Query parameters of a write, and the warnings to return in its response."""
+
+    manager: str
+    dry_run: bool = False
+    field_validation: str = "Warn"  # Ignore, Warn or Strict
+    force: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Registry:
+    """All operations on objects but their deletion.
+
+    Methods take a resource, a namespace ("" for cluster-scoped kinds) and a name. They return the
+    object in the resource's version, and raise ApiError.
+    """
+
+    def __init__(self, store: Store, catalog: Catalog, service_network: IPv4Network) -> None:
+        self.store = store
+        self.catalog = catalog
+        self._addresses = ServiceAddresses(store, service_network)
+        for resource in catalog:
+            store.open(resource.storage_key)
+
+    def stored(self, resource: Resource, namespace: str, name: str) -> Object:
+        found = self.store.get(resource.storage_key, namespace, name)
+        if found is None:
+            raise errors.not_found(resource, name)
+        return found
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        return self.view(resource, self.stored(resource, namespace, name))
+
+    def list(self, resource: Resource, namespace: str) -> list[Object]:
+        return [
+            self.view(resource, obj) for obj in self.store.list(resource.storage_key, namespace)
+        ]
+
+    def view(self, resource: Resource, obj: Object) -> Object:
+        """Convert a stored object to the version of `resource`."""
+        if resource.storage_key == "events" and resource.group:
+            return defaults.event_from_core(obj)
+        if obj["apiVersion"] == resource.api_version:
+            return obj
+        return {**obj, "apiVersion": resource.api_version}
+
+    def create(
+        self, resource: Resource, namespace: str, obj: Object, options: WriteOptions
+    ) -> Object:
+        new = self._decode(resource, namespace, obj, options)
+        return self.view(resource, self._create(resource, namespace, new, options, None))
+
+    def _create(
+        self,
+        resource: Resource,
+        namespace: str,
+        new: Object,
+        options: WriteOptions,
+        owned: server_side_apply.FieldSet | None,
+    ) -> Object:
+        metadata = new["metadata"]
+        if not metadata.get("name") and metadata.get("generateName"):
+            suffix = "".join(secrets.choice(_NAME_ALPHABET) for _ in range(5))
+            metadata["name"] = metadata["generateName"][:58] + suffix
+        if not metadata.get("name"):
+            raise errors.invalid(
+                resource, "", [errors.required("metadata.name", "name or generateName is required")]
+            )
+        if resource.namespaced:
+            metadata["namespace"] = namespace
+            self._require_namespace(resource, namespace, metadata["name"])
+        if self.store.get(resource.storage_key, namespace, metadata["name"]) is not None:
+            raise errors.already_exists(resource, metadata["name"])
+        for name in (
+            "resourceVersion",
+            "deletionTimestamp",
+            "deletionGracePeriodSeconds",
+            "generation",
+            "managedFields",
+        ):
+            metadata.pop(name, None)
+        if resource.has_status:
+            new.pop("status", None)
+        metadata["uid"] = str(uuid.uuid4())
+        metadata["creationTimestamp"] = now()
+        if resource.custom or resource.kind in defaults.WITH_GENERATION:
+            metadata["generation"] = 1
+        new = self._default(resource, new)
+        if resource.kind == "Service":
+            self._addresses.allocate(resource, new)
+        defaults.prepare_new(resource.kind, new)
+        self._validate(resource, new, None)
+        self._track(resource, None, new, options, "", owned)
+        if options.dry_run:
+            return new
+        stored = self.store.put(resource.storage_key, new)
+        return self._establish(stored) if resource.kind == "CustomResourceDefinition" else stored
+
+    def update(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        obj: Object,
+        options: WriteOptions,
+        subresource: str = "",
+    ) -> Object:
+        old = self.stored(resource, namespace, name)
+        new = self._decode(
+            resource,
+            namespace,
+            {**obj, "metadata": {"name": name, **(obj.get("metadata") or {})}},
+            options,
+        )
+        if not new["metadata"].get("resourceVersion") and (
+            resource.custom or resource.kind in defaults.VERSIONED
+        ):
+            error = errors.FieldError(
+                "metadata.resourceVersion",
+                "FieldValueInvalid",
+                "Invalid value: 0x0: must be specified for an update",
+            )
+            raise errors.invalid(resource, name, [error])
+        if new["metadata"]["name"] != name:
+            given = new["metadata"]["name"]
+            raise errors.bad_request(
+                f"the name of the object ({given}) does not match the name on the URL ({name})"
+            )
+        return self.view(resource, self._replace(resource, old, new, options, subresource, None))
+
+    def patch(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        content_type: str,
+        body: Any,
+        options: WriteOptions,
+        subresource: str = "",
+    ) -> Object:
+        if content_type == "application/apply-patch+yaml":
+            return self._apply(resource, namespace, name, body, options, subresource)
+        old = self.stored(resource, namespace, name)
+        patched = self.patched(resource, self.view(resource, old), content_type, body)
+        return self.update(resource, namespace, name, patched, options, subresource)
+
+    def patched(self, resource: Resource, obj: Object, content_type: str, body: Any) -> Object:
+        """Apply a JSON patch, a merge patch or a strategic merge patch to `obj`."""
+        if content_type == "application/json-patch+json":
+            result = patches.json_patch(obj, body)
+        elif content_type == "application/merge-patch+json":
+            result = patches.merge_patch(obj, body)
+        elif content_type == "application/strategic-merge-patch+json" and not resource.custom:
+            result = patches.strategic_merge_patch(obj, body, self.catalog.types(resource))
+        else:
+            accepted = [
+                "application/json-patch+json",
+                "application/merge-patch+json",
+                "application/apply-patch+yaml",
+            ]
+            if not resource.custom:
+                accepted.insert(2, "application/strategic-merge-patch+json")
+            raise errors.unsupported_media_type(
+                f"the body of the request was in an unknown format - "
+                f"accepted media types include: {', '.join(accepted)}"
+            )
+        if not isinstance(result, dict) or not isinstance(result.get("metadata"), dict):
+            raise errors.bad_request("the patched document is no object with metadata")
+        return result
+
+    def _apply(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: Any,
+        options: WriteOptions,
+        subresource: str,
+    ) -> Object:
+        metadata = body.get("metadata") or {}
+        if metadata.get("managedFields"):
+            raise errors.bad_request("metadata.managedFields must be nil")
+        if metadata.get("name", name) != name:
+            raise errors.bad_request(
+                f"metadata.name {metadata['name']} does not match the name on the URL ({name})"
+            )
+        body = {**body, "metadata": {**metadata, "name": name}}
+        wanted = self._decode(resource, namespace, body, options, require_type=True)
+        if subresource:
+            wanted = {
+                k: v
+                for k, v in wanted.items()
+                if k in ("apiVersion", "kind", "metadata", subresource)
+            }
+            wanted["metadata"] = {
+                k: v
+                for k, v in wanted["metadata"].items()
+                if k in ("name", "namespace", "resourceVersion")
+            }
+        elif resource.has_status:
+            wanted.pop("status", None)
+        manager = server_side_apply.Manager(
+            options.manager, "Apply", resource.api_version, subresource
+        )
+        types = self.catalog.types(resource)
+        old = self.store.get(resource.storage_key, namespace, name)
+        if old is None:
+            if subresource:
+                raise errors.not_found(resource, name)
+            if metadata.get("uid") or metadata.get("resourceVersion"):
+                raise errors.conflict(resource, name, "the object to be applied no longer exists")
+            empty: Object = {"metadata": {}}
+            new, owned = server_side_apply.apply(empty, wanted, manager, types, options.force)
+            return self.view(resource, self._create(resource, namespace, new, options, owned))
+        live = self.view(resource, old)
+        new, owned = server_side_apply.apply(live, wanted, manager, types, options.force)
+        if version := metadata.get("resourceVersion"):
+            new["metadata"]["resourceVersion"] = version
+        return self.view(resource, self._replace(resource, old, new, options, subresource, owned))
+
+    def change(
+        self,
+        resource: Resource,
+        old: Object,
+        edit: Callable[[Object], None],
+        options: WriteOptions,
+        sub: str = "",
+    ) -> Object:
+        """Write what `edit` does to a copy of a stored object: the way of the subresources."""
+        new = copy.deepcopy(old)
+        edit(new)
+        return self._replace(resource, old, new, options, sub, None, trusted=True)
+
+    def _replace(
+        self,
+        resource: Resource,
+        old: Object,
+        new: Object,
+        options: WriteOptions,
+        subresource: str,
+        owned: server_side_apply.FieldSet | None,
+        trusted: bool = False,
+    ) -> Object:
+        before = old["metadata"]
+        conflicts.check_update(resource, before, new["metadata"])
+        if subresource == "status":
+            new = {**old, "metadata": {**before}, "status": new.get("status", {})}
+        else:
+            if resource.has_status:
+                new = {key: value for key, value in new.items() if key != "status"}
+                if "status" in old:
+                    new["status"] = old["status"]
+            new = {**new, "apiVersion": new.get("apiVersion", old["apiVersion"])}
+            self._keep_system_fields(resource, before, new["metadata"])
+            if resource.kind == "Service" and not trusted:
+                self._addresses.keep(resource, old, new)
+            if resource.kind == "Namespace":
+                new["spec"] = old.get("spec", {})
+        new = self._default(resource, new)
+        metadata = new["metadata"]
+        metadata["resourceVersion"] = before["resourceVersion"]
+        if "generation" in before:
+            metadata["generation"] = before["generation"] + (
+                _desired(new, resource) != _desired(old, resource)
+            )
+        if not (trusted and resource.kind == "Pod"):
+            self._validate(resource, new, old)
+        self._track(resource, old, new, options, subresource, owned)
+        if options.dry_run:
+            return new
+        if new == old:
+            return old
+        stored = self.store.put(resource.storage_key, new)
+        if resource.kind == "CustomResourceDefinition" and not subresource:
+            stored = self._establish(stored)
+        released = before.get("finalizers") and not metadata.get("finalizers")
+        if (
+            released
+            and metadata.get("deletionTimestamp")
+            and not metadata.get("deletionGracePeriodSeconds")
+        ):
+            return self.store.remove(
+                resource.storage_key, metadata.get("namespace", ""), before["name"]
+            )
+        return stored
+
+    def _decode(
+        self,
+        resource: Resource,
+        namespace: str,
+        obj: Any,
+        options: WriteOptions,
+        require_type: bool = False,
+    ) -> Object:
+        """Return the object in stored form, without unknown fields. Check its type and namespace.
+
+        The metadata is a copy. Other parts may be shared with `obj`, until `_default` copies them.
+        """
+        version, kind = obj.get("apiVersion"), obj.get("kind")
+        strict = require_type or resource.custom
+        if version != resource.api_version and (version or strict):
+            raise errors.bad_request(
+                f"the API version in the data ({version}) does not match the expected API version "
+                f"({resource.api_version})"
+            )
+        if kind != resource.kind and (kind or strict):
+            if not resource.custom:
+                raise errors.bad_request(
+                    f"the kind in the data ({kind}) does not match the expected kind "
+                    f"({resource.kind})"
+                )
+            name = (obj.get("metadata") or {}).get("name", "")
+            raise errors.invalid(
+                resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")]
+            )
+        obj = {
+            **obj,
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": obj.get("metadata") or {},
+        }
+        where = (
+            f'{resource.kind} in version "{resource.version}" cannot be handled as a '
+            f"{resource.kind}"
+        )
+        try:
+            if custom := self.catalog.custom(resource):
+                pruned, unknown = custom.schema.prune(obj)
+                metadata, more = decoding.decode("meta", "v1", "ObjectMeta", pruned["metadata"])
+                new = {**pruned, "metadata": metadata}
+                unknown += [f"metadata.{path}" for path in more]
+            else:
+                new, unknown = decoding.decode(resource.group, resource.version, resource.kind, obj)
+        except decoding.DecodeError as error:
+            raise errors.bad_request(f"{where}: {error}") from error
+        if unknown and options.field_validation == "Strict":
+            listed = ", ".join(f'unknown field "{path}"' for path in unknown)
+            raise errors.bad_request(f"{where}: strict decoding error: {listed}")
+        if options.field_validation == "Warn":
+            options.warnings.extend(f'unknown field "{path}"' for path in unknown)
+        if not resource.namespaced:
+            new["metadata"].pop("namespace", None)
+        elif new["metadata"].setdefault("namespace", namespace) != namespace:
+            raise errors.bad_request(
+                "the namespace of the provided object does not match "
+                "the namespace sent on the request: "
+                f"{new['metadata']['namespace']} is not {namespace}"
+            )
+        return (
+            defaults.event_to_core(new)
+            if resource.storage_key == "events" and resource.group
+            else new
+        )
+
+    def _require_namespace(self, resource: Resource, namespace: str, name: str) -> None:
+        namespaces = self.catalog.find("", "v1", "namespaces")
+        assert namespaces is not None, "the frozen table has namespaces"
+        found = self.stored(namespaces, "", namespace)
+        if found["metadata"].get("deletionTimestamp"):
+            why = (
+                f"unable to create new content in namespace {namespace} "
+                "because it is being terminated"
+            )
+            cause = {
+                "reason": "NamespaceTerminating",
+                "message": f"namespace {namespace} is being terminated",
+                "field": "metadata.namespace",
+            }
+            raise errors.forbidden(resource, name, why, [cause])
+
+    def _keep_system_fields(self, resource: Resource, before: Object, metadata: Object) -> None:
+        for name in (
+            "uid",
+            "creationTimestamp",
+            "deletionTimestamp",
+            "deletionGracePeriodSeconds",
+            "generation",
+            "name",
+            "namespace",
+        ):
+            metadata.pop(name, None)
+            if name in before:
+                metadata[name] = before[name]
+        if before.get("deletionTimestamp"):
+            added = set(metadata.get("finalizers") or ()) - set(before.get("finalizers") or ())
+            if added:
+                detail = (
+                    "no new finalizers can be added if the object is being deleted, found new "
+                    f"finalizers {sorted(added)}"
+                )
+                raise errors.invalid(
+                    resource,
+                    before["name"],
+                    [errors.forbidden_value("metadata.finalizers", detail)],
+                )
+
+    def _default(self, resource: Resource, obj: Object) -> Object:
+        """Return the object with defaults, in a deep copy of everything but the metadata."""
+        if custom := self.catalog.custom(resource):
+            metadata = obj["metadata"]
+            return {
+                **custom.schema.default({k: v for k, v in obj.items() if k != "metadata"}),
+                "metadata": metadata,
+            }
+        new = copy.deepcopy(obj)
+        defaults.set_defaults(resource.kind, new)
+        return new
+
+    def _validate(self, resource: Resource, new: Object, old: Object | None) -> None:
+        found = validation.validate(resource, new, old)
+        if custom := self.catalog.custom(resource):
+            found += custom.schema.validate(new, old)
+        if found:
+            raise errors.invalid(resource, new["metadata"].get("name", ""), found)
+
+    def _track(
+        self,
+        resource: Resource,
+        old: Object | None,
+        new: Object,
+        options: WriteOptions,
+        subresource: str,
+        owned: server_side_apply.FieldSet | None,
+    ) -> None:
+        operation = "Update" if owned is None else "Apply"
+        manager = server_side_apply.Manager(
+            options.manager, operation, resource.api_version, subresource
+        )
+        types = self.catalog.types(resource)
+        if owned is None:
+            server_side_apply.track_update(old, new, manager, types, now())
+        else:
+            server_side_apply.track_apply(old, new, manager, owned, types, now())
+
+    def _establish(self, crd: Object) -> Object:
+        """Serve the versions of a custom resource definition, and set its status."""
+        spec = crd["spec"]
+        if not crd["metadata"].get("deletionTimestamp"):
+            self.catalog.establish(crd)
+            self.store.open(f"{spec['names']['plural']}.{spec['group']}")
+        status = dict(crd.get("status") or {})
+        storage = next(version["name"] for version in spec["versions"] if version.get("storage"))
+        status["acceptedNames"] = spec["names"]
+        status["storedVersions"] = list(
+            dict.fromkeys([*(status.get("storedVersions") or ()), storage])
+        )
+        known = {condition["type"]: condition for condition in status.get("conditions") or ()}
+        for kind, reason, message in (
+            ("NamesAccepted", "NoConflicts", "no conflicts found"),
+            ("Established", "InitialNamesAccepted", "the initial names have been accepted"),
+        ):
+            known.setdefault(
+                kind,
+                {
+                    "type": kind,
+                    "status": "True",
+                    "reason": reason,
+                    "message": message,
+                    "lastTransitionTime": now(),
+                },
+            )
+        status["conditions"] = list(known.values())
+        if status == crd.get("status"):
+            return crd
+        return self.store.put(
+            "customresourcedefinitions.apiextensions.k8s.io", {**crd, "status": status}
+        )
+
+
+def _desired(obj: Object, resource: Resource) -> str:
+    """Serialize the desired state: a change of it raises metadata.generation."""
+    skipped = {"metadata", "apiVersion", "kind"}
+    if resource.has_status or not resource.custom:
+        skipped.add("status")
+    wanted = {key: value for key, value in obj.items() if key not in skipped}
+    if resource.kind == "Deployment" and not resource.custom:
+        # Annotations count, because the Deployment's ReplicaSets get a copy.
+        wanted["annotations"] = obj["metadata"].get("annotations")
+    return json.dumps(wanted, sort_keys=True)

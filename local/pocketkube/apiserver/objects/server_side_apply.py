@@ -1,0 +1,341 @@
+"""Server-side apply and field ownership (metadata.managedFields).
+
+A field set is a set of paths. A path is a tuple of the elements of Kubernetes' FieldsV1 format:
+- `f:name` for a key of a map,
+- `k:{...}` for an item of a keyed list,
+- `v:...` for a member of a set,
+- a last `.` for the item itself.
+
+`apply()` merges a manager's configuration into the live object, and refuses fields that other
+managers own. It removes fields that the manager no longer sets. `track_update()` records the owners
+after every other write.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pocketkube.apiserver.errors import apply_conflict, bad_request
+from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.schema.field_types import FieldType, FieldTypes, Path
+
+FieldPath = tuple[str, ...]
+FieldSet = frozenset[FieldPath]
+
+# Fields of the system have no owner.
+_UNTRACKED = ("apiVersion", "kind")
+_UNTRACKED_METADATA = (
+    "name",
+    "namespace",
+    "generateName",
+    "uid",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+    "resourceVersion",
+    "generation",
+    "managedFields",
+    "selfLink",
+)
+
+
+@dataclass(frozen=True)
+class Manager:
+    """A manager of fields: one entry of managedFields."""
+
+    name: str
+    operation: str  # Apply or Update
+    api_version: str
+    subresource: str = ""
+
+    @classmethod
+    def of(cls, entry: Object) -> Manager:
+        return cls(
+            entry["manager"], entry["operation"], entry["apiVersion"], entry.get("subresource", "")
+        )
+
+
+def apply(
+    live: Object, applied: Object, manager: Manager, types: FieldTypes, force: bool
+) -> tuple[Object, FieldSet]:
+    """Merge `applied` into `live`, and compute the fields that `manager` owns then.
+
+    Raises:
+        ApiError: 409 with the managers and fields in conflict, unless `force`.
+    """
+    wanted = _tracked(_without_nulls(applied))
+    owned = frozenset(leaves(wanted, types))
+    owners = managed_fields(live)
+    previously = owners.pop(manager, frozenset())
+    merged = _merge(live, _without_nulls(applied), types, ())
+    merged["metadata"] = {
+        **merged["metadata"],
+        **{k: v for k, v in live["metadata"].items() if k in _UNTRACKED_METADATA},
+    }
+    others = frozenset().union(*owners.values()) if owners else frozenset()
+    # Remove items of lists first. Their fields go with them, and without its key an item could not
+    # be found.
+    for path in sorted(previously - owned - others, key=lambda path: (path[-1] != ".", len(path))):
+        target = path[:-1] if path[-1] == "." else path
+        # The inside of an atomic field has no owner.
+        if not any(kept[: len(target)] == target for kept in owned | others):
+            _remove(merged, path, types)
+    if not force:
+        before, after = leaves(_tracked(live), types), leaves(_tracked(merged), types)
+        changed = {
+            path for path, value in after.items() if path not in before or before[path] != value
+        }
+        conflicts = [
+            (
+                f'"{owner.name}"'
+                + (f" using {owner.api_version}" if owner.operation == "Update" else ""),
+                show(path),
+            )
+            for owner, fields in owners.items()
+            for path in sorted(fields & changed)
+        ]
+        if conflicts:
+            raise apply_conflict(conflicts)
+    return merged, owned
+
+
+def track_apply(
+    live: Object | None,
+    stored: Object,
+    manager: Manager,
+    owned: FieldSet,
+    types: FieldTypes,
+    now: str,
+) -> None:
+    """Record in `stored` the owners after an apply. A changed field loses its other owners."""
+    _track(live, stored, manager, owned, types, now)
+
+
+def track_update(
+    live: Object | None, stored: Object, manager: Manager, types: FieldTypes, now: str
+) -> None:
+    """Record in `stored` the owners after any other write: the writer owns each change."""
+    _track(live, stored, manager, None, types, now)
+
+
+def _track(
+    live: Object | None,
+    stored: Object,
+    manager: Manager,
+    owned: FieldSet | None,
+    types: FieldTypes,
+    now: str,
+) -> None:
+    before = leaves(_tracked(live), types) if live else {}
+    after = leaves(_tracked(stored), types)
+    changed = frozenset(
+        path for path, value in after.items() if path not in before or before[path] != value
+    )
+    gone = frozenset(before) - frozenset(after)
+    owners = managed_fields(live) if live else {}
+    times = {
+        Manager.of(e): e.get("time", now)
+        for e in (live or {}).get("metadata", {}).get("managedFields", [])
+    }
+    mine = owners.pop(manager, frozenset())
+    kept = {owner: fields - changed - gone for owner, fields in owners.items()}
+    new = owned if owned is not None else (mine | changed) - gone
+    if new != mine or manager not in times:
+        times[manager] = now
+    entries = [(owner, fields) for owner, fields in [*kept.items(), (manager, new)] if fields]
+    stored["metadata"]["managedFields"] = [
+        _entry(owner, fields, times[owner]) for owner, fields in entries
+    ]
+
+
+def _entry(manager: Manager, fields: FieldSet, time: str) -> Object:
+    entry: Object = {
+        "manager": manager.name,
+        "operation": manager.operation,
+        "apiVersion": manager.api_version,
+        "time": time,
+        "fieldsType": "FieldsV1",
+        "fieldsV1": _encode(fields),
+    }
+    if manager.subresource:
+        entry["subresource"] = manager.subresource
+    return entry
+
+
+def managed_fields(obj: Object) -> dict[Manager, FieldSet]:
+    """Read managedFields.
+
+    Raises:
+        ApiError: 400, an entry is malformed.
+    """
+    try:
+        return {
+            Manager.of(entry): frozenset(_decode(entry.get("fieldsV1") or {}))
+            for entry in obj["metadata"].get("managedFields") or []
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise bad_request(f"metadata.managedFields: malformed entry: {error!r}") from error
+
+
+def show(path: FieldPath) -> str:
+    """Format a path as Kubernetes does: `.spec.containers[name="x"].image`."""
+    text = ""
+    for element in path:
+        if element.startswith("f:"):
+            text += f".{element[2:]}"
+        elif element.startswith("k:"):
+            keys = json.loads(element[2:])
+            text += (
+                "["
+                + ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(keys.items()))
+                + "]"
+            )
+        elif element.startswith("v:"):
+            text += f"[={element[2:]}]"
+    return text
+
+
+def leaves(obj: Object, types: FieldTypes) -> dict[FieldPath, Any]:
+    """Map each field that has an owner of its own to its value.
+
+    An item of a keyed list is a `.` with the value None.
+    """
+    found: dict[FieldPath, Any] = {}
+    _collect(obj, types, (), (), found)
+    return found
+
+
+def _collect(
+    value: Any, types: FieldTypes, names: Path, path: FieldPath, found: dict[FieldPath, Any]
+) -> None:
+    if not isinstance(value, (dict, list)):
+        found[path] = value
+        return
+    kind = types.at(names, value)
+    if isinstance(value, dict):
+        if kind.kind == "atomic" or (not value and path):
+            found[path] = value
+            return
+        for name, below in value.items():
+            _collect(below, types, (*names, name), (*path, f"f:{name}"), found)
+    elif kind.kind == "set":
+        for member in value:
+            found[(*path, _member(member))] = member
+    elif kind.kind == "map":
+        for item in value:
+            element = (*path, _key(item, kind))
+            found[(*element, ".")] = None
+            for name, below in item.items():
+                _collect(below, types, (*names, name), (*element, f"f:{name}"), found)
+    else:
+        found[path] = value
+
+
+def _key(item: Any, kind: FieldType) -> str:
+    if not isinstance(item, dict):
+        raise bad_request(
+            f"an item of a list keyed by {', '.join(kind.keys)} must be an object, not {item!r}"
+        )
+    keys = {key: item.get(key, kind.key_defaults.get(key)) for key in kind.keys}
+    if missing := [key for key, value in keys.items() if value is None and len(kind.keys) == 1]:
+        raise bad_request(f"an item of a keyed list lacks its key {missing[0]}")
+    return "k:" + json.dumps(
+        {k: v for k, v in keys.items() if v is not None}, sort_keys=True, separators=(",", ":")
+    )
+
+
+def _member(value: Any) -> str:
+    return "v:" + json.dumps(value, separators=(",", ":"))
+
+
+def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
+    if isinstance(live, dict) and isinstance(applied, dict):
+        if types.at(names, applied).kind == "atomic":
+            return copy.deepcopy(applied)
+        result = dict(live)
+        for name, value in applied.items():
+            result[name] = (
+                _merge(live[name], value, types, (*names, name))
+                if name in live
+                else copy.deepcopy(value)
+            )
+        return result
+    if isinstance(live, list) and isinstance(applied, list):
+        kind = types.at(names, applied)
+        if kind.kind == "set":
+            return [*live, *(member for member in applied if member not in live)]
+        if kind.kind == "map":
+            wanted = {_key(item, kind): item for item in applied}
+            items = [_merge(item, wanted.pop(_key(item, kind), {}), types, names) for item in live]
+            return [*items, *copy.deepcopy(list(wanted.values()))]
+    return copy.deepcopy(applied)
+
+
+def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
+    """Delete the field at `path`, and the maps and lists that are empty then.
+
+    Containers along the path are copied, because `obj` shares its lower parts.
+    """
+    target = path[:-1] if path[-1] == "." else path
+
+    def without(value: Any, rest: FieldPath, names: Path) -> Any:
+        head, tail = rest[0], rest[1:]
+        if head.startswith("f:"):
+            name = head[2:]
+            if not isinstance(value, dict) or name not in value:
+                return value
+            if not tail:
+                return {key: below for key, below in value.items() if key != name}
+            below = without(value[name], tail, (*names, name))
+            kept = {key: old for key, old in value.items() if key != name}
+            return kept if below in ({}, []) and below != value[name] else {**value, name: below}
+        if not isinstance(value, list):
+            return value
+        if head.startswith("v:"):
+            return [member for member in value if _member(member) != head]
+        kind = types.at(names, value)
+        if not tail:
+            return [item for item in value if _key(item, kind) != head]
+        return [without(item, tail, names) if _key(item, kind) == head else item for item in value]
+
+    changed = without(obj, target, ())
+    obj.clear()
+    obj.update(changed)
+
+
+def _tracked(obj: Object) -> Object:
+    metadata = {
+        key: value
+        for key, value in (obj.get("metadata") or {}).items()
+        if key not in _UNTRACKED_METADATA
+    }
+    rest = {key: value for key, value in obj.items() if key not in (*_UNTRACKED, "metadata")}
+    return {**rest, "metadata": metadata} if metadata else rest
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(below) for key, below in value.items() if below is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _encode(fields: Iterable[FieldPath]) -> Object:
+    root: Object = {}
+    for path in sorted(fields):
+        node = root
+        for element in path:
+            node = node.setdefault(element, {})
+    return root
+
+
+def _decode(node: Object, path: FieldPath = ()) -> Iterable[FieldPath]:
+    if not node:
+        if path:
+            yield path
+        return
+    for element, below in node.items():
+        yield from _decode(below, (*path, element))

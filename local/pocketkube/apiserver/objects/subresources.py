@@ -1,0 +1,150 @@
+"""Scale, pod binding and access reviews."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from pocketkube.apiserver import errors
+from pocketkube.apiserver.objects.registry import Registry, WriteOptions, now
+from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.schema.catalog import Catalog
+
+_BUILTIN_SCALE = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
+
+
+def _lookup(obj: Object, path: str) -> Any:
+    value: Any = obj
+    for name in path.strip(".").split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+class Scale:
+    """The scale subresource."""
+
+    def __init__(self, registry: Registry, catalog: Catalog) -> None:
+        self._registry = registry
+        self._catalog = catalog
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        return self._view(resource, self._registry.stored(resource, namespace, name))
+
+    def _paths(self, resource: Resource) -> Object:
+        custom = self._catalog.custom(resource)
+        return (custom.scale or {}) if custom else _BUILTIN_SCALE
+
+    def _view(self, resource: Resource, obj: Object) -> Object:
+        metadata, paths = obj["metadata"], self._paths(resource)
+        selector = (
+            _lookup(obj, paths["labelSelectorPath"]) if "labelSelectorPath" in paths else None
+        )
+        if not resource.custom:
+            labels = (obj["spec"].get("selector") or {}).get("matchLabels") or {}
+            selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        status: Object = {"replicas": _lookup(obj, paths["statusReplicasPath"]) or 0}
+        if selector:
+            status["selector"] = selector
+        kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+        return {
+            "apiVersion": "autoscaling/v1",
+            "kind": "Scale",
+            "metadata": {key: metadata[key] for key in kept if key in metadata},
+            "spec": {"replicas": _lookup(obj, paths["specReplicasPath"]) or 0},
+            "status": status,
+        }
+
+    def update(
+        self, resource: Resource, namespace: str, name: str, scale: Object, options: WriteOptions
+    ) -> Object:
+        replicas = (scale.get("spec") or {}).get("replicas", 0)
+        if type(replicas) is not int:
+            raise errors.bad_request(f"spec.replicas: expected an integer, got {replicas!r}")
+        if replicas < 0:
+            detail = "must be greater than or equal to 0"
+            raise errors.invalid(
+                resource, name, [errors.invalid_value("spec.replicas", replicas, detail)]
+            )
+        old = self._registry.stored(resource, namespace, name)
+        *parents, last = self._paths(resource)["specReplicasPath"].strip(".").split(".")
+
+        def edit(obj: Object) -> None:
+            given = (scale.get("metadata") or {}).get("resourceVersion")
+            if given:
+                obj["metadata"]["resourceVersion"] = given
+            target = obj
+            for parent in parents:
+                target = target.setdefault(parent, {})
+            target[last] = replicas
+
+        return self._view(resource, self._registry.change(resource, old, edit, options, "scale"))
+
+    def patch(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        content_type: str,
+        body: Any,
+        options: WriteOptions,
+    ) -> Object:
+        if content_type == "application/apply-patch+yaml":
+            raise errors.unsupported_media_type(
+                "apply the object itself, or patch its scale with a merge patch"
+            )
+        if content_type == "application/strategic-merge-patch+json":
+            content_type = "application/merge-patch+json"  # equal for an object without lists
+        current = self.get(resource, namespace, name)
+        scale = self._registry.patched(resource, current, content_type, body)
+        return self.update(resource, namespace, name, scale, options)
+
+
+def bind(
+    registry: Registry,
+    pods: Resource,
+    namespace: str,
+    name: str,
+    binding: Object,
+    options: WriteOptions,
+) -> Object:
+    """Bind a pod to the node that a scheduler chose."""
+    target = (binding.get("target") or {}).get("name")
+    if not target:
+        raise errors.invalid(pods, name, [errors.required("target.name")])
+    pod = registry.stored(pods, namespace, name)
+    if assigned := pod["spec"].get("nodeName"):
+        raise errors.conflict(pods, name, f"pod {name} is already assigned to node {assigned!r}")
+    if pod["metadata"].get("deletionTimestamp"):
+        raise errors.conflict(
+            pods, name, f"pod {name} is being deleted, cannot be assigned to a host"
+        )
+    scheduled = {
+        "type": "PodScheduled",
+        "status": "True",
+        "lastProbeTime": None,
+        "lastTransitionTime": now(),
+    }
+
+    def place(obj: Object) -> None:
+        obj["spec"]["nodeName"] = target
+
+    def report(obj: Object) -> None:
+        status = obj.setdefault("status", {})
+        others = [
+            condition
+            for condition in status.get("conditions") or ()
+            if condition["type"] != "PodScheduled"
+        ]
+        status["conditions"] = [*others, scheduled]
+
+    placed = registry.change(pods, pod, place, options)
+    registry.change(pods, placed, report, options, "status")
+    return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+
+
+def access_review(review: Object) -> Object:
+    """Answer a SelfSubjectAccessReview: everything is allowed."""
+    return {
+        **copy.deepcopy(review),
+        "status": {"allowed": True, "reason": "this control plane enforces no authorization"},
+    }

@@ -1,0 +1,101 @@
+"""Bearer tokens: authentication of requests, and service account tokens by TokenRequest."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import hmac
+import json
+import secrets
+import time
+
+from pocketkube.apiserver import errors
+from pocketkube.apiserver.objects.registry import Registry
+from pocketkube.apiserver.resources import Object, Resource
+
+_DEFAULT_TOKEN_S = 3600
+_MIN_TOKEN_S = 600
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+class Tokens:
+    """The administrator's token, and service account tokens (JWT, HS256).
+
+    The signing key and the objects live as long as the server.
+    """
+
+    def __init__(self, registry: Registry, admin_token: str) -> None:
+        self._registry = registry
+        self._admin = admin_token
+        self._key = secrets.token_bytes(32)
+
+    def request(self, accounts: Resource, namespace: str, name: str, body: Object) -> Object:
+        account = self._registry.stored(accounts, namespace, name)
+        spec = body.get("spec") or {}
+        seconds = spec.get("expirationSeconds") or _DEFAULT_TOKEN_S
+        if type(seconds) is not int or seconds < _MIN_TOKEN_S:
+            detail = f"may not specify a duration less than {_MIN_TOKEN_S // 60} minutes"
+            raise errors.invalid(
+                accounts, name, [errors.invalid_value("spec.expirationSeconds", seconds, detail)]
+            )
+        expires = int(time.time()) + seconds
+        claims = {
+            "iss": "https://kubernetes.default.svc",
+            "sub": f"system:serviceaccount:{namespace}:{name}",
+            "aud": spec.get("audiences") or ["https://kubernetes.default.svc"],
+            "exp": expires,
+            "iat": int(time.time()),
+            "kubernetes.io": {
+                "namespace": namespace,
+                "serviceaccount": {"name": name, "uid": account["metadata"]["uid"]},
+            },
+        }
+        header = {"alg": "HS256", "typ": "JWT"}
+        signed = ".".join(_encode(json.dumps(part).encode()) for part in (header, claims))
+        moment = datetime.datetime.fromtimestamp(expires, datetime.UTC).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
+        )
+        return {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {**spec, "expirationSeconds": seconds, "audiences": claims["aud"]},
+            "status": {
+                "token": f"{signed}.{self._signature(signed)}",
+                "expirationTimestamp": moment,
+            },
+        }
+
+    def _signature(self, signed: str) -> str:
+        return _encode(hmac.digest(self._key, signed.encode(), hashlib.sha256))
+
+    def user(self, token: str) -> str:
+        """Return the user of a token.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not token.isascii():  # a header can hold any bytes
+            raise errors.unauthorized()
+        if hmac.compare_digest(token.encode(), self._admin.encode()):
+            return "kubernetes-admin"
+        signed, _, signature = token.rpartition(".")
+        if not signed or not hmac.compare_digest(
+            signature.encode(), self._signature(signed).encode()
+        ):
+            raise errors.unauthorized()
+        payload = signed.partition(".")[2]
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        private = claims["kubernetes.io"]
+        account = self._registry.store.get(
+            "serviceaccounts", private["namespace"], private["serviceaccount"]["name"]
+        )
+        if claims["exp"] < time.time() or account is None:
+            raise errors.unauthorized()
+        if account["metadata"]["uid"] != private["serviceaccount"]["uid"]:
+            raise errors.unauthorized()
+        return str(claims["sub"])

@@ -1,0 +1,216 @@
+"""The frozen table of built-in kinds and their verbs.
+
+Discovery, OpenAPI, routing and the table of the README come from here. Custom resources are added
+to the catalog (schema/catalog.py). `python -m pocketkube.apiserver.resources` prints the table as
+Markdown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Object = dict[str, Any]
+
+ALL_VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
+READ_UPDATE = ("get", "patch", "update")
+
+
+@dataclass(frozen=True)
+class Subresource:
+    """A path below an object, its verbs, and its kind (the object's own if empty)."""
+
+    name: str
+    verbs: tuple[str, ...]
+    kind: str = ""
+    group: str = ""
+    version: str = ""
+
+
+STATUS = Subresource("status", READ_UPDATE)
+SCALE = Subresource("scale", READ_UPDATE, "Scale", "autoscaling", "v1")
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One served kind in one version."""
+
+    group: str
+    version: str
+    kind: str
+    plural: str
+    namespaced: bool = True
+    short_names: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+    subresources: tuple[Subresource, ...] = ()
+    verbs: tuple[str, ...] = ALL_VERBS
+    singular: str = ""
+    list_kind: str = ""
+    storage: str = ""  # kinds with the same storage are views of the same objects
+    custom: bool = False
+    note: str = ""
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def qualified(self) -> str:
+        """Name in messages: `pods`, `deployments.apps`."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    @property
+    def storage_key(self) -> str:
+        return self.storage or self.qualified
+
+    @property
+    def singular_name(self) -> str:
+        return self.singular or self.kind.lower()
+
+    @property
+    def list_kind_name(self) -> str:
+        return self.list_kind or f"{self.kind}List"
+
+    @property
+    def has_status(self) -> bool:
+        return self.subresource("status") is not None
+
+    def subresource(self, name: str) -> Subresource | None:
+        return next((sub for sub in self.subresources if sub.name == name), None)
+
+
+_RBAC = "rbac.authorization.k8s.io"
+_UNENFORCED = "stored, not enforced: every valid token may do everything"
+
+BUILTIN: tuple[Resource, ...] = (
+    Resource("", "v1", "Namespace", "namespaces", False, ("ns",), subresources=(STATUS,)),
+    Resource(
+        "",
+        "v1",
+        "Pod",
+        "pods",
+        short_names=("po",),
+        categories=("all",),
+        subresources=(
+            STATUS,
+            Subresource("log", ("get",)),
+            Subresource("binding", ("create",), "Binding", "", "v1"),
+        ),
+        note="no exec, attach, port-forward or eviction; log comes from the pod's kubelet",
+    ),
+    Resource(
+        "",
+        "v1",
+        "Service",
+        "services",
+        short_names=("svc",),
+        categories=("all",),
+        subresources=(STATUS,),
+        note="types ClusterIP (or headless) and ExternalName only",
+    ),
+    Resource("", "v1", "Endpoints", "endpoints", short_names=("ep",), list_kind="EndpointsList"),
+    Resource("", "v1", "ConfigMap", "configmaps", short_names=("cm",)),
+    Resource("", "v1", "Secret", "secrets"),
+    Resource(
+        "",
+        "v1",
+        "ServiceAccount",
+        "serviceaccounts",
+        short_names=("sa",),
+        subresources=(
+            Subresource("token", ("create",), "TokenRequest", "authentication.k8s.io", "v1"),
+        ),
+    ),
+    Resource(
+        "", "v1", "Event", "events", short_names=("ev",), storage="events", note="kept for one hour"
+    ),
+    Resource("", "v1", "Node", "nodes", False, ("no",), subresources=(STATUS,)),
+    Resource("events.k8s.io", "v1", "Event", "events", short_names=("ev",), storage="events"),
+    Resource(
+        "apps",
+        "v1",
+        "Deployment",
+        "deployments",
+        True,
+        ("deploy",),
+        ("all",),
+        subresources=(STATUS, SCALE),
+    ),
+    Resource(
+        "apps",
+        "v1",
+        "ReplicaSet",
+        "replicasets",
+        True,
+        ("rs",),
+        ("all",),
+        subresources=(STATUS, SCALE),
+    ),
+    Resource("apps", "v1", "ControllerRevision", "controllerrevisions"),
+    Resource(
+        "networking.k8s.io", "v1", "Ingress", "ingresses", True, ("ing",), subresources=(STATUS,)
+    ),
+    Resource(
+        "networking.k8s.io",
+        "v1",
+        "NetworkPolicy",
+        "networkpolicies",
+        True,
+        ("netpol",),
+        note="stored, not enforced",
+    ),
+    Resource(
+        "policy",
+        "v1",
+        "PodDisruptionBudget",
+        "poddisruptionbudgets",
+        True,
+        ("pdb",),
+        subresources=(STATUS,),
+        note="stored, not enforced: there is no eviction",
+    ),
+    Resource("coordination.k8s.io", "v1", "Lease", "leases"),
+    Resource(
+        "apiextensions.k8s.io",
+        "v1",
+        "CustomResourceDefinition",
+        "customresourcedefinitions",
+        False,
+        ("crd", "crds"),
+        ("api-extensions",),
+        subresources=(STATUS,),
+        note="no conversion webhooks",
+    ),
+    Resource(_RBAC, "v1", "Role", "roles", note=_UNENFORCED),
+    Resource(_RBAC, "v1", "RoleBinding", "rolebindings", note=_UNENFORCED),
+    Resource(_RBAC, "v1", "ClusterRole", "clusterroles", False, note=_UNENFORCED),
+    Resource(_RBAC, "v1", "ClusterRoleBinding", "clusterrolebindings", False, note=_UNENFORCED),
+    Resource(
+        "authorization.k8s.io",
+        "v1",
+        "SelfSubjectAccessReview",
+        "selfsubjectaccessreviews",
+        False,
+        verbs=("create",),
+        note="always allowed",
+    ),
+)
+
+
+def markdown_table() -> str:
+    """Format the table as Markdown."""
+    lines = [
+        "| group/version | kind | verbs | subresources | remarks |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for resource in BUILTIN:
+        verbs = "all" if resource.verbs == ALL_VERBS else ", ".join(resource.verbs)
+        subs = ", ".join(sub.name for sub in resource.subresources)
+        lines.append(
+            f"| `{resource.api_version}` | {resource.kind} | {verbs} | {subs} | {resource.note} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

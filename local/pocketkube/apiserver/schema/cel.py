@@ -1,0 +1,176 @@
+"""CEL rules of a schema (`x-kubernetes-validations`), compiled once and evaluated on writes.
+
+`self` is the value that has the rule. A rule that mentions `oldSelf` is a transition rule and runs
+only if an old value exists. Other rules are skipped for a value that the write does not change, as
+in Kubernetes' validation ratcheting.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import celpy
+
+from pocketkube.apiserver.errors import FieldError, type_name
+from pocketkube.apiserver.resources import Object
+
+_OLD_SELF = re.compile(r"\boldSelf\b")
+_REASONS = ("FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate")
+_WORDS = {
+    "FieldValueForbidden": "Forbidden",
+    "FieldValueRequired": "Required value",
+    "FieldValueDuplicate": "Duplicate value",
+}
+
+
+class RuleSyntaxError(ValueError):
+    """A rule does not compile. The message has the schema path and the compiler's error."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    program: Any  # a runner of celpy, which is untyped
+    reads_old: bool
+    transition: bool
+    text: str
+    message: str
+    message_program: Any
+    reason: str
+    field_path: str
+
+
+@dataclass(frozen=True)
+class _Node:
+    """The rules of one schema node and of the nodes below it."""
+
+    rules: tuple[_Rule, ...]
+    properties: dict[str, _Node]
+    items: _Node | None
+    values: _Node | None
+    keys: tuple[str, ...]  # keys that match the items of the old list with those of the new one
+
+    @property
+    def empty(self) -> bool:
+        return not (self.rules or self.properties or self.items or self.values)
+
+
+class Rules:
+    """All rules of one schema.
+
+    Raises:
+        RuleSyntaxError: a rule does not compile.
+    """
+
+    def __init__(self, schema: Object) -> None:
+        self._environment = celpy.Environment()
+        self._root = self._compile_node(schema, "openAPIV3Schema")
+
+    def check(self, obj: Object, old: Object | None) -> list[FieldError]:
+        errors: list[FieldError] = []
+        self._check(self._root, obj, old, "", errors)
+        return errors
+
+    def _program(self, expression: str, path: str) -> Any:
+        try:
+            return self._environment.program(self._environment.compile(expression))
+        except celpy.CELParseError as error:
+            raise RuleSyntaxError(
+                f"{path}.x-kubernetes-validations: {expression!r} does not compile: {error}"
+            ) from error
+
+    def _compile_node(self, schema: Object, path: str) -> _Node:
+        rules = []
+        for rule in schema.get("x-kubernetes-validations") or ():
+            text = rule.get("rule", "")
+            expression = rule.get("messageExpression")
+            reads_old = bool(_OLD_SELF.search(text))
+            rules.append(
+                _Rule(
+                    program=self._program(text, path),
+                    reads_old=reads_old,
+                    transition=reads_old and not rule.get("optionalOldSelf"),
+                    text=text,
+                    message=rule.get("message", ""),
+                    message_program=self._program(expression, path) if expression else None,
+                    reason=rule.get("reason", _REASONS[0]),
+                    field_path=rule.get("fieldPath", ""),
+                )
+            )
+        properties = {
+            name: node
+            for name, below in (schema.get("properties") or {}).items()
+            if not (node := self._compile_node(below, f"{path}.{name}")).empty
+        }
+        items = self._below(schema.get("items"), f"{path}[*]")
+        values = self._below(schema.get("additionalProperties"), f"{path}.*")
+        keys = tuple(schema.get("x-kubernetes-list-map-keys") or ())
+        return _Node(tuple(rules), properties, items, values, keys)
+
+    def _below(self, schema: Any, path: str) -> _Node | None:
+        if not isinstance(schema, dict):
+            return None
+        node = self._compile_node(schema, path)
+        return None if node.empty else node
+
+    def _check(
+        self, node: _Node, value: Any, old: Any, path: str, errors: list[FieldError]
+    ) -> None:
+        for rule in node.rules:
+            if (rule.reads_old or value != old) and not (rule.transition and old is None):
+                self._evaluate(rule, value, old, path, errors)
+        if isinstance(value, dict):
+            before = old if isinstance(old, dict) else {}
+            for name, below in value.items():
+                if child := node.properties.get(name, node.values):
+                    self._check(
+                        child, below, before.get(name), f"{path}.{name}" if path else name, errors
+                    )
+        elif isinstance(value, list) and node.items:
+            for index, item in enumerate(value):
+                self._check(
+                    node.items, item, _counterpart(item, old, node.keys), f"{path}[{index}]", errors
+                )
+
+    def _evaluate(
+        self, rule: _Rule, value: Any, old: Any, path: str, errors: list[FieldError]
+    ) -> None:
+        names = {"self": celpy.json_to_cel(value), "oldSelf": celpy.json_to_cel(old)}
+        try:
+            passed, problem = bool(rule.program.evaluate(names)), ""
+        except celpy.CELEvalError as error:
+            passed, problem = (
+                False,
+                f"rule evaluation error: {error.args[0] if error.args else error}",
+            )
+        if passed:
+            return
+        message = problem or rule.message or f"failed rule: {rule.text}"
+        if rule.message_program and not problem:
+            try:
+                message = str(rule.message_program.evaluate(names))
+            except celpy.CELEvalError:
+                # Kubernetes falls back to the plain message as well.
+                message = rule.message or message
+        field = f"{path}{rule.field_path}".lstrip(".") or "<nil>"
+        if rule.reason in _WORDS:
+            errors.append(FieldError(field, rule.reason, f"{_WORDS[rule.reason]}: {message}"))
+        else:
+            shown = (
+                value
+                if isinstance(value, (int, float))
+                else f'"{value if isinstance(value, str) else type_name(value)}"'
+            )
+            errors.append(
+                FieldError(field, "FieldValueInvalid", f"Invalid value: {shown}: {message}")
+            )
+
+
+def _counterpart(item: Any, old: Any, keys: tuple[str, ...]) -> Any:
+    """Find the item of a keyed list before the write; items of other lists cannot be matched."""
+    if not keys or not isinstance(old, list) or not isinstance(item, dict):
+        return None
+    return next(
+        (before for before in old if all(before.get(key) == item.get(key) for key in keys)), None
+    )

@@ -1,0 +1,223 @@
+"""Defaults of built-in kinds, on every write and for a new object.
+
+All functions change the object that they are given.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+
+from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.schema.crd import default_crd
+
+# Kinds whose metadata.generation counts changes of the desired state. Custom resources always have
+# one.
+WITH_GENERATION = frozenset(
+    {
+        "Deployment",
+        "ReplicaSet",
+        "Ingress",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "CustomResourceDefinition",
+    }
+)
+
+# Built-in kinds whose updates must name the version that they replace. Updates of custom resources
+# always must.
+VERSIONED = frozenset({"CustomResourceDefinition", "Lease", "PodDisruptionBudget"})
+
+
+def set_defaults(kind: str, obj: Object) -> None:
+    """Fill in the defaults of a built-in kind."""
+    if kind in _DEFAULTS:
+        _DEFAULTS[kind](obj)
+
+
+def prepare_new(kind: str, obj: Object) -> None:
+    """Set the initial state of a new object. The status that the client sent has been removed."""
+    match kind:
+        case "Pod":
+            obj["status"] = {"phase": "Pending", "qosClass": _qos_class(obj.get("spec") or {})}
+        case "Namespace":
+            obj["spec"] = {"finalizers": ["kubernetes"]}
+            obj["status"] = {"phase": "Active"}
+        case "Service":
+            obj["status"] = {"loadBalancer": {}}
+        case "Ingress":
+            obj["status"] = {"loadBalancer": {}}
+        case "Deployment":
+            obj["status"] = {}
+        case "ReplicaSet":
+            obj["status"] = {"replicas": 0}
+
+
+def set_pod_spec_defaults(spec: Object) -> None:
+    spec.setdefault("restartPolicy", "Always")
+    spec.setdefault("terminationGracePeriodSeconds", 30)
+    spec.setdefault("dnsPolicy", "ClusterFirst")
+    spec.setdefault("schedulerName", "default-scheduler")
+    spec.setdefault("securityContext", {})
+    for container in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ())):
+        _container_defaults(container)
+    for volume in spec.get("volumes") or ():
+        if len(volume) == 1:
+            volume["emptyDir"] = {}
+        for source in ("secret", "configMap", "projected", "downwardAPI"):
+            if source in volume:
+                volume[source].setdefault("defaultMode", 0o644)
+
+
+def _container_defaults(container: Object) -> None:
+    container.setdefault("resources", {})
+    container.setdefault("terminationMessagePath", "/dev/termination-log")
+    container.setdefault("terminationMessagePolicy", "File")
+    image = container.get("image", "")
+    _, _, tag = image.rpartition("/")[2].partition(":")
+    container.setdefault(
+        "imagePullPolicy",
+        "Always" if tag in ("", "latest") and "@" not in image else "IfNotPresent",
+    )
+    for port in container.get("ports") or ():
+        port.setdefault("protocol", "TCP")
+    for variable in container.get("env") or ():
+        if reference := (variable.get("valueFrom") or {}).get("fieldRef"):
+            reference.setdefault("apiVersion", "v1")
+    for name in ("livenessProbe", "readinessProbe", "startupProbe"):
+        if (probe := container.get(name)) is not None:
+            for field, value in _PROBE.items():
+                probe.setdefault(field, value)
+            if (http := probe.get("httpGet")) is not None:
+                http.setdefault("path", "/")
+                http.setdefault("scheme", "HTTP")
+
+
+_PROBE = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
+
+
+def _pod(pod: Object) -> None:
+    spec = pod.setdefault("spec", {})
+    set_pod_spec_defaults(spec)
+    spec.setdefault("enableServiceLinks", True)
+    # As the ServiceAccount admission plugin does. The kubelet adds the token's volume.
+    spec.setdefault("serviceAccountName", "default")
+    spec.setdefault("serviceAccount", spec["serviceAccountName"])
+    # As the Priority admission plugin does.
+    spec.setdefault("priority", 0)
+    spec.setdefault("preemptionPolicy", "PreemptLowerPriority")
+
+
+def _qos_class(spec: Object) -> str:
+    resources = [container.get("resources") or {} for container in spec.get("containers") or ()]
+    if not any(r.get("limits") or r.get("requests") for r in resources):
+        return "BestEffort"
+
+    def guaranteed(r: Object) -> bool:
+        limits, requests = r.get("limits") or {}, r.get("requests") or r.get("limits") or {}
+        return all(
+            name in limits and limits[name] == requests.get(name, limits[name])
+            for name in ("cpu", "memory")
+        )
+
+    return "Guaranteed" if all(map(guaranteed, resources)) else "Burstable"
+
+
+def _workload(obj: Object) -> None:
+    spec = obj.setdefault("spec", {})
+    spec.setdefault("replicas", 1)
+    if template := spec.get("template"):
+        template.setdefault("metadata", {})
+        set_pod_spec_defaults(template.setdefault("spec", {}))
+
+
+def _deployment(obj: Object) -> None:
+    _workload(obj)
+    spec = obj["spec"]
+    strategy = spec.setdefault("strategy", {})
+    if strategy.setdefault("type", "RollingUpdate") == "RollingUpdate":
+        rolling = strategy.setdefault("rollingUpdate", {})
+        rolling.setdefault("maxUnavailable", "25%")
+        rolling.setdefault("maxSurge", "25%")
+    spec.setdefault("revisionHistoryLimit", 10)
+    spec.setdefault("progressDeadlineSeconds", 600)
+
+
+def _service(obj: Object) -> None:
+    spec = obj.setdefault("spec", {})
+    spec.setdefault("type", "ClusterIP")
+    spec.setdefault("sessionAffinity", "None")
+    for port in spec.get("ports") or ():
+        port.setdefault("protocol", "TCP")
+        if "port" in port:
+            port.setdefault("targetPort", port["port"])
+    if spec["type"] == "ClusterIP":
+        spec.setdefault("internalTrafficPolicy", "Cluster")
+        spec.setdefault("ipFamilies", ["IPv4"])
+        spec.setdefault("ipFamilyPolicy", "SingleStack")
+        if "clusterIP" in spec:
+            spec.setdefault("clusterIPs", [spec["clusterIP"]])
+
+
+def _secret(obj: Object) -> None:
+    obj.setdefault("type", "Opaque")
+    for key, text in (obj.pop("stringData", None) or {}).items():
+        obj.setdefault("data", {})[key] = base64.b64encode(text.encode()).decode()
+
+
+def _namespace(obj: Object) -> None:
+    obj["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = obj["metadata"][
+        "name"
+    ]
+
+
+def _endpoints(obj: Object) -> None:
+    for subset in obj.get("subsets") or ():
+        for port in subset.get("ports") or ():
+            port.setdefault("protocol", "TCP")
+
+
+def _network_policy(obj: Object) -> None:
+    spec = obj.setdefault("spec", {})
+    if not spec.get("policyTypes"):
+        spec["policyTypes"] = ["Ingress", "Egress"] if spec.get("egress") else ["Ingress"]
+    for rule in (*(spec.get("ingress") or ()), *(spec.get("egress") or ())):
+        for port in rule.get("ports") or ():
+            port.setdefault("protocol", "TCP")
+
+
+_DEFAULTS = {
+    "Pod": _pod,
+    "Deployment": _deployment,
+    "ReplicaSet": _workload,
+    "Service": _service,
+    "Secret": _secret,
+    "Namespace": _namespace,
+    "Endpoints": _endpoints,
+    "NetworkPolicy": _network_policy,
+    "CustomResourceDefinition": default_crd,
+}
+
+# core/v1 field -> events.k8s.io/v1 field of the same stored event
+_EVENT_FIELDS = {
+    "involvedObject": "regarding",
+    "message": "note",
+    "reportingComponent": "reportingController",
+    "source": "deprecatedSource",
+    "firstTimestamp": "deprecatedFirstTimestamp",
+    "lastTimestamp": "deprecatedLastTimestamp",
+    "count": "deprecatedCount",
+}
+
+
+def event_to_core(event: Object) -> Object:
+    """Convert an events.k8s.io/v1 Event to the stored core/v1 Event."""
+    back = {new: old for old, new in _EVENT_FIELDS.items()}
+    converted = {back.get(name, name): copy.copy(value) for name, value in event.items()}
+    return {**converted, "apiVersion": "v1", "kind": "Event"}
+
+
+def event_from_core(event: Object) -> Object:
+    """Convert the stored core/v1 Event to events.k8s.io/v1."""
+    converted = {_EVENT_FIELDS.get(name, name): copy.copy(value) for name, value in event.items()}
+    return {**converted, "apiVersion": "events.k8s.io/v1", "kind": "Event"}

@@ -1,0 +1,294 @@
+"""Structural schemas of custom resources: pruning, defaults and validation.
+
+The order and the messages are those of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+from pocketkube.apiserver.errors import (
+    FieldError,
+    duplicate,
+    invalid_value,
+    required,
+    type_name,
+    unsupported_value,
+)
+from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.schema.cel import Rules
+
+Schema = dict[str, Any]
+
+_PRESERVE = "x-kubernetes-preserve-unknown-fields"
+_INT_OR_STRING = "x-kubernetes-int-or-string"
+_TYPE_FIELDS = ("apiVersion", "kind")
+_ROOT_FIELDS = (*_TYPE_FIELDS, "metadata")
+_FORMATS = {
+    "date-time": re.compile(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.IGNORECASE
+    ),
+    "date": re.compile(r"\d{4}-\d\d-\d\d"),
+    "uri": re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S+"),
+    "uuid": re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE),
+    "ipv4": re.compile(r"(\d{1,3}\.){3}\d{1,3}"),
+    "email": re.compile(r"[^@\s]+@[^@\s]+"),
+}
+
+
+class StructuralSchema:
+    """The schema of one version, compiled once."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.rules = Rules(schema)
+
+    def prune(self, obj: Object) -> tuple[Object, list[str]]:
+        """Return the object without unspecified fields, and the paths of those fields."""
+        unknown: list[str] = []
+        return _prune(obj, self.schema, "", unknown, root=True), unknown
+
+    def default(self, obj: Object) -> Object:
+        return _default(copy.deepcopy(obj), self.schema)
+
+    def validate(self, obj: Object, old: Object | None) -> list[FieldError]:
+        """Return the errors of an object. Of the metadata only the name can be restricted."""
+        errors: list[FieldError] = []
+        for name, below in (self.schema.get("properties") or {}).items():
+            if name not in _TYPE_FIELDS and name in obj:
+                _validate(obj[name], below, name, errors)
+        errors.extend(required(n) for n in self.schema.get("required") or () if n not in obj)
+        if not errors:  # rules expect well-typed objects
+            errors = self.rules.check(obj, old)
+        return errors
+
+
+def _prune(value: Any, schema: Schema, path: str, unknown: list[str], root: bool = False) -> Any:
+    if isinstance(value, list):
+        items = schema.get("items") or {}
+        return [
+            _prune(item, items, f"{path}[{index}]", unknown) for index, item in enumerate(value)
+        ]
+    if not isinstance(value, dict):
+        return value
+    properties = schema.get("properties") or {}
+    extra = schema.get("additionalProperties")
+    embedded = schema.get("x-kubernetes-embedded-resource")
+    result: Object = {}
+    for name, below in value.items():
+        here = f"{path}.{name}" if path else name
+        if (root or embedded) and name in _ROOT_FIELDS:
+            result[name] = below
+        elif name in properties:
+            result[name] = _prune(below, properties[name], here, unknown)
+        elif isinstance(extra, dict):
+            result[name] = _prune(below, extra, here, unknown)
+        elif schema.get(_PRESERVE) or extra is True:
+            result[name] = below
+        else:
+            unknown.append(here)
+    return result
+
+
+def _default(value: Any, schema: Schema) -> Any:
+    """Fill in defaults in place; a null in a field that is not nullable counts as absent."""
+    if isinstance(value, list):
+        items = schema.get("items") or {}
+        return [_default(item, items) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties = schema.get("properties") or {}
+    extra = schema.get("additionalProperties")
+    for name, below in properties.items():
+        if name in value and value[name] is None and not below.get("nullable"):
+            del value[name]
+        if name not in value and "default" in below:
+            value[name] = copy.deepcopy(below["default"])
+        if name in value:
+            value[name] = _default(value[name], below)
+    if isinstance(extra, dict):
+        for name in value.keys() - properties.keys():
+            value[name] = _default(value[name], extra)
+    return value
+
+
+def _has_type(value: Any, schema: Schema) -> bool:
+    if schema.get(_INT_OR_STRING):
+        return type_name(value) in ("integer", "string")
+    wanted, actual = schema.get("type"), type_name(value)
+    if wanted is None or wanted == actual:
+        return True
+    return (wanted == "number" and actual == "integer") or (
+        wanted == "integer" and isinstance(value, float) and value.is_integer()
+    )
+
+
+def _validate(value: Any, schema: Schema, path: str, errors: list[FieldError]) -> None:
+    if value is None and schema.get("nullable"):
+        return
+    if not _has_type(value, schema):
+        wanted = "integer or string" if schema.get(_INT_OR_STRING) else schema["type"]
+        errors.append(
+            invalid_value(
+                path,
+                type_name(value),
+                f'{path} in body must be of type {wanted}: "{type_name(value)}"',
+            )
+        )
+        return
+    if (allowed := schema.get("enum")) is not None and value not in allowed:
+        errors.append(unsupported_value(path, value, allowed))
+    match value:
+        case str():
+            _validate_string(value, schema, path, errors)
+        case bool() | None:
+            pass
+        case int() | float():
+            _validate_number(value, schema, path, errors)
+        case list():
+            _validate_list(value, schema, path, errors)
+        case dict():
+            _validate_object(value, schema, path, errors)
+    _validate_combinations(value, schema, path, errors)
+
+
+def _validate_string(value: str, schema: Schema, path: str, errors: list[FieldError]) -> None:
+    if (limit := schema.get("maxLength")) is not None and len(value) > limit:
+        errors.append(
+            FieldError(path, "FieldValueTooLong", f"Too long: may not be longer than {limit}")
+        )
+    if (limit := schema.get("minLength")) is not None and len(value) < limit:
+        errors.append(
+            invalid_value(path, value, f"{path} in body should be at least {limit} chars long")
+        )
+    if (pattern := schema.get("pattern")) and not _pattern(pattern).search(value):
+        errors.append(invalid_value(path, value, f"{path} in body should match '{pattern}'"))
+    form = schema.get("format", "")
+    if form in _FORMATS and not _FORMATS[form].fullmatch(value):
+        errors.append(
+            invalid_value(path, value, f"{path} in body must be of type {form}: {value!r}")
+        )
+
+
+@functools.cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.replace(r"\z", r"\Z"))
+
+
+def _validate_number(value: float, schema: Schema, path: str, errors: list[FieldError]) -> None:
+    if (low := schema.get("minimum")) is not None:
+        if schema.get("exclusiveMinimum") and value <= low:
+            errors.append(
+                invalid_value(path, value, f"{path} in body should be greater than {low}")
+            )
+        elif value < low:
+            errors.append(
+                invalid_value(
+                    path, value, f"{path} in body should be greater than or equal to {low}"
+                )
+            )
+    if (high := schema.get("maximum")) is not None:
+        if schema.get("exclusiveMaximum") and value >= high:
+            errors.append(invalid_value(path, value, f"{path} in body should be less than {high}"))
+        elif value > high:
+            errors.append(
+                invalid_value(path, value, f"{path} in body should be less than or equal to {high}")
+            )
+    if (step := schema.get("multipleOf")) and (value / step) % 1:
+        errors.append(invalid_value(path, value, f"{path} in body should be a multiple of {step}"))
+    bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
+    if bits and not -(2**bits) <= value < 2**bits:
+        errors.append(
+            invalid_value(path, value, f"{path} in body must be of type {schema['format']}")
+        )
+
+
+def _validate_list(value: list[Any], schema: Schema, path: str, errors: list[FieldError]) -> None:
+    if (limit := schema.get("maxItems")) is not None and len(value) > limit:
+        errors.append(
+            FieldError(
+                path,
+                "FieldValueTooMany",
+                f"Too many: {len(value)}: must have at most {limit} items",
+            )
+        )
+    if (limit := schema.get("minItems")) is not None and len(value) < limit:
+        errors.append(
+            invalid_value(path, len(value), f"{path} in body should have at least {limit} items")
+        )
+    items = schema.get("items") or {}
+    for index, item in enumerate(value):
+        _validate(item, items, f"{path}[{index}]", errors)
+    seen: list[Any] = []
+    for index, item in enumerate(value):
+        match schema.get("x-kubernetes-list-type"):
+            case "map" if isinstance(item, dict):
+                identity: Any = {
+                    key: item.get(key) for key in schema.get("x-kubernetes-list-map-keys") or ()
+                }
+            case "set":
+                identity = item
+            case _:
+                return
+        if identity in seen:
+            errors.append(duplicate(f"{path}[{index}]", identity))
+        seen.append(identity)
+
+
+def _validate_object(value: Object, schema: Schema, path: str, errors: list[FieldError]) -> None:
+    properties = schema.get("properties") or {}
+    extra = schema.get("additionalProperties")
+    errors.extend(
+        required(f"{path}.{name}") for name in schema.get("required") or () if name not in value
+    )
+    if (limit := schema.get("maxProperties")) is not None and len(value) > limit:
+        errors.append(
+            FieldError(
+                path,
+                "FieldValueTooMany",
+                f"Too many: {len(value)}: must have at most {limit} items",
+            )
+        )
+    if (limit := schema.get("minProperties")) is not None and len(value) < limit:
+        errors.append(
+            invalid_value(
+                path, len(value), f"{path} in body should have at least {limit} properties"
+            )
+        )
+    for name, below in value.items():
+        if name in properties:
+            _validate(below, properties[name], f"{path}.{name}", errors)
+        elif isinstance(extra, dict):
+            _validate(below, extra, f"{path}.{name}", errors)
+
+
+def _fits(value: Any, schema: Schema, path: str) -> bool:
+    found: list[FieldError] = []
+    _validate(value, schema, path, found)
+    return not found
+
+
+def _validate_combinations(value: Any, schema: Schema, path: str, errors: list[FieldError]) -> None:
+    for below in schema.get("allOf") or ():
+        _validate(value, below, path, errors)
+    if (options := schema.get("anyOf")) and not any(
+        _fits(value, option, path) for option in options
+    ):
+        errors.append(
+            invalid_value(path, value, f"{path} in body must validate at least one schema (anyOf)")
+        )
+    if (options := schema.get("oneOf")) and sum(
+        _fits(value, option, path) for option in options
+    ) != 1:
+        errors.append(
+            invalid_value(
+                path, value, f"{path} in body must validate one and only one schema (oneOf)"
+            )
+        )
+    if (refused := schema.get("not")) is not None and _fits(value, refused, path):
+        errors.append(
+            invalid_value(path, value, f"{path} in body must not validate the schema (not)")
+        )

@@ -1,0 +1,167 @@
+"""Parsing of requests: path, verb, body and query parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from aiohttp import web
+
+from pocketkube.apiserver import errors
+from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.resources import Object, Resource, Subresource
+from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.apiserver.serving import selectors
+
+
+@dataclass(frozen=True)
+class Call:
+    """The target of a request.
+
+    `name` is empty for collections. `namespace` is empty for cluster scope and for all namespaces.
+    """
+
+    resource: Resource
+    namespace: str
+    name: str
+    subresource: Subresource | None
+
+    def verb(self, method: str, query: Mapping[str, str]) -> str:
+        match method:
+            case "GET" if self.name:
+                return "watch" if _true(query, "watch") and not self.subresource else "get"
+            case "GET":
+                return "watch" if _true(query, "watch") else "list"
+            case "POST" if not self.name or self.subresource:
+                return "create"
+            case "PUT" if self.name:
+                return "update"
+            case "PATCH" if self.name:
+                return "patch"
+            case "DELETE":
+                return "delete" if self.name else "deletecollection"
+        return method.lower()
+
+    def write_options(self, request: web.Request) -> WriteOptions:
+        query = request.query
+        applying = (
+            request.method == "PATCH" and request.content_type == "application/apply-patch+yaml"
+        )
+        manager = query.get("fieldManager", "")
+        if applying and not manager:
+            detail = "is required for apply patch"
+            raise errors.invalid(
+                self.resource, self.name, [errors.required("fieldManager", detail)]
+            )
+        force = _true(query, "force")
+        if force and not applying:
+            detail = "may not be specified for non-apply patch"
+            raise errors.invalid(
+                self.resource, self.name, [errors.forbidden_value("force", detail)]
+            )
+        dry_run = query.getall("dryRun", [])
+        if any(value != "All" for value in dry_run):
+            raise errors.bad_request(f"dryRun: {dry_run[0]!r}: the only supported value is All")
+        checking = query.get("fieldValidation") or "Warn"
+        if checking not in ("Ignore", "Warn", "Strict"):
+            raise errors.bad_request(f"fieldValidation: {checking!r}: use Ignore, Warn or Strict")
+        agent = request.headers.get("User-Agent", "").partition("/")[0]
+        return WriteOptions(manager or agent or "unknown", bool(dry_run), checking, force)
+
+
+def _true(query: Mapping[str, str], name: str) -> bool:
+    return query.get(name, "").lower() in ("1", "true")
+
+
+def parse_path(path: str, catalog: Catalog) -> Call | None:
+    """Parse a path such as `/api/v1/namespaces/x/pods/y/log`; None if nothing is served there."""
+    match [part for part in path.split("/") if part]:
+        case ["api", "v1", *rest]:
+            group, version = "", "v1"
+        case ["apis", group, version, *rest]:
+            pass
+        case _:
+            return None
+    namespace = ""
+    # `namespaces/x/pods` is a collection in a namespace. `namespaces/x` and `namespaces/x/status`
+    # are the namespace itself.
+    if (
+        len(rest) > 2
+        and rest[0] == "namespaces"
+        and not (len(rest) == 3 and rest[2] in ("status", "finalize"))
+    ):
+        namespace, rest = rest[1], rest[2:]
+    resource = catalog.find(group, version, rest[0]) if rest else None
+    if resource is None or len(rest) > 3 or bool(namespace) > resource.namespaced:
+        return None
+    name = rest[1] if len(rest) > 1 else ""
+    if resource.namespaced and name and not namespace:
+        return None
+    subresource = None
+    if len(rest) == 3:
+        subresource = resource.subresource(rest[2])
+        if subresource is None:
+            return None
+    return Call(resource, namespace, name, subresource)
+
+
+def selection(call: Call, query: Mapping[str, str]) -> selectors.Predicate:
+    """Combine the selectors of the query, and the name for a watch of one object."""
+    by_label = selectors.label_selector(query.get("labelSelector", ""))
+    by_field = selectors.field_selector(query.get("fieldSelector", ""), call.resource.storage_key)
+    name = call.name
+    return lambda obj: (
+        by_label(obj) and by_field(obj) and (not name or obj["metadata"]["name"] == name)
+    )
+
+
+def require_object(body: Any) -> Object:
+    """Check that a body is an object whose metadata is an object.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not isinstance(body, dict):
+        raise errors.bad_request(
+            f"the request's body must be an object, not {errors.type_name(body)}"
+        )
+    metadata = body.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise errors.bad_request(f"metadata: expected an object, got {errors.type_name(metadata)}")
+    return body
+
+
+class _Loader(yaml.CSafeLoader):
+    """YAML as Kubernetes reads it: timestamps are strings."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_body(raw: bytes, content_type: str) -> Any:
+    """Decode JSON, or YAML where the content type allows it.
+
+    Raises:
+        ApiError: 400 or 415.
+    """
+    if content_type.endswith("protobuf"):
+        raise errors.unsupported_media_type(
+            "this control plane speaks JSON, not protobuf, which `kubectl create` sends: use "
+            "`kubectl apply -f FILE`, or "
+            "`kubectl create ... --dry-run=client -o yaml | kubectl apply -f -`"
+        )
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        if "yaml" not in content_type:
+            raise errors.bad_request(f"the request's body is no JSON: {error}") from error
+    try:
+        return yaml.load(raw, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise errors.bad_request(f"the request's body is no YAML: {error}") from error

@@ -1,0 +1,203 @@
+"""Objects in memory, one global resource version, and the history that watches resume from.
+
+A stored object is never changed in place. A write replaces it, so readers need no copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pocketkube.apiserver.resources import Object
+
+Key = tuple[str, str, str]  # storage, namespace, name
+Term = tuple[str, ...]
+EventType = Literal["ADDED", "MODIFIED", "DELETED"]
+
+DEFAULT_WINDOW = 2000  # events per storage
+
+
+class ExpiredError(Exception):
+    """The requested resource version is too old for the history, or newer than the present."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change: the object after it, and before it (None if it did not exist)."""
+
+    type: EventType
+    version: int
+    namespace: str
+    object: Object
+    previous: Object | None
+
+
+@dataclass
+class _Collection:
+    floor: int  # versions up to this one are not in `history`
+    objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    history: deque[Event] = field(default_factory=deque)
+    subscribers: set[asyncio.Queue[Event | None]] = field(default_factory=set)
+
+
+def _terms(storage: str, obj: Object) -> Iterator[Term]:
+    """Yield the index terms of an object: uid, owners, labels, a Service's address."""
+    metadata = obj["metadata"]
+    yield "uid", metadata["uid"]
+    for owner in metadata.get("ownerReferences") or ():
+        yield "owner", owner.get("uid", "")
+    for label, value in (metadata.get("labels") or {}).items():
+        yield storage, label, value
+    if storage == "services":
+        yield "address", obj["spec"].get("clusterIP", "")
+
+
+class Store:
+    """All objects by storage key (`pods`, `deployments.apps`), then by namespace and name."""
+
+    def __init__(self, window: int = DEFAULT_WINDOW) -> None:
+        self._window = window
+        self._collections: dict[str, _Collection] = {}
+        self._index: dict[Term, dict[Key, Object]] = {}
+        self._version = 1
+        self._listeners: list[Callable[[str, Event], None]] = []
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def listen(self, listener: Callable[[str, Event], None]) -> None:
+        """Call `listener(storage, event)` after each change, before the write returns."""
+        self._listeners.append(listener)
+
+    def open(self, storage: str) -> None:
+        """Start the history of `storage`. Earlier versions count as expired."""
+        self._collections.setdefault(storage, _Collection(self._version))
+
+    def close(self, storage: str) -> None:
+        """Remove an empty storage, and end its watches."""
+        collection = self._collections.pop(storage, None)
+        for queue in collection.subscribers if collection else ():
+            queue.put_nowait(None)
+
+    def storages(self) -> list[str]:
+        return list(self._collections)
+
+    def get(self, storage: str, namespace: str, name: str) -> Object | None:
+        return self._collections[storage].objects.get((namespace, name))
+
+    def find(self, *term: str) -> list[tuple[str, Object]]:
+        """Return (storage, object) for the term `"uid", X`, `"owner", X` or `"address", X`."""
+        return [(storage, obj) for (storage, _, _), obj in self._index.get(term, {}).items()]
+
+    def list(
+        self,
+        storage: str,
+        namespace: str = "",
+        matches: Callable[[Object], bool] = lambda obj: True,
+        labels: Iterable[tuple[str, str]] = (),
+    ) -> list[Object]:
+        """Return the objects that match, ordered by namespace and name.
+
+        Args:
+            namespace: empty for all namespaces.
+            labels: (key, value) of labels that every match has. The rarest one limits the search.
+        """
+        candidates: Mapping[Any, Object] = self._collections[storage].objects
+        candidates = min(
+            (self._index.get((storage, *label), {}) for label in labels),
+            key=len,
+            default=candidates,
+        )
+        found = [
+            key
+            for key, obj in candidates.items()
+            if (not namespace or key[-2] == namespace) and matches(obj)
+        ]
+        return [candidates[key] for key in sorted(found)]
+
+    def __iter__(self) -> Iterator[tuple[str, Object]]:
+        """Iterate over a snapshot of (storage, object), so the loop may write."""
+        pairs = [
+            (storage, obj) for storage, c in self._collections.items() for obj in c.objects.values()
+        ]
+        return iter(pairs)
+
+    def put(self, storage: str, obj: Object) -> Object:
+        """Store an object under the next resource version, and return it as stored."""
+        collection = self._collections[storage]
+        metadata = obj["metadata"]
+        key = (metadata.get("namespace", ""), metadata["name"])
+        previous = collection.objects.get(key)
+        self._version += 1
+        stored = {**obj, "metadata": {**metadata, "resourceVersion": str(self._version)}}
+        collection.objects[key] = stored
+        self._publish(
+            storage,
+            Event("MODIFIED" if previous else "ADDED", self._version, key[0], stored, previous),
+        )
+        return stored
+
+    def remove(self, storage: str, namespace: str, name: str) -> Object:
+        """Delete an object, and return its last state with the version of the deletion."""
+        previous = self._collections[storage].objects.pop((namespace, name))
+        self._version += 1
+        last = {
+            **previous,
+            "metadata": {**previous["metadata"], "resourceVersion": str(self._version)},
+        }
+        self._publish(storage, Event("DELETED", self._version, namespace, last, previous))
+        return last
+
+    def _publish(self, storage: str, event: Event) -> None:
+        self._reindex(storage, event)
+        collection = self._collections[storage]
+        collection.history.append(event)
+        while len(collection.history) > self._window:
+            collection.floor = collection.history.popleft().version
+        for queue in list(collection.subscribers):
+            if queue.qsize() < self._window:
+                queue.put_nowait(event)
+            else:  # the client has stopped reading: its watch ends, and it lists again
+                collection.subscribers.discard(queue)
+                while not queue.empty():
+                    queue.get_nowait()
+                queue.put_nowait(None)
+        for listener in self._listeners:
+            listener(storage, event)
+
+    def _reindex(self, storage: str, event: Event) -> None:
+        key = (storage, event.namespace, event.object["metadata"]["name"])
+        for term in set(_terms(storage, event.previous)) if event.previous else ():
+            del self._index[term][key]
+            if not self._index[term]:
+                del self._index[term]
+        for term in _terms(storage, event.object) if event.type != "DELETED" else ():
+            self._index.setdefault(term, {})[key] = event.object
+
+    def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[Event | None]:
+        """Return a queue of the events after version `since`, or from now on if it is None.
+
+        A None in the queue ends the stream.
+
+        Raises:
+            ExpiredError: `since` is older than the history, or newer than the present version, as
+                after a restart of the server.
+        """
+        collection = self._collections[storage]
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        if since is not None:
+            if since < collection.floor or since > self._version:
+                raise ExpiredError(f"too old resource version: {since} ({collection.floor})")
+            for event in collection.history:
+                if event.version > since:
+                    queue.put_nowait(event)
+        collection.subscribers.add(queue)
+        return queue
+
+    def unsubscribe(self, storage: str, queue: asyncio.Queue[Event | None]) -> None:
+        if collection := self._collections.get(storage):
+            collection.subscribers.discard(queue)

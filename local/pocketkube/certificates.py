@@ -1,0 +1,120 @@
+"""Keys and certificates of a local control plane, with a certificate authority of its own."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+_VALIDITY = datetime.timedelta(days=365)
+
+
+@dataclass(frozen=True)
+class ServerCertificate:
+    """PEM files: the certificate of the authority, and a server's certificate and key."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read. It gets its name when it is complete."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    part.replace(path)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:
+    plain = serialization.NoEncryption()
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, plain
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCertificate:
+    """Create an authority, and with it a server certificate for `addresses` and `localhost`.
+
+    The authority's key is not kept.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    directory.mkdir(parents=True, exist_ok=True)
+    authority_key, server_key = (
+        ec.generate_private_key(ec.SECP256R1()),
+        ec.generate_private_key(ec.SECP256R1()),
+    )
+
+    def builder(subject: str, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(_name(subject))
+            .issuer_name(_name("pocketkube-ca"))
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(minutes=5))
+            .not_valid_after(now + _VALIDITY)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+                critical=False,
+            )
+        )
+
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=True,
+        crl_sign=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    authority = (
+        builder("pocketkube-ca", authority_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(authority_key, hashes.SHA256())
+    )
+    names: list[x509.GeneralName] = [
+        x509.DNSName("localhost"),
+        x509.DNSName("kubernetes.default.svc"),
+    ]
+    names += [
+        x509.IPAddress(ipaddress.ip_address(address))
+        for address in dict.fromkeys([*addresses, "127.0.0.1"])
+    ]
+    server = (
+        builder("pocketkube-apiserver", server_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    files = ServerCertificate(
+        directory / "ca.crt", directory / "apiserver.crt", directory / "apiserver.key"
+    )
+    files.authority.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+    files.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
+    write_private(files.key, _pem(server_key))
+    return files
+
+
+def create_signing_key(path: Path) -> Path:
+    """Create an RSA key that signs service account tokens."""
+    write_private(path, _pem(rsa.generate_private_key(public_exponent=65537, key_size=2048)))
+    return path

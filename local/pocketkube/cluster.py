@@ -1,0 +1,197 @@
+"""The processes of a cluster: control plane, controllers, kubelet and proxy.
+
+They are children of this process and end with it: each asks the kernel for SIGKILL at its parent's
+death. Pods end with their kubelet in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pocketkube.lifecycle import kill_at_end_of_parent
+from pocketkube.networks import Networks, claim_networks
+
+STOP_TIMEOUT_S = 20.0
+FIRST_DELAY_S, LAST_DELAY_S = 1.0, 30.0
+#: A component that ran this long starts with the first delay again.
+HELD_S = 60.0
+
+
+class ComponentError(Exception):
+    """A process did not start or has ended; the text has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str
+    command: list[str]
+    env: dict[str, str]
+
+
+@dataclass
+class _Restarts:
+    """The delay before the next restart of a component."""
+
+    delay_s: float = 0.0
+    last: float = float("-inf")
+
+    def due(self, now: float) -> bool:
+        """Return whether to start it now. If so, the next delay is longer, unless it ran long."""
+        if now < self.last + self.delay_s:
+            return False
+        held = now > self.last + HELD_S
+        self.delay_s = FIRST_DELAY_S if held else min(2 * self.delay_s, LAST_DELAY_S)
+        self.last = now
+        return True
+
+
+class LocalCluster:
+    """Starts, restarts and stops the components in order.
+
+    Args:
+        state_dir: a folder that no other cluster uses; the logs are written to `logs` in it.
+        control_plane: "embedded" or "real".
+        ingress_port: port of the Ingress proxy on 127.0.0.1; 0 picks a free one.
+        node_name: name of the cluster's only node.
+    """
+
+    def __init__(
+        self, state_dir: Path, *, control_plane: str, ingress_port: int, node_name: str
+    ) -> None:
+        self.control_plane = control_plane
+        self.kubeconfig = state_dir / "control-plane" / "kubeconfig"
+        self.logs = state_dir / "logs"
+        self._state_dir = state_dir
+        self._ingress_port = ingress_port
+        self._node_name = node_name
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._components: dict[str, Component] = {}
+        self._restarts: dict[str, _Restarts] = {}
+        self._networks: Networks | None = None
+
+    async def start_control_plane(self, timeout_s: float) -> None:
+        """Start the API server and wait until it answers.
+
+        Raises:
+            ComponentError: it has ended, or did not answer within `timeout_s`.
+            NetworksInUseError: too many clusters run on this machine.
+        """
+        self._networks = claim_networks(self.control_plane)
+        self.kubeconfig.unlink(missing_ok=True)
+        module = [sys.executable, "-m", f"pocketkube.control_plane.{self.control_plane}"]
+        options = [
+            *("--state-dir", str(self.kubeconfig.parent)),
+            *("--service-network", self._networks.services),
+        ]
+        self.start(Component("control-plane", [*module, *options], {}))
+        deadline = time.monotonic() + timeout_s
+        while not self.kubeconfig.exists():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ComponentError(
+                    f"the control plane did not answer within {timeout_s:g} s\n"
+                    f"{self.log_tail('control-plane')}"
+                )
+            await asyncio.sleep(0.02)
+
+    def start_node(self) -> None:
+        """Start kubelet and proxy, and the controllers of an embedded control plane."""
+        assert self._networks is not None, "the control plane is started first"
+        self._start_client(
+            "kubelet",
+            *("--state-dir", str(self._state_dir / "kubelet")),
+            *("--address-pool", self._networks.pods),
+            *("--node-name", self._node_name),
+        )
+        if self.control_plane == "embedded":
+            self._start_client("controllers")
+        self._start_client("proxy", "--ingress-port", str(self._ingress_port))
+
+    def _start_client(self, name: str, *options: str) -> None:
+        module = [sys.executable, "-m", f"pocketkube.{name}"]
+        kubeconfig = ["--kubeconfig", str(self.kubeconfig)]
+        self.start(Component(name, [*module, *kubeconfig, *options], {}))
+
+    def start(self, component: Component) -> None:
+        """Start a component, which `heal()` restarts and `stop()` stops before the node."""
+        again = component.name in self._components
+        self._components[component.name] = component
+        self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(self.logs / f"{component.name}.log", "ab" if again else "wb") as log:
+            # In a session of its own, so that Ctrl-C reaches only the supervisor, which stops the
+            # others in order.
+            self._processes[component.name] = subprocess.Popen(
+                component.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **component.env},
+                start_new_session=True,
+                preexec_fn=kill_at_end_of_parent(),
+            )
+
+    def check(self) -> None:
+        """Check that all components run.
+
+        Raises:
+            ComponentError: one has ended.
+        """
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise ComponentError(
+                    f"{name} ended with exit code {process.returncode}\n{self.log_tail(name)}"
+                )
+
+    def heal(self) -> list[str]:
+        """Restart the components that have ended, with a growing delay; return their names.
+
+        Raises:
+            ComponentError: the control plane has ended, and the cluster's objects with it.
+        """
+        started = []
+        now = time.monotonic()
+        for name, process in list(self._processes.items()):
+            if process.poll() is None:
+                continue
+            if name == "control-plane":
+                self.check()
+            restarts = self._restarts.setdefault(name, _Restarts())
+            if restarts.due(now):
+                self.start(self._components[name])
+                started.append(name)
+        return started
+
+    def stop(self) -> None:
+        """Stop the clients, then the node, then the API server. Idempotent.
+
+        With the clients stopped first, no controller repairs what is being stopped.
+        """
+        node = ("kubelet", "proxy")
+        clients = [name for name in self._processes if name not in (*node, "control-plane")]
+        for stage in (clients, node, ("control-plane",)):
+            processes = [self._processes.pop(name) for name in stage if name in self._processes]
+            for process in processes:
+                process.send_signal(signal.SIGTERM)  # a no-op for a process that has ended
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            for process in processes:
+                try:
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        if self._networks is not None:
+            self._networks.release()
+
+    def log_tail(self, name: str, lines: int = 15) -> str:
+        try:
+            text = (self.logs / f"{name}.log").read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])

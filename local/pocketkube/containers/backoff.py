@@ -1,0 +1,23 @@
+"""Exponential backoff between the restarts of a container."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BackoffPolicy:
+    """The delays before restarts, in seconds."""
+
+    base_s: float = 1.0
+    cap_s: float = 30.0
+    reset_after_s: float = 60.0  # the backoff starts again after a run of this length
+
+    def next_delay(self, previous_s: float, ran_s: float) -> float:
+        """Compute the delay before the next start.
+
+        Args:
+            previous_s: the delay before the run that just ended, 0 for the first run.
+            ran_s: the duration of that run.
+        """
+        if previous_s <= 0 or ran_s >= self.reset_after_s:
+            return min(self.base_s, self.cap_s)
+        return min(previous_s * 2, self.cap_s)

@@ -1,0 +1,189 @@
+"""Container logs on disk, one file per container instance.
+
+The format is CRI's, `<time> <stream> <F|P> <line>`. The size is limited by rotation.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_BYTES = 10 * 2**20  # per file; one full file is kept as `.1`
+MAX_LINE = 16 * 2**10  # bytes; longer lines are stored in parts
+
+
+class ContainerLog:
+    """The log of one container instance."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.closed = False
+        self._max_bytes = max_bytes
+        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        self._partial: dict[str, bytes] = {}
+        self._changed = asyncio.Event()
+
+    def feed(self, stream: str, data: bytes) -> None:
+        """Append bytes from the pipe of `stream` (stdout or stderr)."""
+        *lines, rest = (self._partial.get(stream, b"") + data).split(b"\n")
+        out = [record for line in lines for record in _records(stream, line)]
+        while len(rest) > MAX_LINE:
+            out.append(_record(stream, b"P", rest[:MAX_LINE]))
+            rest = rest[MAX_LINE:]
+        self._partial[stream] = rest
+        if out:
+            self._write(b"".join(out))
+
+    def close(self) -> None:
+        """Write the incomplete last line, and end the streams of followers."""
+        for stream, rest in self._partial.items():
+            if rest:
+                self._write(_record(stream, b"P", rest))
+        self._partial.clear()
+        self._file.close()
+        self.closed = True
+        self._notify()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for the next write."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def tail(self, max_bytes: int = 2048, max_lines: int = 80) -> str:
+        """Return the end of the log as text, for a termination message."""
+        lines = deque(read_lines(self.path), maxlen=max_lines)
+        return b"".join(content for _, content in lines)[-max_bytes:].decode("utf-8", "replace")
+
+    def _write(self, data: bytes) -> None:
+        if self._file.tell() + len(data) > self._max_bytes:
+            self._file.close()
+            os.replace(self.path, rotated(self.path))
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        self._file.write(data)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def rotated(path: Path) -> Path:
+    """Return the path of the full log file."""
+    return path.with_name(path.name + ".1")
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (RFC 3339 time, content), oldest first; a complete line ends with its newline."""
+    for file in (rotated(path), path):
+        try:
+            with open(file, "rb") as stored:
+                for line in stored:
+                    yield _parse(line)
+        except FileNotFoundError:
+            continue
+
+
+async def stream_log(
+    path: Path,
+    live: ContainerLog | None,
+    *,
+    follow: bool = False,
+    tail: int | None = None,
+    since: datetime | None = None,
+    timestamps: bool = False,
+    limit_bytes: int | None = None,
+) -> AsyncIterator[bytes]:
+    """Stream a log as `kubectl logs` prints it.
+
+    Args:
+        path: the log file of one container instance.
+        live: the log if the container still writes it; `follow` ends when it is closed.
+        follow: wait for further lines.
+        tail: number of last lines to start with; None for all.
+        since: leave out lines before this time.
+        limit_bytes: stop after this many bytes.
+    """
+    left = limit_bytes
+    try:
+        current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
+    except FileNotFoundError:
+        return
+    try:
+        # All lines that exist now. The position in the file is where following continues.
+        lines = [_parse(line) for line in _rotated_lines(path)]
+        lines += [_parse(line) for line in current]
+        if since is not None:
+            lines = [entry for entry in lines if _time(entry[0]) >= since]
+        if tail is not None:
+            lines = lines[-tail:] if tail else []
+        pending = deque(lines)
+        carry = b""
+        while True:
+            while pending:
+                when, content = pending.popleft()
+                chunk = when + b" " + content if timestamps else content
+                if left is not None:
+                    chunk = chunk[:left]
+                    left -= len(chunk)
+                yield chunk
+                if left == 0:
+                    return
+            if not follow:
+                return
+            ended = live is None or live.closed
+            data = carry + current.read()
+            *complete, carry = data.split(b"\n")
+            pending.extend(_parse(line + b"\n") for line in complete)
+            if pending:
+                continue
+            try:
+                if (
+                    os.fstat(current.fileno()).st_ino != os.stat(path).st_ino
+                ):  # rotated while it was read
+                    current.close()
+                    current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
+                    continue
+            except FileNotFoundError:  # the pod's folder has been removed
+                return
+            if ended or live is None:
+                return
+            await live.changed(5.0)
+    finally:
+        current.close()
+
+
+def _rotated_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with open(rotated(path), "rb") as file:
+            yield from file
+    except FileNotFoundError:
+        return
+
+
+def _records(stream: str, line: bytes) -> Iterator[bytes]:
+    while len(line) > MAX_LINE:
+        yield _record(stream, b"P", line[:MAX_LINE])
+        line = line[MAX_LINE:]
+    yield _record(stream, b"F", line)
+
+
+def _record(stream: str, flag: bytes, content: bytes) -> bytes:
+    when = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f000Z").encode()
+    return b"%s %s %s %s\n" % (when, stream.encode(), flag, content)
+
+
+def _parse(line: bytes) -> tuple[bytes, bytes]:
+    when, _, flag, content = line.rstrip(b"\n").split(b" ", 3)
+    return when, content + (b"\n" if flag == b"F" else b"")
+
+
+def _time(text: bytes) -> datetime:
+    # fromisoformat of Python 3.11 reads at most six fractional digits.
+    return datetime.fromisoformat(text.decode()[:26] + "+00:00")

@@ -1,0 +1,44 @@
+"""The states of a container in the API: waiting, running, terminated."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No process runs."""
+
+    reason: str = "ContainerCreating"
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A process runs."""
+
+    started_at: datetime
+
+
+@dataclass(frozen=True)
+class Terminated:
+    """A process has ended. `exit_code` is 128 + the signal if a signal ended it."""
+
+    exit_code: int
+    reason: str
+    message: str
+    started_at: datetime | None
+    finished_at: datetime | None
+    container_id: str
+    signal: int = 0
+
+
+@dataclass
+class ContainerState:
+    """One container over all its restarts. Its runner writes this, and `pod_status` reads it."""
+
+    state: Waiting | Running | Terminated = field(default_factory=Waiting)
+    last: Terminated | None = None
+    restart_count: int = 0
+    container_id: str = ""
+    started: bool = False  # the startup probe passed, or there is none
+    ready: bool = False  # the readiness probe passes, or there is none

@@ -1,0 +1,211 @@
+"""Environment variables, command line and downward API fields of a container.
+
+They come from the pod, and from the ConfigMaps and Secrets that it names.
+"""
+
+import base64
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from baton_kube.client import Object
+from pocketkube.containers.quantity import in_units_of
+
+# Maps (kind, namespace, name) to the object, or None if it does not exist. Raises ConfigError if it
+# cannot be read.
+Lookup = Callable[[str, str, str], Awaitable[Object | None]]
+
+# Variables of the kubelet that containers inherit: where libraries and caches are.
+INHERITED = (
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS",
+    "TMPDIR",
+    "TRITON_CACHE_DIR",
+    "TZ",
+    "USER",
+)
+
+_REFERENCE = re.compile(r"\$(\$|\([^()\s]*\))")
+_SUBSCRIPT = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
+
+
+class ConfigError(Exception):
+    """A container's configuration is invalid (waiting reason CreateContainerConfigError)."""
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace `$(NAME)`. `$$` is one dollar sign, and unknown names are kept."""
+
+    def replace(match: re.Match[str]) -> str:
+        body = match.group(1)
+        if body == "$":
+            return "$"
+        return variables.get(body[1:-1], match.group(0))
+
+    return _REFERENCE.sub(replace, text)
+
+
+def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
+    """Return the command with its arguments.
+
+    Raises:
+        ConfigError: the container has no command, and no image provides one here.
+    """
+    if not container.get("command"):
+        raise ConfigError(
+            f"container {container['name']!r} has no command; images are ignored here, so "
+            "spec.containers[].command must be set"
+        )
+    return [
+        expand(word, variables) for word in [*container["command"], *(container.get("args") or [])]
+    ]
+
+
+def base_environment(pod: Object, *, pod_ip: str, api_host: str, api_port: int) -> dict[str, str]:
+    """Return the variables of every container, before its own."""
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return {
+        **inherited,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+        "HOSTNAME": pod["metadata"]["name"],
+        "KUBERNETES_SERVICE_HOST": api_host,
+        "KUBERNETES_SERVICE_PORT": str(api_port),
+        "POD_IP": pod_ip,
+    }
+
+
+async def container_environment(
+    pod: Object,
+    container: Object,
+    base: Mapping[str, str],
+    addresses: Mapping[str, str],
+    capacity: Mapping[str, str],
+    lookup: Lookup,
+) -> dict[str, str]:
+    """Add `envFrom` and then `env` to `base`. Later entries win, and may refer to earlier ones.
+
+    Args:
+        addresses: `status.podIP` and `status.hostIP`, which the pod object may not have yet.
+        capacity: the node's allocatable resources, the defaults of limits that are not set.
+
+    Raises:
+        ConfigError: a ConfigMap, Secret, key or field that is not optional is missing.
+    """
+    namespace = pod["metadata"]["namespace"]
+    result = dict(base)
+    for source in container.get("envFrom") or []:
+        prefix = source.get("prefix") or ""
+        for kind, field in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
+            if reference := source.get(field):
+                data = await _data(kind, namespace, reference, lookup)
+                result |= {f"{prefix}{key}": value for key, value in (data or {}).items()}
+    for variable in container.get("env") or []:
+        if source := variable.get("valueFrom"):
+            value = await _value_from(source, pod, container, addresses, capacity, lookup)
+            if value is None:
+                continue
+        else:
+            value = expand(variable.get("value") or "", result)
+        result[variable["name"]] = value
+    return result
+
+
+def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
+    """Return a downward API field; all labels or annotations are lines of `key="value"`.
+
+    Raises:
+        ConfigError: the field is not supported.
+    """
+    metadata, spec = pod["metadata"], pod["spec"]
+    if match := _SUBSCRIPT.match(path):
+        return str((metadata.get(match.group(1)) or {}).get(match.group(2), ""))
+    if path in ("metadata.labels", "metadata.annotations"):
+        items = sorted((metadata.get(path.removeprefix("metadata.")) or {}).items())
+        return "\n".join(f'{key}="{_escape(value)}"' for key, value in items)
+    match path:
+        case "metadata.name" | "metadata.namespace" | "metadata.uid":
+            return str(metadata[path.removeprefix("metadata.")])
+        case "spec.nodeName":
+            return str(spec.get("nodeName", ""))
+        case "spec.serviceAccountName":
+            return str(spec.get("serviceAccountName") or "default")
+        case "status.podIP" | "status.podIPs":
+            return addresses["status.podIP"]
+        case "status.hostIP" | "status.hostIPs":
+            return addresses["status.hostIP"]
+    raise ConfigError(f"unsupported fieldPath {path!r}")
+
+
+def resource_value(reference: Object, container: Object, capacity: Mapping[str, str]) -> str:
+    """Return a resource such as `limits.cpu`, divided by the divisor and rounded up.
+
+    Raises:
+        ConfigError: the resource or the divisor is invalid.
+    """
+    group, _, name = reference["resource"].partition(".")
+    if group not in ("limits", "requests") or not name:
+        raise ConfigError(
+            f"unsupported resource {reference['resource']!r}; use limits.<name> or requests.<name>"
+        )
+    resources = container.get("resources") or {}
+    quantity = (resources.get(group) or {}).get(name)
+    if quantity is None:
+        quantity = capacity.get(name, "0") if group == "limits" else "0"
+    return in_units_of(str(quantity), str(reference.get("divisor") or "1"))
+
+
+def decode_data(kind: str, obj: Object) -> dict[str, bytes]:
+    """Decode the keys of a ConfigMap or Secret."""
+    if kind == "Secret":
+        return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
+    plain = {key: value.encode() for key, value in (obj.get("data") or {}).items()}
+    return plain | {
+        key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()
+    }
+
+
+async def _data(
+    kind: str, namespace: str, reference: Object, lookup: Lookup
+) -> dict[str, str] | None:
+    obj = await lookup(kind, namespace, reference["name"])
+    if obj is None:
+        if reference.get("optional"):
+            return None
+        raise ConfigError(f'{kind.lower()} "{reference["name"]}" not found')
+    return {key: value.decode("utf-8", "replace") for key, value in decode_data(kind, obj).items()}
+
+
+async def _value_from(
+    source: Object,
+    pod: Object,
+    container: Object,
+    addresses: Mapping[str, str],
+    capacity: Mapping[str, str],
+    lookup: Lookup,
+) -> str | None:
+    if reference := source.get("fieldRef"):
+        return field_value(reference["fieldPath"], pod, addresses)
+    if reference := source.get("resourceFieldRef"):
+        return resource_value(reference, container, capacity)
+    for kind, field in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
+        if reference := source.get(field):
+            data = await _data(kind, pod["metadata"]["namespace"], reference, lookup)
+            if data is not None and reference["key"] in data:
+                return data[reference["key"]]
+            if reference.get("optional"):
+                return None
+            where = f"{pod['metadata']['namespace']}/{reference['name']}"
+            raise ConfigError(f"couldn't find key {reference['key']} in {kind} {where}")
+    raise ConfigError(f"unsupported valueFrom {sorted(source)}")
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

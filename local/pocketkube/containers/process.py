@@ -1,0 +1,307 @@
+"""Processes of containers.
+
+A container, or a command run in one, is a process group in its own session. It ends with the
+kubelet.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from pocketkube.containers import guardian
+from pocketkube.lifecycle import kill_at_end_of_parent
+
+logger = logging.getLogger(__name__)
+
+KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
+CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
+
+_DRAIN_S = 1.0  # how long to read on after the last process of a container has ended
+_READ_BYTES = 65536
+
+
+class StartError(Exception):
+    """The command did not start (waiting reason CreateContainerError)."""
+
+
+class Sink(Protocol):
+    """A receiver of a process's output."""
+
+    def feed(self, stream: str, data: bytes) -> None:
+        """Receive bytes of `stream` (stdout or stderr)."""
+
+
+class Capture:
+    """A sink that keeps the first bytes, for the message of a failed probe or hook."""
+
+    def __init__(self, limit: int = 4096):
+        self.data = b""
+        self._limit = limit
+
+    def feed(self, stream: str, data: bytes) -> None:
+        """See `Sink`."""
+        self.data = (self.data + data)[: self._limit]
+
+
+class Guard:
+    """The kubelet's side of its guardian process.
+
+    The guardian shares the lock of the state folder. So a new kubelet waits until all processes of
+    the previous one have ended.
+    """
+
+    def __init__(self, state_dir: Path):
+        self.kubelet_id = uuid.uuid4().hex
+        self._state_dir = state_dir
+        self._sessions: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = -1
+        self._stopping = False
+
+    async def start(self, lock_timeout_s: float = 40.0) -> None:
+        """Lock the state folder and start the guardian.
+
+        Raises:
+            TimeoutError: another kubelet holds the lock.
+        """
+        # The folder will hold tokens and Secrets.
+        self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(self._state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = asyncio.get_running_loop().time() + lock_timeout_s
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise TimeoutError(
+                        f"another kubelet uses {self._state_dir}; "
+                        "stop it or choose another --state-dir"
+                    ) from None
+                await asyncio.sleep(0.05)
+        self._spawn()
+
+    def watch(self, session: int) -> None:
+        """Have `session` killed when the kubelet ends."""
+        self._sessions.add(session)
+        self._send(f"+{session}\n")
+
+    def forget(self, session: int) -> None:
+        """Stop watching `session`. Its processes have ended, and its number may be reused."""
+        self._sessions.discard(session)
+        self._send(f"-{session}\n")
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Close the pipe, so that the guardian kills the remaining processes and ends."""
+        self._stopping = True
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.to_thread(self._process.wait)
+            except TimeoutError:
+                logger.warning("the guardian has not killed all processes yet")
+        os.close(self._lock)
+
+    def _spawn(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian.__file__, f"{KUBELET_MARKER}={self.kubelet_id}"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=(self._lock,),
+            cwd="/",
+        )
+        on_exit(self._process.pid, self._on_guardian_exit)
+        for session in self._sessions:
+            self._send(f"+{session}\n")
+
+    def _on_guardian_exit(self) -> None:
+        assert self._process is not None
+        self._process.wait()
+        if not self._stopping:
+            logger.error(
+                "the guardian ended with exit code %s; starting another one",
+                self._process.returncode,
+            )
+            self._spawn()
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if self._stopping:  # the guardian is killing everything
+            return
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            # _on_guardian_exit() starts another one, which gets all sessions.
+            logger.warning("the guardian has ended; another one will be started")
+
+
+class Process:
+    """A running command and its descendants. Created by `start`."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, sink: Sink):
+        self.pid = popen.pid
+        self._popen = popen
+        self._guard = guard
+        self._marker = marker
+        self._exited = asyncio.Event()
+        self._readers: set[int] = set()
+        self._drained = asyncio.Event()
+        guard.watch(self.pid)
+        for stream, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._readers.add(pipe.fileno())
+            asyncio.get_running_loop().add_reader(
+                pipe.fileno(), self._read, pipe.fileno(), stream, sink
+            )
+        on_exit(self.pid, self._on_exit)
+
+    @classmethod
+    def start(
+        cls,
+        argv: list[str],
+        env: dict[str, str],
+        cwd: Path,
+        guard: Guard,
+        container_id: str,
+        sink: Sink,
+    ) -> "Process":
+        """Start a command as the leader of a new session.
+
+        Raises:
+            StartError: the command does not exist, is not executable, or the system refuses.
+        """
+        marked = {**env, KUBELET_MARKER: guard.kubelet_id, CONTAINER_MARKER: container_id}
+        try:
+            popen = subprocess.Popen(
+                argv,
+                env=marked,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=kill_at_end_of_parent(),
+            )
+        except FileNotFoundError as error:
+            raise StartError(
+                f"command {argv[0]!r} not found in PATH {env.get('PATH', '')!r}; install it on "
+                "this machine (images are ignored)"
+            ) from error
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            raise StartError(f"cannot start {argv[0]!r}: {error}") from error
+        return cls(popen, guard, f"{CONTAINER_MARKER}={container_id}", sink)
+
+    @property
+    def running(self) -> bool:
+        """Whether the main process is alive."""
+        return not self._exited.is_set()
+
+    async def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the main process and return its exit code: 128 + the signal if killed.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout_s`.
+        """
+        async with asyncio.timeout(timeout_s):
+            await self._exited.wait()
+        code = self._popen.returncode
+        return code if code >= 0 else 128 - code
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the main process."""
+        if self.running:
+            self._popen.send_signal(signal.SIGTERM)
+
+    async def finish(self) -> None:
+        """Kill the container's remaining processes, and read their output to the end."""
+        while not await asyncio.to_thread(guardian.kill_all, {self.pid}, self._marker, 5.0):
+            logger.warning(
+                "processes of %s survive SIGKILL; a device may hang: see `dmesg`", self._marker
+            )
+        await self._exited.wait()
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                await self._drained.wait()
+        except TimeoutError:  # a process outside the container holds the pipe open
+            for fd in list(self._readers):
+                self._close(fd)
+        self._guard.forget(self.pid)
+
+    def _on_exit(self) -> None:
+        self._popen.wait()
+        self._exited.set()
+
+    def _read(self, fd: int, stream: str, sink: Sink) -> None:
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            sink.feed(stream, data)
+        else:
+            self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(fd)
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            if pipe is not None and not pipe.closed and pipe.fileno() == fd:
+                pipe.close()
+        self._readers.discard(fd)
+        if not self._readers:
+            self._drained.set()
+
+
+def on_exit(pid: int, callback: Callable[[], None]) -> None:
+    """Call `callback` once when child `pid` has ended; waiting for it does not block then."""
+    loop = asyncio.get_running_loop()
+    fd = os.pidfd_open(pid)
+
+    def ended() -> None:
+        loop.remove_reader(fd)
+        os.close(fd)
+        callback()
+
+    loop.add_reader(fd, ended)
+
+
+async def run_command(
+    argv: list[str], env: dict[str, str], cwd: Path, guard: Guard, timeout_s: float
+) -> tuple[int, str]:
+    """Run the command of a probe or hook in its own session; return (exit code, output).
+
+    Raises:
+        StartError: it did not start.
+        TimeoutError: it ran longer than `timeout_s` and was killed.
+    """
+    sink = Capture()
+    process = Process.start(argv, env, cwd, guard, uuid.uuid4().hex, sink)
+    try:
+        code = await process.wait(timeout_s)
+    finally:
+        await process.finish()
+    return code, sink.data.decode("utf-8", "replace").strip()
+
+
+def container_pids() -> dict[str, int]:
+    """Map container ids to the first process of each container on this machine."""
+    marker = b"\0" + CONTAINER_MARKER.encode() + b"="
+    found: dict[str, int] = {}
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+            if marker in environment and os.getsid(pid) == pid:
+                found.setdefault(environment.partition(marker)[2].partition(b"\0")[0].decode(), pid)
+    return found

@@ -1,0 +1,401 @@
+"""One container over its life: start, probes, restarts with backoff, stop.
+
+The runner writes the container's `ContainerState`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from baton_kube.client import KubeClient, Object
+from pocketkube.containers.backoff import BackoffPolicy
+from pocketkube.containers.container_log import ContainerLog, rotated
+from pocketkube.containers.container_state import ContainerState, Running, Terminated, Waiting
+from pocketkube.containers.environment import (
+    ConfigError,
+    Lookup,
+    base_environment,
+    command_line,
+    container_environment,
+)
+from pocketkube.containers.probes import HandlerContext, HandlerError, call_handler, run_probe
+from pocketkube.containers.process import Guard, Process, StartError
+from pocketkube.containers.volumes import MountError, PodVolumes, in_root
+from pocketkube.events import EventRecorder
+
+logger = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 4096  # limit of a termination message
+_HOOK_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Services:
+    """Services of the kubelet that all pods share."""
+
+    api: KubeClient
+    ca_pem: bytes  # CA of the API server; empty without a verified TLS connection
+    events: EventRecorder
+    guard: Guard
+    http: aiohttp.ClientSession
+    lookup: Lookup
+    backoff: BackoffPolicy
+    refresh_s: float
+    host_ip: str
+    allocatable: dict[str, str]
+
+    @property
+    def api_host_port(self) -> tuple[str, int]:
+        """Address of the API server: KUBERNETES_SERVICE_HOST and _PORT of the pods."""
+        url = urlsplit(self.api.server)
+        return url.hostname or "127.0.0.1", url.port or (443 if url.scheme == "https" else 80)
+
+
+@dataclass
+class PodContext:
+    """State that the containers of one pod share.
+
+    `pod` is replaced when the API server has a newer version.
+    """
+
+    services: Services
+    pod: Object
+    pod_ip: str
+    volumes: PodVolumes
+    log_folder: Path
+    changed: Callable[[], None]  # called after a change of a ContainerState
+    grace_deadline: Callable[
+        [], float
+    ]  # returns the loop time at which a stopping container is killed
+
+
+class ContainerRunner:
+    """Runs one container until its restart policy forbids a restart, or until it is stopped."""
+
+    def __init__(
+        self, context: PodContext, container: Object, state: ContainerState, *, init: bool = False
+    ):
+        self.container = container
+        self.state = state
+        self.log: ContainerLog | None = None  # log of the instance that runs now
+        self._context = context
+        self._init = init
+        self._process: Process | None = None
+        self._stopping = asyncio.Event()
+        self._stopped = asyncio.Event()  # clear while run() runs
+        self._stopped.set()
+        self._killing = False
+
+    async def run(self) -> None:
+        """Run until no process is left and none will be started."""
+        delay = 0.0
+        self._stopped.clear()
+        try:
+            while not self._stopping.is_set() and not self._finished():
+                ran = await self._run_once()
+                if self._finished() or self._stopping.is_set():
+                    return
+                delay = self._context.services.backoff.next_delay(delay, ran)
+                await self._back_off(delay)
+        finally:
+            self._stopped.set()
+
+    async def stop(self) -> None:
+        """Stop the container within the pod's grace period, and wait for `run` to return."""
+        self._stopping.set()
+        process = self._process
+        if process is not None and process.running:
+            await self._terminate(process, "Stopping container", self._context.grace_deadline)
+        await self._stopped.wait()
+
+    def settle(self) -> None:
+        """After `stop`, mark a waiting container as terminated."""
+        if isinstance(self.state.state, Waiting):
+            last = self.state.last
+            self.state.state = last or Terminated(
+                137,
+                "ContainerStatusUnknown",
+                "the pod was deleted before this container ran",
+                None,
+                None,
+                "",
+            )
+            self.state.last = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the container has ended with exit code 0."""
+        return isinstance(self.state.state, Terminated) and self.state.state.exit_code == 0
+
+    def _finished(self) -> bool:
+        if not isinstance(self.state.state, Terminated):
+            return False
+        policy = self._context.pod["spec"].get("restartPolicy") or "Always"
+        if self.state.state.exit_code == 0:
+            return self._init or policy in ("Never", "OnFailure")
+        return policy == "Never"
+
+    async def _run_once(self) -> float:
+        """Start one instance and wait for its end; return its seconds, 0 if it did not start."""
+        loop = asyncio.get_running_loop()
+        try:
+            environment, argv, root = await self._prepare()
+            if self._stopping.is_set():
+                return 0.0
+            process, instance = self._start(environment, argv, root)
+        except (ConfigError, MountError, StartError, OSError, ValueError) as error:
+            configuration = isinstance(error, (ConfigError, ValueError))
+            reason = "CreateContainerConfigError" if configuration else "CreateContainerError"
+            self.state.state = Waiting(reason, str(error))
+            self._context.changed()
+            self._event("Failed", f"Error: {error}")
+            return 0.0
+        began, started_at = loop.time(), datetime.now(UTC)
+        self._process = process
+        self.state.container_id = f"process://{instance}"
+        self.state.state = Running(started_at)
+        self.state.started = self.state.ready = False
+        self._context.changed()
+        self._event(
+            "Started", f"Started container {self.container['name']} (process {process.pid})"
+        )
+        probes = asyncio.create_task(self._run_probes(process, environment, root))
+        try:
+            code = await process.wait()
+        finally:
+            probes.cancel()
+            (outcome,) = await asyncio.gather(probes, return_exceptions=True)
+            if isinstance(outcome, Exception):
+                logger.error(
+                    "probes of container %s failed", self.container["name"], exc_info=outcome
+                )
+            await process.finish()
+            assert self.log is not None
+            self.log.close()
+            self._process = None
+        self.state.started = self.state.ready = False
+        self.state.state = Terminated(
+            code,
+            "Completed" if code == 0 else "Error",
+            self._termination_message(root, code),
+            started_at,
+            datetime.now(UTC),
+            self.state.container_id,
+        )
+        self._context.changed()
+        return loop.time() - began
+
+    async def _prepare(self) -> tuple[dict[str, str], list[str], Path]:
+        context, services = self._context, self._context.services
+        root = context.volumes.mount(self.container)
+        host, port = services.api_host_port
+        base = base_environment(context.pod, pod_ip=context.pod_ip, api_host=host, api_port=port)
+        base["POCKETKUBE_POD_ROOT"] = str(root)
+        addresses = {"status.podIP": context.pod_ip, "status.hostIP": services.host_ip}
+        environment = await container_environment(
+            context.pod, self.container, base, addresses, services.allocatable, services.lookup
+        )
+        # The pod cannot override these: the process needs its mounts and its address.
+        environment |= {"POCKETKUBE_POD_ROOT": str(root), "POD_IP": context.pod_ip}
+        in_root(root, self._message_path()).parent.mkdir(parents=True, exist_ok=True)
+        return environment, command_line(self.container, environment), root
+
+    def _start(
+        self, environment: dict[str, str], argv: list[str], root: Path
+    ) -> tuple[Process, str]:
+        again = bool(self.state.container_id)
+        restart = self.state.restart_count + 1 if again else 0
+        cwd = self._working_folder(root)
+        instance = uuid.uuid4().hex
+        output = ContainerLog(log_file(self._context.log_folder, self.container["name"], restart))
+        try:
+            process = Process.start(
+                argv, environment, cwd, self._context.services.guard, instance, output
+            )
+        except StartError:
+            output.close()
+            output.path.unlink()
+            raise
+        self.log = output
+        self.state.restart_count = restart
+        if isinstance(self.state.state, Terminated):
+            self.state.last = self.state.state
+        self._drop_old_logs(restart)
+        return process, instance
+
+    def _working_folder(self, root: Path) -> Path:
+        folder = in_root(root, self.container.get("workingDir") or "/")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _drop_old_logs(self, restart: int) -> None:
+        """Remove the logs of all instances but this one and the previous one."""
+        for path in log_file(
+            self._context.log_folder, self.container["name"], restart
+        ).parent.iterdir():
+            if int(path.name.split(".")[0]) < restart - 1:
+                path.unlink(missing_ok=True)
+                rotated(path).unlink(missing_ok=True)
+
+    async def _run_probes(self, process: Process, environment: dict[str, str], root: Path) -> None:
+        """Run the hooks and probes of an instance, until the instance's end cancels this."""
+        context = HandlerContext(
+            self.container,
+            self._context.pod_ip,
+            environment,
+            self._working_folder(root),
+            self._context.services.guard,
+            self._context.services.http,
+        )
+        if hook := (self.container.get("lifecycle") or {}).get("postStart"):
+            try:
+                await call_handler(hook, context, _HOOK_TIMEOUT_S)
+            except HandlerError as error:
+                self._event("FailedPostStartHook", str(error))
+                await self._kill_unhealthy(process, "failed its postStart hook")
+                return
+        if startup := self.container.get("startupProbe"):
+            await run_probe(
+                startup, context, self._verdict("Startup", process), self._failure("Startup")
+            )
+            if not self.state.started:
+                return
+        self.state.started = True
+        loops = []
+        if readiness := self.container.get("readinessProbe"):
+            loops.append(run_probe(readiness, context, self._readiness, self._failure("Readiness")))
+        else:
+            self.state.ready = True
+        if liveness := self.container.get("livenessProbe"):
+            loops.append(
+                run_probe(
+                    liveness, context, self._verdict("Liveness", process), self._failure("Liveness")
+                )
+            )
+        self._context.changed()
+        await asyncio.gather(*loops)
+
+    async def _readiness(self, healthy: bool, message: str) -> bool:
+        if healthy != self.state.ready:
+            self.state.ready = healthy
+            self._context.changed()
+        return True
+
+    def _verdict(self, kind: str, process: Process) -> Callable[[bool, str], Awaitable[bool]]:
+        async def decide(healthy: bool, message: str) -> bool:
+            if not healthy:
+                await self._kill_unhealthy(process, f"failed its {kind.lower()} probe: {message}")
+                return False
+            if kind == "Startup":
+                self.state.started = True
+                return False
+            return True
+
+        return decide
+
+    def _failure(self, kind: str) -> Callable[[str], None]:
+        return lambda message: self._event("Unhealthy", f"{kind} probe failed: {message}")
+
+    async def _kill_unhealthy(self, process: Process, why: str) -> None:
+        if self._stopping.is_set() or self._killing:
+            return
+        grace = self._context.pod["spec"].get("terminationGracePeriodSeconds")
+        deadline = asyncio.get_running_loop().time() + (30 if grace is None else grace)
+        self.state.ready = False
+        self._context.changed()
+        # Shielded, because the end of the instance cancels its probes, and one of them runs this.
+        self._killing = True
+        try:
+            await asyncio.shield(
+                self._terminate(
+                    process, f"Container {self.container['name']} {why}", lambda: deadline
+                )
+            )
+        finally:
+            self._killing = False
+
+    async def _terminate(self, process: Process, why: str, deadline: Callable[[], float]) -> None:
+        """Run preStop, send SIGTERM, then SIGKILL at `deadline()`, a loop time that may change."""
+        loop = asyncio.get_running_loop()
+        self._event("Killing", why)
+        if hook := (self.container.get("lifecycle") or {}).get("preStop"):
+            root = self._context.volumes.root(self.container["name"])
+            services = self._context.services
+            host, port = services.api_host_port
+            environment = base_environment(
+                self._context.pod, pod_ip=self._context.pod_ip, api_host=host, api_port=port
+            )
+            environment |= {"POCKETKUBE_POD_ROOT": str(root)}
+            handler = HandlerContext(
+                self.container,
+                self._context.pod_ip,
+                environment,
+                self._working_folder(root),
+                services.guard,
+                services.http,
+            )
+            try:
+                await call_handler(hook, handler, max(deadline() - loop.time(), 0.1))
+            except HandlerError as error:
+                self._event("FailedPreStopHook", str(error))
+        process.terminate()
+        while process.running and (left := deadline() - loop.time()) > 0:
+            # Checked at least twice a second: a second DELETE can shorten the grace period.
+            with contextlib.suppress(TimeoutError):
+                await process.wait(min(left, 0.5))
+        if process.running:
+            await process.finish()
+
+    async def _back_off(self, delay: float) -> None:
+        ended = self.state.state
+        pod = self._context.pod["metadata"]
+        where = (
+            f"container={self.container['name']} pod={pod['name']}_{pod['namespace']}({pod['uid']})"
+        )
+        text = f"back-off {delay:g}s restarting failed {where}"
+        if isinstance(ended, Terminated):
+            self.state.last = ended
+            self.state.state = Waiting("CrashLoopBackOff", text)
+            self._event(
+                "BackOff",
+                f"Back-off {delay:g}s restarting container {self.container['name']}: exit code "
+                f"{ended.exit_code}",
+            )
+            self._context.changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._stopping.wait()
+
+    def _message_path(self) -> str:
+        return str(self.container.get("terminationMessagePath") or "/dev/termination-log")
+
+    def _termination_message(self, root: Path, code: int) -> str:
+        try:
+            with open(in_root(root, self._message_path()), "rb") as file:
+                message = file.read(_MESSAGE_BYTES).decode("utf-8", "replace")
+        except OSError:
+            message = ""
+        fallback = self.container.get("terminationMessagePolicy") == "FallbackToLogsOnError"
+        if not message and fallback and code != 0 and self.log is not None:
+            return self.log.tail()
+        return message
+
+    def _event(self, reason: str, message: str) -> None:
+        group = "initContainers" if self._init else "containers"
+        path = f"spec.{group}{{{self.container['name']}}}"
+        self._context.services.events.record(
+            self._context.pod, "Pod", reason, message, field_path=path
+        )
+
+
+def log_file(folder: Path, container: str, restart: int) -> Path:
+    """Return the log file of a container instance."""
+    return folder / container / f"{restart}.log"

@@ -1,0 +1,360 @@
+"""Volumes of a pod as folders and links, and their mounts below a container's root.
+
+<pod folder>/volumes/<volume>/        content, or a link to the host's path
+<pod folder>/containers/<name>/root/  $POCKETKUBE_POD_ROOT; mountPath /x is the link root/x
+"""
+
+import copy
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from baton_kube.client import KubeClient, KubeError, Object
+from pocketkube.containers.environment import (
+    ConfigError,
+    Lookup,
+    decode_data,
+    field_value,
+    resource_value,
+)
+
+TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
+TOKEN_LIFETIME_S = 3607  # the lifetime that Kubernetes uses, which identifies such tokens
+
+# The files of a volume: path inside the volume -> content.
+Payload = dict[str, bytes]
+_PAYLOAD_KINDS = ("configMap", "secret", "projected", "downwardAPI")
+
+
+class MountError(Exception):
+    """A volume cannot be made or mounted now (event FailedMount). The kubelet tries again."""
+
+
+@dataclass
+class _Token:
+    text: str
+    renew_at: float  # monotonic time
+
+
+def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
+    """Add a token volume to the pod, and mount it in every container that has none.
+
+    Newer API servers do this on admission.
+
+    Args:
+        pod: the pod, which is not changed.
+        service_account: the pod's ServiceAccount; None adds nothing.
+    """
+    wanted = pod["spec"].get("automountServiceAccountToken")
+    if wanted is None and service_account is not None:
+        wanted = service_account.get("automountServiceAccountToken")
+    if service_account is None or wanted is False:
+        return pod
+    pod = copy.deepcopy(pod)
+    spec = pod["spec"]
+    lacking = [
+        container
+        for container in [*(spec.get("initContainers") or []), *spec["containers"]]
+        if all(
+            mount["mountPath"].rstrip("/") != TOKEN_PATH
+            for mount in container.get("volumeMounts") or []
+        )
+    ]
+    if not lacking:
+        return pod
+    name = "kube-api-access-" + pod["metadata"]["uid"][:5]
+    sources = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": TOKEN_LIFETIME_S}},
+        {"kubeletCertificateAuthority": {"path": "ca.crt"}},
+        {
+            "downwardAPI": {
+                "items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]
+            }
+        },
+    ]
+    spec["volumes"] = [
+        *(spec.get("volumes") or []),
+        {"name": name, "projected": {"sources": sources}},
+    ]
+    for container in lacking:
+        mount = {"name": name, "mountPath": TOKEN_PATH, "readOnly": True}
+        container["volumeMounts"] = [*(container.get("volumeMounts") or []), mount]
+    return pod
+
+
+class PodVolumes:
+    """Makes, refreshes and removes the volumes of one pod."""
+
+    def __init__(
+        self,
+        pod: Object,
+        folder: Path,
+        api: KubeClient,
+        ca_pem: bytes,
+        lookup: Lookup,
+        addresses: Mapping[str, str],
+        capacity: Mapping[str, str],
+    ):
+        self.pod = pod  # the owner keeps it current, because labels and annotations may change
+        self._folder = folder
+        self._api = api
+        self._ca_pem = ca_pem
+        self._lookup = lookup
+        self._addresses = addresses
+        self._capacity = capacity
+        self._tokens: dict[tuple[str, str], _Token] = {}
+        self._written: dict[str, Payload] = {}
+
+    def root(self, container: str) -> Path:
+        """Return the container's $POCKETKUBE_POD_ROOT."""
+        return self._folder / "containers" / container / "root"
+
+    async def make(self) -> None:
+        """Make all volumes, or refresh their files. Idempotent.
+
+        Raises:
+            MountError: a volume cannot be made.
+        """
+        (self._folder / "volumes").mkdir(parents=True, exist_ok=True)
+        for volume in self.pod["spec"].get("volumes") or []:
+            name = volume["name"]
+            try:
+                payload = await self._payload(volume)
+            except (ConfigError, KubeError, OSError, ValueError) as error:
+                raise MountError(
+                    f'MountVolume.SetUp failed for volume "{name}" : {error}'
+                ) from error
+            if payload is None:
+                self._make_folder(volume)
+            elif payload != self._written.get(name):
+                _write_atomically(self._path(name), payload, volume)
+                self._written[name] = payload
+
+    def mount(self, container: Object) -> Path:
+        """Rebuild the container's mounts below its root, and return the root.
+
+        Raises:
+            MountError: a mount is invalid.
+        """
+        root = self.root(container["name"])
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir(parents=True)
+        # Folders that belong to this pod alone. Another mount may lie in them.
+        own = {
+            volume["name"]
+            for volume in self.pod["spec"].get("volumes") or []
+            if any(kind in volume for kind in ("emptyDir", *_PAYLOAD_KINDS))
+        }
+        mounted: dict[PurePosixPath, str] = {}
+        for mount in sorted(
+            container.get("volumeMounts") or [], key=lambda mount: mount["mountPath"]
+        ):
+            path = PurePosixPath("/") / mount["mountPath"]
+            above = next(
+                (other for other in mounted if other in path.parents or other == path), None
+            )
+            # Mounts are links. A mount inside another one is a link in that folder.
+            if above is not None and (above == path or mounted[above] not in own):
+                raise MountError(
+                    f"mountPath {path} lies inside mountPath {above}, "
+                    "which is not a volume of the pod's own"
+                )
+            mounted[path] = mount["name"]
+            source = self._path(mount["name"])
+            sub_path = mount.get("subPath") or ""
+            if sub_path:
+                if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
+                    raise MountError(f"subPath {sub_path!r} must stay inside its volume")
+                source = source / sub_path
+                if not source.exists():
+                    source.mkdir(parents=True)
+            link = in_root(root, path)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)  # a link in a volume outlives the container
+            link.symlink_to(source)
+        return root
+
+    def remove(self) -> None:
+        """Remove the pod's folder. The targets of hostPath links stay."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _path(self, volume: str) -> Path:
+        return self._folder / "volumes" / volume
+
+    def _make_folder(self, volume: Object) -> None:
+        path = self._path(volume["name"])
+        if "emptyDir" in volume:
+            path.mkdir(exist_ok=True)
+        elif source := volume.get("hostPath"):
+            host = Path(source["path"])
+            _check_host_path(host, source.get("type") or "")
+            if not path.is_symlink():
+                path.symlink_to(host)
+        else:
+            kinds = sorted(key for key in volume if key != "name")
+            raise MountError(
+                f"volume {volume['name']!r}: {kinds} is not supported here; use hostPath, "
+                "emptyDir, configMap, secret, projected "
+                "or downwardAPI"
+            )
+
+    async def _payload(self, volume: Object) -> Payload | None:
+        """Return the files of a volume made from API objects; None for a folder."""
+        if source := volume.get("configMap"):
+            return await self._keys("ConfigMap", source["name"], source)
+        if source := volume.get("secret"):
+            return await self._keys("Secret", source["secretName"], source)
+        if "downwardAPI" in volume:
+            return self._downward(volume["downwardAPI"])
+        if "projected" not in volume:
+            return None
+        files: Payload = {}
+        for source in volume["projected"].get("sources") or []:
+            if reference := source.get("configMap"):
+                files |= await self._keys("ConfigMap", reference["name"], reference)
+            elif reference := source.get("secret"):
+                files |= await self._keys("Secret", reference["name"], reference)
+            elif "downwardAPI" in source:
+                files |= self._downward(source["downwardAPI"])
+            elif reference := source.get("serviceAccountToken"):
+                files[reference["path"]] = (await self._token(reference)).encode()
+            elif reference := source.get("kubeletCertificateAuthority"):
+                if self._ca_pem:
+                    files[reference["path"]] = self._ca_pem
+            else:
+                raise ConfigError(f"unsupported projected source {sorted(source)}")
+        return files
+
+    async def _keys(self, kind: str, name: str, source: Object) -> Payload:
+        namespace = self.pod["metadata"]["namespace"]
+        obj = await self._lookup(kind, namespace, name)
+        if obj is None:
+            if source.get("optional"):
+                return {}
+            raise ConfigError(f'{kind.lower()} "{name}" not found')
+        data = decode_data(kind, obj)
+        items = source.get("items")
+        if not items:
+            return data
+        missing = [item["key"] for item in items if item["key"] not in data]
+        if missing and not source.get("optional"):
+            raise ConfigError(
+                f"references non-existent {kind.lower().removesuffix('map')} key: {missing[0]}"
+            )
+        return {item["path"]: data[item["key"]] for item in items if item["key"] in data}
+
+    def _downward(self, source: Object) -> Payload:
+        containers = {container["name"]: container for container in self.pod["spec"]["containers"]}
+        files: Payload = {}
+        for item in source.get("items") or []:
+            if reference := item.get("resourceFieldRef"):
+                text = resource_value(
+                    reference, containers[reference["containerName"]], self._capacity
+                )
+            else:
+                text = field_value(item["fieldRef"]["fieldPath"], self.pod, self._addresses)
+            files[item["path"]] = text.encode()
+        return files
+
+    async def _token(self, source: Object) -> str:
+        audience = source.get("audience") or ""
+        key = (audience, source["path"])
+        token = self._tokens.get(key)
+        if token is not None and time.monotonic() < token.renew_at:
+            return token.text
+        metadata = self.pod["metadata"]
+        account = self.pod["spec"].get("serviceAccountName")
+        lifetime = source.get("expirationSeconds") or 3600
+        spec: Object = {"audiences": [audience] if audience else [], "expirationSeconds": lifetime}
+        if account:  # a token can be bound to a pod only if the pod names the account
+            reference = {
+                "kind": "Pod",
+                "apiVersion": "v1",
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+            }
+            spec["boundObjectRef"] = reference
+        accounts = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts"
+        answer = await self._api.create(
+            f"{accounts}/{account or 'default'}/token",
+            {"kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1", "spec": spec},
+        )
+        token = _Token(answer["status"]["token"], time.monotonic() + 0.8 * lifetime)
+        self._tokens[key] = token
+        return token.text
+
+
+def in_root(root: Path, container_path: str | PurePosixPath) -> Path:
+    """Map an absolute path of a container to this machine.
+
+    Raises:
+        MountError: the path contains `..`.
+    """
+    path = PurePosixPath("/") / container_path
+    if ".." in path.parts:
+        raise MountError(f"path {path} must not contain '..'")
+    return root / path.relative_to("/")
+
+
+def _check_host_path(path: Path, kind: str) -> None:
+    if kind == "DirectoryOrCreate":
+        path.mkdir(parents=True, exist_ok=True)
+    elif kind == "FileOrCreate" and not path.exists():
+        path.touch()
+    tests = {
+        "": True,
+        "Directory": path.is_dir(),
+        "DirectoryOrCreate": path.is_dir(),
+        "File": path.is_file(),
+        "FileOrCreate": path.is_file(),
+        "Socket": path.is_socket(),
+        "CharDevice": path.is_char_device(),
+        "BlockDevice": path.is_block_device(),
+    }
+    if not tests.get(kind, False):
+        raise MountError(f"hostPath {path} is not a {kind} on this machine")
+
+
+def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
+    """Write all files, then switch to them at once.
+
+    `path/<name>` links to `..data/<name>`, and `..data` to the newest folder. A reader never sees a
+    mixture of old and new content.
+    """
+    path.mkdir(exist_ok=True)
+    source: Object = next((volume[kind] for kind in _PAYLOAD_KINDS if kind in volume), {})
+    mode = source.get("defaultMode", 0o644)
+    version = path / f"..{uuid.uuid4().hex[:12]}"
+    for name, content in files.items():
+        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+            raise MountError(
+                f"volume {volume['name']!r}: file path {name!r} must stay inside the volume"
+            )
+        file = version / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        file.chmod(mode)
+    version.mkdir(exist_ok=True)
+    data = path / "..data"
+    before = data.resolve() if data.is_symlink() else None
+    switch = path / "..data_new"
+    switch.unlink(missing_ok=True)  # left by a kubelet that was killed before the next line
+    switch.symlink_to(version.name)
+    os.replace(switch, data)
+    tops = {PurePosixPath(name).parts[0] for name in files}
+    for entry in path.iterdir():
+        written = (
+            entry.is_symlink() and entry.readlink().parts[0] == "..data"
+        )  # else a mount inside this one
+        if written and entry.name not in tops:
+            entry.unlink()
+    for top in tops:
+        link = path / top
+        if not link.is_symlink():
+            link.symlink_to(PurePosixPath("..data") / top)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)

@@ -1,0 +1,168 @@
+"""The embedded control plane: pocketkube's API server and garbage collector, in memory.
+
+`EmbeddedControlPlane` runs it in a thread, and `python -m pocketkube.control_plane.embedded` in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import secrets
+import signal
+import ssl
+import threading
+from pathlib import Path
+
+from pocketkube.apiserver.cluster_state import ClusterState
+from pocketkube.apiserver.serving.api_server import ApiServer
+from pocketkube.apiserver.store import DEFAULT_WINDOW
+from pocketkube.certificates import create_server_certificate
+from pocketkube.control_plane.interface import ControlPlaneError
+from pocketkube.kubeconfig import write_kubeconfig
+
+DEFAULT_SERVICE_NETWORK = "127.96.0.0/16"
+
+
+class EmbeddedControlPlane:
+    """An API server on one loopback address.
+
+    Args:
+        state_dir: folder for the certificates and `kubeconfig`; the objects are in memory only.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one.
+        service_network: range of the cluster addresses of Services.
+        event_window: changes kept per kind, from which watches can resume.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        service_network: str = DEFAULT_SERVICE_NETWORK,
+        event_window: int = DEFAULT_WINDOW,
+    ) -> None:
+        self.kubeconfig = state_dir / "kubeconfig"
+        self._state_dir = state_dir
+        self._host = host
+        self._port = port
+        self._service_network = service_network
+        self._window = event_window
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Event | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def server(self) -> str:
+        """URL of the API server after `start()`."""
+        return f"https://{self._host}:{self._port}"
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Serve in a new thread.
+
+        Raises:
+            ControlPlaneError: it did not start.
+        """
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(ready,), name="embedded-control-plane", daemon=True
+        )
+        self._thread.start()
+        if not ready.wait(timeout_s):
+            raise ControlPlaneError(
+                f"the embedded control plane did not start within {timeout_s:.0f} s"
+            )
+        if self._failure:
+            raise ControlPlaneError(
+                f"the embedded control plane did not start: {self._failure}"
+            ) from self._failure
+
+    def stop(self) -> None:
+        if self._loop and self._ending and self._thread and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join(timeout=10)
+        self._thread = None
+
+    def check(self) -> None:
+        """Check that the API server runs.
+
+        Raises:
+            ControlPlaneError: it has ended.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            raise ControlPlaneError(
+                f"the embedded control plane ended: {self._failure!r}"
+            ) from self._failure
+
+    def _run(self, ready: threading.Event) -> None:
+        try:
+            asyncio.run(self.serve(ready))
+        except Exception as error:
+            self._failure = error
+        finally:
+            ready.set()
+
+    async def serve(self, ready: threading.Event | None = None) -> None:
+        """Serve in the running loop until `stop()` or cancellation.
+
+        Args:
+            ready: set when requests are answered.
+        """
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        files = create_server_certificate(self._state_dir / "pki", [self._host])
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(files.certificate, files.key)
+        token = secrets.token_urlsafe(32)
+        cluster = ClusterState(token, self._service_network, self._window)
+        server = ApiServer(cluster, self._host, self._port, tls)
+        collector = asyncio.create_task(cluster.collector.run())
+        try:
+            await server.start()
+            self._port = server.port
+            write_kubeconfig(self.kubeconfig, self.server, files.authority, token)
+            if ready:
+                ready.set()
+            ending = asyncio.create_task(self._ending.wait())
+            done, _ = await asyncio.wait((collector, ending), return_when=asyncio.FIRST_COMPLETED)
+            if collector in done:
+                collector.result()  # raises the error that ended it
+        finally:
+            collector.cancel()
+            await server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m pocketkube.control_plane.embedded",
+        description=(
+            "Run the embedded control plane until SIGTERM or SIGINT; print the kubeconfig's path."
+        ),
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        required=True,
+        help="where certificates and the kubeconfig are written",
+    )
+    parser.add_argument(
+        "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    arguments.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    plane = EmbeddedControlPlane(arguments.state_dir, service_network=arguments.service_network)
+    plane.start()
+    print(plane.kubeconfig, flush=True)
+    while not ending.wait(0.5):
+        plane.check()
+    plane.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""A real control plane: etcd, kube-apiserver, kube-controller-manager and kube-scheduler.
+
+The binaries come from `KUBEBUILDER_ASSETS`, or from the cache that `make control-plane` fills. Any
+Kubernetes from 1.20 on works. All processes listen on 127.0.0.1 and end with the thread that
+started them. etcd has no authentication, so other users of the machine can reach it: use this for
+development and tests only.
+
+`python -m pocketkube.control_plane.real --state-dir D` runs one until SIGTERM or SIGINT.
+`D/kubeconfig` appears when it is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from pocketkube.certificates import (
+    ServerCertificate,
+    create_server_certificate,
+    create_signing_key,
+    write_private,
+)
+from pocketkube.control_plane.interface import ControlPlaneError
+from pocketkube.kubeconfig import write_kubeconfig
+from pocketkube.lifecycle import kill_at_end_of_parent
+from pocketkube.ports import free_ports
+
+BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
+DEFAULT_SERVICE_NETWORK = "198.19.0.0/16"
+_CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "control-plane"
+)
+AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- level: Metadata
+"""
+_HOST = "127.0.0.1"
+_STOP_S = 10.0
+
+
+def find_assets() -> Path | None:
+    """Return the folder of the binaries; None if there is none.
+
+    It is `KUBEBUILDER_ASSETS`, or the newest version in the cache.
+    """
+    if named := os.environ.get("KUBEBUILDER_ASSETS"):
+        return Path(named) if _complete(Path(named)) else None
+    versions = sorted(
+        (p for p in _CACHE.glob("v*") if _complete(p)), key=lambda p: _numbers(p.name)
+    )
+    return versions[-1] if versions else None
+
+
+def missing_assets() -> str:
+    """Return the error message for a `find_assets()` without a result."""
+    where = os.environ.get("KUBEBUILDER_ASSETS") or str(_CACHE / "v1.20.2")
+    return (
+        f"{', '.join(BINARIES)} not all found in {where}: run `make control-plane` or set "
+        "KUBEBUILDER_ASSETS"
+    )
+
+
+def _complete(folder: Path) -> bool:
+    return all(os.access(folder / name, os.X_OK) for name in BINARIES)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+class RealControlPlane:
+    """One kube-apiserver with etcd, controllers and scheduler.
+
+    Start it from a thread that lives as long as the control plane: the children end with it.
+
+    Args:
+        assets: folder of the four binaries (see `find_assets`).
+        state_dir: folder for keys, logs, `kubeconfig` and etcd's data, which each start deletes.
+        service_network: range of Services; the API refuses 127.0.0.0/8 in Endpoints.
+        audit_log: file for one JSON object per request (`audit.k8s.io/v1`, without bodies); None
+            for no log.
+        apiserver_flags: further flags, for features that other clusters have enabled.
+    """
+
+    def __init__(
+        self,
+        assets: Path,
+        state_dir: Path,
+        service_network: str = DEFAULT_SERVICE_NETWORK,
+        audit_log: Path | None = None,
+        apiserver_flags: tuple[str, ...] = (),
+    ) -> None:
+        self.kubeconfig = state_dir / "kubeconfig"
+        self._apiserver_flags = apiserver_flags
+        self._audit_log = audit_log
+        self._assets = assets
+        self._state_dir = state_dir
+        self._service_network = service_network
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, timeout_s: float = 90.0) -> None:
+        """Start the processes, and wait until objects can be created.
+
+        Raises:
+            ControlPlaneError: it did not start.
+        """
+        if self._children:
+            raise ControlPlaneError("this control plane is already started; stop() it first")
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._start(deadline)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Send SIGTERM to all, clients before servers, and SIGKILL to those that do not end."""
+        for name in reversed(list(self._children)):
+            child = self._children.pop(name)
+            child.terminate()
+            try:
+                child.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+    def check(self) -> None:
+        """Check that all processes run.
+
+        Raises:
+            ControlPlaneError: one has ended.
+        """
+        for name, child in self._children.items():
+            if (code := child.poll()) is not None:
+                path = self._state_dir / f"{name}.log"
+                last = " | ".join(path.read_text(errors="replace").splitlines()[-3:])
+                raise ControlPlaneError(f"{name} ended with code {code}; {path} ends with: {last}")
+
+    def _start(self, deadline: float) -> None:
+        self._state_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
+        shutil.rmtree(self._state_dir / "etcd", ignore_errors=True)
+        pki = self._state_dir / "pki"
+        certificate = create_server_certificate(pki, [_HOST])
+        accounts_key = create_signing_key(pki / "service-accounts.key")
+        tokens = {
+            name: secrets.token_urlsafe(32) for name in ("admin", "controller-manager", "scheduler")
+        }
+        lines = (
+            f'{tokens["admin"]},pocketkube-admin,pocketkube-admin,"system:masters"',
+            f"{tokens['controller-manager']},system:kube-controller-manager,kcm",
+            f"{tokens['scheduler']},system:kube-scheduler,scheduler",
+        )
+        write_private(pki / "tokens.csv", "\n".join(lines).encode() + b"\n")
+        etcd, peer, api, controllers, scheduler = free_ports(5)
+        server = f"https://{_HOST}:{api}"
+
+        self._spawn_etcd(etcd, peer)
+        self._await("etcd", lambda: self._answers(f"http://{_HOST}:{etcd}/health"), deadline)
+        self._spawn_apiserver(api, etcd, certificate, accounts_key, pki / "tokens.csv")
+        tls = ssl.create_default_context(cafile=str(certificate.authority))
+        self._await(
+            "kube-apiserver",
+            lambda: self._answers(f"{server}/readyz", tls, tokens["admin"]),
+            deadline,
+        )
+
+        def kubeconfig(name: str) -> Path:
+            path = self._state_dir / f"{name}.kubeconfig"
+            return write_kubeconfig(path, server, certificate.authority, tokens[name], name)
+
+        common = ("--leader-elect=false", f"--bind-address={_HOST}", f"--cert-dir={pki}")
+        self._spawn(
+            "kube-controller-manager",
+            *common,
+            f"--kubeconfig={kubeconfig('controller-manager')}",
+            f"--secure-port={controllers}",
+            f"--service-account-private-key-file={accounts_key}",
+            f"--root-ca-file={certificate.authority}",
+            "--use-service-account-credentials=true",
+            *self._no_insecure_port("kube-controller-manager"),
+        )
+        self._spawn(
+            "kube-scheduler",
+            *common,
+            f"--kubeconfig={kubeconfig('scheduler')}",
+            f"--secure-port={scheduler}",
+            *self._no_insecure_port("kube-scheduler"),
+        )
+        # Pods can be created once the default service account exists.
+        account = f"{server}/api/v1/namespaces/default/serviceaccounts/default"
+        self._await(
+            "kube-controller-manager",
+            lambda: self._answers(account, tls, tokens["admin"]),
+            deadline,
+        )
+        write_kubeconfig(self.kubeconfig, server, certificate.authority, tokens["admin"])
+
+    def _spawn_etcd(self, port: int, peer_port: int) -> None:
+        client, peer = f"http://{_HOST}:{port}", f"http://{_HOST}:{peer_port}"
+        self._spawn(
+            "etcd",
+            f"--data-dir={self._state_dir / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+        )
+
+    def _spawn_apiserver(
+        self,
+        port: int,
+        etcd_port: int,
+        certificate: ServerCertificate,
+        accounts_key: Path,
+        tokens: Path,
+    ) -> None:
+        # Without a reconciler: it would publish a loopback address, which kube-apiserver refuses.
+        self._spawn(
+            "kube-apiserver",
+            f"--etcd-servers=http://{_HOST}:{etcd_port}",
+            f"--bind-address={_HOST}",
+            f"--advertise-address={_HOST}",
+            "--endpoint-reconciler-type=none",
+            f"--secure-port={port}",
+            f"--cert-dir={self._state_dir / 'pki'}",
+            f"--tls-cert-file={certificate.certificate}",
+            f"--tls-private-key-file={certificate.key}",
+            f"--token-auth-file={tokens}",
+            "--authorization-mode=RBAC",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={accounts_key}",
+            f"--service-account-signing-key-file={accounts_key}",
+            f"--service-cluster-ip-range={self._service_network}",
+            "--kubelet-preferred-address-types=InternalIP",
+            "--allow-privileged=true",
+            *self._audit(),
+            *self._apiserver_flags,
+        )
+
+    def _audit(self) -> tuple[str, ...]:
+        if self._audit_log is None:
+            return ()
+        policy = self._state_dir / "audit-policy.yaml"
+        policy.write_text(AUDIT_POLICY)
+        return (
+            f"--audit-policy-file={policy}",
+            f"--audit-log-path={self._audit_log}",
+            "--audit-log-mode=blocking-strict",
+        )
+
+    def _spawn(self, name: str, *arguments: str) -> None:
+        environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+        with (self._state_dir / f"{name}.log").open("wb") as log:
+            # In a session of its own, so that Ctrl-C at the terminal reaches only the parent.
+            self._children[name] = subprocess.Popen(
+                [str(self._assets / name), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=kill_at_end_of_parent(),
+            )
+
+    def _no_insecure_port(self, name: str) -> tuple[str, ...]:
+        """Return the flag that closes the port without TLS of controllers before 1.23."""
+        command = [str(self._assets / name), "--version"]
+        version = _numbers(
+            subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        )
+        return ("--port=0",) if version < (1, 23) else ()
+
+    def _answers(self, url: str, tls: ssl.SSLContext | None = None, token: str = "") -> bool:
+        request = urllib.request.Request(
+            url, headers={"Authorization": f"Bearer {token}"} if token else {}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=5, context=tls) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _await(self, name: str, ready: Callable[[], bool], deadline: float) -> None:
+        log = self._state_dir / f"{name}.log"
+        while not ready():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ControlPlaneError(f"{name} was not ready in time; see {log}")
+            time.sleep(0.1)
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pocketkube.control_plane.real")
+    parser.add_argument(
+        "--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig"
+    )
+    parser.add_argument(
+        "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
+    )
+    parser.add_argument(
+        "--audit-log", type=Path, metavar="FILE", help="write who asked for what; default: nowhere"
+    )
+    arguments = parser.parse_args()
+    assets = find_assets()
+    if assets is None:
+        sys.exit(missing_assets())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    plane = RealControlPlane(
+        assets, arguments.state_dir, arguments.service_network, arguments.audit_log
+    )
+    try:
+        plane.start()
+        print(plane.kubeconfig, flush=True)
+        while True:
+            plane.check()
+            time.sleep(0.5)
+    except ControlPlaneError as error:
+        sys.exit(str(error))
+    finally:
+        plane.stop()
+
+
+if __name__ == "__main__":
+    main()

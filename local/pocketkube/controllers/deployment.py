@@ -1,0 +1,271 @@
+"""Deployments: which ReplicaSets should exist, and their sizes at this step of a rollout."""
+
+import copy
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from baton_kube.client import Object
+from pocketkube.controllers.replicaset import desired_replicas, owner_reference
+from pocketkube.events import timestamp
+
+HASH_LABEL = "pod-template-hash"
+REVISION = "deployment.kubernetes.io/revision"
+
+
+@dataclass
+class DeploymentPlan:
+    """The next step of one Deployment."""
+
+    create: Object | None = None  # the ReplicaSet of the current template, if it is missing
+    scale: dict[str, int] = field(default_factory=dict)  # ReplicaSet name -> replicas
+    delete: list[str] = field(default_factory=list)  # old ReplicaSets beyond the history limit
+    status: Object = field(default_factory=dict)
+
+
+def template_hash(template: Object, collisions: int = 0) -> str:
+    """Return a name of ten characters for the content of a pod template."""
+    content = copy.deepcopy(template)
+    (content.get("metadata") or {}).get("labels", {}).pop(HASH_LABEL, None)
+    text = json.dumps([content, collisions], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def plan_deployment(
+    deployment: Object, replica_sets: list[Object], now: datetime
+) -> DeploymentPlan:
+    """Compute one step of the rollout. The caller repeats it after each change of a ReplicaSet.
+
+    Args:
+        replica_sets: those that the Deployment owns.
+    """
+    wanted = template_hash(deployment["spec"]["template"])
+    live = [rs for rs in replica_sets if not rs["metadata"].get("deletionTimestamp")]
+    new = next(
+        (rs for rs in live if rs["metadata"].get("labels", {}).get(HASH_LABEL) == wanted), None
+    )
+    old = [rs for rs in live if rs is not new]
+    plan = DeploymentPlan(status=deployment_status(deployment, new, live, now))
+    spec = deployment["spec"]
+    if deployment["metadata"].get("deletionTimestamp"):
+        return plan
+    if spec.get("paused"):
+        return plan
+    recreate = (spec.get("strategy") or {}).get("type") == "Recreate"
+    if recreate:
+        plan.scale = {_name(rs): 0 for rs in old if desired_replicas(rs) > 0}
+        if any(_current(rs) > 0 for rs in old):
+            return plan  # the old pods still exist
+        size = desired_replicas(deployment)
+    else:
+        size = _new_size(deployment, new, old)
+    if new is None:
+        plan.create = replica_set_of(deployment, wanted, size, _next_revision(old))
+        return plan
+    if desired_replicas(new) != size:
+        plan.scale[_name(new)] = size
+    if not recreate:
+        plan.scale |= _scale_down_old(deployment, new, old)
+    limit = spec.get("revisionHistoryLimit")
+    finished = sorted(
+        (rs for rs in old if desired_replicas(rs) == 0 and _current(rs) == 0), key=_revision
+    )
+    plan.delete = [
+        _name(rs) for rs in finished[: max(len(finished) - (10 if limit is None else limit), 0)]
+    ]
+    return plan
+
+
+def replica_set_of(deployment: Object, template_name: str, replicas: int, revision: int) -> Object:
+    """Build the ReplicaSet of the current template."""
+    template = copy.deepcopy(deployment["spec"]["template"])
+    template.setdefault("metadata", {}).setdefault("labels", {})[HASH_LABEL] = template_name
+    selector = copy.deepcopy(deployment["spec"]["selector"])
+    selector.setdefault("matchLabels", {})[HASH_LABEL] = template_name
+    return {
+        "kind": "ReplicaSet",
+        "apiVersion": "apps/v1",
+        "metadata": {
+            "name": f"{deployment['metadata']['name']}-{template_name}",
+            "namespace": deployment["metadata"]["namespace"],
+            "labels": template["metadata"]["labels"],
+            "annotations": {REVISION: str(revision)},
+            "ownerReferences": [owner_reference(deployment, "Deployment")],
+        },
+        "spec": {"replicas": replicas, "selector": selector, "template": template},
+    }
+
+
+def rolling_limits(deployment: Object) -> tuple[int, int]:
+    """Return (maxSurge, maxUnavailable) as numbers of pods.
+
+    Percentages are rounded up for maxSurge and down for maxUnavailable. They are never both 0.
+    """
+    rolling = (deployment["spec"].get("strategy") or {}).get("rollingUpdate") or {}
+    desired = desired_replicas(deployment)
+    surge = _resolve(rolling.get("maxSurge", "25%"), desired, up=True)
+    unavailable = _resolve(rolling.get("maxUnavailable", "25%"), desired, up=False)
+    return surge, unavailable if surge or unavailable else 1
+
+
+def deployment_status(
+    deployment: Object, new: Object | None, live: list[Object], now: datetime
+) -> Object:
+    """Compute the counts and the conditions Available and Progressing."""
+    desired = desired_replicas(deployment)
+    _, max_unavailable = rolling_limits(deployment)
+    total = sum(_current(rs) for rs in live)
+    available = sum(_available(rs) for rs in live)
+    updated = _current(new) if new else 0
+    status: Object = {
+        "observedGeneration": deployment["metadata"].get("generation", 1),
+        "replicas": total,
+        "updatedReplicas": updated,
+        "readyReplicas": sum((rs.get("status") or {}).get("readyReplicas", 0) for rs in live),
+        "availableReplicas": available,
+        "unavailableReplicas": max(desired - available, 0),
+    }
+    complete = new is not None and updated == desired == total and available >= desired
+    before = {c["type"]: c for c in (deployment.get("status") or {}).get("conditions") or []}
+    enough = available >= desired - max_unavailable
+    verdicts = {
+        "Available": (
+            (True, "MinimumReplicasAvailable", "Deployment has minimum availability.")
+            if enough
+            else (
+                False,
+                "MinimumReplicasUnavailable",
+                "Deployment does not have minimum availability.",
+            )
+        ),
+        "Progressing": _progress(deployment, status, complete, before.get("Progressing"), now),
+    }
+    conditions = []
+    for kind, (truth, reason, message) in verdicts.items():
+        value, old = "True" if truth else "False", before.get(kind)
+        same = old is not None and old["status"] == value
+        moved = (
+            kind == "Progressing"
+            and truth
+            and _counts(deployment.get("status") or {}) != _counts(status)
+        )
+        condition = {
+            "type": kind,
+            "status": value,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": old["lastTransitionTime"] if old and same else timestamp(now),
+            # The deadline counts from the time of the last progress, which the condition
+            # Progressing has.
+            "lastUpdateTime": old["lastUpdateTime"]
+            if old and same and not moved and old["reason"] == reason and "lastUpdateTime" in old
+            else timestamp(now),
+        }
+        conditions.append(condition)
+    status["conditions"] = conditions
+    return status
+
+
+def _progress(
+    deployment: Object, status: Object, complete: bool, before: Object | None, now: datetime
+) -> tuple[bool, str, str]:
+    name = deployment["metadata"]["name"]
+    if complete:
+        return True, "NewReplicaSetAvailable", f"Deployment {name!r} has successfully progressed."
+    deadline = deployment["spec"].get("progressDeadlineSeconds", 600)
+    stalled = before is not None and _counts(deployment.get("status") or {}) == _counts(status)
+    stalled = stalled and status["observedGeneration"] == (deployment.get("status") or {}).get(
+        "observedGeneration"
+    )
+    if stalled and before is not None and before["reason"] != "NewReplicaSetAvailable":
+        since = datetime.fromisoformat(before["lastUpdateTime"].replace("Z", "+00:00")).astimezone(
+            UTC
+        )
+        if (
+            before["reason"] == "ProgressDeadlineExceeded"
+            or (now - since).total_seconds() > deadline
+        ):
+            return (
+                False,
+                "ProgressDeadlineExceeded",
+                f"Deployment {name!r} has timed out progressing.",
+            )
+    return True, "ReplicaSetUpdated", f"Deployment {name!r} is progressing."
+
+
+def _counts(status: Object) -> tuple[int, ...]:
+    return tuple(
+        status.get(key, 0)
+        for key in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
+    )
+
+
+def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
+    """Return the size of the new ReplicaSet, as large as maxSurge allows beside the old ones."""
+    desired = desired_replicas(deployment)
+    surge, _ = rolling_limits(deployment)
+    current = desired_replicas(new) if new else 0
+    if current >= desired:
+        return desired
+    room = desired + surge - current - sum(max(desired_replicas(rs), _current(rs)) for rs in old)
+    return min(desired, current + max(room, 0))
+
+
+def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[str, int]:
+    """Remove old pods: all unavailable ones, and available ones while enough others exist."""
+    sizes = {_name(rs): desired_replicas(rs) for rs in old if desired_replicas(rs) > 0}
+    _, max_unavailable = rolling_limits(deployment)
+    minimum = desired_replicas(deployment) - max_unavailable
+    spare = (
+        sum(sizes.values())
+        + desired_replicas(new)
+        - minimum
+        - (desired_replicas(new) - _available(new))
+    )
+    result: dict[str, int] = {}
+    by_age = sorted((rs for rs in old if _name(rs) in sizes), key=_revision)
+    for rs in by_age:  # unavailable pods first
+        idle = min(max(sizes[_name(rs)] - _available(rs), 0), max(spare, 0))
+        if idle:
+            sizes[_name(rs)] -= idle
+            result[_name(rs)] = sizes[_name(rs)]
+            spare -= idle
+    surplus = (
+        sum(min(_available(rs), sizes[_name(rs)]) for rs in by_age) + _available(new) - minimum
+    )
+    for rs in by_age:
+        step = min(sizes[_name(rs)], max(surplus, 0))
+        if step:
+            sizes[_name(rs)] -= step
+            result[_name(rs)] = sizes[_name(rs)]
+            surplus -= step
+    return result
+
+
+def _resolve(value: int | str, total: int, *, up: bool) -> int:
+    if isinstance(value, int):
+        return value
+    share = int(value.rstrip("%")) * total / 100
+    return math.ceil(share) if up else math.floor(share)
+
+
+def _next_revision(old: list[Object]) -> int:
+    return max((_revision(rs) for rs in old), default=0) + 1
+
+
+def _revision(replica_set: Object) -> int:
+    return int((replica_set["metadata"].get("annotations") or {}).get(REVISION, 0))
+
+
+def _name(obj: Object) -> str:
+    return str(obj["metadata"]["name"])
+
+
+def _current(replica_set: Object) -> int:
+    return int((replica_set.get("status") or {}).get("replicas", 0))
+
+
+def _available(replica_set: Object) -> int:
+    return int((replica_set.get("status") or {}).get("availableReplicas", 0))

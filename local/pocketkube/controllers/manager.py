@@ -1,0 +1,274 @@
+"""The controllers: caches of observed objects, a work queue, and plans that are applied.
+
+They are level-triggered. A key is processed as a whole after any change, after a failure and at
+each resync.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+
+from baton_kube.client import KubeClient, KubeError, Object
+from baton_kube.reflector import Reflector, key_of
+from pocketkube.controllers.deployment import plan_deployment
+from pocketkube.controllers.replicaset import owned_by, plan_replica_set, pod_of
+from pocketkube.events import EventRecorder
+from pocketkube.lifecycle import until_stopped
+
+logger = logging.getLogger(__name__)
+
+RESYNC_S = 15.0
+# How long a cache may lag behind our writes before it overrules our record of them.
+EXPECTATION_S = 10.0
+
+
+class Queue:
+    """Keys to reconcile, each processed once at a time. Failures are retried with backoff."""
+
+    def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]):
+        self._name = name
+        self._reconcile = reconcile
+        self._keys: dict[str, None] = {}
+        self._filled = asyncio.Event()
+        self._failures: dict[str, int] = {}
+
+    def add(self, key: str) -> None:
+        """Queue `key`."""
+        self._keys[key] = None
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            await self._filled.wait()
+            key = next(iter(self._keys), None)
+            if key is None:
+                self._filled.clear()
+                continue
+            del self._keys[key]
+            try:
+                await self._reconcile(key)
+                self._failures.pop(key, None)
+            except KubeError as error:
+                self._again(key, str(error), expected=error.status in (404, 409))
+            except OSError as error:  # the API server does not answer
+                self._again(key, str(error), expected=True)
+            except Exception as error:
+                logger.exception("reconciling %s %s failed", self._name, key)
+                self._again(key, repr(error), expected=True)
+
+    def _again(self, key: str, why: str, *, expected: bool) -> None:
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        delay = min(0.1 * 2**count, 10.0)
+        logger.log(
+            logging.INFO if expected else logging.WARNING,
+            "%s %s: %s; retrying in %.1f s",
+            self._name,
+            key,
+            why,
+            delay,
+        )
+        asyncio.get_running_loop().call_later(delay, self.add, key)
+
+
+class Controllers:
+    """The Deployment controller, the ReplicaSet controller and the scheduler."""
+
+    def __init__(self, api: KubeClient):
+        self._api = api
+        self._events = EventRecorder(api, "pocketkube-controllers")
+        self._deployments = Reflector(api, "/apis/apps/v1/deployments")
+        self._replica_sets = Reflector(api, "/apis/apps/v1/replicasets")
+        self._pods = Reflector(api, "/api/v1/pods")
+        self._nodes = Reflector(api, "/api/v1/nodes")
+        self._deployment_queue = Queue("deployment", self._reconcile_deployment)
+        self._replica_set_queue = Queue("replicaset", self._reconcile_replica_set)
+        self._schedule_queue = Queue("schedule", self._schedule)
+        # ReplicaSet uid -> (pods created, pods deleted, time) that the cache does not show yet.
+        self._expected: dict[str, tuple[set[str], set[str], float]] = {}
+        self._deployments.subscribe(
+            lambda old, new: self._deployment_queue.add(key_of(_one(old, new)))
+        )
+        self._replica_sets.subscribe(self._replica_set_changed)
+        self._pods.subscribe(self._pod_changed)
+        self._nodes.subscribe(lambda old, new: self._schedule_pending())
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop`."""
+        caches = (self._deployments, self._replica_sets, self._pods, self._nodes)
+        await until_stopped(
+            stop, self._events.run(), self._work(caches), *(cache.run() for cache in caches)
+        )
+
+    async def _work(self, caches: tuple[Reflector, ...]) -> None:
+        # No decision before all caches are filled.
+        await asyncio.gather(*(cache.synced.wait() for cache in caches))
+        queues = (self._deployment_queue, self._replica_set_queue, self._schedule_queue)
+        await asyncio.gather(self._resync(), *(queue.run() for queue in queues))
+
+    async def _resync(self) -> None:
+        while True:
+            for key in self._deployments.objects:
+                self._deployment_queue.add(key)
+            for key in self._replica_sets.objects:
+                self._replica_set_queue.add(key)
+            self._schedule_pending()
+            await asyncio.sleep(RESYNC_S)
+
+    def _replica_set_changed(self, old: Object | None, new: Object | None) -> None:
+        replica_set = _one(old, new)
+        self._replica_set_queue.add(key_of(replica_set))
+        self._add_owner(replica_set, "Deployment", self._deployment_queue)
+
+    def _pod_changed(self, old: Object | None, new: Object | None) -> None:
+        pod = _one(old, new)
+        self._add_owner(pod, "ReplicaSet", self._replica_set_queue)
+        if new is not None and not new["spec"].get("nodeName"):
+            self._schedule_queue.add(key_of(new))
+
+    def _add_owner(self, obj: Object, kind: str, queue: Queue) -> None:
+        for reference in obj["metadata"].get("ownerReferences") or []:
+            if reference.get("controller") and reference["kind"] == kind:
+                queue.add(f"{obj['metadata']['namespace']}/{reference['name']}")
+
+    def _owned(self, cache: Reflector, owner: Object) -> list[Object]:
+        namespace = owner["metadata"]["namespace"]
+        return [
+            obj
+            for obj in cache.objects.values()
+            if obj["metadata"]["namespace"] == namespace and owned_by(obj, owner)
+        ]
+
+    async def _reconcile_deployment(self, key: str) -> None:
+        deployment = self._deployments.objects.get(key)
+        if deployment is None:
+            return
+        plan = plan_deployment(
+            deployment, self._owned(self._replica_sets, deployment), datetime.now(UTC)
+        )
+        base = f"/apis/apps/v1/namespaces/{deployment['metadata']['namespace']}"
+        if plan.create is not None:
+            try:
+                await self._api.create(f"{base}/replicasets", plan.create)
+            except KubeError as error:
+                if error.status != 409:  # 409: it exists, and the cache lags
+                    self._events.record(
+                        deployment, "Deployment", "FailedCreate", str(error), api_version="apps/v1"
+                    )
+                    raise
+        for name, replicas in plan.scale.items():
+            await self._api.merge(f"{base}/replicasets/{name}", {"spec": {"replicas": replicas}})
+            message = f"Scaled replica set {name} to {replicas}"
+            self._events.record(
+                deployment, "Deployment", "ScalingReplicaSet", message, api_version="apps/v1"
+            )
+        for name in plan.delete:
+            await self._delete(f"{base}/replicasets/{name}")
+        await self._write_status(
+            f"{base}/deployments/{deployment['metadata']['name']}", deployment, plan.status
+        )
+
+    async def _reconcile_replica_set(self, key: str) -> None:
+        replica_set = self._replica_sets.objects.get(key)
+        if replica_set is None:
+            return
+        pods = self._owned(self._pods, replica_set)
+        if not self._caught_up(replica_set, pods):
+            asyncio.get_running_loop().call_later(0.2, self._replica_set_queue.add, key)
+            return
+        plan = plan_replica_set(replica_set, pods)
+        namespace = replica_set["metadata"]["namespace"]
+        collection = f"/api/v1/namespaces/{namespace}/pods"
+        made: set[str] = set()
+        removed: set[str] = set()
+        self._expected[replica_set["metadata"]["uid"]] = (made, removed, time.monotonic())
+        try:
+            for _ in range(plan.create):
+                pod = await self._api.create(collection, pod_of(replica_set))
+                made.add(pod["metadata"]["name"])
+        except KubeError as error:
+            self._events.record(
+                replica_set, "ReplicaSet", "FailedCreate", str(error), api_version="apps/v1"
+            )
+            raise
+        for name in plan.delete:
+            await self._delete(f"{collection}/{name}")
+            removed.add(name)
+        path = f"/apis/apps/v1/namespaces/{namespace}/replicasets/{replica_set['metadata']['name']}"
+        await self._write_status(path, replica_set, plan.status)
+
+    def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
+        """Whether the cache shows our last writes. A lagging cache would create pods twice."""
+        made, removed, when = self._expected.get(
+            replica_set["metadata"]["uid"], (set(), set(), 0.0)
+        )
+        if time.monotonic() - when > EXPECTATION_S:
+            return True
+        names = {pod["metadata"]["name"]: pod for pod in pods}
+        made -= names.keys()
+        living = {
+            name
+            for name in removed
+            if name in names and not names[name]["metadata"].get("deletionTimestamp")
+        }
+        return not made and not living
+
+    async def _delete(self, path: str) -> None:
+        try:
+            await self._api.delete(path)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+
+    async def _write_status(self, path: str, obj: Object, status: Object) -> None:
+        current = obj.get("status") or {}
+        if any(current.get(key, 0) != value for key, value in status.items()):
+            await self._api.merge(f"{path}/status", {"status": status})
+
+    def _schedule_pending(self) -> None:
+        for key, pod in self._pods.objects.items():
+            if not pod["spec"].get("nodeName"):
+                self._schedule_queue.add(key)
+
+    async def _schedule(self, key: str) -> None:
+        pod = self._pods.objects.get(key)
+        if pod is None or pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
+            return
+        ready = (name for name, node in self._nodes.objects.items() if _node_ready(node))
+        node = min(ready, default=None)
+        if node is None:
+            self._events.record(
+                pod, "Pod", "FailedScheduling", "no node is ready; is the kubelet running?"
+            )
+            return
+        metadata = pod["metadata"]
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        binding: Object = {
+            "kind": "Binding",
+            "apiVersion": "v1",
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+            "target": {"kind": "Node", "apiVersion": "v1", "name": node},
+        }
+        try:
+            await self._api.create(f"{path}/binding", binding)
+        except KubeError as error:
+            if error.status not in (404, 405, 501):
+                raise
+            # The API server lacks the subresource, or the pod is gone: both answer 404.
+            await self._api.merge(path, {"spec": {"nodeName": node}})
+        self._events.record(pod, "Pod", "Scheduled", f"Assigned {key} to {node}")
+
+
+def _one(old: Object | None, new: Object | None) -> Object:
+    obj = new if new is not None else old
+    assert obj is not None
+    return obj
+
+
+def _node_ready(node: Object) -> bool:
+    if (node.get("spec") or {}).get("unschedulable"):
+        return False
+    conditions = (node.get("status") or {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)

@@ -1,0 +1,100 @@
+"""ReplicaSets: how many pods to create, which to delete, and the status."""
+
+from dataclasses import dataclass, field
+
+from baton_kube.client import Object
+
+TERMINAL = ("Succeeded", "Failed")
+
+
+@dataclass
+class ReplicaSetPlan:
+    """The next step of one ReplicaSet."""
+
+    create: int = 0  # number of pods
+    delete: list[str] = field(default_factory=list)  # names of pods
+    status: Object = field(default_factory=dict)
+
+
+def owned_by(obj: Object, owner: Object) -> bool:
+    """Whether `owner` is the controller of `obj`, by uid."""
+    references = obj["metadata"].get("ownerReferences") or []
+    return any(
+        ref.get("controller") and ref["uid"] == owner["metadata"]["uid"] for ref in references
+    )
+
+
+def owner_reference(owner: Object, kind: str) -> Object:
+    """Build a controller reference to an apps/v1 object."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": kind,
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether the pod's condition Ready is True."""
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def is_active(pod: Object) -> bool:
+    """Whether the pod is neither finished nor terminating."""
+    phase = (pod.get("status") or {}).get("phase")
+    return phase not in TERMINAL and not pod["metadata"].get("deletionTimestamp")
+
+
+def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
+    """Compute one step towards `spec.replicas`.
+
+    Args:
+        pods: those that the ReplicaSet owns, in any state.
+    """
+    active = [pod for pod in pods if is_active(pod)]
+    desired = desired_replicas(replica_set)
+    ready = sum(is_ready(pod) for pod in active)
+    status = {
+        "replicas": len(active),
+        "fullyLabeledReplicas": len(active),
+        "readyReplicas": ready,
+        "availableReplicas": ready,
+        "observedGeneration": replica_set["metadata"].get("generation", 1),
+    }
+    if replica_set["metadata"].get("deletionTimestamp"):
+        return ReplicaSetPlan(status=status)
+    surplus = len(active) - desired
+    # Unassigned pods first, then those that are not ready, then the youngest.
+    active.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
+    active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), is_ready(pod)))
+    return ReplicaSetPlan(
+        create=max(-surplus, 0),
+        delete=[pod["metadata"]["name"] for pod in active[: max(surplus, 0)]],
+        status=status,
+    )
+
+
+def desired_replicas(obj: Object) -> int:
+    """Return `spec.replicas`, 1 if it is not set."""
+    replicas = obj["spec"].get("replicas")
+    return 1 if replicas is None else int(replicas)
+
+
+def pod_of(replica_set: Object) -> Object:
+    """Build a pod. The API server names it."""
+    template = replica_set["spec"]["template"]
+    metadata = template.get("metadata") or {}
+    return {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {
+            "generateName": replica_set["metadata"]["name"] + "-",
+            "labels": metadata.get("labels") or {},
+            "annotations": metadata.get("annotations") or {},
+            "ownerReferences": [owner_reference(replica_set, "ReplicaSet")],
+        },
+        "spec": template["spec"],
+    }

@@ -1,0 +1,58 @@
+"""Kubeconfig files."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import yaml
+
+from pocketkube.certificates import write_private
+
+
+def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
+    """Copy the kubeconfig `admin` to `path` with another bearer token."""
+    document = yaml.safe_load(admin.read_text())
+    document["users"][0]["user"] = {"token": token}
+    write_private(path, yaml.safe_dump(document, sort_keys=False).encode())
+    return path
+
+
+def write_kubeconfig(
+    path: Path, server: str, authority: Path, token: str, user: str = "pocketkube-admin"
+) -> Path:
+    """Write a kubeconfig with the context `pocketkube`, readable by its owner only."""
+    data = base64.b64encode(authority.read_bytes()).decode()
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [
+            {
+                "name": "pocketkube",
+                "cluster": {"server": server, "certificate-authority-data": data},
+            }
+        ],
+        "users": [{"name": user, "user": {"token": token}}],
+        "contexts": [
+            {
+                "name": "pocketkube",
+                "context": {"cluster": "pocketkube", "user": user, "namespace": "default"},
+            }
+        ],
+        "current-context": "pocketkube",
+    }
+    write_private(path, yaml.safe_dump(document, sort_keys=False).encode())
+    return path
+
+
+def certificate_authority(kubeconfig: Path) -> bytes:
+    """Return the CA of the current context's cluster in PEM; empty if TLS is not verified."""
+    content = yaml.safe_load(kubeconfig.read_text())
+    contexts = {entry["name"]: entry["context"] for entry in content.get("contexts") or []}
+    clusters = {entry["name"]: entry["cluster"] for entry in content.get("clusters") or []}
+    cluster = clusters[contexts[content["current-context"]]["cluster"]]
+    if data := cluster.get("certificate-authority-data"):
+        return base64.b64decode(data)
+    if file := cluster.get("certificate-authority"):
+        return (kubeconfig.parent / file).read_bytes()
+    return b""

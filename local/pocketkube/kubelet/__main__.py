@@ -1,0 +1,75 @@
+"""`python -m pocketkube.kubelet`: see `--help`."""
+
+import argparse
+import socket
+from pathlib import Path
+
+from pocketkube.containers.backoff import BackoffPolicy
+from pocketkube.kubelet.kubelet import Kubelet, KubeletConfig
+from pocketkube.lifecycle import die_with_parent, run_until_terminated
+
+
+def main() -> None:
+    """Parse the command line and run until SIGTERM."""
+    parser = argparse.ArgumentParser(
+        prog="pocketkube.kubelet",
+        description="Run the pods of one node as processes of this machine.",
+    )
+    parser.add_argument("--kubeconfig", type=Path, required=True)
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        required=True,
+        help="pod folders, volumes and logs; one kubelet per folder",
+    )
+    parser.add_argument("--node-name", default=socket.gethostname().lower())
+    parser.add_argument(
+        "--address-pool",
+        default="127.77.0.0/16",
+        help=(
+            "network pods get their addresses from; outside of 127.0.0.0/8 they are added to the "
+            "loopback device (needs root)"
+        ),
+    )
+    parser.add_argument(
+        "--backoff-base",
+        type=float,
+        default=1.0,
+        help="seconds before the first restart of a container",
+    )
+    parser.add_argument(
+        "--backoff-cap", type=float, default=30.0, help="seconds at most before a restart"
+    )
+    parser.add_argument(
+        "--refresh",
+        type=float,
+        default=10.0,
+        help="seconds between refreshes of configMap, secret and token files",
+    )
+    parser.add_argument(
+        "--shutdown-grace",
+        type=float,
+        default=5.0,
+        help="seconds running containers get when the kubelet stops",
+    )
+    parser.add_argument(
+        "--parent-pid", type=int, help="end when this process (which must be the parent) ends"
+    )
+    args = parser.parse_args()
+    die_with_parent(args.parent_pid)
+    config = KubeletConfig(
+        kubeconfig=args.kubeconfig,
+        state_dir=args.state_dir.absolute(),
+        node_name=args.node_name,
+        address_pool=args.address_pool,
+        backoff=BackoffPolicy(args.backoff_base, args.backoff_cap),
+        refresh_s=args.refresh,
+        shutdown_grace_s=args.shutdown_grace,
+    )
+    run_until_terminated(
+        Kubelet(config).run, name="kubelet", stop_timeout_s=args.shutdown_grace + 15
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Pod addresses from a pool, the least recently used first.
+
+So the address of a deleted pod is not used again at once.
+"""
+
+import ipaddress
+from collections import deque
+
+from pocketkube.loopback import LoopbackAddresses
+
+
+class AddressPool:
+    """Hands out addresses of a network; its first usable one is the node's own."""
+
+    def __init__(self, network: str, loopback: LoopbackAddresses):
+        """Raises: ValueError unless `network` is an IPv4 CIDR with at least 8 addresses."""
+        self.network = ipaddress.IPv4Network(network)
+        if self.network.num_addresses < 8:
+            raise ValueError(
+                f"address pool {network} has fewer than 8 addresses; "
+                "use a wider one such as 127.77.0.0/16"
+            )
+        self._loopback = loopback
+        self.node_address = str(self.network[1])
+        self._next = 2
+        self._used: set[str] = set()
+        self._returned: deque[str] = deque()
+        loopback.add(self.node_address)
+
+    def allocate(self) -> str:
+        """Raises: OSError if the pool is exhausted or the device refuses the address."""
+        if self._next < self.network.num_addresses - 1:
+            address = str(self.network[self._next])
+            self._next += 1
+        elif self._returned:
+            address = self._returned.popleft()
+        else:
+            raise OSError(f"no free address in {self.network}; use a wider --address-pool")
+        try:
+            self._loopback.add(address)
+        except OSError:
+            self._returned.append(address)
+            raise
+        self._used.add(address)
+        return address
+
+    def release(self, address: str) -> None:
+        """Take an address back once no process uses it."""
+        if address in self._used:
+            self._used.discard(address)
+            self._loopback.remove(address)
+            self._returned.append(address)

@@ -1,0 +1,193 @@
+"""The kubelet: a node, a server, an address pool and one worker per pod."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from baton_kube.client import KubeClient, KubeError, Object, connect
+from baton_kube.reflector import Reflector
+from pocketkube.containers.backoff import BackoffPolicy
+from pocketkube.containers.environment import ConfigError, Lookup
+from pocketkube.containers.process import Guard
+from pocketkube.containers.runner import Services
+from pocketkube.events import EventRecorder
+from pocketkube.kubeconfig import certificate_authority
+from pocketkube.kubelet import node as node_object
+from pocketkube.kubelet.addresses import AddressPool
+from pocketkube.kubelet.kubelet_server import KubeletServer
+from pocketkube.kubelet.node import Node
+from pocketkube.kubelet.pod_worker import PodWorker
+from pocketkube.lifecycle import until_stopped
+from pocketkube.loopback import LoopbackAddresses
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets", "ServiceAccount": "serviceaccounts"}
+
+
+@dataclass(frozen=True)
+class KubeletConfig:
+    """Options of the command line."""
+
+    kubeconfig: Path
+    state_dir: Path
+    node_name: str
+    address_pool: str = "127.77.0.0/16"
+    backoff: BackoffPolicy = field(default_factory=BackoffPolicy)
+    refresh_s: float = 10.0  # between refreshes of configMap, secret and token files
+    shutdown_grace_s: float = 5.0  # for running containers when the kubelet stops
+
+
+class Kubelet:
+    """Runs the pods bound to one node."""
+
+    def __init__(self, config: KubeletConfig):
+        self._config = config
+        self._workers: dict[str, PodWorker] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until `stop`, then end all processes of all pods.
+
+        Raises:
+            TimeoutError: another kubelet holds the state folder.
+            OSError: an address is not available.
+            KubeError: the API server refuses to register the node.
+        """
+        config = self._config
+        guard = Guard(config.state_dir)
+        await guard.start()
+        loopback = LoopbackAddresses(config.state_dir / "addresses.json")
+        loopback.remove_stale()
+        try:
+            pool = AddressPool(config.address_pool, loopback)
+            connector = aiohttp.TCPConnector(force_close=True, limit=0)
+            async with (
+                connect(config.kubeconfig) as api,
+                aiohttp.ClientSession(connector=connector) as http,
+            ):
+                await self._serve(stop, api, guard, pool, http)
+        finally:
+            await guard.stop()
+            loopback.remove_all()
+
+    async def _serve(
+        self,
+        stop: asyncio.Event,
+        api: KubeClient,
+        guard: Guard,
+        pool: AddressPool,
+        http: aiohttp.ClientSession,
+    ) -> None:
+        config = self._config
+        capacity = node_object.allocatable()
+        events = EventRecorder(api, "kubelet", config.node_name)
+        services = Services(
+            api,
+            certificate_authority(config.kubeconfig),
+            events,
+            guard,
+            http,
+            _lookup(api),
+            config.backoff,
+            config.refresh_s,
+            pool.node_address,
+            capacity,
+        )
+        server = KubeletServer(self._workers)
+        port = await server.start(pool.node_address)
+        node = Node(api, config.node_name, pool.node_address, port, capacity)
+        pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")
+        pods.subscribe(lambda old, new: self._pod_changed(services, pool, old, new))
+        try:
+            await _register(node, stop)
+            logger.info(
+                "node %s is ready; pods get addresses of %s; server on port %d",
+                config.node_name,
+                pool.network,
+                port,
+            )
+            await until_stopped(
+                stop, events.run(), node.run(), pods.run(), self._remove_orphans(pods)
+            )
+        finally:
+            for worker in self._workers.values():
+                worker.shut_down(config.shutdown_grace_s)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await server.stop()
+            with contextlib.suppress(KubeError, OSError):
+                await node.write_status(ready=False)
+
+    def _pod_changed(
+        self, services: Services, pool: AddressPool, old: Object | None, new: Object | None
+    ) -> None:
+        replaced = old is not None and (
+            new is None or new["metadata"]["uid"] != old["metadata"]["uid"]
+        )
+        if old is not None and replaced and (gone := self._workers.get(old["metadata"]["uid"])):
+            gone.forget()
+        if new is None:
+            return
+        uid = new["metadata"]["uid"]
+        if worker := self._workers.get(uid):
+            worker.update(new)
+            return
+        worker = PodWorker(services, pool, self._pods_folder / uid, new)
+        self._workers[uid] = worker
+        task = asyncio.create_task(worker.run())
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._worker_done(uid, done))
+
+    def _worker_done(self, uid: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._workers.pop(uid, None)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("the worker of pod %s failed", uid, exc_info=error)
+
+    @property
+    def _pods_folder(self) -> Path:
+        return self._config.state_dir / "pods"
+
+    async def _remove_orphans(self, pods: Reflector) -> None:
+        """Remove the folders of pods that were deleted while no kubelet ran."""
+        await pods.synced.wait()
+        known = {pod["metadata"]["uid"] for pod in pods.objects.values()}
+        if self._pods_folder.is_dir():
+            for folder in self._pods_folder.iterdir():
+                if folder.name not in known and folder.name not in self._workers:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.Event().wait()  # until_stopped() treats the end of a loop as the end of all
+
+
+def _lookup(api: KubeClient) -> Lookup:
+    async def lookup(kind: str, namespace: str, name: str) -> Object | None:
+        try:
+            return await api.get(f"/api/v1/namespaces/{namespace}/{_COLLECTIONS[kind]}/{name}")
+        except (KubeError, OSError) as error:
+            if isinstance(error, KubeError) and error.status == 404:
+                return None
+            raise ConfigError(
+                f"cannot read {_COLLECTIONS[kind]} {namespace}/{name}: {error}"
+            ) from error
+
+    return lookup
+
+
+async def _register(node: Node, stop: asyncio.Event) -> None:
+    """Register the node as soon as the API server answers. A refusal is an error."""
+    while not stop.is_set():
+        try:
+            await node.register()
+            return
+        except (KubeError, OSError) as error:
+            if isinstance(error, KubeError) and error.status not in (429, 500, 503, 504):
+                raise
+            logger.warning("the API server does not answer: %s; retrying", error)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await stop.wait()

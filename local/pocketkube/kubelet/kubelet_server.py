@@ -1,0 +1,151 @@
+"""The kubelet's HTTPS server: `kubectl logs` through the API server, and a health check.
+
+It needs no authentication, because it listens only on the loopback device.
+"""
+
+import ipaddress
+import ssl
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from pocketkube.containers.container_log import stream_log
+from pocketkube.kubelet.pod_worker import PodWorker
+
+
+class KubeletServer:
+    """Serves the logs of `workers` (uid -> worker), which its owner keeps current."""
+
+    def __init__(self, workers: Mapping[str, PodWorker]):
+        self._workers = workers
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/pods", self._pods)
+        app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
+        # A disconnect cancels the handler. A silent container would keep it for long otherwise.
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
+
+    async def start(self, address: str) -> int:
+        """Listen on a free port, and return it."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, address, 0, ssl_context=self_signed_context(address))
+        await site.start()
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def stop(self) -> None:
+        """Close the server and its connections."""
+        await self._runner.cleanup()
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _pods(self, request: web.Request) -> web.Response:
+        pods = [worker.pod for worker in self._workers.values()]
+        return web.json_response(
+            {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods}
+        )
+
+    async def _logs(self, request: web.Request) -> web.StreamResponse:
+        names = request.match_info
+        matches = [
+            worker
+            for worker in self._workers.values()
+            if worker.pod["metadata"]["namespace"] == names["namespace"]
+            and worker.pod["metadata"]["name"] == names["pod"]
+        ]
+        if not matches:
+            raise web.HTTPNotFound(
+                text=f"pod {names['namespace']}/{names['pod']} is not on this node\n"
+            )
+        query = request.query
+        try:
+            tail = int(query["tailLines"]) if "tailLines" in query else None
+            limit = int(query["limitBytes"]) if "limitBytes" in query else None
+            since = _since(query)
+        except ValueError as error:
+            raise web.HTTPBadRequest(
+                text=f"bad query {request.query_string!r}: {error}\n"
+            ) from error
+        previous = _flag(query, "previous")
+        found = matches[-1].log(names["container"], previous=previous)
+        if found is None:
+            which = "previous terminated container" if previous else "container"
+            raise web.HTTPBadRequest(
+                text=(
+                    f"{which} {names['container']!r} in pod {names['pod']!r} "
+                    "not found or not started\n"
+                )
+            )
+        path, live = found
+        response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
+        await response.prepare(request)
+        chunks = stream_log(
+            path,
+            live,
+            follow=_flag(query, "follow"),
+            tail=tail,
+            since=since,
+            timestamps=_flag(query, "timestamps"),
+            limit_bytes=limit,
+        )
+        async for chunk in chunks:
+            await response.write(chunk)
+        await response.write_eof()
+        return response
+
+
+def self_signed_context(address: str) -> ssl.SSLContext:
+    """Create a TLS context with a new key and a self-signed certificate.
+
+    API servers accept it unless they are given a kubelet certificate authority.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pocketkube-kubelet@{address}")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=3650))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]),
+            critical=False,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # The ssl module loads from files only.
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kubelet.pem"
+        file.touch(mode=0o600)
+        file.write_bytes(pem)
+        context.load_cert_chain(file)
+    return context
+
+
+def _flag(query: Mapping[str, str], name: str) -> bool:
+    return query.get(name, "").lower() in ("true", "1")
+
+
+def _since(query: Mapping[str, str]) -> datetime | None:
+    if seconds := query.get("sinceSeconds"):
+        return datetime.now(UTC) - timedelta(seconds=int(seconds))
+    if text := query.get("sinceTime"):
+        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return None

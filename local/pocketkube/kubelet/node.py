@@ -1,0 +1,196 @@
+"""The Node object of this kubelet and its Lease."""
+
+import asyncio
+import logging
+import os
+import platform
+from datetime import UTC, datetime
+
+from baton_kube.client import KubeClient, KubeError, Object
+from pocketkube.events import timestamp
+
+logger = logging.getLogger(__name__)
+
+LEASE_NAMESPACE = "kube-node-lease"
+LEASE_RENEW_S = 10
+LEASE_DURATION_S = 40
+STATUS_EVERY = 6  # in lease renewals
+SCHEME_ANNOTATION = "pocketkube/kubelet-scheme"
+
+
+def allocatable() -> dict[str, str]:
+    """Return the resources of this machine. Nothing enforces them."""
+    memory_kib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
+    # More than the machine has: samples written for servers must fit on a laptop.
+    cpus = max(os.cpu_count() or 1, 64)
+    return {
+        "cpu": str(cpus),
+        "memory": f"{max(memory_kib, 512 * 2**20)}Ki",
+        "pods": "500",
+        "ephemeral-storage": "1Ti",
+    }
+
+
+class Node:
+    """Registers the node, and keeps it ready."""
+
+    def __init__(
+        self, api: KubeClient, name: str, address: str, port: int, capacity: dict[str, str]
+    ):
+        self._api = api
+        self._name = name
+        self._address = address
+        self._port = port
+        self._capacity = capacity
+        self._ready_since = timestamp()
+
+    async def register(self) -> Object:
+        """Create the Node object or take it over, mark it ready, and return it.
+
+        Raises:
+            KubeError: the API server refuses.
+            OSError: the API server does not answer.
+        """
+        metadata: Object = {
+            "name": self._name,
+            "labels": {
+                "kubernetes.io/hostname": self._name,
+                "kubernetes.io/os": "linux",
+                "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(
+                    platform.machine(), platform.machine()
+                ),
+                "pocketkube/kubelet": "processes",
+            },
+            "annotations": {SCHEME_ANNOTATION: "https"},
+        }
+        try:
+            await self._api.create(
+                "/api/v1/nodes",
+                {"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": {}},
+            )
+        except KubeError as error:
+            if error.status != 409:
+                raise
+            await self._api.merge(
+                self._path, {"metadata": {k: v for k, v in metadata.items() if k != "name"}}
+            )
+        await self.write_status(ready=True)
+        return await self._api.get(self._path)
+
+    async def run(self) -> None:
+        """Renew the lease and, less often, the status until cancelled."""
+        beat = 0
+        while True:
+            try:
+                await self._renew_lease()
+                if beat % STATUS_EVERY == 0:
+                    await self.write_status(ready=True)
+                beat += 1
+            except (KubeError, OSError) as error:
+                logger.warning(
+                    "renewing the lease of node %s failed: %s; retrying", self._name, error
+                )
+                is_gone = isinstance(error, KubeError) and error.status == 404
+                if is_gone and beat > 0:  # somebody has deleted the node
+                    beat = 0
+                    await self._register_again()
+            await asyncio.sleep(LEASE_RENEW_S)
+
+    async def write_status(self, *, ready: bool) -> None:
+        """Write the status.
+
+        Raises:
+            KubeError: the API server refuses.
+            OSError: the API server does not answer.
+        """
+        now = timestamp()
+        calm = {
+            "MemoryPressure": "KubeletHasSufficientMemory",
+            "DiskPressure": "KubeletHasNoDiskPressure",
+            "PIDPressure": "KubeletHasSufficientPID",
+        }
+        conditions = [
+            {
+                "type": kind,
+                "status": "False",
+                "reason": reason,
+                "message": "not watched: resources are not enforced here",
+            }
+            | {"lastHeartbeatTime": now, "lastTransitionTime": self._ready_since}
+            for kind, reason in calm.items()
+        ]
+        conditions.append(
+            {
+                "type": "Ready",
+                "status": "True" if ready else "False",
+                "reason": "KubeletReady" if ready else "KubeletStopped",
+                "message": "the kubelet of processes is running"
+                if ready
+                else "the kubelet has shut down",
+                "lastHeartbeatTime": now,
+                "lastTransitionTime": self._ready_since if ready else now,
+            }
+        )
+        status: Object = {
+            "capacity": self._capacity,
+            "allocatable": self._capacity,
+            "addresses": [{"type": "InternalIP", "address": self._address}],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
+            "conditions": conditions,
+            "nodeInfo": {
+                "architecture": platform.machine(),
+                "bootID": "",
+                "containerRuntimeVersion": "process://1",
+                "kernelVersion": platform.release(),
+                "kubeProxyVersion": "",
+                "kubeletVersion": "v1.20.0-pocketkube",
+                "machineID": "",
+                "operatingSystem": "linux",
+                "osImage": platform.system(),
+                "systemUUID": "",
+            },
+        }
+        await self._api.merge(f"{self._path}/status", {"status": status})
+
+    @property
+    def _path(self) -> str:
+        return f"/api/v1/nodes/{self._name}"
+
+    async def _register_again(self) -> None:
+        try:
+            await self.register()
+        except (KubeError, OSError) as error:
+            logger.warning("registering node %s again failed: %s; retrying", self._name, error)
+
+    async def _renew_lease(self) -> None:
+        spec = {
+            "holderIdentity": self._name,
+            "leaseDurationSeconds": LEASE_DURATION_S,
+            "renewTime": timestamp(datetime.now(UTC), micro=True),
+        }
+        collection = f"/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases"
+        try:
+            await self._api.merge(f"{collection}/{self._name}", {"spec": spec})
+            return
+        except KubeError as error:
+            if error.status != 404:
+                raise
+        lease: Object = {
+            "kind": "Lease",
+            "apiVersion": "coordination.k8s.io/v1",
+            "metadata": {"name": self._name, "namespace": LEASE_NAMESPACE},
+            "spec": spec,
+        }
+        try:
+            await self._api.create(collection, lease)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            # A new API server creates this namespace after its start; a small one never does.
+            namespace = {
+                "kind": "Namespace",
+                "apiVersion": "v1",
+                "metadata": {"name": LEASE_NAMESPACE},
+            }
+            await self._api.create("/api/v1/namespaces", namespace)
+            await self._api.create(collection, lease)

@@ -1,0 +1,238 @@
+"""PodStatus from the states of the containers. Pure functions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from baton_kube.client import Object
+from pocketkube.containers.container_state import ContainerState, Running, Terminated, Waiting
+from pocketkube.events import timestamp
+
+# Conditions of this kubelet. Others (of a scheduler, of readiness gates) are kept.
+OWN_CONDITIONS = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
+
+
+@dataclass
+class PodRuntime:
+    """The state of a pod that its object does not have."""
+
+    host_ip: str
+    pod_ip: str = ""
+    start_time: datetime | None = None
+    init: dict[str, ContainerState] = field(default_factory=dict)
+    main: dict[str, ContainerState] = field(default_factory=dict)
+    stopping: bool = False
+
+
+def pod_status(pod: Object, runtime: PodRuntime, previous: Object, now: datetime) -> Object:
+    """Compute the status, with every field that this kubelet owns.
+
+    Args:
+        previous: the last status; transition times of unchanged conditions are kept from it.
+    """
+    phase = pod_phase(pod, runtime)
+    status: Object = {
+        "phase": phase,
+        "conditions": _conditions(runtime, phase, previous, now),
+        "hostIP": runtime.host_ip,
+        "podIP": runtime.pod_ip or None,
+        "podIPs": [{"ip": runtime.pod_ip}] if runtime.pod_ip else None,
+        "startTime": timestamp(runtime.start_time) if runtime.start_time else None,
+        "containerStatuses": _container_statuses(pod["spec"]["containers"], runtime.main),
+    }
+    if init := pod["spec"].get("initContainers"):
+        status["initContainerStatuses"] = _container_statuses(init, runtime.init, init=True)
+    return status
+
+
+def pod_phase(pod: Object, runtime: PodRuntime) -> str:
+    """Return Pending, Running, Succeeded or Failed."""
+    policy = pod["spec"].get("restartPolicy") or "Always"
+    for state in runtime.init.values():
+        if isinstance(state.state, Terminated):
+            if state.state.exit_code != 0 and policy == "Never":
+                return "Failed"
+            if state.state.exit_code == 0:
+                continue
+        return "Failed" if runtime.stopping else "Pending"
+    states = list(runtime.main.values())
+    if any(isinstance(state.state, Running) for state in states):
+        return "Running"
+    if any(isinstance(state.state, Waiting) for state in states):
+        # In the API, waiting for a restart counts as running, waiting for the first start does not.
+        return (
+            "Running"
+            if all(state.last or not isinstance(state.state, Waiting) for state in states)
+            else "Pending"
+        )
+    codes = [state.state.exit_code for state in states if isinstance(state.state, Terminated)]
+    if policy == "Always" and not runtime.stopping:
+        return "Running"
+    if all(code == 0 for code in codes):
+        return "Succeeded"
+    return "Failed" if policy == "Never" or runtime.stopping else "Running"
+
+
+def inherited_state(
+    previous: Object | None, restart_policy: str, *, init: bool = False
+) -> ContainerState:
+    """Compute the state of a container for a new kubelet. No process survived the previous one.
+
+    A container that ended for good under its restart policy stays terminated. Any other container
+    that was ever started is started again, which raises its restart count.
+    """
+    if not previous:
+        return ContainerState(Waiting("PodInitializing" if init else "ContainerCreating"))
+    result = ContainerState(
+        Waiting("PodInitializing" if init else "ContainerCreating"),
+        restart_count=int(previous.get("restartCount", 0)),
+        container_id=previous.get("containerID", ""),
+    )
+    states = previous.get("state") or {}
+    if ended := states.get("terminated"):
+        result.last = _read_terminated(ended)
+        final = restart_policy == "Never" or (
+            ended["exitCode"] == 0 and (init or restart_policy == "OnFailure")
+        )
+        if final:
+            result.state = result.last
+            result.last = _read_last(previous)
+    elif running := states.get("running"):
+        result.last = Terminated(
+            137,
+            "ContainerStatusUnknown",
+            "the kubelet that ran this container ended, and the container with it",
+            parse_time(running.get("startedAt")),
+            None,
+            result.container_id,
+        )
+        if restart_policy == "Never":
+            result.state, result.last = result.last, _read_last(previous)
+    else:
+        result.last = _read_last(previous)
+    return result
+
+
+def _read_last(previous: Object) -> Terminated | None:
+    ended = (previous.get("lastState") or {}).get("terminated")
+    return _read_terminated(ended) if ended else None
+
+
+def _read_terminated(ended: Object) -> Terminated:
+    return Terminated(
+        int(ended["exitCode"]),
+        ended.get("reason", "Error"),
+        ended.get("message", ""),
+        parse_time(ended.get("startedAt")),
+        parse_time(ended.get("finishedAt")),
+        ended.get("containerID", ""),
+        int(ended.get("signal", 0)),
+    )
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """Parse an API timestamp; None if it is missing."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+
+
+def _container_statuses(
+    containers: list[Object], states: Mapping[str, ContainerState], *, init: bool = False
+) -> list[Object]:
+    result = []
+    for container in containers:
+        state = states.get(container["name"]) or ContainerState()
+        done = isinstance(state.state, Terminated) and state.state.exit_code == 0
+        entry: Object = {
+            "name": container["name"],
+            "image": container.get("image") or "none",
+            "imageID": "",
+            "restartCount": state.restart_count,
+            "ready": done if init else isinstance(state.state, Running) and state.ready,
+            "state": _state(state.state),
+        }
+        if not init:
+            entry["started"] = isinstance(state.state, Running) and state.started
+        if state.last:
+            entry["lastState"] = _state(state.last)
+        if state.container_id:
+            entry["containerID"] = state.container_id
+        result.append(entry)
+    return result
+
+
+def _state(state: Waiting | Running | Terminated) -> Object:
+    if isinstance(state, Running):
+        return {"running": {"startedAt": timestamp(state.started_at)}}
+    if isinstance(state, Waiting):
+        return {
+            "waiting": {"reason": state.reason}
+            | ({"message": state.message} if state.message else {})
+        }
+    ended = {
+        "exitCode": state.exit_code,
+        "reason": state.reason,
+        "message": state.message,
+        "signal": state.signal,
+        "startedAt": timestamp(state.started_at) if state.started_at else None,
+        "finishedAt": timestamp(state.finished_at) if state.finished_at else None,
+        "containerID": state.container_id,
+    }
+    return {
+        "terminated": {key: value for key, value in ended.items() if value or key == "exitCode"}
+    }
+
+
+def _conditions(runtime: PodRuntime, phase: str, previous: Object, now: datetime) -> list[Object]:
+    verdicts: dict[str, tuple[bool, str, str]] = {"PodScheduled": (True, "", "")}
+    incomplete = [
+        name
+        for name, state in runtime.init.items()
+        if not (isinstance(state.state, Terminated) and state.state.exit_code == 0)
+    ]
+    unready = [
+        name
+        for name, state in runtime.main.items()
+        if not (isinstance(state.state, Running) and state.ready)
+    ]
+    if phase == "Succeeded":
+        verdicts["Initialized"] = (True, "PodCompleted", "")
+        verdicts["ContainersReady"] = verdicts["Ready"] = (False, "PodCompleted", "")
+    else:
+        verdicts["Initialized"] = (
+            (
+                False,
+                "ContainersNotInitialized",
+                f"containers with incomplete status: [{' '.join(incomplete)}]",
+            )
+            if incomplete
+            else (True, "", "")
+        )
+        if phase == "Failed":
+            ready = (False, "PodFailed", "")
+        elif unready or incomplete:
+            ready = (
+                False,
+                "ContainersNotReady",
+                f"containers with unready status: [{' '.join(unready)}]",
+            )
+        else:
+            ready = (True, "", "")
+        verdicts["ContainersReady"] = verdicts["Ready"] = ready
+    before = {condition["type"]: condition for condition in previous.get("conditions") or []}
+    result = [condition for condition in before.values() if condition["type"] not in OWN_CONDITIONS]
+    for kind in OWN_CONDITIONS:
+        truth, reason, message = verdicts[kind]
+        value = "True" if truth else "False"
+        old = before.get(kind)
+        changed_at = old.get("lastTransitionTime") if old and old["status"] == value else None
+        condition = {
+            "type": kind,
+            "status": value,
+            "lastTransitionTime": changed_at or timestamp(now),
+        }
+        result.append(
+            condition
+            | ({"reason": reason} if reason else {})
+            | ({"message": message} if message else {})
+        )
+    return result

@@ -1,0 +1,333 @@
+"""One pod from its arrival on the node to its deletion."""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from baton_kube.client import KubeError, Object
+from pocketkube.containers.container_log import ContainerLog
+from pocketkube.containers.container_state import Waiting
+from pocketkube.containers.environment import ConfigError
+from pocketkube.containers.runner import ContainerRunner, PodContext, Services, log_file
+from pocketkube.containers.volumes import MountError, PodVolumes, with_service_account_token
+from pocketkube.kubelet.addresses import AddressPool
+from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, parse_time, pod_status
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 2.0  # between attempts to make volumes or to get an address
+DEFAULT_GRACE_S = 30
+MIN_GRACE_S = 2.0  # grace period of a pod that is deleted without one
+LAST_STATUS_S = 2.0  # time for the last status before the kubelet ends
+TERMINAL = ("Succeeded", "Failed")
+
+T = TypeVar("T")
+
+
+class PodWorker:
+    """Owns one pod, identified by its uid.
+
+    `update` and `forget` pass on changes in the API server. `run` does the work.
+    """
+
+    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object):
+        self.pod = pod
+        self.runners: dict[str, ContainerRunner] = {}  # init and main containers, by name
+        self._services = services
+        self._pool = pool
+        self._folder = folder
+        self._dirty = asyncio.Event()
+        self._leave = asyncio.Event()
+        self._gone = False  # deleted from the API server, or not ours to delete
+        self._keep_folder = False
+        self._deadline = float("inf")
+        self._written: Object | None = None  # the status that was last written
+        # Set once the address and the service account are known.
+        self._context: PodContext | None = None
+        self._account: Object | None = None
+        self._address = ""
+        status = pod.get("status") or {}
+        policy = pod["spec"].get("restartPolicy") or "Always"
+        before = {entry["name"]: entry for entry in status.get("containerStatuses") or []}
+        before_init = {entry["name"]: entry for entry in status.get("initContainerStatuses") or []}
+        self.runtime = PodRuntime(
+            host_ip=services.host_ip,
+            start_time=parse_time(status.get("startTime")) or datetime.now(UTC),
+            init={
+                c["name"]: inherited_state(before_init.get(c["name"]), policy, init=True)
+                for c in self._init_specs
+            },
+            main={
+                c["name"]: inherited_state(before.get(c["name"]), policy)
+                for c in pod["spec"]["containers"]
+            },
+        )
+        if self._init_specs:
+            for state in self.runtime.main.values():
+                if isinstance(state.state, Waiting):
+                    state.state = Waiting("PodInitializing")
+        self._check_deletion()
+
+    @property
+    def uid(self) -> str:
+        """The pod's uid."""
+        return str(self.pod["metadata"]["uid"])
+
+    def update(self, pod: Object) -> None:
+        """Take over a newer version of the pod."""
+        self.pod = pod
+        if self._context is not None:
+            self._context.pod = with_service_account_token(pod, self._account)
+        self._check_deletion()
+        self._dirty.set()
+
+    def forget(self) -> None:
+        """Stop without a status: the pod has been deleted with grace period 0."""
+        self._gone = True
+        self._shorten(MIN_GRACE_S)
+        self._leave.set()
+
+    def shut_down(self, grace_s: float) -> None:
+        """Stop the processes, but keep the pod object and its files: the kubelet ends."""
+        self._keep_folder = True
+        self._gone = True
+        self._shorten(grace_s)
+        self._leave.set()
+
+    def log(self, container: str, *, previous: bool) -> tuple[Path, ContainerLog | None] | None:
+        """Return the log file of the current or previous instance, and its writer.
+
+        The writer is None once the instance has ended. The result is None if there is no such
+        instance.
+        """
+        state = self.runtime.main.get(container) or self.runtime.init.get(container)
+        if state is None or not state.container_id or (previous and state.restart_count == 0):
+            return None
+        runner = self.runners.get(container)
+        live = runner.log if runner is not None and not previous else None
+        return log_file(self._folder / "logs", container, state.restart_count - previous), live
+
+    async def run(self) -> None:
+        """Run until the pod is deleted and nothing of it is left on this machine."""
+        writer = asyncio.create_task(self._write_statuses())
+        lifecycle = asyncio.create_task(self._lifecycle())
+        lifecycle.add_done_callback(self._report_failure)
+        try:
+            await self._leave.wait()
+            # The next kubelet continues a pod that only loses its kubelet, so its phase is not
+            # final.
+            self.runtime.stopping = not self._keep_folder
+            await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
+        finally:
+            for task in (lifecycle, writer):
+                task.cancel()
+            await asyncio.gather(lifecycle, writer, return_exceptions=True)
+        if not self._gone:
+            await self._delete()
+        elif self._keep_folder:
+            await self._write_last_status()
+        if self._address:
+            self._pool.release(self._address)
+        if not self._keep_folder:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    @property
+    def _init_specs(self) -> list[Object]:
+        return self.pod["spec"].get("initContainers") or []
+
+    async def _lifecycle(self) -> None:
+        if (self.pod.get("status") or {}).get("phase") in TERMINAL:
+            return  # ended under a previous kubelet
+        self._dirty.set()
+        self._address = await self._retry("Failed", self._allocate)
+        self._account = await self._retry("FailedMount", self._service_account)
+        pod = with_service_account_token(self.pod, self._account)
+        addresses = {"status.podIP": self._address, "status.hostIP": self.runtime.host_ip}
+        volumes = PodVolumes(
+            pod,
+            self._folder,
+            self._services.api,
+            self._services.ca_pem,
+            self._services.lookup,
+            addresses,
+            self._services.allocatable,
+        )
+        context = PodContext(
+            self._services,
+            pod,
+            self._address,
+            volumes,
+            self._folder / "logs",
+            self._dirty.set,
+            lambda: self._deadline,
+        )
+        self._context = context
+        self._dirty.set()
+        await self._retry("FailedMount", volumes.make)
+        # Other components see the address once the volumes exist.
+        self.runtime.pod_ip = self._address
+        self._dirty.set()
+        refresher = asyncio.create_task(self._refresh(volumes))
+        try:
+            for container in pod["spec"].get("initContainers") or []:
+                runner = ContainerRunner(
+                    context, container, self.runtime.init[container["name"]], init=True
+                )
+                self.runners[container["name"]] = runner
+                await runner.run()
+                if not runner.succeeded or self._leave.is_set():
+                    return
+            mains = []
+            for container in pod["spec"]["containers"]:
+                state = self.runtime.main[container["name"]]
+                if isinstance(state.state, Waiting):
+                    state.state = Waiting("ContainerCreating")
+                mains.append(ContainerRunner(context, container, state))
+                self.runners[container["name"]] = mains[-1]
+            await asyncio.gather(*(runner.run() for runner in mains))
+        finally:
+            refresher.cancel()
+
+    async def _allocate(self) -> str:
+        return self._pool.allocate()
+
+    async def _service_account(self) -> Object | None:
+        """Return the pod's service account.
+
+        None if the API server has no default account; it issues no tokens then.
+        """
+        named = self.pod["spec"].get("serviceAccountName")
+        namespace = self.pod["metadata"]["namespace"]
+        account = await self._services.lookup("ServiceAccount", namespace, named or "default")
+        if account is None and named and named != "default":
+            raise MountError(f"serviceaccount {named!r} not found in namespace {namespace!r}")
+        return account
+
+    async def _retry(self, reason: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `attempt` until it succeeds; each failure is recorded as an event."""
+        while True:
+            try:
+                return await attempt()
+            except (MountError, ConfigError, OSError) as error:
+                self._services.events.record(self.pod, "Pod", reason, str(error))
+                logger.warning("pod %s: %s; retrying", self.pod["metadata"]["name"], error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _refresh(self, volumes: PodVolumes) -> None:
+        """Refresh the files made from API objects, until cancelled."""
+        while True:
+            await asyncio.sleep(self._services.refresh_s)
+            volumes.pod = with_service_account_token(self.pod, self._account)
+            try:
+                await volumes.make()
+            except (MountError, OSError) as error:
+                self._services.events.record(self.pod, "Pod", "FailedMount", str(error))
+
+    def _check_deletion(self) -> None:
+        if self.pod["metadata"].get("deletionTimestamp"):
+            self._shorten(self._grace_s())
+            self._leave.set()
+
+    def _grace_s(self) -> float:
+        metadata, spec = self.pod["metadata"], self.pod["spec"]
+        for value in (
+            metadata.get("deletionGracePeriodSeconds"),
+            spec.get("terminationGracePeriodSeconds"),
+        ):
+            if value is not None:
+                return max(float(value), MIN_GRACE_S)
+        return DEFAULT_GRACE_S
+
+    def _shorten(self, grace_s: float) -> None:
+        self._deadline = min(self._deadline, asyncio.get_running_loop().time() + grace_s)
+
+    async def _write_statuses(self) -> None:
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            delay = 0.2
+            while not await self._write_status():
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, 5.0)
+
+    async def _write_status(self) -> bool:
+        """Patch the status if it has changed; False if the write must be repeated."""
+        observed = self.pod.get("status") or {}
+        if observed.get("phase") in TERMINAL and self._written is None:
+            return True  # a previous kubelet has written the final status
+        previous = self._written or observed
+        own = {c["type"]: c for c in previous.get("conditions") or []}
+        others = {c["type"]: c for c in observed.get("conditions") or []}
+        wanted = pod_status(
+            self.pod,
+            self.runtime,
+            {"conditions": list((others | own).values())},
+            datetime.now(UTC),
+        )
+        if _same(wanted, previous):
+            return True
+        metadata = self.pod["metadata"]
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
+        try:
+            await self._services.api.merge(
+                path, {"metadata": {"uid": metadata["uid"]}, "status": wanted}
+            )
+        except (KubeError, OSError) as error:
+            if _is_gone(error):
+                return True
+            logger.warning("writing the status of pod %s failed: %s", metadata["name"], error)
+            return False
+        self._written = wanted
+        return True
+
+    async def _write_last_status(self) -> None:
+        """Report once that the pod is not ready. The API server may be ending as well."""
+        try:
+            async with asyncio.timeout(LAST_STATUS_S):
+                await self._write_status()
+        except TimeoutError:
+            logger.warning(
+                "could not write the last status of pod %s", self.pod["metadata"]["name"]
+            )
+
+    async def _delete(self) -> None:
+        """Write the final status, then delete the object."""
+        for runner in self.runners.values():
+            runner.settle()
+        metadata = self.pod["metadata"]
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        delay = 0.2
+        while not self._gone:
+            await self._write_status()
+            try:
+                await self._services.api.delete(path, grace_s=0, uid=metadata["uid"])
+                return
+            except (KubeError, OSError) as error:
+                if _is_gone(error):
+                    return
+                logger.warning("deleting pod %s failed: %s; retrying", metadata["name"], error)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 5.0)
+
+    def _report_failure(self, lifecycle: "asyncio.Task[None]") -> None:
+        """Report an unexpected error as an event. Without it the pod would seem to start slowly."""
+        if not lifecycle.cancelled() and (error := lifecycle.exception()):
+            logger.error(
+                "the worker of pod %s failed", self.pod["metadata"]["name"], exc_info=error
+            )
+            self._services.events.record(
+                self.pod, "Pod", "Failed", f"the kubelet failed: {error!r}"
+            )
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether the pod does not exist, or another pod has its name now."""
+    return isinstance(error, KubeError) and error.status in (404, 409)
+
+
+def _same(wanted: Object, previous: Object) -> bool:
+    return all(previous.get(key) == value for key, value in wanted.items())

@@ -1,0 +1,92 @@
+"""The life of a process of the cluster: it ends with its parent, and on SIGTERM."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+# Loaded before any fork. Between fork and exec a child can only call what is loaded.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def set_parent_death_signal(signum: int) -> None:
+    """Ask the kernel to send `signum` when the thread that forked this process ends.
+
+    Safe between fork and exec. Linux only.
+    """
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def kill_at_end_of_parent() -> Callable[[], None]:
+    """Return a `preexec_fn` with which a child gets SIGKILL when this process ends."""
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before prctl
+            os._exit(1)
+
+    return before_exec
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Ask for SIGTERM at the end of the parent process.
+
+    Args:
+        parent_pid: the expected parent. Without it, the end of the parent before this call goes
+            unnoticed.
+    """
+    expected = parent_pid or os.getppid()
+    set_parent_death_signal(signal.SIGTERM)
+    if os.getppid() != expected:
+        sys.exit(f"parent process {expected} is gone; not starting without it")
+
+
+def run_until_terminated(
+    main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, stop_timeout_s: float
+) -> None:
+    """Run `main(stop)` until it returns. SIGTERM and SIGINT set `stop`.
+
+    SIGALRM ends the process if `main` has not returned `stop_timeout_s` after the signal.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s"
+    )
+
+    async def supervised() -> None:
+        stop = asyncio.Event()
+
+        def terminate() -> None:
+            signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, terminate)
+        await main(stop)
+
+    asyncio.run(supervised())
+
+
+async def until_stopped(stop: asyncio.Event, *loops: Awaitable[None]) -> None:
+    """Run endless loops together until `stop` is set.
+
+    A loop that fails ends all of them, and its error is raised here.
+    """
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
+    waiter = asyncio.ensure_future(stop.wait())
+    try:
+        done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (waiter, *tasks):
+            task.cancel()
+        await asyncio.gather(waiter, *tasks, return_exceptions=True)

@@ -1,0 +1,56 @@
+"""Address ranges of several clusters on one machine, each held by one cluster at a time."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+# (pods, services). A real API server refuses addresses of 127/8 in Endpoints.
+_RANGES = {
+    "embedded": ("127.77.0.0/16", "127.96.0.0/16"),
+    "real": ("198.18.0.0/16", "198.19.0.0/16"),
+}
+_PREFIX = 20
+CLUSTERS = 2 ** (_PREFIX - 16)
+
+
+class NetworksInUseError(Exception):
+    """No address range is free: too many clusters run on this machine."""
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Ranges of 4096 addresses in CIDR notation, held until `release` or the end of the process."""
+
+    pods: str
+    services: str
+    claim: socket.socket
+
+    def release(self) -> None:
+        self.claim.close()
+
+
+def claim_networks(control_plane: str) -> Networks:
+    """Claim the first free ranges.
+
+    A claim is a name in the abstract socket namespace. It belongs to the network namespace, as the
+    loopback device does, and it also excludes other users. The kernel releases it when the process
+    ends.
+
+    Raises:
+        NetworksInUseError: all ranges are in use.
+    """
+    pods, services = (
+        list(ipaddress.ip_network(text).subnets(new_prefix=_PREFIX))
+        for text in _RANGES[control_plane]
+    )
+    for index in range(CLUSTERS):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(f"\0pocketkube-networks-{index}")
+        except OSError:
+            claim.close()
+            continue
+        return Networks(str(pods[index]), str(services[index]), claim)
+    raise NetworksInUseError(f"{CLUSTERS} local clusters run on this machine; end one of them")

@@ -1,0 +1,62 @@
+"""TCP ports: free ports for new processes, and ports on command lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import socket
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+MAX_PORT = 65535
+_FIRST = 20_000
+_HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
+    """Find `count` different ports of `host` where no process listens now.
+
+    They are below the system's ephemeral range. Otherwise the system could give one to another
+    process, before the intended process binds it.
+
+    Raises:
+        OSError: `host` is not an address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    candidates = (
+        [*random.SystemRandom().sample(range(_FIRST, end), 50 * count)]
+        if (end := _first_handed_out())
+        else []
+    )
+    candidates += [0] * count  # any ephemeral ports, if there are no others
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in candidates:
+            probe = held.enter_context(socket.socket(family))
+            try:
+                probe.bind((host, port))
+            except OSError:
+                if port == 0:
+                    raise
+                continue
+            found.append(probe.getsockname()[1])
+            if len(found) == count:
+                break
+    return found
+
+
+def parse_port(text: str) -> int:
+    """Return the port that a command-line argument names; 0 stands for any free one."""
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be in [0, {MAX_PORT}], got {text}")
+    return int(text)
+
+
+def _first_handed_out() -> int:
+    """Return the start of the ephemeral range; 0 if it is unknown or too low."""
+    try:
+        first = int(_HANDED_OUT.read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
+    return first if first >= _FIRST + 5_000 else 0

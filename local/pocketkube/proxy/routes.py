@@ -1,0 +1,142 @@
+"""Endpoints of a Service's port, and the Service of an HTTP request. Pure functions."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton_kube.client import Object
+
+# (address, port) of a pod.
+Endpoint = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A Service's port in an Ingress, by number or by name."""
+
+    namespace: str
+    service: str
+    port: int | str
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path of one rule of an Ingress."""
+
+    host: str  # empty: every host; may begin with "*."
+    path: str
+    exact: bool
+    backend: Backend
+
+
+def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[Endpoint]:
+    """Return the sorted addresses of the selected pods that may receive traffic.
+
+    Args:
+        port: an entry of the Service's `spec.ports`.
+        pods: pods of any namespace.
+    """
+    selector = service["spec"].get("selector")
+    if not selector:
+        return []
+    unready_too = bool(service["spec"].get("publishNotReadyAddresses"))
+    found = []
+    for pod in pods:
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        labels = metadata.get("labels") or {}
+        if (
+            metadata["namespace"] != service["metadata"]["namespace"]
+            or selector.items() - labels.items()
+        ):
+            continue
+        if not status.get("podIP") or metadata.get("deletionTimestamp"):
+            continue
+        ready = any(
+            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []
+        )
+        number = target_port(port, pod)
+        if (ready or unready_too) and number is not None:
+            found.append((str(status["podIP"]), number))
+    return sorted(found)
+
+
+def target_port(port: Object, pod: Object) -> int | None:
+    """Return `targetPort` as a number; None if the pod has no port of that name."""
+    target = port.get("targetPort") or port["port"]
+    if isinstance(target, int):
+        return target
+    for container in pod["spec"]["containers"]:
+        for entry in container.get("ports") or []:
+            if entry.get("name") == target:
+                return int(entry["containerPort"])
+    return int(target) if target.isdigit() else None
+
+
+def find_port(service: Object, port: int | str) -> Object | None:
+    """Return the entry of `spec.ports` with this number or name."""
+    for entry in service["spec"].get("ports") or []:
+        if port in (entry["port"], entry.get("name")):
+            return dict(entry)
+    return None
+
+
+def routes(ingresses: Iterable[Object]) -> list[Route]:
+    """Return all paths of all Ingresses, the most specific first."""
+    result = []
+    for ingress in ingresses:
+        spec, namespace = ingress["spec"], ingress["metadata"]["namespace"]
+        if default := spec.get("defaultBackend"):
+            result.append(Route("", "/", False, _backend(namespace, default)))
+        for rule in spec.get("rules") or []:
+            for path in (rule.get("http") or {}).get("paths") or []:
+                exact = path.get("pathType") == "Exact"
+                backend = _backend(namespace, path["backend"])
+                result.append(
+                    Route((rule.get("host") or "").lower(), path.get("path") or "/", exact, backend)
+                )
+    # Exact hosts, wildcards, no host; then exact paths; then the longest path.
+    result.sort(
+        key=lambda route: (_host_rank(route.host), route.exact, len(route.path)), reverse=True
+    )
+    return result
+
+
+def match_route(table: Iterable[Route], host: str, path: str) -> Backend | None:
+    """Return the backend of a request; None if no rule matches.
+
+    Args:
+        host: the Host header without its port.
+    """
+    host = host.lower()
+    return next(
+        (
+            route.backend
+            for route in table
+            if _host_matches(route.host, host) and _path_matches(route, path)
+        ),
+        None,
+    )
+
+
+def _backend(namespace: str, backend: Object) -> Backend:
+    service = backend["service"]
+    port = service.get("port") or {}
+    return Backend(namespace, service["name"], port.get("number") or port.get("name") or "")
+
+
+def _host_rank(host: str) -> int:
+    if not host:
+        return 0
+    return 1 if host.startswith("*.") else 2
+
+
+def _host_matches(rule: str, host: str) -> bool:
+    if rule.startswith("*."):
+        return host.partition(".")[2] == rule[2:]  # a wildcard stands for one label
+    return not rule or rule == host
+
+
+def _path_matches(route: Route, path: str) -> bool:
+    if route.exact:
+        return path == route.path
+    prefix = route.path.rstrip("/")
+    return path == prefix or path.startswith(prefix + "/")

@@ -1,0 +1,91 @@
+"""The input of decisions and scrapes, from the state that a reconcile observed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from baton_operator import names
+from baton_operator.autoscale.policy import Group
+from baton_operator.autoscale.scrape import ScrapeTarget
+from baton_operator.autoscale.settings import Settings
+from baton_operator.builders.owner import Owner
+from baton_operator.observe.observation import is_ready
+from baton_operator.plan.topology_view import ACTIVE
+from baton_operator.status import report_group
+from baton_operator.status.diagnose import is_leaving
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+
+_ACTIVE = {str(phase) for phase in ACTIVE}
+
+
+def groups_of(
+    owner: Owner,
+    seen: Mapping[names.Role, report_group.Group],
+    settings: Mapping[names.MemberRole, Settings],
+) -> dict[names.MemberRole, Group]:
+    """Return the present state of the groups to size."""
+    alone = owner.replicas("prefill") == 0
+    return {
+        role: Group(
+            role=role,
+            size=owner.replicas(role),
+            pods=len(seen[role].pods),
+            ready=seen[role].ready,
+            operation=_operation(owner, seen[role]),
+            aggregated=role == "decode" and alone and isfinite(settings[role].targets.ttft_s),
+        )
+        for role in names.MEMBER_ROLES
+        if role in settings and role in seen
+    }
+
+
+def _operation(owner: Owner, group: report_group.Group) -> str:
+    """Return what must end before the size changes again; empty: nothing."""
+    operation = (
+        group.topology.status.operation if group.topology and group.topology.status else None
+    )
+    if operation is not None and operation.phase in _ACTIVE:
+        return f"topology operation {operation.id} ({operation.kind})"
+    if group.topology is not None and not group.topology.reachable and group.topology.has_ranks:
+        return "a search for the coordinator, which does not answer,"
+    return "a rollout" if group.outdated and not owner.spec.paused else ""
+
+
+def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
+    """Return the engines and gateways that serve or finish running requests."""
+    targets = []
+    for pod in pods:
+        role, address = (
+            pod["metadata"]["labels"].get(names.LABEL_ROLE),
+            pod.get("status", {}).get("podIP"),
+        )
+        if (
+            role not in (*names.MEMBER_ROLES, "gateway")
+            or not address
+            or not (is_ready(pod) or _finishes(pod))
+        ):
+            continue
+        restarts = sum(
+            each.get("restartCount", 0) for each in pod["status"].get("containerStatuses") or []
+        )
+        targets.append(
+            ScrapeTarget(
+                pod=pod["metadata"]["name"],
+                container=f"{pod['metadata']['uid']}/{restarts}",
+                role=None if role == "gateway" else role,
+                host=address,
+                port=GATEWAY_PORT if role == "gateway" else ENGINE_HTTP_PORT,
+                tls=role == "gateway" and owner.spec.gateway.tls is not None,
+            )
+        )
+    return targets
+
+
+def _finishes(pod: dict[str, Any]) -> bool:
+    running = any(
+        (each.get("state") or {}).get("running")
+        for each in pod["status"].get("containerStatuses") or []
+    )
+    return running and is_leaving(pod) and not pod["metadata"].get("deletionTimestamp")

@@ -1,0 +1,65 @@
+"""Checks of `resources` and `template`, which the CRD's schema accepts in any form.
+
+They cover the parts that the operator itself uses. The API server checks the rest when the pod is
+created.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: Maximum depth of nested values. A pod has far fewer levels.
+MAX_DEPTH = 100
+_SHOWN = 80
+
+
+def must_be(what: str, path: str, got: Any) -> ValueError:
+    """Return the error. The value `got` is truncated in its message."""
+    shown = json.dumps(got)
+    return ValueError(
+        f"{path} must be {what}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + ' ...'}"
+    )
+
+
+def check_depth(value: Any, path: str) -> None:
+    """Raise ValueError if `value` is nested too deeply to be copied."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [below for each in level if isinstance(each, dict | list) for below in _below(each)]
+        if not level:
+            return
+    raise ValueError(f"{path} is nested more than {MAX_DEPTH} levels deep")
+
+
+def check_resources(resources: Any, path: str) -> None:
+    """Raise ValueError naming the field if `resources` is invalid. None is valid."""
+    if resources is None:
+        return
+    if not isinstance(resources, dict):
+        raise must_be("an object", path, resources)
+    check_depth(resources, path)
+    for kind in ("requests", "limits"):
+        amounts = resources.get(kind)
+        if amounts is None:
+            continue
+        if not isinstance(amounts, dict):
+            raise must_be("an object", f"{path}.{kind}", amounts)
+        for name, amount in amounts.items():
+            if isinstance(amount, bool) or not isinstance(amount, str | int | float):
+                raise must_be("a quantity", f"{path}.{kind}.{name}", amount)
+
+
+def strings(values: Any, path: str) -> dict[str, str]:
+    """Return labels or annotations without null values. Raise ValueError naming a wrong field."""
+    if not isinstance(values, dict):
+        raise must_be("an object", path, values)
+    found = {name: value for name, value in values.items() if value is not None}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise must_be("a string", f"{path}.{name}", value)
+    return found
+
+
+def _below(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value

@@ -1,0 +1,200 @@
+"""The topology of an expert-parallel group, as replied and as recorded in the status. Pure.
+
+After a restart the coordinator reports only the ranks that have registered again. So recorded ranks
+that it does not report count as members, unless its generation is newer than the recorded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from baton_operator import names
+from baton_operator.api import llmservice
+from baton_protocol.topology import (
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyStatus,
+)
+
+PREPARED_OR_COMMITTED = frozenset({OperationPhase.PREPARING, OperationPhase.COMMITTING})
+ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
+
+
+class TopologyView:
+    """One observed topology, by member."""
+
+    def __init__(
+        self, topology: TopologyStatus, recorded: llmservice.TopologyStatus | None
+    ) -> None:
+        self.topology = topology
+        self.desired = frozenset(topology.desired)
+        self._entries: dict[str, list[MemberStatus]] = {}
+        for entry in topology.members:
+            self._entries.setdefault(entry.name, []).append(entry)
+        unsure = recorded is not None and topology.generation <= recorded.generation
+        self._recorded = {rank.name for rank in recorded.ranks} if recorded and unsure else set()
+
+    @property
+    def ranks(self) -> frozenset[str]:
+        """Names of the known ranks of the present generation."""
+        return frozenset(name for name in {*self._entries, *self._recorded} if self.is_rank(name))
+
+    @property
+    def operation(self) -> OperationStatus | None:
+        return self.topology.operation
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether an operation is being prepared or committed.
+
+        Its members are not part of the reply.
+        """
+        return self.operation is not None and self.operation.phase in PREPARED_OR_COMMITTED
+
+    def knows(self, name: str) -> bool:
+        """Return whether a process of this name has registered."""
+        return name in self._entries
+
+    def is_rank(self, name: str) -> bool:
+        """Return whether the member is known to be a rank of the present generation."""
+        if not self.knows(name):
+            return name in self._recorded
+        return any(entry.rank is not None for entry in self._entries[name])
+
+    def serves(self, name: str) -> bool:
+        return any(
+            entry.rank is not None and entry.phase is RankPhase.SERVING
+            for entry in self._entries.get(name, ())
+        )
+
+    def stands_by(self, name: str) -> bool:
+        """Return whether the member reports that it stands by."""
+        entries = self._entries.get(name, ())
+        idle = any(entry.phase in (RankPhase.STANDBY, RankPhase.LOADING) for entry in entries)
+        return idle and not self.is_rank(name)
+
+
+def record(
+    topology: TopologyStatus | None,
+    recorded: llmservice.TopologyStatus | None,
+    pods: Collection[str],
+    coordinator: str,
+) -> llmservice.TopologyStatus | None:
+    """Return the topology for the status.
+
+    It is the reply or, without a reply, the recorded topology without deleted pods.
+
+    A coordinator without a generation may have been restarted. Then the recorded topology stays.
+
+    Args:
+        recorded: of this coordinator address, see `recorded_for`.
+        pods: names of those that exist.
+    """
+    operation = (
+        _operation(topology.operation)
+        if topology is not None and topology.operation is not None
+        else None
+    )
+    recorded_ranks = (
+        [rank for rank in recorded.ranks if rank.name in pods] if recorded is not None else []
+    )
+    if recorded is not None and (
+        topology is None or topology.generation == 0 < recorded.generation
+    ):
+        return llmservice.TopologyStatus(
+            coordinator=coordinator,
+            generation=recorded.generation,
+            ranks=recorded_ranks,
+            operation=operation or recorded.operation,
+        )
+    if topology is None:
+        return None
+    view = TopologyView(topology, recorded)
+    ranks = [
+        llmservice.RankStatus(name=entry.name, rank=entry.rank, phase=str(entry.phase))
+        for entry in topology.members
+        if entry.rank is not None
+    ]
+    listed = {rank.name for rank in ranks}
+    ranks += [
+        rank for rank in recorded_ranks if rank.name not in listed and view.is_rank(rank.name)
+    ]
+    return llmservice.TopologyStatus(
+        coordinator=coordinator, generation=topology.generation, ranks=ranks, operation=operation
+    )
+
+
+def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatus | None:
+    """Return the status of a group scaled to zero, without an operation that waits for members.
+
+    A topology has at least one member, so the coordinator keeps waiting for the last one requested.
+    """
+    operation = status.operation if status else None
+    if (
+        status is None
+        or operation is None
+        or status.ranks
+        or operation.phase != str(OperationPhase.WAITING)
+    ):
+        return status
+    return msgspec.structs.replace(status, operation=None)
+
+
+def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.TopologyStatus | None:
+    """Return the topology in the service's status, if it is of this coordinator address."""
+    found = ((service.get("status") or {}).get("decode") or {}).get("topology")
+    if not found:
+        return None
+    try:
+        recorded = msgspec.convert(found, llmservice.TopologyStatus)
+    except msgspec.ValidationError:  # another version of the operator wrote it
+        return None
+    return recorded if recorded.coordinator == coordinator else None
+
+
+def filter_by_service_key(
+    recorded: llmservice.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
+) -> llmservice.TopologyStatus | None:
+    """Return `recorded` without ranks whose pods have another key.
+
+    They cannot register with the coordinator.
+
+    Args:
+        pods: all pods that exist.
+        key_name: identifies the service's key, see `builders/service_key.py`.
+    """
+    if recorded is None:
+        return None
+    excluded = {
+        pod["metadata"]["name"]
+        for pod in pods
+        if (pod["metadata"].get("annotations") or {}).get(names.ANNOTATION_SERVICE_KEY, "")
+        != key_name
+    }
+    ranks = [rank for rank in recorded.ranks if rank.name not in excluded]
+    return msgspec.structs.replace(recorded, ranks=ranks)
+
+
+def _operation(operation: OperationStatus) -> llmservice.OperationStatus:
+    """Convert the operation, without the seconds of its present phase.
+
+    They would change the status in every reconcile.
+    """
+    seconds = {
+        phase: round(duration, 3)
+        for phase, duration in operation.seconds.items()
+        if phase != operation.phase and phase in llmservice.OperationSeconds.__struct_fields__
+    }
+    return llmservice.OperationStatus(
+        id=operation.operation_id or "-",
+        kind=operation.kind,
+        phase=str(operation.phase),
+        generation=operation.generation,
+        reason=operation.reason or None,
+        seconds=llmservice.OperationSeconds(**seconds),
+    )

@@ -1,0 +1,219 @@
+"""The operator's process.
+
+It holds the Lease and runs kopf and the reconciles until SIGTERM or SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Collection, Coroutine
+from typing import Any
+
+import kopf
+
+from baton_operator import handlers
+from baton_operator.kube.kinds import Kube
+from baton_operator.kube.leader import Election, Elector
+from baton_operator.metrics import serve
+from baton_operator.runtime import Runtime, open_runtime
+
+log = logging.getLogger("baton_operator")
+
+STOP_TIMEOUT_S = 20.0
+STOP_TRIES, STOP_TRY_S = 6, 2.0
+CHECK_S = 2.0
+#: Every watch is renewed after WATCH_S. kopf is started again when its watches get no answer for
+#: this long.
+SILENCE_S = 2 * handlers.WATCH_S + 120.0
+RESTART_S = 2.0
+
+
+class KopfHangsError(Exception):
+    """kopf did not stop in time. Its thread cannot be ended, so the process has to end."""
+
+
+class RestartError(Exception):
+    """kopf runs, but has to be started again."""
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Args:
+        args: as parsed by `cli`.
+
+    Raises:
+        ConfigException: no cluster is configured.
+        AddressError: the HTTP port cannot be used.
+        LeaseLostError: another process may hold the Lease.
+        KopfHangsError: kopf did not stop.
+    """
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    operator_namespace = os.environ.get("POD_NAMESPACE") if args.kubeconfig is None else None
+    async with (
+        open_runtime(args.kubeconfig, args.resync, operator_namespace) as runtime,
+        serve(args.host, args.http_port, runtime.metrics, runtime.stuck),
+    ):
+        if not args.leader_elect:
+            runtime.metrics.leader.set(1)
+            await _run_first_of(runtime.run(), watch(runtime, args.namespace), stop.wait())
+            return
+        identity = f"{os.environ.get('POD_NAME', os.uname().nodename)}_{uuid.uuid4()}"
+        election = Election(identity, args.lease_duration)
+        lease_client = runtime.kube.client.sibling()  # not limited by `write_timeout_s`
+        elector = Elector(Kube(lease_client), election, args.lease_namespace, args.lease_name)
+        runtime.kube.client.write_timeout_s = lambda: election.may_write_s
+        runtime.metrics.leader.set_function(lambda: float(election.held_s > 0))
+        try:
+            await _run_first_of(_lead(elector, runtime, args.namespace), stop.wait())
+        finally:
+            await elector.release()
+
+
+async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
+    """Run all of `work` until one part ends.
+
+    Then cancel the parts in this order, each after the one before has ended.
+
+    Raises: the first error of a part. A KopfHangsError precedes any other error and a cancellation.
+    """
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+            await asyncio.wait([task])
+        errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
+        for error in errors:
+            if isinstance(error, KopfHangsError):
+                raise error
+    for error in errors:
+        raise error
+
+
+async def _lead(elector: Elector, runtime: Runtime, namespaces: Collection[str]) -> None:
+    """Watch and reconcile while this process holds the Lease.
+
+    Raises:
+        LeaseLostError: another process may hold the Lease.
+        KopfHangsError: kopf did not stop.
+    """
+    await elector.acquire()
+    # In this order: the Lease is renewed until the reconciles have ended, because they may still
+    # write.
+    await _run_first_of(runtime.run(), watch(runtime, namespaces), elector.keep())
+
+
+async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
+    """Keep kopf running until cancelled.
+
+    kopf ends when a watch fails with an error that it does not retry, for example after the CRD was
+    deleted. It waits without limit when it cannot log in. It discovers the API server's kinds only
+    when it starts.
+
+    Raises:
+        KopfHangsError: kopf did not stop.
+    """
+    while True:
+        await runtime.wait_for_crd()
+        runtime.answered_at = time.monotonic()
+        why = "kopf ended"
+        try:
+            await _run_first_of(
+                _check(runtime, runtime.kube.http_routes), run_kopf(runtime, namespaces)
+            )
+        except RestartError as error:
+            why = str(error)
+        except KopfHangsError:
+            raise
+        except Exception as error:
+            why = f"kopf ended: {error!r}"
+        log.warning("restarting the watches: %s", why)
+        await asyncio.sleep(RESTART_S)
+
+
+async def _check(runtime: Runtime, had_routes: bool) -> None:
+    """Raise RestartError when kopf has to be started again."""
+    while runtime.kube.http_routes == had_routes:
+        if time.monotonic() > runtime.answered_at + SILENCE_S:
+            raise RestartError(f"the watches got no answer for {SILENCE_S:g} s")
+        await asyncio.sleep(CHECK_S)
+    raise RestartError("the API server now serves HTTPRoutes")
+
+
+async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
+    """Run kopf in a thread until cancelled.
+
+    The thread has an event loop of its own, because kopf cancels all tasks of its loop and handles
+    the signals of the main thread. A thread that hangs ends with the process.
+
+    Raises:
+        KopfHangsError: kopf did not stop.
+        Exception: the error that ended kopf.
+    """
+    kopf_loop = asyncio.new_event_loop()
+    # An Event of kopf's loop. For any other kind of flag kopf starts a thread that never ends.
+    stop = asyncio.Event()
+    threading.Thread(target=_run_loop, args=[kopf_loop], name="kopf", daemon=True).start()
+    ended = asyncio.wrap_future(
+        asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop)
+    )
+    try:
+        await asyncio.shield(ended)
+    finally:
+        kopf_loop.call_soon_threadsafe(stop.set)
+        await asyncio.wait([ended], timeout=STOP_TIMEOUT_S)
+        # Only now, because closing the loop may hang.
+        kopf_loop.call_soon_threadsafe(kopf_loop.stop)
+        if not ended.done():
+            raise KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")
+        if not ended.cancelled() and isinstance(error := ended.exception(), KopfHangsError):
+            raise error
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run `loop` until it is stopped, then close it as `asyncio.run` does."""
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.get_loop().run_forever()
+
+
+async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.Event) -> None:
+    """Run kopf in this loop until `stop` is set or kopf ends.
+
+    Raises:
+        KopfHangsError: kopf did not stop.
+        Exception: the error that ended kopf.
+    """
+
+    def ignore_late_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not stop.is_set():  # a stop of kopf breaks requests in tasks that are never awaited
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(ignore_late_errors)
+    ignored = asyncio.all_tasks()
+    try:
+        memo = kopf.Memo(runtime=runtime)
+        tasks = await kopf.spawn_tasks(
+            memo=memo, clusterwide=not namespaces, namespaces=namespaces, stop_flag=stop
+        )
+        running = asyncio.ensure_future(kopf.run_tasks(tasks, ignored=ignored))
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for _ in range(STOP_TRIES):  # a watch that is being opened swallows the first cancellation
+            await asyncio.wait([running], timeout=STOP_TRY_S)
+            if running.done():
+                return running.result()
+            for task in asyncio.all_tasks() - ignored - {running}:
+                task.cancel()
+        raise KopfHangsError("kopf did not stop, even after its tasks were cancelled")
+    finally:
+        stop.set()  # later errors are ignored

@@ -1,0 +1,1 @@
+"""The rendered Helm chart, for the install tests."""

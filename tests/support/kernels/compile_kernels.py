@@ -1,0 +1,239 @@
+"""A script that compiles every Triton kernel for a Hopper GPU, down to machine code. It needs no GPU.
+
+test_compile.py starts it as a process: a process that interprets kernels cannot compile them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from baton_kernels.activation.triton_kernel import _silu_and_mul_kernel
+from baton_kernels.attention.split_kv import join_segments_kernel
+from baton_kernels.attention.triton_kernel import _paged_attention_kernel, default_configuration
+from baton_kernels.block_checksum.triton_kernel import _block_sums_kernel
+from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel
+from baton_kernels.kv_write.triton_kernel import _write_kv_kernel
+from baton_kernels.moe.gemm_triton import _combine_kernel, _down_kernel, _gate_up_kernel
+from baton_kernels.moe.gemv_triton import _down_row_kernel, _gate_up_row_kernel
+from baton_kernels.moe.routing_triton import _count_kernel, _place_kernel, _route_kernel
+from baton_kernels.norm.triton_kernel import _rms_norm_kernel
+from baton_kernels.rope.triton_kernel import _rotate_qk_kernel
+from baton_kernels.sampling import triton_greedy
+from baton_kernels.sampling import triton_kernel as sampling
+
+HOPPER = GPUTarget("cuda", 90, 32)
+MOST_SHARED = 227 * 1024
+"""Shared memory of a program, in bytes."""
+FLOAT_POINTERS = dict.fromkeys(("cos_ptr", "sin_ptr", "key_scale_ptr", "value_scale_ptr"), "*fp32")
+INTEGER_POINTERS = {
+    "block_tables_ptr": "*i32",
+    "cu_seqlens_q_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "slot_mapping_ptr": "*i64",
+    "pairs_ptr": "*i64",
+    "block_ids_ptr": "*i64",
+    "chains_ptr": "*i64",
+    "expert_ids_ptr": "*i64",
+    "counts_ptr": "*i32",
+    "sorted_pairs_ptr": "*i32",
+    "tile_experts_ptr": "*i32",
+    "num_padded_ptr": "*i32",
+    "segments_ptr": "*i32",
+}
+
+
+VARYING = {"num_rows", "num_tokens", "num_pairs", "num_seqs", "target_segments", "stride_table_seq"}
+"""Numbers that change from step to step."""
+MOVING = {
+    "block_tables_ptr",
+    "cu_seqlens_q_ptr",
+    "seq_lens_ptr",
+    "pairs_ptr",
+    "block_ids_ptr",
+    "rank_ptr",
+    "top_k_ptr",
+    "top_p_ptr",
+}
+"""Pointers into a tensor, with any alignment."""
+
+
+def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[list[object]]]:
+    """Return the specialization of a launch in production: pointers and strides are multiples of 16.
+
+    A kernel that specializes on varying arguments would be compiled again during serving.
+    """
+    known: dict[tuple[int], list[list[object]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        assert parameter.do_not_specialize or name not in VARYING, (
+            f"{kernel.__name__} is compiled anew for each {name}"
+        )
+        looked_at = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        assert not (looked_at and name in MOVING), (
+            f"{kernel.__name__} is compiled anew for other alignments of {name}"
+        )
+        if looked_at and signature[name] not in ("constexpr", "fp32"):
+            known[(index,)] = [["tt.divisibility", 16]]
+    return known
+
+
+def compile_kernel(
+    kernel: Any, dtype: str, constants: dict[str, int], types: dict[str, str] | None = None
+) -> None:
+    """Compile a kernel. `types` has Triton's types of parameters that their names do not determine."""
+    known = INTEGER_POINTERS | FLOAT_POINTERS | (types or {})
+    signature = {}
+    for parameter in kernel.params:
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in known:
+            signature[name] = known[name]
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{dtype}"
+        else:
+            signature[name] = "fp32" if name in ("scale", "soft_cap", "eps") else "i32"
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible(kernel, signature))
+    compiled = triton.compile(source, target=HOPPER)
+    assert compiled.asm["cubin"]
+    print(f"{kernel.__name__} {dtype}: {compiled.metadata.shared} bytes of shared memory")
+    assert compiled.metadata.shared <= MOST_SHARED, kernel.__name__
+
+
+for dtype in ("fp32", "bf16"):
+    heads = {"HEAD_DIM": 128, "HEAD_DIM_PADDED": 128, "BLOCK_SIZE": 16}
+    compile_kernel(_write_kv_kernel, dtype, heads | {"HEADS": 8, "SCALED": 0})
+    for one_tile in (0, 1):
+        compile_kernel(
+            _rms_norm_kernel, dtype, {"ROWS": 1, "TILE": 4096, "ADD": 1, "ONE_TILE": one_tile}
+        )
+    halves = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 4}
+    compile_kernel(_rotate_qk_kernel, dtype, halves | {"NORM": 1})
+    compile_kernel(_silu_and_mul_kernel, dtype, {"TILE": 1024})
+compile_kernel(_copy_blocks_kernel, "i64", {"TILE": 1024})
+compile_kernel(_block_sums_kernel, "i64", {"PERIOD": 8192, "TILE": 1024, "TILES": 4})
+fp8_cache = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
+compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8, "SCALED": 1}, fp8_cache)
+
+
+def compile_attention(
+    dtype: str, kv_dtype: str, head_dim: int, decode: bool, **options: int
+) -> None:
+    """Compile attention with the default configuration and 4 query heads per KV head.
+
+    Checks that loads are asynchronous and 16 bytes wide, and that long query blocks use wgmma.
+    """
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}[
+        kv_dtype
+    ]
+    config = default_configuration(decode, head_dim, torch_dtype)
+    constants = {
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": 16,
+        "GROUP": 4,
+        "BLOCK_M": config["BLOCK_M"],
+        "BLOCK_Q": config["BLOCK_M"] // 4,
+        "KV_TILE": config["KV_TILE"],
+        "MIN_TILES": 4,
+        "SCAN": 128,
+        "ONE_BLOCK": decode,
+        **dict.fromkeys(("WINDOW", "HAS_SOFT_CAP", "HAS_KV_SCALES", "SPLIT"), 0),
+        **options,
+    }
+    signature: dict[str, str] = {}
+    for parameter in _paged_attention_kernel.params:
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            floats = name.startswith("partial")
+            known = (
+                INTEGER_POINTERS
+                | FLOAT_POINTERS
+                | dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv_dtype}")
+            )
+            signature[name] = "*fp32" if floats else known.get(name, f"*{dtype}")
+        else:
+            signature[name] = "fp32" if name in ("scale", "soft_cap") else "i32"
+    attrs = divisible(_paged_attention_kernel, signature)
+    compiled = triton.compile(
+        ASTSource(_paged_attention_kernel, signature, constexprs=constants, attrs=attrs),
+        target=HOPPER,
+        options={"num_warps": config["num_warps"], "num_stages": config["num_stages"]},
+    )
+    name = f"{'decode' if decode else 'prefill'} {dtype}, KV {kv_dtype}, head_dim {head_dim}, {options}"
+    print(f"{name}: {compiled.metadata.shared} bytes of shared memory")
+    assert compiled.metadata.shared <= MOST_SHARED, name
+    assert re.search(
+        r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.asm["ptx"]
+    ), name
+    assert ("wgmma" in compiled.asm["ptx"]) == (not decode and dtype == "bf16"), name
+
+
+for head_dim in (64, 128, 256):
+    compile_attention("bf16", "bf16", head_dim, True, SPLIT=1)
+    compile_attention("bf16", "bf16", head_dim, False)
+compile_attention("bf16", "fp8e4nv", 128, True, SPLIT=1, HAS_KV_SCALES=1)
+compile_attention("bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1)
+compile_attention("fp32", "fp32", 128, False, WINDOW=4096)
+partials = dict.fromkeys(("partial_out_ptr", "partial_sum_ptr", "partial_max_ptr"), "*fp32")
+joined = {
+    "NUM_KV_HEADS": 8,
+    "HEAD_DIM": 128,
+    "HEAD_DIM_PADDED": 128,
+    "GROUP": 4,
+    "BLOCK_M": 16,
+    "SEGMENT_TILE": 32,
+}
+compile_kernel(join_segments_kernel, "bf16", joined, partials)
+
+MODEL = {"HIDDEN": 2048, "INTERMEDIATE": 768}
+EXPERTS = {"NUM_EXPERTS": 128, "TOP_K": 8}
+for dtype, tile in (
+    ("fp32", {"BLOCK_M": 16, "BLOCK_K": 32, "SWAP": 1}),
+    ("bf16", {"BLOCK_M": 16, "BLOCK_K": 128, "SWAP": 1}),
+    ("bf16", {"BLOCK_M": 64, "BLOCK_K": 64, "SWAP": 0}),
+):
+    gemm = MODEL | tile | {"BLOCK_N": 64, "GROUP_M": 8}
+    compile_kernel(_gate_up_kernel, dtype, gemm | {"TOP_K": 8})
+    compile_kernel(_down_kernel, dtype, gemm)
+for dtype in ("fp32", "bf16"):
+    gemv = MODEL | EXPERTS | {"BLOCK_N": 4, "BLOCK_K": 256}
+    compile_kernel(_gate_up_row_kernel, dtype, gemv)
+    compile_kernel(_down_row_kernel, dtype, gemv | {"UNROLL": 2})
+    compile_kernel(_combine_kernel, dtype, EXPERTS | {"HIDDEN": 2048, "BLOCK_H": 1024})
+    routing = {"NUM_EXPERTS": 128, "EXPERTS_PADDED": 128}
+    compile_kernel(
+        _route_kernel, dtype, routing | {"TOP_K": 8, "TOP_K_PADDED": 8, "RENORMALIZE": 1, "ROWS": 1}
+    )
+compile_kernel(_count_kernel, "i32", {"CHUNK": 1024})
+compile_kernel(_place_kernel, "i32", routing | {"BLOCK_M": 16, "CHUNK": 1024})
+
+sampling_types = {
+    **dict.fromkeys(("gathered_id_ptr", "count_ptr", "winner_ptr", "bound_ptr"), "*i32"),
+    **dict.fromkeys(("noise_key_ptr", "top_k_ptr", "rank_ptr", "out_ptr"), "*i64"),
+    **dict.fromkeys(
+        ("total_ptr", "score_ptr", "temperature_ptr", "log_min_p_ptr", "top_p_ptr"), "*fp64"
+    ),
+}
+one_pass, search = {"TILE": 1024}, {"TILE": 1024, "PIVOTS": sampling.PIVOTS}
+gathered = {"CAPACITY": sampling.CAPACITY}
+compile_kernel(
+    sampling._block_maxima_kernel,
+    "fp32",
+    {"BLOCKS": 16, "BLOCK_TOKENS": sampling.BLOCK},
+    sampling_types,
+)
+compile_kernel(sampling._bounds_kernel, "fp32", search, sampling_types)
+compile_kernel(sampling._collect_kernel, "fp32", one_pass | gathered, sampling_types)
+compile_kernel(sampling._draw_kernel, "fp32", search | gathered, sampling_types)
+compile_kernel(triton_greedy._greedy_tiles_kernel, "fp32", one_pass, sampling_types)
+compile_kernel(triton_greedy._greedy_kernel, "fp32", {"TILES": 256}, sampling_types)

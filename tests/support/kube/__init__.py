@@ -1,0 +1,1 @@
+"""A scripted API server for the tests of `baton_kube`."""

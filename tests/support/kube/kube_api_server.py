@@ -1,0 +1,108 @@
+"""A minimal API server. Tests script its replies and read its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+
+from baton_kube.client import KubeClient
+
+Object = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+PODS = "/api/v1/namespaces/ns/pods"
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Asked:
+    """One received request."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    content_type: str
+    accept: str
+    token: str
+    body: Object | None
+
+
+@dataclass
+class ApiServer:
+    """Replies with `handler`, which tests replace."""
+
+    handler: Handler = None  # type: ignore[assignment]
+    asked: list[Asked] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        text = await request.text()
+        header = request.headers.get
+        self.asked.append(
+            Asked(
+                request.method,
+                request.path,
+                dict(request.query),
+                request.content_type,
+                header("Accept", ""),
+                header("Authorization", ""),
+                json.loads(text) if text else None,
+            )
+        )
+        return await self.handler(request)
+
+
+@asynccontextmanager
+async def serving(server: Any) -> AsyncIterator[KubeClient]:
+    """Yield a client of `server`, which has a method `handle`."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+    configuration.connection_pool_maxsize = 0
+    try:
+        async with ApiClient(configuration) as api:
+            yield KubeClient(api)
+    finally:
+        await runner.cleanup()
+
+
+async def streamed(
+    request: web.Request, *chunks: str, cut: bool = False, hang: bool = False
+) -> web.StreamResponse:
+    """Send `chunks`, then end the reply, abort the connection, or stay silent."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(chunk.encode())
+    if hang:
+        await asyncio.Event().wait()
+    if cut:
+        await asyncio.sleep(0.05)  # the chunks must arrive before the connection is reset
+        assert request.transport is not None
+        request.transport.abort()
+    return response
+
+
+def event(kind: str, obj: Object) -> str:
+    return json.dumps({"type": kind, "object": obj}) + "\n"
+
+
+def pod(name: str, version: int) -> Object:
+    return {
+        "metadata": {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version)}
+    }
+
+
+async def until(check: Callable[[], bool], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while not check():
+        assert asyncio.get_running_loop().time() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,196 @@
+"""Agents under test: one here, and an owner of memory, in a process of its own wherever the transport goes between processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_kv_transfer.agent.agent import INIT_AGENT, DlistHandle, XferHandle
+from baton_kv_transfer.agent.create import create_agent
+from support.kv_transfer.kv_processes import _Process, _serve, wait_for
+
+NUM_BLOCKS, BLOCK_NBYTES = 32, 65536
+BLOCK_WORDS = BLOCK_NBYTES // 8
+
+Rows = list[tuple[int, int, int]]
+
+
+def block_rows(base: int) -> Rows:
+    return [(base + i * BLOCK_NBYTES, BLOCK_NBYTES, 0) for i in range(NUM_BLOCKS)]
+
+
+def counting(index: int) -> NDArray[np.int64]:
+    """Block `index` of the owner's memory, as it is at first."""
+    return np.arange(index * BLOCK_WORDS, (index + 1) * BLOCK_WORDS)
+
+
+class OwnerMethods:
+    """The agent "owner", with memory that counts up."""
+
+    def __init__(self, transport: str, name: str = "owner") -> None:
+        self.words = np.arange(NUM_BLOCKS * BLOCK_WORDS, dtype=np.int64)
+        self.spare = np.arange(BLOCK_WORDS, dtype=np.int64)
+        self.agent = create_agent(name, transport)
+        self.registered = self.agent.register_memory(
+            [(self.words.ctypes.data, self.words.nbytes, 0, "kv")]
+        )
+        self.spare_registered = False
+        self.posted: XferHandle | None = None
+
+    def hello(self) -> tuple[bytes, int]:
+        return self.agent.get_agent_metadata(), self.words.ctypes.data
+
+    def refill(self) -> None:
+        self.words[:] = np.arange(self.words.size)
+
+    def content(self) -> NDArray[np.int64]:
+        return self.words
+
+    def new_notifs(self) -> dict[str, list[bytes]]:
+        return self.agent.get_new_notifs()
+
+    def on_notif(self, notif: bytes) -> tuple[int, int]:
+        """Waits for it in this process; least and greatest word in memory right then."""
+        wait_for(f"notification {notif!r}", lambda: notif in self.new_notifs().get("me", []))
+        return int(self.words.min()), int(self.words.max())
+
+    def register_spare(self) -> tuple[bytes, int]:
+        """Registers a block more; its address, and the metadata that name it."""
+        self.agent.register_memory([(self.spare.ctypes.data, self.spare.nbytes, 0, "spare")])
+        return self.agent.get_agent_metadata(), self.spare.ctypes.data
+
+    def deregister(self) -> None:
+        self.agent.deregister_memory(self.registered)
+
+    def fence(self) -> bytes:
+        self.agent.fence()
+        return self.agent.get_agent_metadata()
+
+    def num_refused(self) -> int:
+        return self.agent.num_refused
+
+    def add_peer(self, metadata: bytes) -> str:
+        return self.agent.add_remote_agent(metadata)
+
+    def post(self, op: str, peer: str, ours: list[int], base: int, theirs: list[int]) -> str:
+        """Posts a transfer between blocks of its own and blocks at `base` of the peer."""
+        local = self.agent.prep_xfer_dlist(INIT_AGENT, block_rows(self.words.ctypes.data))
+        remote = self.agent.prep_xfer_dlist(peer, block_rows(base))
+        self.posted = self.agent.make_prepped_xfer(op, local, ours, remote, theirs)
+        return self.agent.transfer(self.posted)
+
+    def send_notifs(self, peer: str, number: int) -> None:
+        for _ in range(number):
+            self.agent.send_notif(peer, b"x" * 4000)
+
+    def state(self) -> str:
+        assert self.posted is not None
+        return self.agent.check_xfer_state(self.posted)
+
+    def stop(self) -> None:
+        self.agent.close()
+
+
+def _run_owner(pipe: Connection, transport: str, name: str) -> None:
+    methods = OwnerMethods(transport, name)
+    _serve(pipe, methods, methods.hello())
+
+
+class OwnerProcess(_Process):
+    def __init__(self, transport: str, name: str = "owner") -> None:
+        super().__init__(_run_owner, transport, name)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            wait_for("all threads to stand still", self._stands_still)
+            yield
+        finally:
+            with suppress(ProcessLookupError):  # killed meanwhile
+                os.kill(self.process.pid, signal.SIGCONT)
+
+    def _stands_still(self) -> bool:
+        stats = [task / "stat" for task in Path(f"/proc/{self.process.pid}/task").iterdir()]
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+class OwnerHere:
+    """The same in this process."""
+
+    def __init__(self) -> None:
+        self._methods = OwnerMethods("inproc")
+        self.hello = self._methods.hello()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._methods, method)(*args)
+
+    def stop(self) -> None:
+        self._methods.stop()
+
+    kill = stop
+
+
+Owner = OwnerProcess | OwnerHere
+
+
+class Side:
+    """An agent with zeroed memory, and an owner that it knows."""
+
+    def __init__(self, transport: str, owner: Owner) -> None:
+        self.agent = create_agent("me", transport)
+        self.owner = owner
+        self.words = np.zeros(NUM_BLOCKS * BLOCK_WORDS, dtype=np.int64)
+        self.agent.register_memory([(self.words.ctypes.data, self.words.nbytes, 0, "kv")])
+        self.meet(owner)
+
+    def meet(self, owner: Owner) -> None:
+        self.owner = owner
+        self.metadata, self.base = owner.hello
+        assert self.agent.add_remote_agent(self.metadata) == "owner"
+        self.local, self.remote = self.dlists()
+
+    def dlists(self) -> tuple[DlistHandle, DlistHandle]:
+        local = self.agent.prep_xfer_dlist(INIT_AGENT, block_rows(self.words.ctypes.data))
+        return local, self.agent.prep_xfer_dlist("owner", block_rows(self.base))
+
+    def make(
+        self, op: str, ours: Sequence[int], theirs: Sequence[int], notif: bytes = b""
+    ) -> XferHandle:
+        return self.agent.make_prepped_xfer(op, self.local, ours, self.remote, theirs, notif)
+
+    def make_everything(self, op: str, notif: bytes = b"", times: int = 1) -> XferHandle:
+        """All blocks, crosswise: nothing merges."""
+        order = list(range(NUM_BLOCKS)) * times
+        return self.make(op, order[::-1], order, notif)
+
+    def end(self, handle: XferHandle) -> str:
+        wait_for("end of the transfer", lambda: self.agent.check_xfer_state(handle) != "PROC")
+        return self.agent.check_xfer_state(handle)
+
+    def run(self, handle: XferHandle) -> str:
+        self.agent.transfer(handle)
+        return self.end(handle)
+
+    def block(self, index: int) -> NDArray[np.int64]:
+        return self.words[index * BLOCK_WORDS : (index + 1) * BLOCK_WORDS]
+
+    def owners_notifs(self, number: int) -> list[bytes]:
+        """What the owner heard of this side, once that is `number` messages."""
+        received: list[bytes] = []
+
+        def all_there() -> bool:
+            received.extend(self.owner.call("new_notifs").get("me", []))
+            return len(received) >= number
+
+        wait_for(f"{number} notifications", all_there)
+        return received

@@ -1,0 +1,191 @@
+"""The operator process on a real kube-apiserver, with exactly the rights of its manifests.
+
+Tests take the part of the kubelet and of the Deployment controller: they write the status of objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton_kube.client import connect
+from baton_operator.kube.kinds import Kube
+from baton_operator.names import GROUP
+from pocketkube.control_plane.real import find_assets
+
+Object = dict[str, Any]
+DEADLINE_S = 60.0
+RESYNC_S = 0.5
+NAMESPACE = "default"
+MANIFESTS = Path(__file__).parents[3] / "manifests"
+
+needs_api_server = pytest.mark.skipif(
+    find_assets() is None,
+    reason="no kube-apiserver: run `make control-plane` or set KUBEBUILDER_ASSETS",
+)
+
+
+async def install(kubeconfig: Path) -> None:
+    """Apply the CRD and the RBAC of manifests/, as an administrator does."""
+    paths = {
+        "CustomResourceDefinition": "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+        "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+        "ClusterRoleBinding": "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+    }
+    async with connect(kubeconfig) as connection:
+        kube = Kube(connection)
+        for file in MANIFESTS.glob("*/*.yaml"):
+            for obj in yaml.safe_load_all(file.read_text()):
+                if path := paths.get(obj["kind"]):
+                    await kube.client.create(path, obj)
+        await eventually(kube.discover, "the CRD to be served")
+
+
+@dataclass
+class Operator:
+    """The running operator process."""
+
+    http_port: int
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.http_port}/metrics", timeout=10
+        ) as response:
+            lines = response.read().decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.split()[0] == name)
+
+    async def look_around(self, times: int) -> None:
+        """Return when the operator has reconciled every service `times` more times."""
+        looks = times * self.metric("baton_operator_services") + self.metric(
+            "baton_operator_reconcile_seconds_count"
+        )
+
+        async def looked() -> bool:
+            return self.metric("baton_operator_reconcile_seconds_count") >= looks
+
+        await eventually(looked, f"{times} resyncs")
+
+
+async def eventually(check: Callable[[], Any], what: str) -> Any:
+    """Return the first true result of `check`."""
+    deadline = time.monotonic() + DEADLINE_S
+    result = None
+    while time.monotonic() < deadline:
+        result = await check()
+        if result:
+            return result
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}; last: {result!r}")
+
+
+class Cluster:
+    """One service, and the kubelet of its pods."""
+
+    def __init__(self, kube: Kube, name: str) -> None:
+        self.kube, self.name = kube, name
+
+    async def create(self, **spec: Any) -> None:
+        body = {"model": {"uri": "file:///models/x"}, **spec}
+        metadata = {"name": self.name, "namespace": NAMESPACE}
+        await self.kube.create(
+            {
+                "apiVersion": f"{GROUP}/v1alpha1",
+                "kind": "LLMService",
+                "metadata": metadata,
+                "spec": body,
+            }
+        )
+
+    async def patch(self, spec: Object) -> None:
+        await self.kube.merge("LLMService", NAMESPACE, self.name, {"spec": spec})
+
+    async def pods(self) -> dict[str, Object]:
+        pods = await self.kube.list_all("Pod", NAMESPACE, {f"{GROUP}/service": self.name})
+        return {pod["metadata"]["name"]: pod for pod in pods}
+
+    async def names(self, *wanted: str) -> dict[str, Object]:
+        """Wait until exactly these pods exist."""
+        full = {f"{self.name}-{short}" for short in wanted}
+
+        async def check() -> Any:
+            pods = await self.pods()
+            return pods if set(pods) == full else None
+
+        return dict(await eventually(check, f"exactly the pods {sorted(full)}"))
+
+    async def run(self, pod: str, ip: str = "127.201.0.1", ready: bool = True) -> None:
+        """Write the status of a running pod."""
+        flag = "True" if ready else "False"
+        container = {
+            "name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": ready, "started": True,
+            "state": {"running": {"startedAt": "2020-01-01T00:00:00Z"}},
+        }  # fmt: skip
+        status = {
+            "phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "containerStatuses": [container],
+            "conditions": [{"type": "Ready", "status": flag}],
+        }  # fmt: skip
+        await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
+
+    async def die(self, pod: str, message: str) -> None:
+        """Write the status of a container that ended."""
+        ended = {"terminated": {"exitCode": 78, "reason": "Error", "message": message}}
+        container = {
+            "name": "engine", "image": "x", "imageID": "x", "restartCount": 1, "ready": False, "started": False,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended,
+        }  # fmt: skip
+        status = {
+            "phase": "Running", "containerStatuses": [container], "conditions": [{"type": "Ready", "status": "False"}],
+        }  # fmt: skip
+        await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
+
+    async def run_gateway(self) -> None:
+        """Write the status of the gateway's Deployment and pods."""
+
+        async def deployed() -> Any:
+            return await self.kube.read("Deployment", NAMESPACE, f"{self.name}-gateway")
+
+        deployment = await eventually(deployed, "the gateway Deployment")
+        template = deployment["spec"]["template"]
+        await self.kube.create(
+            {
+                "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
+                "metadata": {"name": f"{self.name}-gateway-0", "namespace": NAMESPACE, **template["metadata"]},
+            }
+        )  # fmt: skip
+        await self.run("gateway-0")
+        counts = {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, "readyReplicas": 1}
+        await self.kube.merge(
+            "Deployment", NAMESPACE, f"{self.name}-gateway", {"status": counts}, "status"
+        )
+
+    async def service(self) -> Object:
+        found = await self.kube.read("LLMService", NAMESPACE, self.name)
+        assert found
+        return found
+
+    async def condition(self, type_: str, status: str, reason: str | None = None) -> Object:
+        """Wait for a condition of the newest generation."""
+
+        async def check() -> Any:
+            service = await self.service()
+            for condition in service.get("status", {}).get("conditions", []):
+                right = condition["type"] == type_ and condition["status"] == status
+                newest = condition["observedGeneration"] == service["metadata"]["generation"]
+                if right and newest and reason in (None, condition["reason"]):
+                    return condition
+            return None
+
+        try:
+            return dict(await eventually(check, f"{type_}={status} {reason}"))
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error}; status: {(await self.service()).get('status')}"
+            ) from None

@@ -1,0 +1,73 @@
+"""Services and pods for tests of the operator's pure parts."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from baton_operator.api.llmservice import decode_spec
+from baton_operator.builders.owner import Owner
+from baton_operator.names import GROUP
+
+Object = dict[str, Any]
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def owner(
+    name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any
+) -> Owner:
+    """Return a service with this spec."""
+    body = {"model": {"uri": "file:///models/x"}, **spec}
+    return Owner(
+        name=name,
+        namespace="default",
+        uid="uid-1",
+        spec=decode_spec(body),
+        coordinator=coordinator,
+        key_name=key_name,
+    )
+
+
+def service(conditions: list[Object] | None = None, generation: int = 1) -> Object:
+    metadata = {"name": "demo", "namespace": "default", "uid": "uid-1", "generation": generation}
+    return {
+        "metadata": metadata,
+        "spec": {},
+        "status": {"conditions": conditions} if conditions else {},
+    }
+
+
+def pod(
+    name: str = "demo-decode-0",
+    *,
+    ready: bool = False,
+    revision: str = "new",
+    draining: bool = False,
+    state: Object | None = None,
+    last: Object | None = None,
+    restarts: int = 0,
+    conditions: list[Object] | None = None,
+    phase: str = "Running",
+    status: Object | None = None,
+) -> Object:
+    """Return a member pod as the API returns it."""
+    container = {
+        "name": "engine",
+        "restartCount": restarts,
+        "state": state or {"running": {"startedAt": (NOW - timedelta(hours=1)).isoformat()}},
+        "lastState": {"terminated": last} if last else {},
+    }
+    is_ready = {"type": "Ready", "status": "True" if ready else "False"}
+    return {
+        "metadata": {
+            "name": name,
+            "labels": {f"{GROUP}/role": "decode", f"{GROUP}/revision": revision},
+            "annotations": {f"{GROUP}/draining": "true"} if draining else {},
+        },
+        "status": {
+            "phase": phase,
+            "conditions": [is_ready, *(conditions or [])],
+            "containerStatuses": [container],
+            **(status or {}),
+        },
+    }

@@ -1,0 +1,349 @@
+"""A simulated API server, and the operator's connection to it, which may fail.
+
+It is the embedded control plane's API server without HTTP, on a simulated clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import enum
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from baton_kube.client import REQUEST_TIMEOUT_S, KubeClient, KubeError, Query
+from baton_operator import names
+from baton_operator.api.crd import custom_resource_definition
+from pocketkube.apiserver.cluster_state import ClusterState
+from pocketkube.apiserver.errors import ApiError
+from pocketkube.apiserver.objects.deletion import DeleteOptions
+from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.serving import discovery
+from pocketkube.apiserver.serving.request import parse_path
+from pocketkube.apiserver.serving.selectors import label_selector
+from pocketkube.apiserver.store import Event
+from support.operator.services import NOW
+from support.operator.simulated_session import SimulatedSession
+from support.operator.simulated_watches import Wire
+
+Object = dict[str, Any]
+NAMESPACE = "default"
+SYSTEM = WriteOptions("test")
+
+
+class Crash(BaseException):
+    """Simulated crash of the operator."""
+
+
+class Fault(enum.Enum):
+    CONFLICT = "409"
+    BROKEN = "500"
+    TIMEOUT = "no answer; it was not done"
+    LOST_ANSWER = "no answer; it was done"
+    CRASH_BEFORE = "the operator ends; it was not done"
+    CRASH_AFTER = "the operator ends; it was done"
+
+
+@dataclass
+class ApiServer:
+    """Stores objects by Kubernetes' rules."""
+
+    now: datetime = NOW
+    cluster: ClusterState = field(default_factory=lambda: ClusterState("token", "10.96.0.0/20"))
+    #: Objects by storage key.
+    _wires: dict[str, Wire] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        crds = self._resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+        self.cluster.registry.create(crds, "", _without_rules(custom_resource_definition()), SYSTEM)
+        self.cluster.store.listen(self._tell)
+
+    def seconds(self) -> float:
+        """Time since the start."""
+        return (self.now - NOW).total_seconds()
+
+    def wire(self, resource: tuple[str, str]) -> Wire:
+        """Watches by (apiVersion, plural)."""
+        api_version, plural = resource
+        group = api_version.rpartition("/")[0]
+        return self.wire_of(f"{plural}.{group}".rstrip("."))
+
+    def wire_of(self, storage: str) -> Wire:
+        return self._wires.setdefault(storage, Wire(version=self.cluster.store.version))
+
+    @property
+    def wires(self) -> list[Wire]:
+        return list(self._wires.values())
+
+    def _tell(self, storage: str, event: Event) -> None:
+        for wire in self._wires.values():
+            wire.version = event.version
+        self._wires.setdefault(storage, Wire()).happened(event)
+
+    def _resource(self, group: str, version: str, plural: str) -> Any:
+        found = self.cluster.catalog.find(group, version, plural)
+        assert found is not None, plural
+        return found
+
+    def request(
+        self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
+    ) -> Any:
+        """Return the body of the reply. Raise KubeError if the request is refused."""
+        try:
+            return _copy(self._answer(method, path, _copy(body), query, content_type))
+        except ApiError as error:
+            raise KubeError(error.code, error.reason, str(error)) from error
+
+    def _answer(
+        self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
+    ) -> Any:
+        cluster = self.cluster
+        match [part for part in path.split("/") if part]:
+            case ["api"]:
+                return discovery.core_versions("simulated")
+            case ["api", "v1"]:
+                return discovery.resource_list(cluster.catalog, "", "v1")
+            case ["apis"]:
+                return discovery.group_list(cluster.catalog)
+            case ["apis", group, version]:
+                if version not in cluster.catalog.versions(group):
+                    raise ApiError(404, "NotFound", path)
+                return discovery.resource_list(cluster.catalog, group, version)
+        call = parse_path(path, cluster.catalog)
+        if call is None:
+            raise ApiError(404, "NotFound", path)
+        target = (call.resource, call.namespace)
+        options = WriteOptions(
+            query.get("fieldManager", "test"), force=query.get("force") == "true"
+        )
+        sub = call.subresource.name if call.subresource else ""
+        if method == "GET" and "resourceVersion" in query:
+            return self._cached(call, query)
+        if method == "GET" and call.name:
+            return cluster.registry.get(*target, call.name)
+        if method == "GET":
+            matches = label_selector(query.get("labelSelector", ""))
+            items = [obj for obj in cluster.registry.list(*target) if matches(obj)]
+            return {"metadata": {"resourceVersion": str(cluster.store.version)}, "items": items}
+        if method == "POST":
+            return self._made(call.resource, cluster.registry.create(*target, body, options))
+        if method == "PATCH":
+            existed = (
+                cluster.store.get(call.resource.storage_key, call.namespace, call.name) is not None
+            )
+            written = cluster.registry.patch(*target, call.name, content_type, body, options, sub)
+            return written if existed else self._made(call.resource, written)
+        assert method == "DELETE", method
+        uid = ((body or {}).get("preconditions") or {}).get("uid", "")
+        last, gone = cluster.deletion.delete(*target, call.name, DeleteOptions(uid=uid))
+        if not gone:
+            grace = timedelta(seconds=last["metadata"].get("deletionGracePeriodSeconds", 0))
+            last = self._edit_metadata(
+                call.resource, last, deletionTimestamp=_timestamp(self.now + grace)
+            )
+        self.cluster.collector.drain()
+        return last
+
+    def _cached(self, call: Any, query: dict[str, str]) -> Any:
+        """Read from the watch cache, which may lag behind."""
+        items, version = self.wire_of(call.resource.storage_key).cached(
+            label_selector(query.get("labelSelector", ""))
+        )
+        if version < int(query["resourceVersion"]):
+            raise ApiError(
+                504,
+                "Timeout",
+                f"Too large resource version: {query['resourceVersion']}, current: {version}",
+            )
+        if not call.name:
+            return {"metadata": {"resourceVersion": str(version)}, "items": items}
+        found = [obj for obj in items if obj["metadata"]["name"] == call.name]
+        if not found:
+            raise ApiError(404, "NotFound", call.name)
+        return found[0]
+
+    def _made(self, resource: Any, obj: Object) -> Object:
+        return self._edit_metadata(resource, obj, creationTimestamp=_timestamp(self.now))
+
+    def _edit_metadata(self, resource: Any, obj: Object, **fields: str) -> Object:
+        return self.cluster.store.put(
+            resource.storage_key, {**obj, "metadata": {**obj["metadata"], **fields}}
+        )
+
+    # The other parts of the cluster
+
+    def list(self, storage: str) -> list[Object]:
+        return self.cluster.store.list(storage, NAMESPACE)
+
+    def get(self, storage: str, name: str) -> Object | None:
+        return self.cluster.store.get(storage, NAMESPACE, name)
+
+    def edit(self, storage: str, name: str, change: Callable[[Object], None]) -> None:
+        """Change an object as a controller or kubelet does."""
+        obj = copy.deepcopy(self.cluster.store.get(storage, NAMESPACE, name))
+        assert obj is not None, name
+        change(obj)
+        self.cluster.store.put(storage, obj)
+
+    def put(self, obj: Object, plural: str) -> Object:
+        """Create an object as another client."""
+        call = parse_path(f"/api/v1/namespaces/{NAMESPACE}/{plural}", self.cluster.catalog)
+        assert call is not None
+        return self._made(
+            call.resource, self.cluster.registry.create(call.resource, NAMESPACE, obj, SYSTEM)
+        )
+
+    def remove(self, storage: str, name: str) -> None:
+        self.cluster.store.remove(storage, NAMESPACE, name)
+        self.cluster.collector.drain()
+
+
+class SimulatedClient(KubeClient):
+    """The connection of one operator process. Planned faults hit its requests."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self._server = server
+        self.server = "http://simulated"
+        self.on_request = lambda verb, path, code: None
+        self.write_timeout_s = lambda: REQUEST_TIMEOUT_S
+        #: Whether the process is alive.
+        self.lives = True
+        self.requests = 0
+        #: (method, path) of writes that took effect.
+        self.writes: list[tuple[str, str]] = []
+        #: (action, uid of the pod) of confirmed writes, and of creations refused because the pod
+        #: exists.
+        self.told: list[tuple[str, str]] = []
+        #: Faults by number of the request, or of the write, from 0.
+        self.faults: dict[int, Fault] = {}
+        self.faults_hit_writes = False
+        #: The service as last read.
+        self.seen_service: Object | None = None
+        self.seen_pods: list[Object] = []
+        self._ways: Iterator[int] = itertools.repeat(0)
+        self._meanwhile: dict[int, Callable[[], None]] = {}
+
+    def begin(
+        self,
+        faults: dict[int, Fault],
+        meanwhile: dict[int, Callable[[], None]],
+        *,
+        hit_writes: bool,
+        delays: list[int],
+    ) -> None:
+        """Start counting requests from 0.
+
+        Args:
+            meanwhile: actions to run before the request of this number takes effect.
+            delays: loop iterations that each request and each reply takes, repeated in a cycle.
+        """
+        self.requests, self.writes, self.told = 0, [], []
+        self.faults, self.faults_hit_writes, self._meanwhile = faults, hit_writes, meanwhile
+        self._ways = itertools.cycle(delays)
+        self.seen_service, self.seen_pods = None, []
+
+    def http_session(self, *middlewares: Any) -> Any:
+        return SimulatedSession(self._server, middlewares)
+
+    async def _request(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        *,
+        body: Object | None = None,
+        query: Query = (),
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> Any:
+        is_write = method != "GET"
+        fault = self.faults.get(self.requests) if is_write or not self.faults_hit_writes else None
+        if is_write or not self.faults_hit_writes:
+            self.requests += 1
+        number = self.requests - 1
+        await self._way()
+        self._meanwhile.pop(number, lambda: None)()
+        match fault:
+            case Fault.CONFLICT:
+                raise KubeError(409, "Conflict", "somebody else was faster")
+            case Fault.BROKEN:
+                raise KubeError(500, "InternalError", "etcdserver: leader changed")
+            case Fault.TIMEOUT:
+                raise TimeoutError(f"{method} {path}")
+            case Fault.CRASH_BEFORE:
+                self._crash()
+        is_pod = "/pods" in path
+        try:
+            answer = self._server.request(method, path, body, dict(query), content_type)
+        except KubeError as error:
+            if is_pod and error.reason == "AlreadyExists":
+                self._tell("exists", self._server.get("pods", (body or {})["metadata"]["name"]))
+            raise
+        if is_write:
+            self.writes.append((method, path))
+        if fault is Fault.CRASH_AFTER:
+            self._crash()
+        await self._way()
+        if fault is Fault.LOST_ANSWER:
+            raise ConnectionError(f"{method} {path}: connection reset")
+        self._note(method, path, body or {}, answer)
+        return answer
+
+    def _note(self, method: str, path: str, body: Object, answer: Object) -> None:
+        """Record what the operator knows now."""
+        if method == "GET" and path.startswith(service_path()) and path != service_path():
+            self.seen_service = answer
+        elif method == "GET" and path.endswith("/pods"):
+            self.seen_pods = answer["items"]
+        elif method == "POST" and path.endswith("/pods"):
+            self._tell("made", answer)
+        elif method == "DELETE" and "/pods/" in path:
+            self.told.append(("deleted", body["preconditions"]["uid"]))
+        elif "/pods/" in path and names.ANNOTATION_DRAINING in body.get("metadata", {}).get(
+            "annotations", {}
+        ):
+            self._tell("drained", answer)
+
+    def _tell(self, what: str, pod: Object | None) -> None:
+        if pod is not None:
+            self.told.append((what, pod["metadata"]["uid"]))
+
+    async def _way(self) -> None:
+        for _ in range(next(self._ways)):
+            await asyncio.sleep(0)
+        if not self.lives:
+            raise Crash
+
+    def _crash(self) -> None:
+        self.lives = False
+        raise Crash
+
+
+def _without_rules(node: Any) -> Any:
+    """CEL rules are not evaluated: the simulated user breaks none, and evaluation would dominate the run time."""
+    if isinstance(node, dict):
+        return {
+            key: _without_rules(value)
+            for key, value in node.items()
+            if key != "x-kubernetes-validations"
+        }
+    return list(map(_without_rules, node)) if isinstance(node, list) else node
+
+
+def _copy(body: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(body))
+
+
+def _timestamp(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def service_path(name: str = "") -> str:
+    return f"/apis/{names.API_VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}" + (
+        f"/{name}" if name else ""
+    )

@@ -1,0 +1,301 @@
+"""The rules of the controller, one by one: what it does about which ranks say what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from group_questions import generation_of, names_of, operation, told
+from simulated_group import CONFIG, SimulatedGroup
+from simulated_rank import NUM_EXPERTS, SimulatedRank
+
+from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
+
+
+class TestForming:
+    def test_waits_for_all_that_are_asked_for(self, group: SimulatedGroup) -> None:
+        group.add("a")
+        group.ask("o", "a", "b")
+        group.run(CONFIG.settle_s + 1.0)
+        assert operation(group).phase is OperationPhase.WAITING
+        assert "b" in operation(group).reason
+        b = group.add("b", phase=RankPhase.LOADING)
+        group.run(0.5)
+        assert operation(group).phase is OperationPhase.WAITING
+        b.phase = RankPhase.STANDBY
+        group.until(lambda: group.serving_together("a", "b"), seconds=1.0)
+        assert operation(group).kind == "form"
+
+    def test_goes_with_those_that_are_there_after_a_while(self, group: SimulatedGroup) -> None:
+        group.ask("o", "a", "b", "c")
+        group.run(2 * CONFIG.form_after_s)  # nobody is there: the time to wait has not begun
+        group.add("a")
+        group.run(CONFIG.form_after_s - 0.5)
+        assert group.status().generation == 0
+        group.add("b")
+        group.until(lambda: group.serving_together("a", "b"), seconds=3.0)
+
+    def test_nothing_happens_unless_asked(self, group: SimulatedGroup) -> None:
+        group.add("a")
+        group.run(5.0)
+        assert group.status().generation == 0
+        assert group.status().operation is None
+
+    def test_members_are_in_order_of_names_and_meet_in_the_store_of_the_first(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("b", "a")
+        generation = generation_of(ranks["a"])
+        assert names_of(generation) == ["a", "b"]
+        assert (generation.store_host, generation.store_port) == (
+            ranks["a"].member.host,
+            ranks["a"].member.store_port,
+        )
+        assert all(
+            {e for slots in layer for e in slots} == set(range(NUM_EXPERTS))
+            for layer in generation.placement
+        )
+
+    def test_ranks_of_another_model_are_left_out_and_named(self, group: SimulatedGroup) -> None:
+        group.form("a", "b")
+        group.add("c", num_experts=NUM_EXPERTS + 1)
+        group.ask("more", "a", "b", "c")
+        group.run(CONFIG.wait_s + 1)
+        assert group.serving_together("a", "b")
+        (other,) = [member for member in group.status().members if member.name == "c"]
+        assert "5 experts, the group 2 of 4" in other.reason
+
+
+class TestScaling:
+    def test_survivors_keep_their_order_and_newcomers_follow_by_name(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("b", "d")
+        ranks |= {name: group.add(name) for name in ("c", "a")}
+        group.ask("more", "a", "b", "c", "d")
+        group.until(lambda: group.serving_together("a", "b", "c", "d"))
+        generation = generation_of(ranks["b"])
+        assert names_of(generation) == ["b", "d", "a", "c"]
+        assert not generation.urgent
+        assert generation.store_host == ranks["b"].member.host
+        assert operation(group).kind == "scale"
+        assert set(operation(group).seconds) == {"waiting", "preparing", "committing"}
+
+    def test_any_member_may_leave_and_is_standby_before_the_operation_is_done(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b", "c")
+        group.ask("less", "b", "c")
+        group.until(lambda: ranks["b"].committed[-1].number == 2)
+        assert names_of(generation_of(ranks["b"])) == ["b", "c"]
+        assert ranks["a"].commit_seen == generation_of(ranks["b"]).nonce, (
+            "it takes part in the vote"
+        )
+        group.until(lambda: operation(group).phase is OperationPhase.DONE, seconds=1.0)
+        assert ranks["a"].phase is RankPhase.STANDBY
+        assert told(group, ranks["a"]).target is None
+
+    def test_waits_for_a_newcomer_only_so_long(self, group: SimulatedGroup) -> None:
+        group.form("a", "b")
+        group.ask("swap", "a", "c")
+        group.run(CONFIG.wait_s - 0.5)
+        assert group.serving_together("a", "b")
+        assert operation(group).phase is OperationPhase.WAITING
+        group.until(lambda: group.serving_together("a"), seconds=2.0)
+        group.add("c")  # late, and there at last
+        group.until(lambda: group.serving_together("a", "c"), seconds=2.0)
+
+    def test_a_topology_of_nobody_that_exists_is_not_adopted(self, group: SimulatedGroup) -> None:
+        group.form("a")
+        group.ask("away", "x")
+        group.run(3 * CONFIG.wait_s)
+        assert group.serving_together("a")
+
+    def test_the_target_is_shown_uncommitted_until_all_have_prepared_it(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a")
+        ranks["a"].steps_to_prepare = 12
+        ranks["b"] = group.add("b")
+        group.ask("more", "a", "b")
+        group.until(lambda: ranks["b"].prepared)
+        group.run(0.3)
+        directives = [told(group, rank) for rank in ranks.values()]
+        assert all(each.target is not None and not each.commit for each in directives)
+        assert ranks["a"].phase is RankPhase.SERVING
+        group.until(lambda: group.serving_together("a", "b"))
+
+    def test_a_newer_request_supersedes_what_is_not_committed(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a")
+        ranks["b"] = group.add("b", never_finishes_preparing=True)
+        ranks["c"] = group.add("c")
+        group.ask("one", "a", "b")
+        group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+        group.ask("two", "a", "c")
+        group.step()
+        target = told(group, ranks["a"]).target
+        assert target is not None
+        assert (names_of(target), target.number, target.operation_id) == (["a", "c"], 3, "two")
+        group.until(lambda: group.serving_together("a", "c"))
+        assert ranks["b"].target is None
+        assert [(each.kind, each.outcome) for each in group.ended][1:] == [
+            ("scale", "superseded"),
+            ("scale", "done"),
+        ]
+
+    def test_a_newer_request_waits_for_what_is_committed(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a")
+        ranks["b"] = group.add("b", never_commits=True)
+        group.ask("one", "a", "b")
+        group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
+        group.ask("two", "a")
+        group.step()
+        assert told(group, ranks["b"]).commit
+        ranks["b"].never_commits = False
+        group.until(lambda: group.serving_together("a"))
+        assert [generation.operation_id for generation in ranks["a"].committed] == [
+            "first",
+            "one",
+            "two",
+        ]
+
+    def test_a_failed_preparation_leaves_the_old_generation_and_is_tried_again_ever_later(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a")
+        b = group.add("b", cannot_prepare=True)
+        group.ask("more", "a", "b")
+        group.until(lambda: operation(group).phase is OperationPhase.FAILED)
+        assert operation(group).reason == "b: the disk is full"
+        assert ranks["a"].phase is RankPhase.SERVING
+        pauses = []
+        for attempt in (2, 3, 4):
+            start = group.now
+            group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+            pauses.append(group.now - start)
+            group.until(lambda: operation(group).phase is OperationPhase.FAILED)
+            assert operation(group).generation == attempt + 1
+        assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.11)
+        b.cannot_prepare = False
+        group.until(lambda: group.serving_together("a", "b"))
+        assert len(ranks["a"].committed) == 2, "it served in its generation meanwhile"
+
+    def test_a_preparation_that_takes_too_long_fails_and_says_of_whom(
+        self, group: SimulatedGroup
+    ) -> None:
+        group.form("a")
+        group.add("b", never_finishes_preparing=True)
+        group.ask("more", "a", "b")
+        took = group.until(lambda: operation(group).phase is OperationPhase.FAILED)
+        assert took > CONFIG.prepare_timeout_s
+        assert operation(group).reason == "b did not prepare it within 3 s"
+
+    def test_a_newcomer_that_dies_while_preparing_is_waited_for_again(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a")
+        b = group.add("b", never_finishes_preparing=True)
+        group.ask("more", "a", "b")
+        group.until(lambda: b.target is not None)
+        b.alive = False
+        group.until(lambda: operation(group).phase is OperationPhase.WAITING)
+        group.add("b")
+        group.until(lambda: group.serving_together("a", "b"))
+        assert not ranks["a"].committed[-1].urgent
+
+
+class TestRequests:
+    @pytest.mark.parametrize(
+        ("members", "operation_id", "field"),
+        [
+            ([], "o", "members"),
+            (["a", ""], "o", "members"),
+            (["a", "a"], "o", "members"),
+            (["a"], "", "operation_id"),
+        ],
+    )
+    def test_wrong_ones_are_refused_by_field(
+        self, group: SimulatedGroup, members: list[str], operation_id: str, field: str
+    ) -> None:
+        refusal = group.controller.on_request(
+            TopologyRequest(operation_id=operation_id, members=members), group.now
+        )
+        assert refusal is not None
+        assert refusal.field == field
+        assert group.status().desired == []
+
+    def test_an_operation_id_stands_for_one_set_of_members(self, group: SimulatedGroup) -> None:
+        group.ask("o", "a", "b")
+        assert (
+            group.controller.on_request(
+                TopologyRequest(operation_id="o", members=["b", "a"]), group.now
+            )
+            is None
+        )
+        refusal = group.controller.on_request(
+            TopologyRequest(operation_id="o", members=["a"]), group.now
+        )
+        assert refusal is not None
+        assert refusal.field == "operation_id"
+
+    def test_what_is_there_already_is_done_at_once(self, group: SimulatedGroup) -> None:
+        group.form("a", "b")
+        group.ask("same", "b", "a")
+        group.step()
+        assert (operation(group).operation_id, operation(group).phase) == (
+            "same",
+            OperationPhase.DONE,
+        )
+        assert group.status().generation == 1
+
+
+class TestRebalance:
+    def uneven(
+        self, group: SimulatedGroup, ranks: dict[str, SimulatedRank], tokens: int
+    ) -> set[int]:
+        """All tokens of the first layer go to the first rank's experts, which are returned."""
+        hot = set(generation_of(ranks["a"]).placement[0][0])
+        loads = [
+            [tokens if expert in hot else 0 for expert in range(NUM_EXPERTS)],
+            [tokens] * NUM_EXPERTS,
+        ]
+        for rank in ranks.values():
+            rank.loads = ExpertLoads(tuple(map(tuple, loads)))
+        return hot
+
+    def test_experts_move_on_request(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        hot = self.uneven(group, ranks, 100)
+        group.run(0.5)
+        before = generation_of(ranks["a"])
+        group.controller.on_rebalance()
+        group.until(lambda: len(ranks["a"].committed) == 2)
+        after = generation_of(ranks["a"])
+        assert after.members == before.members
+        assert all(len(hot & set(slots)) == 1 for slots in after.placement[0])
+        group.until(lambda: operation(group).phase is OperationPhase.DONE)
+        assert group.ended[-1].kind == "rebalance"
+        assert group.ended[-1].moves == 2
+
+    def test_experts_that_are_well_placed_stay(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.controller.on_rebalance()
+        group.run(2.0)
+        assert (operation(group).kind, operation(group).phase) == ("rebalance", OperationPhase.DONE)
+        assert len(ranks["a"].committed) == 1
+
+    @pytest.mark.parametrize(("threshold", "generations"), [(1.2, 2), (0.0, 1)])
+    def test_by_itself_only_if_configured_and_once(
+        self, threshold: float, generations: int
+    ) -> None:
+        group = SimulatedGroup(
+            dataclasses.replace(CONFIG, rebalance_threshold=threshold, rebalance_window_s=2.0)
+        )
+        ranks = group.form("a", "b")
+        hot = self.uneven(group, ranks, 0)
+        for tokens in range(150):
+            loads = tuple(100 * tokens if expert in hot else 0 for expert in range(NUM_EXPERTS))
+            for rank in ranks.values():
+                rank.loads = ExpertLoads((loads, (tokens,) * NUM_EXPERTS))
+            group.step()
+        assert len(ranks["a"].committed) == generations

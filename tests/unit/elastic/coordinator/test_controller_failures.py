@@ -1,0 +1,293 @@
+"""What the controller does about ranks that die, freeze or stand still, also in the middle of a commit."""
+
+from __future__ import annotations
+
+import pytest
+from group_questions import generation_of, names_of, operation, recovered, told
+from simulated_group import CONFIG, SimulatedGroup
+from simulated_rank import NUM_EXPERTS, SimulatedRank
+
+from baton_protocol.topology import Activity, OperationPhase, RankPhase
+
+
+class TestRecovery:
+    @pytest.mark.parametrize("how", ["alive", "frozen"])
+    def test_survivors_go_on_in_their_order(self, group: SimulatedGroup, how: str) -> None:
+        ranks = group.form("a", "b", "c")
+        setattr(ranks["b"], how, how == "frozen")
+        took = group.until(
+            lambda: group.serving_together("a", "c") or _only_frozen_is_left(group, ranks)
+        )
+        assert took < 2.5
+        generation = generation_of(ranks["a"])
+        assert generation.urgent
+        assert names_of(generation) == ["a", "c"]
+        assert all(
+            {e for slots in layer for e in slots} == set(range(NUM_EXPERTS))
+            for layer in generation.placement
+        )
+
+    def test_whom_others_miss_is_dead_sooner(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        ranks["b"].frozen = True
+        group.run(0.3)
+        ranks["a"].phase, ranks["a"].suspects = RankPhase.BROKEN, (ranks["b"].id,)
+        took = group.until(lambda: generation_of(ranks["a"]).size == 1)
+        assert took < CONFIG.dead_after_s - 0.3
+
+    def test_whom_others_miss_lives_while_it_reports(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        ranks["a"].phase, ranks["a"].suspects = RankPhase.BROKEN, (ranks["b"].id,)
+        group.until(lambda: len(ranks["a"].committed) == 2)
+        assert names_of(generation_of(ranks["a"])) == ["a", "b"]
+        assert generation_of(ranks["a"]).urgent
+
+    def test_a_spare_rank_that_is_ready_comes_in_at_once(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        ranks["c"] = group.add("c", phase=RankPhase.LOADING)
+        group.ask("more", "a", "b", "c")
+        group.run(1.0)
+        ranks["c"].phase = RankPhase.STANDBY
+        ranks["a"].alive = False
+        group.run(0.1)
+        group.until(
+            lambda: (
+                ranks["c"].generation is not None
+                and ranks["a"].id not in str(ranks["c"].generation)
+            )
+        )
+        assert names_of(generation_of(ranks["b"])) == ["b", "c"]
+
+    def test_another_process_of_the_name_replaces_the_one_before(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b")
+        successor = group.add("b")  # the older one still answers
+        group.until(lambda: successor.generation is not None)
+        group.until(lambda: ranks["b"].generation is None)
+        assert [each.instance_id for each in generation_of(successor).members] == [
+            ranks["a"].id,
+            successor.id,
+        ]
+        (old,) = [
+            member for member in group.status().members if member.instance_id == ranks["b"].id
+        ]
+        assert old.reason == "another process of this name has registered"
+
+    def test_one_that_slept_through_is_dismissed_and_comes_back_as_a_newcomer(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["a"].frozen = True
+        group.until(lambda: generation_of(ranks["b"]).size == 2)
+        assert generation_of(ranks["a"]).size == 3
+        ranks["a"].frozen = False
+        group.until(lambda: ranks["a"].generation is None, seconds=1.0)
+        group.until(lambda: group.serving_together("a", "b", "c"))
+        assert names_of(generation_of(ranks["a"])) == ["b", "c", "a"], "its place is gone"
+
+    def test_nobody_is_left(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        for rank in ranks.values():
+            rank.alive = False
+        group.run(3.0)
+        assert group.status().generation == 0
+        group.add("a")
+        group.add("b")
+        group.until(lambda: group.serving_together("a", "b"))
+        assert group.status().generation > 1, "numbers do not begin anew"
+
+    def test_newcomers_that_fail_do_not_hold_up_survivors(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.add("c", cannot_prepare=True)
+        group.ask("more", "a", "b", "c")
+        group.until(lambda: operation(group).phase is OperationPhase.FAILED)
+        ranks["b"].alive = False
+        took = group.until(lambda: generation_of(ranks["a"]).size == 1)
+        assert took < 1.0
+
+    def test_a_survivor_that_can_never_prepare_is_left_out_in_the_end(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["b"].cannot_prepare = True
+        ranks["c"].alive = False
+        group.until(lambda: generation_of(ranks["a"]).size == 1)
+        group.until(lambda: ranks["b"].phase is RankPhase.STANDBY)
+
+    def test_a_member_that_lost_its_generation_is_missed(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        ranks["b"].leave()
+        group.until(lambda: group.serving_together("a", "b"))
+        assert generation_of(ranks["a"]).urgent
+
+    def test_a_pause_of_the_coordinator_kills_nobody(self, group: SimulatedGroup) -> None:
+        group.form("a", "b")
+        group.now += 60.0
+        group.run(2.0)
+        assert group.status().generation == 1
+
+
+def _only_frozen_is_left(group: SimulatedGroup, ranks: dict[str, SimulatedRank]) -> bool:
+    return ranks["b"].frozen and all(generation_of(ranks[name]).size == 2 for name in ("a", "c"))
+
+
+class TestDuringACommit:
+    def committed(self, group: SimulatedGroup, *blocked: str) -> dict[str, SimulatedRank]:
+        """a, b -> b, c, committed; `blocked` ones do not adopt."""
+        ranks = group.form("a", "b")
+        ranks["c"] = group.add("c")
+        for name in blocked:
+            ranks[name].never_commits = True
+        group.ask("swap", "b", "c")
+        group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
+        return ranks
+
+    @pytest.mark.parametrize("victim", ["a", "b", "c"])
+    def test_a_death_leads_to_an_urgent_generation_above(
+        self, group: SimulatedGroup, victim: str
+    ) -> None:
+        ranks = self.committed(group, "b")
+        committed = told(group, ranks["b"]).target
+        assert committed is not None
+        ranks[victim].alive = False
+        ranks["b"].never_commits = False
+        survivors = [name for name in ("b", "c") if name != victim]
+        group.until(lambda: group.serving_together(*survivors))
+        last = generation_of(ranks[survivors[0]])
+        # Without the vote of a retiring rank nobody adopts what was committed.
+        assert last.number > committed.number or victim == "a"
+
+    def test_ranks_that_answer_and_hang_get_an_urgent_generation(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = self.committed(group, "b")
+        committed = told(group, ranks["b"]).target
+        assert committed is not None
+        took = group.until(lambda: operation(group).kind == "recover")
+        assert took > CONFIG.commit_timeout_s
+        ranks["b"].never_commits = False
+        group.until(lambda: group.serving_together("b", "c"))
+        assert generation_of(ranks["b"]).number == committed.number + 1
+
+    def test_a_commit_that_hangs_before_anybody_adopted_it_is_not_taken_back(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b")
+        ranks["b"].never_commits = True
+        group.ask("less", "b")
+        group.until(lambda: operation(group).kind == "recover")
+        target = told(group, ranks["b"]).target
+        assert target is not None
+        assert (target.number, target.urgent) == (3, True)
+        ranks["b"].never_commits = False
+        group.until(lambda: group.serving_together("b"))
+
+    def test_a_rank_that_hangs_for_good_is_left_behind(self, group: SimulatedGroup) -> None:
+        ranks = self.committed(group, "b")
+        group.until(
+            lambda: ranks["c"].generation is not None and ranks["c"].generation.size == 1,
+            seconds=30.0,
+        )
+        assert ranks["b"].phase is RankPhase.STANDBY
+
+    def test_old_and_new_ranks_side_by_side_are_joined_above_both(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = self.committed(group, "b")
+        group.until(lambda: ranks["c"].generation is not None)  # newcomers do not wait for the vote
+        ranks["a"].phase = RankPhase.BROKEN
+        ranks["b"].never_commits = False
+        group.until(lambda: group.serving_together("b", "c"))
+        assert generation_of(ranks["b"]).number > ranks["c"].committed[0].number
+
+
+class TestStandingStill:
+    """The process answers, the loop does not."""
+
+    def test_who_alone_does_not_come_to_an_exchange_is_left_out(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["b"].hangs = Activity.RESTS
+        took = group.until(lambda: generation_of(ranks["a"]).size == 2)
+        assert CONFIG.stall_after_s < took < CONFIG.stall_after_s + 1.5
+        assert generation_of(ranks["a"]).urgent
+        group.until(lambda: recovered(group), seconds=1.0)
+        assert told(group, ranks["b"]).dismissed
+        (b,) = [member for member in group.status().members if member.name == "b"]
+        assert "its loop stands still" in b.reason
+        ranks["b"].hangs = None
+        group.until(lambda: group.serving_together("a", "b", "c"))
+
+    def test_who_hangs_in_a_step_is_found_by_an_interruption(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["b"].hangs = ranks["b"].activity = Activity.RUNS
+        took = group.until(lambda: generation_of(ranks["a"]).size == 2)
+        assert (
+            CONFIG.step_stall_after_s
+            < took
+            < CONFIG.step_stall_after_s + CONFIG.stall_after_s + 1.5
+        )
+        group.until(lambda: recovered(group), seconds=1.0)
+        assert [member.name for member in generation_of(ranks["c"]).members] == ["a", "c"]
+
+    def test_two_that_hang_are_both_left_out(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c", "d")
+        for name in ("b", "c"):
+            ranks[name].hangs = Activity.RESTS
+        took = group.until(lambda: generation_of(ranks["a"]).size == 2)
+        assert took < 2 * CONFIG.stall_after_s + 1.5
+
+    def test_who_hangs_at_its_death_bed_is_left_out_of_the_recovery(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["b"].hangs = Activity.RESTS
+        ranks["c"].alive = False
+        took = group.until(lambda: generation_of(ranks["a"]).size == 1)
+        assert took < CONFIG.dead_after_s + CONFIG.stall_after_s + 1.5
+
+    def test_a_slow_step_is_run_again_with_more_time_and_costs_nobody_its_place(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b")
+        slow = ranks["b"]
+
+        def run_slowly(seconds: float) -> None:
+            """Both run a step that ends after `seconds`, or is interrupted."""
+            start = group.now
+            slow.hangs = slow.activity = Activity.RUNS
+            while group.now - start < seconds and told(group, slow).target is None:
+                group.step()
+            slow.hangs = None
+            group.until(
+                lambda: told(group, slow).target is None and slow.phase is RankPhase.SERVING
+            )
+
+        run_slowly(CONFIG.step_stall_after_s + 1.0)
+        assert generation_of(slow).number == 2, "asked in vain"
+        assert generation_of(slow).placement == ranks["a"].committed[0].placement
+        run_slowly(CONFIG.step_stall_after_s + 1.0)
+        assert generation_of(slow).number == 2, "it had twice the time"
+        assert group.serving_together("a", "b")
+
+    def test_idle_ranks_and_a_pause_of_the_coordinator_are_no_stall(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b")
+        group.run(10 * CONFIG.step_stall_after_s)
+        ranks["b"].hangs = Activity.RESTS
+        group.run(CONFIG.stall_after_s - 0.5)
+        group.now += 60.0
+        group.step()
+        assert group.status().generation == 1
+        ranks["b"].hangs = None
+        group.run(2 * CONFIG.stall_after_s)
+        assert generation_of(ranks["a"]).number == 1
+
+    def test_nobody_waits_for_the_only_rank(self, group: SimulatedGroup) -> None:
+        a = group.form("a")["a"]
+        a.hangs = a.activity = Activity.RUNS
+        group.run(3 * CONFIG.step_stall_after_s)
+        assert told(group, a).target is None

@@ -1,0 +1,96 @@
+"""What the controller does about ranks that were told to shut down: one of them, or all."""
+
+from __future__ import annotations
+
+from group_questions import generation_of, operation
+from simulated_group import CONFIG, SimulatedGroup
+
+from baton_protocol.topology import OperationPhase, RankPhase
+
+
+class TestLeaving:
+    def test_a_leaving_member_is_let_go_without_waiting_for_a_successor(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b")
+        ranks["a"].leaving = True
+        took = group.until(lambda: group.serving_together("b"))
+        assert took < 2.0
+        assert not generation_of(ranks["b"]).urgent
+        group.ask("again", "a", "b")
+        group.run(CONFIG.wait_s + 1.0)
+        assert ranks["a"].generation is None, "a process that leaves does not return"
+        ranks["a"].alive = False
+        successor = group.add("a")
+        group.until(lambda: group.serving_together("a", "b"))
+        assert generation_of(ranks["b"]).rank_of(successor.id) == 1
+
+    def test_if_all_leave_they_are_let_go_when_the_last_request_has_ended(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b")
+        ranks["b"].num_requests = 1
+        for rank in ranks.values():
+            rank.leaving = True
+        group.run(5.0)
+        assert all(rank.phase is RankPhase.SERVING for rank in ranks.values()), (
+            "b needs the experts of a"
+        )
+        ranks["b"].num_requests = 0
+        group.until(
+            lambda: all(rank.phase is RankPhase.STANDBY for rank in ranks.values()), seconds=0.5
+        )
+        group.run(5.0)
+        assert all(len(rank.committed) == 1 for rank in ranks.values())
+        assert group.status().generation == 0
+
+    def test_if_all_leave_but_one_that_is_dead_the_others_are_let_go(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b", "c")
+        for name in ("a", "b"):
+            ranks[name].leaving = True
+        ranks["c"].alive = False
+        group.until(
+            lambda: all(ranks[name].phase is RankPhase.STANDBY for name in ("a", "b")), seconds=4.0
+        )
+        assert all(len(rank.committed) == 1 for rank in ranks.values())
+
+    def test_if_all_leave_and_one_dies_requests_end_in_a_generation_of_the_others(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b", "c")
+        ranks["a"].num_requests = 1
+        for rank in ranks.values():
+            rank.leaving = True
+        ranks["c"].alive = False
+        group.until(lambda: generation_of(ranks["a"]).size == 2)
+        ranks["a"].num_requests = 0
+        group.until(
+            lambda: all(ranks[name].phase is RankPhase.STANDBY for name in ("a", "b")), seconds=2.0
+        )
+
+    def test_if_all_leave_for_names_that_nobody_has_yet_they_do_not_wait_for_them(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = group.form("a", "b")
+        group.ask("others", "c", "d")
+        for rank in ranks.values():
+            rank.leaving = True
+        group.until(
+            lambda: all(rank.phase is RankPhase.STANDBY for rank in ranks.values()), seconds=0.5
+        )
+        group.add("c")
+        group.add("d")
+        group.until(lambda: group.serving_together("c", "d"))
+
+    def test_if_all_leave_a_successor_takes_over_from_them(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.ask("others", "c")
+        c = group.add("c", steps_to_prepare=20)
+        group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+        for rank in ranks.values():
+            rank.leaving = True
+        group.until(lambda: group.serving_together("c"))
+        assert all(rank.phase is RankPhase.STANDBY for rank in ranks.values())
+        assert not generation_of(c).urgent

@@ -1,0 +1,148 @@
+"""What a controller that knows nothing makes of the ranks that another one led."""
+
+from __future__ import annotations
+
+import msgspec
+from group_questions import generation_of, operation
+from simulated_group import SimulatedGroup
+from simulated_rank import SimulatedRank
+
+from baton_protocol.topology import OperationPhase
+
+
+class TestRestartedCoordinator:
+    def test_knows_from_the_ranks_what_is_and_changes_nothing(self, group: SimulatedGroup) -> None:
+        group.form("a", "b")
+        group.start_controller()
+        group.run(5.0)
+        assert group.status().generation == 1
+        assert group.status().desired == ["a", "b"]
+        assert group.status().operation is None
+
+    def test_counts_generations_on(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.start_controller()
+        group.ask("less", "a")
+        group.until(lambda: group.serving_together("a"))
+        assert generation_of(ranks["a"]).number == 2
+        assert all(number <= 2 for number in (target.number for target in group.targets.values()))
+
+    def test_counts_on_from_what_standby_ranks_were_told(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.ask("less", "a")
+        group.until(lambda: group.serving_together("a"))
+        ranks["a"].alive = False
+        group.start_controller()
+        group.ask("other", "b")
+        group.until(lambda: group.serving_together("b"))
+        assert generation_of(ranks["b"]).number == 3
+
+    def test_a_target_that_ranks_refuse_is_replaced_by_one_above(
+        self, group: SimulatedGroup
+    ) -> None:
+        a = group.form("a")["a"]
+        b = group.add("b", never_finishes_preparing=True)
+        group.ask("more", "a", "b")
+        group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+        # What a coordinator before this one had committed.
+        a.generation = msgspec.structs.replace(generation_of(a), number=7, nonce="7.x")
+        b.never_finishes_preparing = False
+        b.steps_to_prepare = 100
+        group.until(lambda: operation(group).generation == 8, seconds=1.0)
+        group.until(lambda: group.serving_together("a", "b"))
+
+    def test_says_nothing_before_all_had_time_to_report(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.start_controller()
+        group.step()
+        group.step()
+        assert group.controller.directive_for(ranks["a"].id) is None
+
+    def test_the_same_operation_changes_nothing(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        group.start_controller()
+        group.ask("first", "a", "b")
+        group.run(3.0)
+        assert (operation(group).operation_id, operation(group).phase) == (
+            "first",
+            OperationPhase.DONE,
+        )
+        assert len(ranks["a"].committed) == 1
+
+    def test_a_member_that_died_meanwhile_is_missed(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b")
+        ranks["b"].alive = False
+        group.start_controller()
+        group.until(lambda: generation_of(ranks["a"]).size == 1, seconds=4.0)
+
+    def test_what_was_prepared_only_is_dropped(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a")
+        ranks["b"] = group.add("b")
+        ranks["a"].never_finishes_preparing = True
+        group.ask("more", "a", "b")
+        group.until(lambda: ranks["b"].prepared)
+        group.start_controller()
+        group.until(lambda: ranks["b"].target is None)
+        group.run(1.0)
+        assert group.serving_together("a") or group.status().operation is None
+        assert len(ranks["a"].committed) == 1
+
+    def test_a_commit_that_somebody_acted_on_is_shown_again(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a")
+        ranks["a"].never_commits = True
+        ranks["b"] = group.add("b")
+        group.ask("more", "a", "b")
+        group.until(lambda: ranks["b"].generation is not None)
+        group.start_controller()
+        group.until(lambda: group.status().operation is not None)
+        assert (operation(group).phase, operation(group).operation_id) == (
+            OperationPhase.COMMITTING,
+            "more",
+        )
+        ranks["a"].never_commits = False
+        group.until(lambda: group.serving_together("a", "b"))
+        assert generation_of(ranks["a"]).number == 2
+
+    def heard_by_some(self, group: SimulatedGroup) -> dict[str, SimulatedRank]:
+        """a, b, c -> a, b, committed; b has not heard of it when another coordinator starts."""
+        ranks = group.form("a", "b", "c")
+        group.ask("less", "a", "b")
+        group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
+        ranks["b"].frozen = True
+        group.until(lambda: ranks["a"].commit_seen == ranks["c"].commit_seen == "2.n2")
+        group.start_controller()
+        ranks["b"].inbox.clear()  # its connection is gone, with what it had not read
+        ranks["b"].frozen = False
+        return ranks
+
+    def test_a_commit_that_some_heard_of_is_finished(self, group: SimulatedGroup) -> None:
+        ranks = self.heard_by_some(group)
+        group.until(lambda: len(ranks["a"].committed) == 2)
+        generation = generation_of(ranks["a"])
+        assert (generation.number, generation.urgent) == (2, False)
+        group.run(5.0)
+        assert group.serving_together("a", "b")
+        assert group.status().desired == ["a", "b"], "what was committed is what should be"
+        assert len(ranks["a"].committed) == 2, "once"
+
+    def test_a_commit_that_some_heard_of_and_not_all_can_adopt_is_replaced_by_one_above(
+        self, group: SimulatedGroup
+    ) -> None:
+        ranks = self.heard_by_some(group)
+        ranks["b"].target, ranks["b"].prepared = None, False
+        group.until(lambda: len(ranks["a"].committed) == 2)
+        assert generation_of(ranks["a"]).number == 3
+        assert ranks["a"].target is None
+        group.until(lambda: group.serving_together("a", "b"))
+        group.run(5.0)
+        assert len(ranks["a"].committed) == 2, "once"
+
+    def test_all_heard_of_a_commit(self, group: SimulatedGroup) -> None:
+        ranks = group.form("a", "b", "c")
+        group.ask("less", "a", "b")
+        group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
+        group.start_controller()
+        group.until(lambda: group.serving_together("a", "b") or len(ranks["a"].committed) == 2)
+        group.run(5.0)
+        assert generation_of(ranks["a"]).number == 2
+        assert group.status().desired == ["a", "b"]

@@ -1,0 +1,374 @@
+"""A coordinator among strangers: bytes that are no requests, too much of everything, names that forge log lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
+
+from baton_engine.elastic.coordinator.checks import (
+    MAX_FAILURE,
+    MAX_MEMBERS,
+    check_request,
+    check_status,
+    without_excess,
+)
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator.coordinator import Coordinator
+from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
+from baton_engine.elastic.rank.rank_link import RankLink
+from baton_engine.http import bounded_server
+from baton_protocol.topology import (
+    Generation,
+    Member,
+    RankPhase,
+    StartWave,
+    Status,
+    TopologyRequest,
+    TopologyStatus,
+)
+from support.waiting import eventually
+
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
+    process = CoordinatorProcess(tmp_path_factory.mktemp("coordinator"))
+    yield process
+    process.kill()
+
+
+def connect(port: int) -> socket.socket:
+    connection = socket.create_connection((HOST, port), DEADLINE_S)
+    connection.settimeout(DEADLINE_S)
+    return connection
+
+
+def say(coordinator: CoordinatorProcess, request: bytes) -> tuple[int, dict[str, str]]:
+    """The answer's status and JSON. Raises if it is anything else, or the connection stays open."""
+    with connect(coordinator.http_port) as connection:
+        connection.sendall(request)
+        answer = b""
+        while data := connection.recv(2**16):
+            answer += data
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head, answer[:300]
+    assert answer.count(b"HTTP/1.1") == 1, "one answer"
+    return int(head.split()[1]), json.loads(body)
+
+
+def put(*headers: bytes, body: bytes = b"") -> bytes:
+    return b"\r\n".join([b"PUT /topology HTTP/1.1", b"Host: x", *headers, b"", body])
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (put(b"Content-Length: -1"), 400),
+        (put(b"Content-Length: 1_0"), 400),
+        (put(b"Content-Length: " + "\u0661".encode()), 400),
+        (put(b"Content-Length: 2", b"Content-Length: 90", body=b"{}"), 400),
+        (put(b"Content-Length: " + b"9" * 5000), 413),
+        (put(b"Content-Length: 1048577", body=b"x" * 3_000_000), 413),
+        (put(b"Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\n\r\n"), 411),
+        (put(b"Transfer-Encoding: chunked", b"Content-Length: 2", body=b"{}"), 411),
+        (b"DELETE /topology HTTP/1.1\r\n\r\n", 405),
+        (b"POST /topology HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 405),
+        (b"OPTIONS * HTTP/1.1\r\n\r\n", 405),
+        (b"CONNECT \x1b[2J:1 HTTP/1.1\r\n\r\n", 405),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET /topology HTTP/1.1\r\n" + b"a: b\r\n" * 300 + b"\r\n", 431),
+        (b"GET /topology HTTP/9.9\r\n\r\n", 505),
+        (b"\x16\x03\x01\x02\x00\x01 \x00\x01 \xfc\x03\x03 x\r\n\r\n", 400),
+        (b"GET /nothing HTTP/1.1\r\nContent-Length: 5\r\n\r\nGET /", 404),
+    ],
+)
+def test_what_is_no_request_is_answered_in_json_and_ended(
+    request_: bytes, status: int, coordinator: CoordinatorProcess
+) -> None:
+    answered, body = say(coordinator, request_)
+    assert answered == status, body
+    assert body.keys() == {"reason", "message"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"operation_id":"\xff","members":["a"]}',
+        b'{"operation_id":"o","members":["\xc3("]}',
+        b'{"operation_id":"\\ud800","members":["a"]}',
+        b'{"operation_id":"a","members":' + b"[" * 20_000,
+        json.dumps({"operation_id": "n" * 65, "members": ["a"]}).encode(),
+        json.dumps({"operation_id": "o\n2026-01-01 ERROR forged", "members": ["a"]}).encode(),
+        json.dumps({"operation_id": "o", "members": ["a\nb"]}).encode(),
+        json.dumps({"operation_id": "o", "members": ["A"]}).encode(),
+        json.dumps({"operation_id": "o", "members": ["a."]}).encode(),
+        json.dumps({"operation_id": "o", "members": ["a" * 64]}).encode(),
+        json.dumps({"operation_id": "o", "members": ["-a"]}).encode(),
+        json.dumps(
+            {"operation_id": "o", "members": [f"m{n}" for n in range(MAX_MEMBERS + 1)]}
+        ).encode(),
+    ],
+)
+def test_a_topology_that_cannot_be_asked_for_is_refused(
+    body: bytes, coordinator: CoordinatorProcess
+) -> None:
+    length = b"Content-Length: %d" % len(body)
+    answered, said = say(coordinator, put(length, b"Connection: close", body=body))
+    assert (answered, said["reason"]) == (400, "BadRequest")
+    assert said["message"].isprintable()
+    assert coordinator.topology().desired == []
+
+
+def test_what_can_be_asked_for_is_not_refused() -> None:
+    members = ["a" * 63, "0", *(f"service-decode-{n}" for n in range(MAX_MEMBERS - 2))]
+    assert (
+        check_request(TopologyRequest(operation_id="Az0._:-" + "x" * 57, members=members), None)
+        is None
+    )
+
+
+def test_clients_that_go_in_the_middle_leave_no_traceback(coordinator: CoordinatorProcess) -> None:
+    for said in (
+        put(b"Content-Length: 500", body=b'{"op'),
+        b"GET /metrics HTTP/1.1\r\n\r\n" * 50,
+        b"GET /he",
+    ):
+        with connect(coordinator.http_port) as connection:
+            connection.sendall(said)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+    for said in (put(b"Content-Length: 500", body=b'{"op'), b""):
+        with connect(coordinator.http_port) as connection:
+            connection.sendall(said)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+    for _ in range(20):
+        assert coordinator.http("GET", "/healthz")[0] == 200
+    log = coordinator.log.read_text()
+    assert "Traceback" not in log
+    assert "\x1b" not in log
+
+
+def test_one_request_after_the_other_does_not_wait_for_acknowledgements(
+    coordinator: CoordinatorProcess,
+) -> None:
+    """Without TCP_NODELAY an answer of two parts takes 40 ms."""
+    took_s = []
+    with connect(coordinator.http_port) as connection:
+        for _ in range(50):
+            started = time.monotonic()
+            connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            answer = b""
+            while b"loop that answers ranks runs" not in answer:
+                answer += connection.recv(2**16)
+            took_s.append(time.monotonic() - started)
+    assert min(took_s[-25:]) < 0.03, (
+        "a busy machine slows down some of them, the other thing all but the first"
+    )
+
+
+# The server by itself, with less patience
+
+
+class Admin:
+    """Nothing to administer."""
+
+    def admits(self, authorization: str | None) -> bool:
+        return True
+
+    def topology(self) -> TopologyStatus:
+        return TopologyStatus(generation=0, desired=[], members=[])
+
+    def ask_for(self, request: TopologyRequest) -> None:
+        return None
+
+    def ask_for_rebalance(self) -> None:
+        pass
+
+    def metrics_text(self) -> bytes:
+        return b""
+
+    def is_healthy(self) -> bool:
+        return True
+
+
+def get(port: int) -> bytes:
+    with connect(port) as connection:
+        connection.sendall(b"GET /topology HTTP/1.1\r\nConnection: close\r\n\r\n")
+        return connection.recv(12)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_a_request_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though something comes all the time."""
+    monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 1.0)
+    server = CoordinatorServer(HOST, 0, Admin())
+    server.start()
+    with connect(server.port) as connection:
+        started = time.monotonic()
+        connection.settimeout(0.1)
+        ended = False
+        while not ended and time.monotonic() - started < DEADLINE_S:
+            try:
+                connection.sendall(b"G")
+                ended = connection.recv(1) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                ended = True
+        assert ended
+        assert time.monotonic() - started < 8.0
+    assert get(server.port) == b"HTTP/1.1 200"
+
+
+def test_when_too_many_are_there_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_server, "MAX_CONNECTIONS", 5)
+    monkeypatch.setattr(
+        bounded_server.BoundedHandler, "timeout", 10 * DEADLINE_S
+    )  # nor do they go by themselves
+    monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 10 * DEADLINE_S)
+    server = CoordinatorServer(HOST, 0, Admin())
+    server.start()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(server.port)) for _ in range(20)]
+        assert all(is_closed(each) for each in silent[:15])
+        assert get(server.port) == b"HTTP/1.1 200"
+        assert is_closed(silent[15])
+
+
+def test_many_clients_at_once_are_all_answered() -> None:
+    """Their connections wait in the backlog, which must be larger than five."""
+    server = CoordinatorServer(HOST, 0, Admin())
+    with contextlib.ExitStack() as stack:
+        waiting = [
+            stack.enter_context(connect(server.port)) for _ in range(100)
+        ]  # before anybody accepts
+        server.start()
+        for each in waiting:
+            each.sendall(b"GET /topology HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert all(each.recv(12) == b"HTTP/1.1 200" for each in waiting)
+
+
+# Messages of ranks
+
+
+def status(**fields: object) -> Status:
+    member = Member("a", "a#0", HOST, 1, 2, 3)
+    return msgspec.structs.replace(Status(member, RankPhase.STANDBY, 4, 2), **fields)
+
+
+GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HOST, 3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        status(member=Member("a\nb", "a#0", HOST, 1, 2, 3)),
+        status(member=Member("a" * 64, "a#0", HOST, 1, 2, 3)),
+        status(member=Member("a", "a\x1b", HOST, 1, 2, 3)),
+        status(member=Member("a", "a" * 300, HOST, 1, 2, 3)),
+        status(member=Member("a", "a#0", "host name", 1, 2, 3)),
+        status(member=Member("a", "a#0", HOST, 1, 2, 2**16)),
+        status(member=Member("a", "a#0", HOST, 1, -2, 3)),
+        status(suspects=("x",) * (MAX_MEMBERS + 1)),
+        status(generation=msgspec.structs.replace(GENERATION, operation_id="o\n")),
+        status(generation=msgspec.structs.replace(GENERATION, nonce="1.x\n")),
+        status(generation=msgspec.structs.replace(GENERATION, store_host="")),
+        status(
+            committed=msgspec.structs.replace(
+                GENERATION, members=(Member("B", "b", HOST, 1, 2, 3),)
+            )
+        ),
+    ],
+)
+def test_a_status_with_names_that_are_none_is_refused(wrong: Status) -> None:
+    with pytest.raises(
+        ValueError, match=r"a rank|generation|a port|an instance|a DNS label|suspects"
+    ) as refused:
+        check_status(wrong)
+    assert str(refused.value).isprintable()
+
+
+def test_a_status_with_long_reasons_is_shortened_not_refused() -> None:
+    check_status(status(generation=GENERATION, committed=GENERATION))
+    long = status(failure="x" * 10**6)
+    check_status(long)
+    assert len(without_excess(long).failure) < 2 * MAX_FAILURE
+    assert without_excess(status(failure="why")) == status(failure="why")
+
+
+def test_a_turn_ends_however_much_there_is_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(HOST, 0, 0, ControllerConfig())
+    link = RankLink(HOST, f"{HOST}:{coordinator.port}", deliver=lambda message: None)
+    monkeypatch.setattr(coordinator, "_receive", lambda: False)
+
+    class Endless:
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            return [b"junk"]
+
+    def take_turns() -> None:
+        coordinator._turn()
+        link._receive(Endless(), msgspec.msgpack.Decoder(StartWave))  # type: ignore[arg-type]
+
+    turns = threading.Thread(target=take_turns, daemon=True)
+    turns.start()
+    turns.join(DEADLINE_S)
+    assert not turns.is_alive()
+    link.close()
+    coordinator._close_sockets()
+
+
+def test_a_rank_that_sends_without_end_does_not_keep_the_others_waiting(
+    coordinator: CoordinatorProcess,
+) -> None:
+    """Nor does it fill the log."""
+    ranks = LiveRanks(coordinator)
+    stop = threading.Event()
+
+    def flood(message: bytes) -> None:
+        sender: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        sender.setsockopt(zmq.LINGER, 0)
+        sender.connect(f"tcp://{HOST}:{coordinator.port}")
+        while not stop.is_set():
+            with contextlib.suppress(zmq.Again):
+                sender.send(message, zmq.NOBLOCK)
+        sender.close()
+
+    evil = msgspec.msgpack.encode(
+        status(member=Member("evil\n2026 ERROR forged", "e#0", HOST, 1, 2, 3))
+    )
+    flooding = threading.Thread(target=flood, args=(evil,))
+    flooding.start()
+    try:
+        ranks.form("a", "b")
+        assert coordinator.http("GET", "/healthz")[0] == 200
+        eventually(
+            lambda: (
+                "baton:topology_bad_messages_total 0.0"
+                not in coordinator.http("GET", "/metrics")[1]
+            ),
+            timeout_s=DEADLINE_S,
+            what="bad messages",
+        )
+    finally:
+        stop.set()
+        flooding.join()
+        ranks.close()
+    log = coordinator.log.read_text()
+    assert not any(line.startswith("2026 ERROR") for line in log.splitlines())
+    assert log.count("dropped a message") < 10

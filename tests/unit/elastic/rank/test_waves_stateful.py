@@ -1,0 +1,158 @@
+"""Many ranks and many generations, random ways through them: at the end all requests are served, by ranks that agree."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from wave_ranks import NONE, Rank, Ranks, new_ranks
+
+NUM_PODS = 10
+
+
+class WavesMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks: Ranks
+        self.committed = 0
+        """The generation that all are to end in."""
+        self.proposed = NONE
+        """The one that may still be aborted."""
+        self.told: set[int] = set()
+        """Who has taken the commit in."""
+
+    @initialize(size=st.integers(4, 8))
+    def form(self, size: int) -> None:
+        self.ranks = new_ranks([tuple(range(size))], NUM_PODS)
+        self.told = set(range(NUM_PODS))
+
+    # -- the coordinator
+
+    @precondition(lambda self: self.has_changed())
+    @rule(members=st.lists(st.integers(0, NUM_PODS - 1), min_size=4, max_size=8, unique=True))
+    def propose(self, members: list[int]) -> None:
+        generations = self.ranks.generations
+        generations.append(tuple(members))
+        self.proposed = len(generations) - 1
+        # Directives are whole states: nobody is told of an earlier commit any more.
+        self.told = set(range(NUM_PODS))
+        for index in {*members, *generations[self.committed]}:
+            self.ranks.take_target(index, self.proposed)
+
+    @precondition(lambda self: self.proposed != NONE)
+    @rule()
+    def commit(self) -> None:
+        self.committed, self.proposed = self.proposed, NONE
+        self.told.clear()
+
+    @precondition(lambda self: self.proposed != NONE)
+    @rule()
+    def abort(self) -> None:
+        self.proposed = NONE
+        for index in range(NUM_PODS):
+            self.ranks.take_abort(index)
+
+    @precondition(lambda self: len(self.told) < NUM_PODS)
+    @rule(indices=st.sets(st.integers(0, NUM_PODS - 1), min_size=1))
+    def tell(self, indices: set[int]) -> None:
+        for index in sorted(indices - self.told):
+            if self.ranks.ranks[index].settled:
+                self.told.add(index)
+                self.ranks.take_commit(index)
+
+    def has_changed(self) -> bool:
+        members = self.ranks.generations[self.committed]
+        return self.proposed == NONE and all(
+            rank.current == (self.committed if index in members else NONE)
+            for index, rank in enumerate(self.ranks.ranks)
+        )
+
+    # -- users
+
+    @rule(index=st.integers(0, NUM_PODS - 1), tokens=st.integers(1, 3))
+    def request(self, index: int, tokens: int) -> None:
+        if self.ranks.ranks[index].waves is not None:
+            self.ranks.ranks[index].tokens += tokens
+
+    @rule(index=st.integers(0, NUM_PODS - 1), paused=st.booleans())
+    def pause(self, index: int, paused: bool) -> None:
+        self.ranks.ranks[index].paused = paused
+
+    # -- ranks
+
+    @rule(indices=st.lists(st.integers(0, NUM_PODS - 1), min_size=1, max_size=20))
+    def go_on(self, indices: list[int]) -> None:
+        for index in indices:
+            rank = self.ranks.ranks[index]
+            if rank.votes is not None:
+                self.ranks.finish(index)
+            elif rank.may_enter():
+                self.ranks.enter(index)
+
+    @precondition(lambda self: self.ranks.begun)
+    @rule(index=st.integers(0, NUM_PODS - 1), data=st.data())
+    def start_arrives(self, index: int, data: st.DataObject) -> None:
+        """Any that was ever sent."""
+        if self.ranks.ranks[index].settled:
+            self.ranks.take_start(index, *data.draw(st.sampled_from(sorted(self.ranks.begun))))
+
+    @rule()
+    def starts_are_repeated(self) -> None:
+        for rank in list(self.ranks.ranks):
+            if rank.repeats and rank.waves:
+                self.ranks.deliver(rank.current, rank.waves.wave)
+
+    @rule()
+    def come_to_rest(self) -> None:
+        """Nothing from outside but what the coordinator has still to tell: then all is done, and nobody exchanges anything."""
+        self.ranks.run()
+        for rank in self.ranks.ranks:
+            rank.paused = False
+        self.ranks.run()
+        self.tell(set(range(NUM_PODS)))
+        self.ranks.run()
+        assert self.told == set(range(NUM_PODS))
+        members = self.ranks.generations[self.committed]
+        for index, rank in enumerate(self.ranks.ranks):
+            assert rank.current == (self.committed if index in members else NONE), (
+                f"rank {index} is left behind"
+            )
+            assert rank.settled
+            assert not rank.tokens
+            assert rank.waves is None or not rank.waves.running
+        waves = {rank.waves.wave for rank in self.ranks.ranks if rank.waves is not None}
+        assert len(waves) == 1, "waves differ"
+
+    # -- what always holds
+
+    @invariant()
+    def nobody_runs_a_wave_that_nobody_began(self) -> None:
+        for rank in self.ranks.ranks if hasattr(self, "ranks") else ():
+            if rank.waves is not None and rank.waves.running:
+                assert (rank.current, rank.waves.wave) in self.ranks.begun
+
+    @invariant()
+    def all_adopt_or_none(self) -> None:
+        if not hasattr(self, "ranks"):
+            return
+        living = {rank.current for rank in self.ranks.ranks if rank.waves is not None}
+        assert max(living) <= self.committed
+        for rank in self.ranks.ranks:
+            if (
+                rank.waves is not None
+                and rank.current < self.committed
+                and self._somebody_left(rank)
+            ):
+                assert rank.votes is not None, "left behind"
+                assert all(vote.commit for vote in rank.votes)
+
+    def _somebody_left(self, rank: Rank) -> bool:
+        return any(member.current != rank.current for member in self.ranks.members(rank))
+
+    def teardown(self) -> None:
+        if hasattr(self, "ranks"):
+            self.come_to_rest()
+
+
+WavesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestWaves = WavesMachine.TestCase

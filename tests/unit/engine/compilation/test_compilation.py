@@ -1,0 +1,329 @@
+"""The piecewise backend of torch.compile: the same logits as eager layers, cut at attention, each piece compiled once and kept."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_cases import CPU, load, run_model, run_ranks
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.compilation.cache_key import environment_key, piece_key
+from baton_engine.compilation.inductor import InductorCompiler, PieceCompiler
+from baton_engine.compilation.passes import RemoveNoOps
+from baton_engine.compilation.piecewise import PiecewiseBackend, compile_model
+from baton_engine.distributed.group import ParallelContext
+from baton_engine.models.dynamic_dims import mark_dynamic, support_torch_compile
+from baton_engine.models.layers import CausalLM
+from baton_engine.models.operators import SPLITTING
+
+NUM_LAYERS = 3
+SEQUENCES = [list(range(3, 20)), list(range(40, 57))]
+
+
+class RememberingCompiler:
+    """Compiles nothing; remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str | None, int | None]] = []
+        self.graphs: list[fx.GraphModule] = []
+
+    def open(self, key: str) -> None:
+        pass
+
+    def compile(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
+    ) -> Callable[..., Any]:
+        self.asked.append((piece_key(graph), size))
+        self.graphs.append(graph)
+        return graph.forward
+
+
+class CompiledModel:
+    """A model whose forward is compiled, as `run_model` takes it."""
+
+    def __init__(
+        self, model: CausalLM, compiler: PieceCompiler, compile_sizes: Sequence[int] = ()
+    ) -> None:
+        self.parallel, self.config, self.compute_logits = (
+            model.parallel,
+            model.config,
+            model.compute_logits,
+        )
+        self.backend = PiecewiseBackend(compiler, SPLITTING, compile_sizes, (model.config,), CPU)
+        self._forward = compile_model(model, self.backend)
+
+    def __call__(self, *args: Tensor | None) -> Tensor:
+        return self._forward(*args)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints: Path) -> dict[str, CausalLM]:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": NUM_LAYERS,
+        "vocab_size": 300,
+    }
+    return {
+        arch: load(create_checkpoint(checkpoints / arch, arch, **sizes))
+        for arch in ("llama", "qwen3", "qwen3_moe")
+    }
+
+
+def assert_same_logits(compiled: CompiledModel, model: CausalLM) -> None:
+    """The first step, of which the trace is made, has several tokens; later ones one of each sequence, or more than the first."""
+    for chunk in (5, 1, 17):
+        actual = run_model(compiled, SEQUENCES, chunk)  # type: ignore[arg-type]
+        torch.testing.assert_close(actual, run_model(model, SEQUENCES, chunk), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes"), [("llama", ()), ("qwen3", (2,)), ("qwen3_moe", (2, 10))]
+)
+def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothing(
+    models: dict[str, CausalLM],
+    arch: str,
+    sizes: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed: list[fx.Graph] = []
+    run_pass = RemoveNoOps.__call__
+    monkeypatch.setattr(
+        RemoveNoOps,
+        "__call__",
+        lambda self, graph: (passed.append(graph), run_pass(self, graph))[1],
+    )
+    model = models[arch]
+    first = InductorCompiler(tmp_path)
+    compiled = CompiledModel(model, first, sizes)
+    assert_same_logits(compiled, model)
+    assert compiled.backend.num_pieces == NUM_LAYERS + 1
+    # Before the first attention, between two of them, after the last: the layers in between are alike.
+    num_different = 3 * (1 + len(sizes))
+    assert (first.num_compiled, first.num_loaded) == (num_different, 0)
+    assert len(passed) == num_different
+
+    second = InductorCompiler(tmp_path)
+    assert_same_logits(CompiledModel(model, second, sizes), model)
+    assert (second.num_compiled, second.num_loaded) == (0, num_different)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
+def test_the_graph_is_cut_at_every_attention_and_layers_are_alike(
+    models: dict[str, CausalLM], arch: str
+) -> None:
+    compiler = RememberingCompiler()
+    compiled = CompiledModel(models[arch], compiler)
+    assert_same_logits(compiled, models[arch])
+    assert compiled.backend.num_cuts == NUM_LAYERS
+    assert compiled.backend.num_pieces == len(compiler.asked) == NUM_LAYERS + 1
+    assert len({key for key, _ in compiler.asked}) == 3
+    operators = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]
+    assert not any("attend" in name for name in operators)
+    assert sum("mix_experts" in name for name in operators) == (
+        NUM_LAYERS if arch == "qwen3_moe" else 0
+    )
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_ranks_compute_together_what_one_does_alone(
+    checkpoints: Path, models: dict[str, CausalLM], tensor: int, pipeline: int
+) -> None:
+    def work(parallel: ParallelContext) -> Tensor:
+        compiled = CompiledModel(load(checkpoints / "llama", parallel), RememberingCompiler())
+        return run_model(compiled, SEQUENCES, 5)  # type: ignore[arg-type]
+
+    expected = run_model(models["llama"], SEQUENCES, 5)
+    torch.testing.assert_close(
+        run_ranks(work, tensor, pipeline)[-1], expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_two_models_of_one_class_keep_their_own_weights(
+    models: dict[str, CausalLM], tmp_path: Path
+) -> None:
+    other = load(
+        create_checkpoint(
+            tmp_path / "other", "llama", hidden_size=32, num_layers=1, vocab_size=300, seed=5
+        )
+    )
+    both = [
+        (CompiledModel(model, RememberingCompiler()), model) for model in (models["llama"], other)
+    ]
+    for compiled, model in (*both, *both):
+        assert_same_logits(compiled, model)
+
+
+def test_a_second_trace_is_refused_for_it_might_hold_for_one_size_alone(
+    models: dict[str, CausalLM],
+) -> None:
+    compiler = RememberingCompiler()
+    compiled = CompiledModel(models["llama"], compiler)
+    run_model(compiled, SEQUENCES, 5)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="traces the model again"):
+        compiled.backend(compiler.graphs[0], [])
+
+
+def test_pieces_are_compiled_once_more_for_chosen_sizes(models: dict[str, CausalLM]) -> None:
+    compiler = RememberingCompiler()
+    compiled = CompiledModel(models["llama"], compiler, compile_sizes=[2, 10])
+    assert_same_logits(compiled, models["llama"])
+    sizes = [size for _, size in compiler.asked]
+    assert sizes == [None] * 4 + [10] * 4 + [2] * 4, "two sequences: 10 tokens come before 2"
+
+
+def test_the_key_of_what_is_kept_changes_with_sources_configuration_and_names_alone_do_not(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "layer.py"
+    source.write_text("a = 1")
+    key = environment_key([str(source)], ["config"], CPU)
+    assert environment_key([str(source)], ["config"], CPU) == key
+    assert environment_key([str(source)], ["other"], CPU) != key
+    source.write_text("a = 2")
+    assert environment_key([str(source)], ["config"], CPU) != key
+
+    def graph(names: tuple[str, str], factor: float) -> fx.GraphModule:
+        made = fx.Graph()
+        x, y = map(made.placeholder, names)
+        made.output(made.call_function(torch.add, (x, y), {"alpha": factor}))
+        return fx.GraphModule(nn.Module(), made)
+
+    assert piece_key(graph(("a", "b"), 1.0)) == piece_key(graph(("l_weight", "s0"), 1.0))
+    assert piece_key(graph(("a", "b"), 1.0)) != piece_key(graph(("a", "b"), 2.0))
+
+
+def test_code_for_a_cpu_belongs_to_a_number_of_threads_and_to_inductors_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = environment_key([], [], CPU)
+    torch.set_num_threads(2)
+    assert environment_key([], [], CPU) != key
+    torch.set_num_threads(1)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert environment_key([], [], CPU) == key
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    assert environment_key([], [], CPU) != key
+
+
+def test_pieces_are_kept_in_folders_that_only_this_user_can_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = InductorCompiler(tmp_path / "cache")
+    compiler.open("key")
+    assert compiler.folder == tmp_path / "cache" / "key"
+    assert stat.S_IMODE(compiler.folder.stat().st_mode) == 0o700
+    assert not caplog.text
+
+    compiler.folder.chmod(0o777)
+    compiler.open("key")  # somebody else may have put code there
+    assert compiler.folder.is_dir()
+    assert compiler.folder.parent != tmp_path / "cache"
+    assert "everybody can write there" in caplog.text
+
+
+def test_without_a_place_for_compiled_code_a_temporary_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiler = InductorCompiler()
+    compiler.open("key")
+    (compiler.folder / "piece").touch()
+    assert "set compilation.cache_dir to a folder of this user" in caplog.text
+
+
+def test_a_piece_that_cannot_be_loaded_is_compiled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = InductorCompiler(tmp_path)
+    compiler.open("key")
+    path = compiler.folder / "piece-dynamic"
+    path.write_bytes(b"half a piece")
+    assert compiler._load(path) is None
+    assert not path.exists()
+    assert "it is compiled again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: x.view(-1, 2, 4).view(-1, 8) + 1, 1),
+        (lambda x: x[:, 0:8] * 2, 1),
+        (lambda x: x[:, 1:8] * 2, 2),
+        (lambda x: x.view(-1, 4).view(-1, 2) + 1, 2),
+    ],
+    ids=["view of a view", "slice of all", "slice of some", "views that change the shape"],
+)
+def test_operators_that_give_back_what_they_got_are_removed(
+    function: Callable[[Tensor], Tensor], left: int
+) -> None:
+    x = torch.randn(6, 8)
+    traced = make_fx(function, tracing_mode="symbolic")(x)
+    RemoveNoOps()(traced.graph)
+    traced.recompile()
+    torch.testing.assert_close(traced(x), function(x))
+    kept = [
+        node
+        for node in traced.graph.nodes
+        if node.op == "call_function" and "sym_size" not in str(node.target)
+    ]
+    assert len(kept) == left, traced.code
+
+
+@pytest.mark.parametrize(("middle", "left"), [(torch.float32, 1), (torch.bfloat16, 3)])
+def test_conversions_there_and_back_are_removed_where_they_are_exact(
+    middle: torch.dtype, left: int
+) -> None:
+    start = torch.float16
+    convert = torch.ops.prims.convert_element_type.default
+    x = torch.randn(5, 3).to(start)
+    traced = make_fx(lambda x: convert(convert(x, middle), start) + 1, tracing_mode="symbolic")(x)
+    expected = traced(x)
+    RemoveNoOps()(traced.graph)
+    traced.recompile()
+    assert torch.equal(traced(x), expected)
+    assert sum(node.op == "call_function" for node in traced.graph.nodes) == left
+
+
+def test_the_decorator_refuses_what_it_cannot_mark() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            return x
+
+    with pytest.raises(ValueError, match=r"forward has no argument 'z'; it has x, y"):
+        support_torch_compile(dynamic={"z": 0})(Model)
+    with pytest.raises(TypeError, match="must be integers"):
+        support_torch_compile(dynamic={"x": ("batch",)})(Model)  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="at least one dynamic dimension"):
+        support_torch_compile(dynamic={})(Model)
+    with pytest.raises(TypeError, match="classes of modules"):
+        support_torch_compile(dynamic={"x": 0})(len)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="decorate it with support_torch_compile"):
+        mark_dynamic(Model(), {"x": torch.zeros(2)})
+    decorated = support_torch_compile(dynamic={"x": (0, -1), "y": 2})(Model)()
+    mark_dynamic(decorated, {"x": torch.zeros(2, 3), "y": None})
+    with pytest.raises(ValueError, match="y has 1 dimensions"):
+        mark_dynamic(decorated, {"y": torch.zeros(2)})
+    with pytest.raises(ValueError, match="at least 2 in dynamic dimension 0 of x"):
+        mark_dynamic(decorated, {"x": torch.zeros(1, 3)})

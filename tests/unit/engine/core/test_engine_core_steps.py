@@ -1,0 +1,295 @@
+"""The order of things in a step: grammar while the model runs, several steps in flight, aborts before the update, failures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import stat
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from engine_fakes import FakeExecutor, continuation
+
+from baton_engine.core.engine_core import EngineCore, StepFailedError
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from baton_protocol.sampling import SamplingParams
+
+calls: list[str] = []
+"""What happened, in order; emptied by each test that reads it."""
+
+
+class RecordingScheduler(Scheduler):
+    def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
+        calls.append(f"grammar {step.step_id}")
+        return super().grammar_output(step)
+
+    def update_from_output(
+        self, step: SchedulerOutput, output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        calls.append(f"update {step.step_id}")
+        return super().update_from_output(step, output)
+
+    def abort_requests(self, request_ids) -> None:
+        request_ids = list(request_ids)
+        if request_ids:
+            calls.append(f"abort {','.join(request_ids)}")
+        super().abort_requests(request_ids)
+
+
+class HeldExecutor(FakeExecutor):
+    """Steps end when the test says so."""
+
+    def initialize(self):
+        self.held: list[tuple[Future[ModelRunnerOutput], ModelRunnerOutput]] = []
+        return super().initialize()
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        calls.append(f"execute {step.step_id}")
+        super().execute_model(step)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        calls.append(f"sample {self._step.step_id}")
+        self.held.append((Future(), self._run(self._step)))
+        return self.held[-1][0]
+
+    def release(self) -> None:
+        """Ends the oldest step."""
+        future, output = self.held.pop(0)
+        future.set_result(output)
+
+
+def make_config(**sections: object) -> EngineConfig:
+    defaults: dict[str, object] = {
+        "model": ModelConfig(path="/nowhere"),
+        "cache": CacheConfig(block_size=4, num_blocks=64),
+    }
+    return EngineConfig(**{**defaults, **sections})  # type: ignore[arg-type]
+
+
+def make_core(executor_class: type[FakeExecutor] = FakeExecutor, **sections: object) -> EngineCore:
+    config = make_config(**sections)
+    return EngineCore(config, executor_class(config, "instance", lambda: None))
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 6) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    )
+
+
+def generate(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[int]]:
+    for one in requests:
+        assert core.add_request(one) is None
+    texts: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    while core.has_requests:
+        for output in core.step_fn():
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+            texts[output.request_id] += output.new_token_ids
+    return texts
+
+
+RECORDING = SchedulerConfig(scheduler_class=f"{__name__}.RecordingScheduler")
+PIPELINE = ParallelConfig(pipeline_parallel_size=2)
+
+
+def test_the_grammar_is_asked_for_between_execute_and_sample():
+    core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
+    core.add_request(request("r", [1, 2]))
+    calls.clear()
+    assert core.step_fn() == []
+    assert [call.split()[0] for call in calls] == ["execute", "grammar", "sample"]
+
+
+def test_steps_are_started_until_the_queue_is_full_and_end_in_order():
+    core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
+    core.add_request(request("a", [1, 2], 2))
+    calls.clear()
+    assert core.step_fn() == []
+    assert core.made_progress, "there is room for another step"
+    core.add_request(request("b", [3, 4], 2))
+    core.executor.release()  # of a's step: the second call finds it done
+    (output,) = core.step_fn()
+    assert output.request_id == "a"
+    first, second = (call.split()[1] for call in calls if call.startswith("execute"))
+    assert [call for call in calls if not call.startswith("grammar")] == [
+        *(
+            f"execute {first}",
+            f"sample {first}",
+            f"execute {second}",
+            f"sample {second}",
+            f"update {first}",
+        )
+    ]
+
+
+def test_when_all_requests_are_in_flight_no_empty_step_is_sent():
+    core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
+    core.add_request(request("a", [1, 2], 2))
+    core.step_fn()
+    calls.clear()
+    core.executor.release()
+    (output,) = core.step_fn()
+    assert output.request_id == "a"
+    assert [call.split()[0] for call in calls] == ["update"]
+
+
+def test_aborts_that_came_meanwhile_are_applied_before_the_update():
+    config = make_config(scheduler=RECORDING)
+    came: list[str] = []
+    core = EngineCore(
+        config, FakeExecutor(config, "instance", lambda: None), take_aborts=lambda: came
+    )
+    core.add_request(request("r", [1, 2]))
+    calls.clear()
+    came.append("r")
+    (output,) = core.step()
+    assert output.finish_reason is FinishReason.ABORT
+    assert output.new_token_ids == []
+    assert calls.index("abort r") < next(
+        i for i, call in enumerate(calls) if call.startswith("update")
+    )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": PIPELINE},
+        {"scheduler": SchedulerConfig(async_scheduling=True)},
+        {"scheduler": SchedulerConfig(async_scheduling=True, max_num_batched_tokens=5)},
+    ],
+    ids=["one by one", "pipeline", "asynchronous", "asynchronous in chunks"],
+)
+def test_text_does_not_depend_on_how_steps_overlap(sections):
+    core = make_core(**sections)
+    prompts = {f"r{i}": list(range(1, 2 + 3 * i)) for i in range(6)}
+    texts = generate(
+        core, *(request(name, prompt, 4 + len(name)) for name, prompt in prompts.items())
+    )
+    assert texts == {
+        name: continuation(prompt, 4 + len(name), ignore_eos=True)
+        for name, prompt in prompts.items()
+    }
+    assert core.get_stats().kv_cache_usage == 0
+
+
+def test_a_failing_step_leaves_its_input_in_a_file(tmp_path):
+    core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path / "dumps")))
+    generate(core, request("before", [1, 2], 2))
+    long = EngineCoreRequest("long", list(range(1, 101)), SamplingParams(max_tokens=2))
+    core.add_request(long)
+    core.add_request(request("bad", [13, 13, 13]))
+    with pytest.raises(
+        StepFailedError, match="RuntimeError: the device is on fire; its input is in"
+    ) as failed:
+        core.step_fn()
+    (path,) = (tmp_path / "dumps").iterdir()
+    assert str(path) in str(failed.value)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    dump = json.loads(path.read_text())
+    assert dump["error"][-1] == "RuntimeError: the device is on fire"
+    assert dump["step"]["num_scheduled_tokens"] == {"long": 100, "bad": 3}
+    new = {one["request_id"]: one for one in dump["step"]["new_requests"]}
+    assert new["bad"]["prompt_token_ids"] == [13, 13, 13]
+    assert (
+        new["long"]["prompt_token_ids"]
+        == "[1, 2, 3, 4, 5, 6, 7, 8, ... 100 in all ..., 93, 94, 95, 96, 97, 98, 99, 100]"
+    )
+    assert new["bad"]["sampling_params"]["max_tokens"] == 6
+    assert dump["stats"]["num_requests_running"] == 2
+    assert dump["config"]["cache"]["num_blocks"] == 64
+
+
+def test_a_failure_to_schedule_leaves_the_state_of_the_engine_in_a_file(tmp_path, monkeypatch):
+    core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path)))
+    core.add_request(request("r", [1, 2]))
+    monkeypatch.setattr(core.scheduler.kv, "allocate", lambda *args, **options: 1 / 0)
+    with pytest.raises(
+        StepFailedError, match=r"scheduling failed: ZeroDivisionError: .*; its input is in"
+    ):
+        core.step_fn()
+    (path,) = tmp_path.iterdir()
+    dump = json.loads(path.read_text())
+    assert dump["step"] is None
+    assert dump["stats"]["num_requests_waiting"] == 1
+
+
+def test_a_crash_dump_that_cannot_be_written_hides_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path / "file")))
+    core.add_request(request("bad", [13, 13, 13]))
+    with pytest.raises(StepFailedError, match=r"the device is on fire$"):
+        core.step_fn()
+
+
+def test_a_worker_that_dies_ends_the_wait_for_its_step():
+    core = make_core(HeldExecutor)
+    core.add_request(request("r", [1, 2]))
+    core.executor.failure_callback("worker 1 was killed")
+    with pytest.raises(StepFailedError, match="worker 1 was killed"):
+        core.step_fn()
+
+
+def test_max_model_len_is_fitted_to_the_memory_unless_it_was_asked_for(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert make_core().ready.max_model_len == 256
+    assert "256, limited by the KV memory; the model's own maximum is 512" in caplog.text
+    assert make_core(cache=CacheConfig(block_size=4, num_blocks=500)).ready.max_model_len == 512
+    with pytest.raises(
+        ConfigurationError,
+        match=r"model\.max_model_len is 300 .* holds 256 .*raise cache\.memory_bytes",
+    ):
+        make_core(model=ModelConfig(path="/nowhere", max_model_len=300))
+
+
+def test_a_scheduler_that_is_none_is_a_configuration_error():
+    with pytest.raises(
+        ConfigurationError,
+        match=r"scheduler\.scheduler_class: cannot load scheduler nowhere\.Nothing",
+    ):
+        make_core(scheduler=SchedulerConfig(scheduler_class="nowhere.Nothing"))
+
+
+def test_a_short_name_that_nobody_knows_is_a_configuration_error():
+    with pytest.raises(
+        ConfigurationError, match=r"cannot load scheduler 'nope': it is no known name"
+    ):
+        make_core(scheduler=SchedulerConfig(scheduler_class="nope"))
+
+
+def test_iterations_are_logged_on_request(caplog):
+    with caplog.at_level(logging.INFO):
+        generate(
+            make_core(observability=ObservabilityConfig(log_iterations=True)),
+            request("r", [1, 2, 3], 2),
+        )
+    lines = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")
+    ]
+    assert re.search(
+        r"3 prefill tokens of 1 requests, 0 decode tokens; 1 running, 0 waiting, .*model \d",
+        lines[0],
+    )
+    assert "0 prefill tokens of 0 requests, 1 decode tokens" in lines[1]
+
+
+def test_profiling_without_a_folder_says_what_to_set(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="--profiler-dir"):
+        make_core().start_profile()
+    core = make_core(observability=ObservabilityConfig(profiler_dir=str(tmp_path)))
+    core.start_profile()
+    core.stop_profile()
+    assert core.executor.calls == [("start_profile",), ("stop_profile",)]

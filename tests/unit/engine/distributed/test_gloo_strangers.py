@@ -1,0 +1,226 @@
+"""Connections to gloo that are of no member: cut off when the group has formed, and let in no more."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from baton_engine.distributed import gloo_connections, process_group
+from baton_engine.distributed.group import Group
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.distributed.process_group import create_group
+from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.distributed.store.socket_store import connect_store
+
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+WAIT_S = 60.0
+STRANGERS = """
+import socket, sys
+strangers = []
+for line in sys.stdin:
+    host, port, said = (line.split() + [""])[:3]
+    if host == "close":
+        closed = 0
+        for stranger in strangers:
+            stranger.settimeout(20)
+            try:
+                while stranger.recv(2**16):
+                    pass
+                closed += 1
+            except ConnectionResetError:
+                closed += 1
+            except TimeoutError:
+                pass
+        print(closed, "of", len(strangers), flush=True)
+    else:
+        strangers.append(socket.create_connection((host, int(port))))
+        strangers[-1].sendall(bytes.fromhex(said))
+        print("in", flush=True)
+"""
+"""Of a process of its own: what this one connects is taken for a member's, as ranks in threads are."""
+
+
+@pytest.fixture
+def store() -> Iterator[StoreServer]:
+    with contextlib.closing(open_store(HOST)) as store:
+        yield store
+
+
+class Listening:
+    """Addresses of devices as they open; `visit` is called with each before any member connects."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.addresses: list[gloo_connections.Address] = []
+        self.sequences: list[bytes] = []
+        """What strangers say; each connects to every device."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", STRANGERS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._lock = threading.Lock()
+        original = process_group.open_device
+
+        def open_device(host: str) -> tuple[object, gloo_connections.Address]:
+            device, address = original(host)
+            with self._lock:
+                self.addresses.append(address)
+                for said in self.sequences:
+                    assert self._ask(f"{address[0]} {address[1]} {said.hex()}") == "in"
+            return device, address
+
+        monkeypatch.setattr(process_group, "open_device", open_device)
+
+    def assert_cut_off(self) -> None:
+        closed, _, total = self._ask("close 0").split()
+        assert closed == total
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        return self._process.stdout.readline().strip()
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
+    listening = Listening(monkeypatch)
+    yield listening
+    listening.close()
+
+
+def form(store: StoreServer, size: int) -> list[Group | Exception]:
+    """Per rank its group, or why there is none."""
+    results: list[Group | Exception] = [RuntimeError("not there")] * size
+
+    def join(rank: int) -> None:
+        try:
+            results[rank] = create_group(
+                "test", rank, size, connect_store(store.address, WAIT_S), 1, CPU, 10.0
+            )
+        except (TimeoutError, GroupBrokenError, RuntimeError) as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def groups_of(results: list[Group | Exception]) -> list[Group]:
+    groups = []
+    for result in results:
+        assert not isinstance(result, Exception), result
+        groups.append(result)
+    return groups
+
+
+def exchange(groups: list[Group]) -> None:
+    tensors = [torch.full((1000,), float(rank)) for rank in range(len(groups))]
+    threads = [
+        threading.Thread(target=group.all_reduce, args=(tensor,))
+        for group, tensor in zip(groups, tensors, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert all((tensor == sum(range(len(groups)))).all() for tensor in tensors)
+
+
+def close(groups: list[Group]) -> None:
+    for group in groups:
+        group.close()
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_came_before_the_group_had_formed_is_cut_off(
+    size: int, store: StoreServer, listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    listening.sequences = [b"", b"x", b"\xff" * 8]
+    groups = groups_of(form(store, size))
+    try:
+        listening.assert_cut_off()
+        exchange(groups)
+        assert caplog.text.count("cut off 3 connections to gloo") == size
+    finally:
+        close(groups)
+
+
+def test_nobody_gets_in_afterwards_and_takes_descriptors(
+    store: StoreServer, listening: Listening
+) -> None:
+    groups = groups_of(form(store, 2))
+    try:
+        before = num_descriptors()
+        for address in listening.addresses:
+            for _ in range(3):
+                with socket.socket() as stranger:
+                    stranger.settimeout(0.3)
+                    with pytest.raises(TimeoutError):
+                        stranger.connect(address)
+        assert num_descriptors() == before
+        exchange(groups)
+    finally:
+        close(groups)
+
+
+def test_a_stranger_who_takes_a_members_place_does_not_keep_it(
+    store: StoreServer, listening: Listening
+) -> None:
+    """It names the numbers that gloo gives connections: the group may fail to form, but not form with it."""
+    listening.sequences = [number.to_bytes(8, "little") for number in range(8)]
+    results = form(store, 2)
+    groups = [each for each in results if not isinstance(each, Exception)]
+    try:
+        if len(groups) == 2:
+            exchange(groups)
+    finally:
+        close(groups)
+    del groups, results
+    gc.collect()
+    listening.assert_cut_off()
+    listening.sequences = []
+    with contextlib.closing(open_store(HOST)) as another:
+        groups = groups_of(form(another, 2))
+        exchange(groups)
+        close(groups)
+
+
+def test_where_addresses_are_translated_members_are_not_taken_for_strangers(
+    store: StoreServer, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = process_group.connected_from
+    monkeypatch.setattr(
+        process_group,
+        "connected_from",
+        lambda members: [(("10.9.9.9", port), target) for (_, port), target in original(members)],
+    )
+    groups = groups_of(form(store, 3))
+    exchange(groups)
+    close(groups)
+    assert len(listening.addresses) == 3

@@ -1,0 +1,387 @@
+"""all_to_all against a plain reference, and groups that are given up, closed or formed beside each other; ranks are threads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from baton_engine.distributed import process_group
+from baton_engine.distributed.group import Group
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.distributed.process_group import TorchGroup, create_group, generation_store
+from baton_engine.distributed.shared_memory_group import BUFFER_NBYTES, SharedMemoryGroup
+from baton_engine.distributed.store.server import open_store
+from baton_engine.distributed.store.socket_store import connect_store
+
+WAIT_S = 60.0
+CPU = torch.device("cpu")
+KINDS = {"gloo": TorchGroup, "shared memory": SharedMemoryGroup}
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+T = TypeVar("T")
+
+
+class Ranks:
+    """Threads of this process that are ranks of groups."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.size = size
+        self.pool = ThreadPoolExecutor(size)
+        self.store = open_store("127.0.0.1")
+        self.address = self.store.address
+        self.kind = kind
+
+    def each(self, run: Callable[[int], T]) -> list[T]:
+        """What run(rank) returns, by rank, all at the same time."""
+        return list(self.pool.map(run, range(self.size), timeout=WAIT_S))
+
+    def join(
+        self, name: str = "test", *, nonce: str = "", timeout_s: float = WAIT_S
+    ) -> list[Group]:
+        def join(rank: int) -> Group:
+            return create_group(
+                name,
+                rank,
+                self.size,
+                connect_store(self.address, WAIT_S),
+                1,
+                CPU,
+                timeout_s,
+                nonce=nonce,
+            )
+
+        if self.kind == "shared memory":
+            groups = self.each(join)
+        else:
+            with mock.patch.object(process_group, "over_shared_memory", lambda group, *_: group):
+                groups = self.each(join)
+        assert {type(group) for group in groups} == {KINDS[self.kind]}
+        return groups
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.store.close()
+
+
+@pytest.fixture(params=KINDS)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(request.param, 2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module", params=[(kind, size) for kind in KINDS for size in (2, 4)], ids=str)
+def lasting(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, list[Group]]]:
+    ranks = Ranks(*request.param)
+    groups = ranks.join()
+    yield ranks, groups
+    ranks.each(lambda rank: groups[rank].close())
+    ranks.close()
+
+
+def exchanged(
+    ranks: Ranks, groups: list[Group], rows: list[Tensor], counts: list[list[int]]
+) -> None:
+    """Compares all_to_all of every rank with the runs of rows it should get; counts[source][target]."""
+
+    def run(rank: int) -> Tensor:
+        return groups[rank].all_to_all(rows[rank], counts[rank], [row[rank] for row in counts])
+
+    for rank, received in enumerate(ranks.each(run)):
+        runs = [source.split(count)[rank] for source, count in zip(rows, counts, strict=True)]
+        assert (received.shape, received.dtype) == (
+            (sum(map(len, runs)), *rows[0].shape[1:]),
+            rows[0].dtype,
+        )
+        expected = torch.cat([as_bytes(run) for run in runs])
+        assert torch.equal(as_bytes(received), expected)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits: NaNs and what else the dtype has."""
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return (
+        torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(shape)
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_all_to_all_moves_every_run_to_its_rank(
+    lasting: tuple[Ranks, list[Group]], data: st.DataObject
+) -> None:
+    ranks, groups = lasting
+    size = ranks.size
+    dtype = data.draw(st.sampled_from(DTYPES))
+    tail = data.draw(st.sampled_from([(), (1,), (3,), (2, 5), (0,), (4099,)]))
+    most = (
+        2 * BUFFER_NBYTES // (torch.Size(tail).numel() * dtype.itemsize or 1)
+        if tail == (4099,)
+        else 40
+    )
+    count = st.one_of(st.just(0), st.integers(0, most))
+    counts = data.draw(
+        st.lists(st.lists(count, min_size=size, max_size=size), min_size=size, max_size=size)
+    )
+    rows = [random_rows((sum(counts[rank]), *tail), dtype, rank) for rank in range(size)]
+    exchanged(ranks, groups, rows, counts)
+
+
+def test_all_to_all_of_more_than_the_buffers_hold(lasting: tuple[Ranks, list[Group]]) -> None:
+    ranks, groups = lasting
+    size = ranks.size
+    for counts in (
+        [[5 * BUFFER_NBYTES + 7] + [1] * (size - 1)] * size,  # one rank gets nearly all
+        [[BUFFER_NBYTES] * size] + [[0] * size] * (size - 1),  # one rank has all
+        [
+            [BUFFER_NBYTES // 2 + source + target for target in range(size)]
+            for source in range(size)
+        ],
+        [[(BUFFER_NBYTES - 64) // (size - 1)] * size] * size,  # just fits
+        [[(BUFFER_NBYTES - 64) // (size - 1) + 1] * size] * size,  # just does not
+    ):
+        rows = [random_rows((sum(counts[rank]),), torch.uint8, rank) for rank in range(size)]
+        exchanged(ranks, groups, rows, counts)
+
+
+def test_all_to_all_takes_rows_that_are_not_contiguous(lasting: tuple[Ranks, list[Group]]) -> None:
+    ranks, groups = lasting
+    rows = [torch.arange(12.0 * ranks.size).view(3, -1).t() + rank for rank in range(ranks.size)]
+    exchanged(ranks, groups, rows, [[4] * ranks.size] * ranks.size)
+
+
+def test_counts_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+    groups = ranks.join()
+    for send, recv in (([1, 2], [1, 1]), ([2], [2]), ([1, 1], [2])):
+        with pytest.raises(ValueError, match=r"all_to_all of 2 rows among 2 ranks"):
+            groups[0].all_to_all(torch.zeros(2, 3), send, recv)
+    assert ranks.each(lambda rank: groups[rank].all_reduce(torch.ones(1)).tolist()) == [
+        [2.0],
+        [2.0],
+    ], "it still works"
+
+
+def test_operations_of_an_aborted_group_fail_at_once(ranks: Ranks) -> None:
+    groups = ranks.join()
+    groups[0].abort()
+    groups[0].abort()
+    started = time.monotonic()
+    for operation in (
+        lambda: groups[0].all_reduce(torch.zeros(1)),
+        lambda: groups[0].all_gather(torch.zeros(1)),
+        lambda: groups[0].all_to_all(torch.zeros(2), [1, 1], [1, 1]),
+        lambda: groups[0].send(torch.zeros(1), 1),
+        lambda: groups[0].recv(torch.zeros(1), 1),
+    ):
+        with pytest.raises(
+            GroupBrokenError, match=r"in group test, rank 0 of 2.*the group was aborted"
+        ):
+            operation()
+    with pytest.raises(GroupBrokenError, match="a member is gone"):
+        groups[1].all_reduce(torch.zeros(1))  # who gives a group up leaves it
+    assert time.monotonic() - started < 5
+
+
+def test_abort_ends_a_thread_that_waits(ranks: Ranks) -> None:
+    groups = ranks.join()
+    waiting = ranks.pool.submit(groups[0].all_reduce, torch.zeros(1))
+    with pytest.raises(TimeoutError):
+        waiting.result(0.2)
+    started = time.monotonic()
+    groups[0].abort()
+    with pytest.raises(
+        GroupBrokenError, match=r"all_reduce in group test, rank 0 of 2.*the group was aborted"
+    ):
+        waiting.result(WAIT_S)
+    assert time.monotonic() - started < 5
+
+
+def test_a_member_without_an_answer_is_a_timeout_and_ends_the_group(ranks: Ranks) -> None:
+    groups = ranks.join(timeout_s=0.5)
+    with pytest.raises(TimeoutError, match=r"all_to_all in group test, rank 0 of 2.*within"):
+        groups[0].all_to_all(torch.zeros(2), [1, 1], [1, 1])
+    with pytest.raises(GroupBrokenError, match="an earlier operation, all_to_all, had no answer"):
+        groups[0].all_reduce(torch.zeros(1))
+    with contextlib.suppress(GroupBrokenError):  # what the other one sent may still arrive
+        groups[1].all_to_all(torch.zeros(2), [1, 1], [1, 1])
+    with pytest.raises(GroupBrokenError, match="a member is gone"):
+        groups[1].all_reduce(torch.zeros(1))
+
+
+def test_attempts_at_one_generation_do_not_meet(ranks: Ranks) -> None:
+    first, second = ranks.join(nonce="a"), ranks.join(nonce="b")
+    for factor in (1, 2):
+        assert (
+            ranks.each(lambda rank, f=factor: first[rank].all_reduce(torch.tensor([f])).item())
+            == [2 * factor] * 2
+        )
+        assert (
+            ranks.each(lambda rank, f=factor: second[rank].all_reduce(torch.tensor([5 * f])).item())
+            == [10 * factor] * 2
+        )
+    first[0].abort()
+    first[1].close()
+    first[0].close()
+    first[0].abort()  # may not hit connections of others
+    assert ranks.each(lambda rank: second[rank].all_reduce(torch.tensor([7])).item()) == [14, 14]
+
+
+def test_a_member_of_another_attempt_is_not_waited_for_longer_than_joining_may_take(
+    ranks: Ranks,
+) -> None:
+    def join(rank: int) -> None:
+        store = connect_store(ranks.address, WAIT_S)
+        with pytest.raises(TimeoutError, match=f"rank {rank} waited 1 s for the other 1 members"):
+            create_group(
+                "test", rank, 2, store, 1, CPU, WAIT_S, nonce="ab"[rank], join_timeout_s=1.0
+            )
+
+    started = time.monotonic()
+    ranks.each(join)
+    assert time.monotonic() - started < WAIT_S / 2
+
+
+def test_a_member_that_dies_while_joining_is_gone() -> None:
+    ranks = Ranks("shared memory", 2)
+    died = mock.Mock(side_effect=ProcessLookupError)
+    with (
+        mock.patch.object(os, "pidfd_open", died),
+        pytest.raises(
+            GroupBrokenError,
+            match=r"joining group test, rank \d of 2: a member is gone \(rank \d has died\)",
+        ),
+    ):
+        ranks.join()
+    ranks.close()
+
+
+def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
+    ranks = Ranks("shared memory", 2)
+    groups = ranks.join()
+
+    def run(rank: int) -> None:
+        if rank == 0:
+            groups[0].all_to_all(torch.zeros(5, dtype=torch.int16), [2, 3], [2, 4])
+            return
+        with pytest.raises(
+            ValueError,
+            match=r"all_to_all in group test, rank 1 of 2: rank 0 sends 6 bytes where .* say 8",
+        ):
+            groups[1].all_to_all(torch.zeros(5, dtype=torch.int16), [4, 1], [4, 1])
+
+    ranks.each(run)
+    for group in groups:
+        group.close()
+    ranks.close()
+
+
+def test_generations_have_parts_of_their_own_in_the_store() -> None:
+    store = HashStore()
+    parts = [
+        generation_store(store, 1),
+        generation_store(store, 1, "a"),
+        generation_store(store, 1, "b"),
+    ]
+    parts.append(generation_store(store, 2, "a"))
+    for i, part in enumerate(parts):
+        part.set("key", str(i))
+    assert [part.get("key") for part in parts] == [b"0", b"1", b"2", b"3"]
+    assert generation_store(store, 2, "a").get("key") == b"3"
+
+
+def test_operations_have_another_timeout_than_joining(ranks: Ranks) -> None:
+    def run(rank: int) -> None:
+        store = connect_store(ranks.address, WAIT_S)
+        group = create_group("test", rank, 2, store, 1, CPU, 0.5, join_timeout_s=WAIT_S)
+        if rank == 0:
+            started = time.monotonic()
+            with pytest.raises(TimeoutError):
+                group.recv(torch.zeros(1), 1)
+            assert time.monotonic() - started < WAIT_S / 2
+            given_up.set()
+        else:
+            assert given_up.wait(WAIT_S)
+
+    given_up = threading.Event()
+    ranks.each(run)
+
+
+@pytest.mark.parametrize("end", ["close", "abort", "timeout"])
+def test_nothing_is_left_behind(ranks: Ranks, end: str) -> None:
+    def open_things() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    gc.collect()  # what an exception of another test still held
+    everybody = threading.Barrier(2)
+    ranks.each(lambda rank: everybody.wait(WAIT_S))  # the pool's threads are there
+    before = open_things()
+    groups = ranks.join(timeout_s=0.5 if end == "timeout" else WAIT_S)
+    assert open_things() > before
+    error: Exception | None = None
+    try:
+        if end == "abort":
+            groups[0].abort()
+        if end != "close":
+            groups[0].all_reduce(torch.zeros(1))
+    except (GroupBrokenError, TimeoutError) as caught:
+        error = caught  # who keeps it keeps nothing of the group
+    assert (error is None) == (end == "close")
+    for group in groups:
+        group.close()
+        group.close()
+    deadline = time.monotonic() + WAIT_S
+    while open_things() != before:
+        assert time.monotonic() < deadline, (
+            f"descriptors and threads {open_things()}, before {before}"
+        )
+        time.sleep(0.01)
+
+
+def test_groups_formed_by_many_threads_at_once_end_only_their_own_connections() -> None:
+    def form(number: int) -> list[Group]:
+        ranks = Ranks("gloo", 2)
+        joined = ranks.join(f"group-{number}")
+        ranks.close()
+        return joined
+
+    with (
+        ThreadPoolExecutor(4) as pool,
+        mock.patch.object(process_group, "over_shared_memory", lambda group, *_: group),
+    ):
+        groups = list(pool.map(form, range(8), timeout=WAIT_S))
+        for i, (first, second) in enumerate(groups):
+            first.abort()
+            second.close()
+            for one, other in groups[i + 1 :]:
+                answer = pool.submit(other.all_reduce, torch.ones(1))
+                assert one.all_reduce(torch.ones(1)).item() == 2 == answer.result(WAIT_S).item()
+            first.close()

@@ -1,0 +1,451 @@
+"""Ranks of an expert-parallel group: they step together, change their topology between two steps, and lose no request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from engine_fakes import continuation
+from rank_fakes import DEADLINE_S, Network, Rank, adopt, generation
+
+from baton_protocol.messages import ErrorCode
+from baton_protocol.topology import Activity, RankPhase, StartWave
+from support.waiting import eventually
+
+Start = Callable[[int], list[Rank]]
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network()
+
+
+@pytest.fixture
+def start(network: Network) -> Iterator[Start]:
+    def start_ranks(number: int) -> list[Rank]:
+        return [Rank(network, f"rank-{len(network.ranks)}") for _ in range(number)]
+
+    yield start_ranks
+    for rank in network.ranks.values():
+        rank.stop()
+    for rank in network.ranks.values():
+        assert rank.error is None, rank.error
+
+
+def form(ranks: list[Rank]) -> None:
+    adopt(generation(1, ranks), ranks, serving=ranks)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [number + 1] * (1 + 5 * number)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_with_uneven_load_say_what_one_engine_says(start, size):
+    ranks = start(size)
+    form(ranks)
+    lengths = {}
+    for number, rank in enumerate(ranks):
+        for index in range(number * 3 + (size == 1)):  # the first of several has nothing to do
+            lengths[f"r{number}-{index}"] = (
+                rank,
+                [7 * number + index + 1] * (1 + 9 * index),
+                5 + 7 * index,
+            )
+    for request_id, (rank, prompt, length) in lengths.items():
+        rank.add(request_id, prompt, length)
+    for request_id, (rank, prompt, length) in lengths.items():
+        assert rank.text(request_id) == continuation(prompt, length, ignore_eos=True)
+    if size > 1:
+        first = ranks[0].core.get_stats().topology
+        assert first is not None
+        assert first.num_steps_without_tokens == first.num_steps > 0, (
+            "an idle rank lends its experts"
+        )
+
+
+def test_a_wave_ends_when_nobody_has_work_and_the_next_one_begins_by_itself(start, network):
+    ranks = start(3)
+    form(ranks)
+    for number in range(3):
+        ranks[number].add("r", prompt_of(number), 8)
+        assert ranks[number].text("r") == continuation(prompt_of(number), 8, ignore_eos=True)
+        for rank in ranks:
+            rank.until(lambda rank=rank: not rank.status().wave_running, "the end of the wave")
+        waves = {rank.status().wave for rank in ranks}
+        assert len(waves) == 1, "all count the same waves"
+    steps = [rank.executor.num_wave_steps for rank in ranks]
+    assert len(set(steps)) == 1
+    assert all(rank.core.get_stats().topology.num_steps == steps[0] for rank in ranks)  # type: ignore[union-attr]
+
+
+def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_nothing(
+    start, network
+):
+    ranks = start(2)
+    form(ranks)
+    network.lost_starts = 3
+    ranks[0].add("a", [1, 2, 3], 6)
+    assert ranks[0].text("a") == continuation([1, 2, 3], 6, ignore_eos=True)
+    for rank in ranks:
+        rank.until(lambda rank=rank: not rank.status().wave_running, "the end of the wave")
+    steps = ranks[1].executor.num_wave_steps
+    for start_wave in (*network.starts, StartWave(7, "of nobody", 0)):
+        ranks[1].inputs.put(lambda start_wave=start_wave: ranks[1].core.on_start_wave(start_wave))
+    ranks[0].add("b", [4], 6)
+    assert ranks[0].text("b") == continuation([4], 6, ignore_eos=True)
+    ranks[1].until(lambda: not ranks[1].status().wave_running, "the end of the wave")
+    assert ranks[1].executor.num_wave_steps - steps == 6
+
+
+def test_a_group_grows_in_the_middle_of_requests_and_the_newcomer_serves(start):
+    ranks = start(3)
+    form(ranks[:2])
+    for rank in ranks[:2]:
+        rank.add("long", [1, 2, 3], 240)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 5, "tokens")
+    adopt(generation(2, ranks), ranks, serving=ranks)
+    assert not any(rank.ended("long") for rank in ranks[:2]), "it was in the middle"
+    ranks[2].add("new", [9, 8], 30)
+    assert ranks[2].text("new") == continuation([9, 8], 30, ignore_eos=True)
+    for rank in ranks[:2]:
+        assert rank.text("long") == continuation([1, 2, 3], 240, ignore_eos=True)
+        assert rank.core.get_stats().num_preemptions == 0, "requests were kept"
+        assert rank.core.ready.data_parallel_size == 3
+    assert ranks[2].core.ready.data_parallel_rank == 2
+
+
+def test_an_idle_group_adopts_in_an_empty_wave_that_runs_no_step(start):
+    ranks = start(3)
+    form(ranks)
+    adopt(generation(2, ranks[:2]), ranks, serving=ranks[:2])
+    ranks[2].until(lambda: ranks[2].status().phase is RankPhase.STANDBY, "standby")
+    assert all(rank.executor.num_wave_steps == 0 for rank in ranks)
+    assert all(rank.status().commit_seen == "nonce-2" for rank in ranks)
+
+
+def test_requests_of_a_retiring_rank_are_given_back_with_what_they_said_and_the_others_go_on(start):
+    ranks = start(3)
+    form(ranks)
+    for rank in ranks:
+        rank.add("long", [5, 6], 240)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    adopt(generation(2, [ranks[2], ranks[0]]), ranks, serving=[ranks[0], ranks[2]])
+    last = ranks[1].until(lambda: ranks[1].ended("long"), "the end")
+    assert last.error_code is ErrorCode.DRAINING
+    assert "generation 2 continues without this rank" in last.error
+    said = ranks[1].tokens("long")
+    whole = continuation([5, 6], 240, ignore_eos=True)
+    assert said == whole[: len(said)]
+    assert ranks[1].status().phase is RankPhase.STANDBY
+    assert ranks[1].executor.generation is None
+    ranks[1].add("late", [1])
+    assert (
+        ranks[1].until(lambda: ranks[1].ended("late"), "a refusal").error_code is ErrorCode.DRAINING
+    )
+    ranks[0].add("moved", [5, 6], 240, generated_token_ids=said)
+    assert ranks[0].text("moved") == whole[len(said) :]
+    assert ranks[2].text("long") == whole
+
+
+@pytest.mark.parametrize("where", ["exchange", "step"])
+def test_who_loses_a_member_keeps_its_requests_and_goes_on_with_the_same_tokens(start, where):
+    ranks = start(3)
+    form(ranks)
+    for number, rank in enumerate(ranks):
+        rank.add("long", prompt_of(number), 120)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    if where == "step":
+        ranks[2].executor.breaks_at_step = ranks[2].executor.num_wave_steps + 3
+    else:
+        ranks[2].inputs.put(lambda: ranks[2].core._group.abort())
+    for rank in ranks[:2]:
+        rank.until(lambda rank=rank: rank.status().phase is RankPhase.BROKEN, "BROKEN")
+        assert rank.status().failure
+        assert rank.status().generation.number == 1
+    ranks[0].add("meanwhile", [3, 3], 10)
+    said = [len(rank.tokens("long")) for rank in ranks[:2]]
+    survivors = ranks[:2]
+    adopt(generation(2, survivors, urgent=True), survivors, serving=survivors)
+    for number, rank in enumerate(survivors):
+        assert rank.text("long") == continuation(prompt_of(number), 120, ignore_eos=True)
+        assert [output.token_offset for output in rank.outputs["long"]] == list(range(120))
+        assert rank.core.get_stats().num_preemptions == 0
+        assert said[number] < 120
+    assert ranks[0].text("meanwhile") == continuation([3, 3], 10, ignore_eos=True)
+    assert ranks[0].status().failure == ""
+
+
+def test_an_urgent_target_frees_who_waits_for_a_frozen_rank_which_is_dismissed_when_it_wakes(
+    start, network
+):
+    ranks = start(3)
+    form(ranks)
+    for rank in ranks:
+        rank.add("long", [4, 2], 200)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    ranks[1].frozen.set()
+    votes = network.meeting(ranks[0].core.generation, "control")
+    ranks[0].until(lambda: votes.num_waiting == 2, "a wait for the frozen one")
+    survivors = [ranks[0], ranks[2]]
+    adopt(generation(2, survivors, urgent=True), survivors, serving=survivors)
+    for rank in survivors:
+        assert rank.text("long") == continuation([4, 2], 200, ignore_eos=True)
+    ranks[1].frozen.clear()
+    ranks[1].tell(dismissed=True)
+    last = ranks[1].until(lambda: ranks[1].ended("long"), "the end")
+    assert last.error_code is ErrorCode.DRAINING
+    assert ranks[1].status().phase is RankPhase.STANDBY
+    adopt(generation(3, ranks), ranks, serving=ranks)
+    ranks[1].add("again", [1, 1], 10)
+    assert ranks[1].text("again") == continuation([1, 1], 10, ignore_eos=True)
+
+
+@pytest.mark.parametrize("what", ["workers", "control group"])
+def test_what_cannot_be_prepared_is_a_reason_and_the_old_generation_serves_on(start, what):
+    ranks = start(2)
+    form(ranks[:1])
+    if what == "workers":
+        ranks[0].executor.preparation_fails = "the checkpoint is gone"
+    else:
+        ranks[0].join_fails = "the checkpoint is gone"
+    target = generation(2, ranks)
+    ranks[0].tell(target)
+    ranks[0].until(lambda: ranks[0].status().failed == target.nonce, "the failure")
+    assert "the checkpoint is gone" in ranks[0].status().failure
+    assert ranks[0].status().prepared == ""
+    ranks[0].add("r", [1, 2], 10)
+    assert ranks[0].text("r") == continuation([1, 2], 10, ignore_eos=True)
+    ranks[0].executor.preparation_fails = ranks[0].join_fails = ""
+    adopt(generation(3, ranks), ranks, serving=ranks)
+
+
+def test_a_target_that_is_taken_back_or_replaced_before_its_commit_leaves_nothing(start):
+    ranks = start(3)
+    form(ranks[:2])
+    first = generation(2, ranks)
+    for rank in ranks:
+        rank.tell(first)
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.status().prepared == first.nonce, "prepared")
+    ranks[0].tell(None)
+    ranks[0].until(lambda: ranks[0].status().prepared == "", "dropped")
+    second = generation(2, [ranks[1], ranks[0]], nonce="other")
+    adopt(second, ranks[:2], serving=ranks[:2])
+    assert ranks[0].core.rank == 1
+    ranks[2].tell(None)
+    ranks[2].until(lambda: ranks[2].status().prepared == "", "dropped")
+    assert ranks[2].status().phase is RankPhase.STANDBY
+
+
+def test_a_commit_is_final_for_who_has_seen_it(start):
+    ranks = start(2)
+    form(ranks)
+    target = generation(2, [ranks[1], ranks[0]])
+    for rank in ranks:
+        rank.tell(target)
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+    ranks[0].tell(target, commit=True)
+    ranks[0].until(lambda: ranks[0].status().commit_seen == target.nonce, "the commit")
+    assert ranks[0].status().committed is target, "another coordinator can finish it"
+    assert ranks[1].status().committed is None
+    ranks[0].tell(None)
+    ranks[0].tell(generation(3, ranks))
+    ranks[1].tell(target, commit=True)
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.serves(target), "adopted")
+        assert rank.status().committed is None
+
+
+def test_who_has_voted_alone_notices_that_a_rank_is_gone_before_it_heard_of_the_commit(start):
+    ranks = start(3)
+    form(ranks)
+    target = generation(2, ranks[:2])
+    for rank in ranks[:2]:
+        rank.tell(target)
+    ranks[0].until(lambda: ranks[0].status().prepared == target.nonce, "prepared")
+    ranks[1].until(lambda: ranks[1].status().prepared == target.nonce, "prepared")
+    ranks[0].tell(target, commit=True)
+    ranks[0].until(lambda: ranks[0].status().wave > 0, "an exchange with its vote")
+    assert ranks[0].status().generation.number == 1, "not all have voted"
+    ranks[2].inputs.put(lambda: ranks[2].core._group.abort())
+    ranks[0].until(lambda: ranks[0].serves(target), "adopted, for nobody can vote any more")
+
+
+def test_an_urgent_target_above_a_committed_one_comes_after_it(start):
+    ranks = start(3)
+    form(ranks)
+    for rank in ranks:
+        rank.add("long", [1, 7], 80)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    target = generation(2, ranks[:2])
+    for rank in ranks:
+        rank.tell(target)
+    for rank in ranks[:2]:
+        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+    ranks[2].frozen.set()
+    for rank in ranks:
+        rank.tell(target, commit=True)
+    survivors = [ranks[1], ranks[0]]
+    adopt(generation(3, survivors, urgent=True), ranks, serving=survivors)
+    for rank in survivors:
+        assert rank.text("long") == continuation([1, 7], 80, ignore_eos=True)
+    ranks[2].frozen.clear()
+    last = ranks[2].until(lambda: ranks[2].ended("long"), "the end")
+    assert last.error_code is ErrorCode.DRAINING
+    assert ranks[2].status().phase is RankPhase.STANDBY
+
+
+def test_a_retiring_rank_that_hears_of_an_urgent_target_above_the_commit_leaves_once(start):
+    ranks = start(3)
+    form(ranks)
+    target = generation(2, ranks[:2])
+    ranks[2].tell(target, commit=True)
+    ranks[2].until(lambda: ranks[2].status().commit_seen == target.nonce, "the commit")
+    adopt(generation(3, ranks[:2], urgent=True), ranks, serving=ranks[:2])
+    ranks[2].until(lambda: ranks[2].status().phase is RankPhase.STANDBY, "standby")
+    adopt(generation(4, ranks), ranks, serving=ranks)
+
+
+def test_a_newcomer_adopts_when_a_wave_of_its_generation_begins_and_joins_it(start, network):
+    ranks = start(2)
+    network.repeats = False
+    form(ranks[:1])
+    target = generation(2, ranks)
+    for rank in ranks:
+        rank.tell(target)
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+    ranks[0].tell(target, commit=True)
+    ranks[0].until(lambda: ranks[0].serves(target), "adopted")
+    assert ranks[1].status().phase is RankPhase.STANDBY
+    ranks[0].add("r", [1, 2], 10)
+    assert ranks[0].text("r") == continuation([1, 2], 10, ignore_eos=True)
+    assert ranks[1].serves(target)
+    assert ranks[1].status().commit_seen == target.nonce
+
+
+def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_generation_adopted_all_the_same(
+    start,
+):
+    ranks = start(2)
+    form(ranks)
+    for rank in ranks:
+        rank.add("long", [8, 1], 100)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    target = generation(2, ranks)
+    for rank in ranks:
+        rank.tell(target)
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+    original = ranks[1].core._execute
+
+    def break_in_the_last_step(step, schedule_s=0.0):
+        if (
+            step.wave_tokens
+            and ranks[1].core._standby is not None
+            and ranks[1].core._standby.vote_due
+        ):
+            ranks[1].executor.breaks_at_step = ranks[1].executor.num_wave_steps + 1
+        original(step, schedule_s)
+
+    ranks[1].core._execute = break_in_the_last_step
+    ranks[1].tell(target, commit=True)
+    ranks[0].tell(target, commit=True)
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.serves(target), "adopted")
+        assert rank.text("long") == continuation([8, 1], 100, ignore_eos=True)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_one_rank_is_paused_and_the_others_go_on(start, mode):
+    ranks = start(2)
+    form(ranks)
+    for rank in ranks:
+        rank.add("long", [2, 2], 60)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    ranks[0].inputs.put(lambda: ranks[0].core.pause(mode))
+    ranks[0].until(lambda: ranks[0].core.is_paused(), "the pause")
+    ranks[0].add("waits", [6], 10)
+    assert ranks[1].text("long") == continuation([2, 2], 60, ignore_eos=True)
+    ranks[1].add("more", [3], 20)
+    assert ranks[1].text("more") == continuation([3], 20, ignore_eos=True)
+    for rank in ranks:
+        rank.until(lambda rank=rank: not rank.status().wave_running, "the end of the wave")
+    assert not ranks[0].tokens("waits")
+    ranks[0].inputs.put(lambda: ranks[0].core.resume())
+    assert ranks[0].text("waits") == continuation([6], 10, ignore_eos=True)
+    if mode != "abort":
+        assert ranks[0].text("long") == continuation([2, 2], 60, ignore_eos=True)
+
+
+def test_a_rank_refuses_to_sleep_and_requests_for_another_rank(start):
+    (rank, other) = start(2)
+    form([rank, other])
+    for method in ("sleep", "wake_up"):
+        with pytest.raises(RuntimeError, match="cannot sleep"):
+            getattr(rank.core, method)()
+    other.add("wrong", [1], data_parallel_rank=0)
+    refusal = other.until(lambda: other.ended("wrong"), "a refusal")
+    assert refusal.error_code is ErrorCode.DRAINING
+    assert "this engine is rank 1" in refusal.error
+    other.add("right", [1], 5, data_parallel_rank=1)
+    assert other.text("right") == continuation([1], 5, ignore_eos=True)
+
+
+def test_targets_that_are_not_newer_than_what_a_rank_has_been_in_change_nothing(start):
+    ranks = start(2)
+    form(ranks)
+    adopt(generation(5, ranks), ranks, serving=ranks)
+    stale = generation(4, [ranks[1], ranks[0]], urgent=True)
+    for rank in ranks:
+        rank.tell(stale, commit=True)
+    ranks[0].add("r", [1], 10)
+    assert ranks[0].text("r") == continuation([1], 10, ignore_eos=True)
+    assert all(
+        rank.status().generation.number == 5 and rank.status().prepared == "" for rank in ranks
+    )
+
+
+def test_who_stands_by_begins_anew_whatever_it_has_been_in(start):
+    ranks = start(2)
+    form(ranks)
+    adopt(generation(5, ranks), ranks, serving=ranks)
+    for rank in ranks:
+        rank.tell(dismissed=True)
+        rank.until(lambda rank=rank: rank.status().phase is RankPhase.STANDBY, "standby")
+    adopt(generation(2, ranks, nonce="of a coordinator that knows nothing"), ranks, serving=ranks)
+
+
+def test_others_see_who_waits_for_whom_while_a_loop_stands_still(start):
+    ranks = start(2)
+    form(ranks)
+    ranks[1].frozen.set()
+    ranks[0].add("r", [1, 2], 10)
+    ranks[0].until(lambda: ranks[0].core.position == (1, Activity.WAITS), "a wait for the other")
+    assert ranks[1].core.position == (0, Activity.RESTS)
+    held, run = threading.Event(), ranks[1].executor._run
+
+    def hang(step):
+        assert held.wait(DEADLINE_S)
+        return run(step)
+
+    ranks[1].executor._run = hang
+    ranks[1].frozen.clear()
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.core.position == (1, Activity.RUNS), "a step")
+    held.set()
+    ranks[0].text("r")
+    for rank in ranks:
+        rank.until(lambda rank=rank: rank.core.position[1] is Activity.RESTS, "rest")
+    assert ranks[0].core.position == ranks[1].core.position
+
+
+def test_loads_and_the_shape_of_the_model_are_reported(start):
+    ranks = start(2)
+    form(ranks)
+    eventually(lambda: ranks[0].status().loads, timeout_s=10, what="loads")
+    status = ranks[0].status()
+    assert (status.num_sparse_layers, status.num_experts) == (2, 4)

@@ -1,0 +1,286 @@
+"""Ranks of an expert-parallel group as processes: what clients, probes, metrics and the coordinator see of them. Real groups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_fakes import continuation
+from engine_process import DEADLINE_S, EngineProcess, collect, connect, request, tokens
+from rank_processes import ScriptedCoordinator
+
+from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.wire import StoreAddress
+from baton_engine.expert_parallel.dp_engine_core_proc import DPEngineCoreProc
+from baton_engine.models.errors import ConfigurationError
+from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.config import EngineConfig, ModelConfig, ParallelConfig
+from baton_protocol.messages import ErrorCode
+from baton_protocol.topology import Activity, RankPhase
+from support.waiting import eventually
+
+
+@pytest.fixture
+def coordinator() -> Iterator[ScriptedCoordinator]:
+    coordinator = ScriptedCoordinator()
+    yield coordinator
+    coordinator.close()
+
+
+Ranks = Callable[..., dict[str, EngineProcess]]
+
+
+@pytest.fixture
+def ranks(coordinator: ScriptedCoordinator, tmp_path: Path) -> Iterator[Ranks]:
+    started: list[EngineProcess] = []
+
+    def start(*names: str, drain_timeout_s: float = 8, **env: str) -> dict[str, EngineProcess]:
+        engines = {}
+        for name in names:
+            folder = tmp_path / name
+            folder.mkdir()
+            flags = ("--executor", "rank_processes.LonelyExpertExecutor", "--rank-name", name)
+            group = ("--enable-expert-parallel", "--coordinator", f"127.0.0.1:{coordinator.port}")
+            engines[name] = EngineProcess(
+                folder, *flags, *group, "--drain-timeout-s", str(drain_timeout_s), **env
+            )
+            started.append(engines[name])
+        coordinator.until(list(names), "standby", phase=RankPhase.STANDBY)
+        return engines
+
+    yield start
+    for engine in started:
+        engine.kill()
+
+
+def ready_reason(engine: EngineProcess) -> str:
+    return json.loads(engine.http("GET", "/ready")[1])["reason"]
+
+
+async def until_draining(client: EngineClient, draining: bool) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while client.status is None or client.status.draining is not draining:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_every_other(
+    ranks, coordinator
+):
+    engines = ranks("a", "b")
+    a = engines["a"]
+    assert a.http("GET", "/health")[0] == 200
+    assert ready_reason(a) == "Standby"
+    await asyncio.to_thread(coordinator.adopt, 1, ["b", "a"])
+    async with (
+        await connect(a, heartbeat_interval_s=0.1) as client,
+        await connect(engines["b"]) as other,
+    ):
+        assert (client.ready.data_parallel_rank, client.ready.data_parallel_size) == (1, 2)
+        assert client.init.generation == 1
+        assert client.init.config_hash == "fake-hash"
+        assert a.http("GET", "/ready")[0] == 200
+        streams = [each.add(request("r", [3, 1], 30)) for each in (client, other)]
+        for stream in streams:
+            assert tokens(await collect(stream)) == continuation([3, 1], 30, ignore_eos=True)
+        (refused,) = await collect(client.add(request("wrong", [1], data_parallel_rank=0)))
+        assert refused.error_code is ErrorCode.DRAINING
+        with pytest.raises(UtilityError, match="cannot sleep"):
+            await client.call("sleep", 1)
+        # In the middle of a request: the same connection goes on.
+        stream = client.add(request("long", [5], 200))
+        await anext(stream)
+        await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
+        assert len(tokens(await collect(stream))) == 199
+        assert client.init.generation == 2
+        assert (client.ready.data_parallel_rank, client.ready.data_parallel_size) == (0, 1)
+    metrics = a.http("GET", "/metrics")[1]
+    labels = 'model_name="nowhere"'
+    assert f"baton:topology_generation{{{labels}}} 2.0" in metrics
+    assert f"baton:topology_size{{{labels}}} 1.0" in metrics
+    assert f'baton:topology_phase{{{labels},phase="serving"}} 1.0' in metrics
+    assert f'baton:topology_phase{{{labels},phase="broken"}} 0.0' in metrics
+    assert f'baton:topology_commit_pause_seconds_count{{kind="planned",{labels}}} 2.0' in metrics
+    assert f'baton:topology_commit_pause_seconds_count{{kind="broken",{labels}}} 0.0' in metrics
+    status = coordinator.statuses["a"]
+    assert (status.num_sparse_layers, status.num_experts) == (2, 4)
+    assert status.member.engine_port == a.engine_port
+
+
+def test_stores_forget_generations_that_are_over(ranks, coordinator):
+    """Else a group that changes often enough could not meet any more: a store takes so much and no more."""
+    ranks("a", "b")
+    coordinator.adopt(1, ["a", "b"])
+    members = [coordinator.statuses[name].member for name in ("a", "b")]
+    stores = [
+        connect_store(StoreAddress(each.host, each.store_port), DEADLINE_S) for each in members
+    ]
+    of_one = sum(store.num_keys() for store in stores)
+    assert of_one > 0
+    for number in range(2, 5):
+        coordinator.adopt(number, ["a", "b"])
+
+    def forgotten() -> bool:
+        kept = sum(store.num_keys() for store in stores)
+        assert kept == of_one, f"{kept} keys are kept, and {of_one} after the first generation"
+        return True
+
+    eventually(forgotten, timeout_s=DEADLINE_S, what="three of four generations forgotten")
+
+
+async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_alive(
+    ranks, coordinator
+):
+    engines = ranks("a", "b", BATON_FAKE_STEP_S="0.02")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    async with await connect(engines["b"], heartbeat_interval_s=0.1) as client:
+        await until_draining(client, False)
+        stream = client.add(request("r", [1, 2], 250))
+        await anext(stream)
+        await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
+        last = (await collect(stream))[-1]
+        assert last.error_code is ErrorCode.DRAINING
+        assert "continues without this rank" in last.error
+        await until_draining(client, True)
+        (late,) = await collect(client.add(request("late", [1])))
+        assert late.error_code is ErrorCode.DRAINING
+        assert ready_reason(engines["b"]) == "Standby"
+        assert engines["b"].http("GET", "/health")[0] == 200
+        await asyncio.to_thread(coordinator.adopt, 3, ["a", "b"])
+        await until_draining(client, False)
+        assert tokens(await collect(client.add(request("again", [1], 5))))
+
+
+async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_generation(
+    ranks, coordinator
+):
+    engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.02")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b", "c"])
+    async with await connect(engines["a"]) as client, await connect(engines["c"]) as other:
+        streams = [each.add(request("r", [7], 150)) for each in (client, other)]
+        received = [[await anext(stream)] for stream in streams]
+        engines["b"].kill()
+        gone = coordinator.statuses["b"].member.instance_id
+        for name in ("a", "c"):
+            await asyncio.to_thread(
+                coordinator.until, [name], "BROKEN", phase=RankPhase.BROKEN, suspects=(gone,)
+            )
+            assert engines[name].http("GET", "/ready")[0] == 200
+        more = client.add(request("more", [9], 10))
+        await asyncio.to_thread(coordinator.adopt, 2, ["a", "c"], urgent=True)
+        for stream, outputs in zip(streams, received, strict=True):
+            outputs += await collect(stream)
+            assert tokens(outputs) == continuation([7], 150, ignore_eos=True)
+            assert [output.token_offset for output in outputs] == list(range(150))
+        assert tokens(await collect(more)) == continuation([9], 10, ignore_eos=True)
+
+
+async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_gives_it_up(
+    ranks, coordinator
+):
+    engines = ranks("a", "b", BATON_FAKE_STEP_S="0.005")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    async with await connect(engines["a"]) as client:
+        stream = client.add(request("r", [7], 100))
+        outputs = [await anext(stream)]
+        engines["b"].process.send_signal(signal.SIGSTOP)
+        await asyncio.to_thread(coordinator.adopt, 2, ["a"], urgent=True)
+        outputs += await collect(stream)
+        assert tokens(outputs) == continuation([7], 100, ignore_eos=True)
+        coordinator.say(["b"], None, dismissed=True)
+        engines["b"].process.send_signal(signal.SIGCONT)
+        await asyncio.to_thread(
+            coordinator.until, ["b"], "standby", phase=RankPhase.STANDBY, generation=None
+        )
+
+
+async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(ranks, coordinator):
+    engines = ranks("a", "b")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    engines["b"].process.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(
+        coordinator.until, ["b"], "leaving", leaving=True, phase=RankPhase.SERVING
+    )
+    assert ready_reason(engines["b"]) == "Draining"
+    async with await connect(engines["a"]) as client:  # it still lends its experts
+        assert tokens(await collect(client.add(request("r", [1], 20)))) == continuation(
+            [1], 20, ignore_eos=True
+        )
+    await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
+    assert await asyncio.to_thread(engines["b"].process.wait, DEADLINE_S) == 0
+    assert coordinator.statuses["a"].phase is RankPhase.SERVING
+
+
+async def test_without_an_answer_a_leaving_rank_goes_at_its_drain_timeout_and_at_the_second_signal_at_once(
+    ranks, coordinator
+):
+    engines = ranks("a", "b", "c", drain_timeout_s=15, BATON_FAKE_STEP_S="0.1")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b", "c"])
+    async with await connect(engines["b"]) as client, await connect(engines["c"]) as other:
+        streams = [each.add(request("r", [1, 2], 250)) for each in (client, other)]
+        for stream in streams:
+            await anext(stream)
+        for engine in (engines["b"], engines["c"]):
+            engine.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(coordinator.until, ["b", "c"], "leaving", leaving=True)
+        engines["b"].process.send_signal(signal.SIGTERM)
+        assert (await collect(streams[0]))[-1].error_code is ErrorCode.DRAINING
+        assert await asyncio.to_thread(engines["b"].process.wait, DEADLINE_S) == 0
+        await asyncio.to_thread(coordinator.until, ["c"], "BROKEN", phase=RankPhase.BROKEN)
+        assert (await collect(streams[1]))[-1].error_code is ErrorCode.DRAINING
+        assert await asyncio.to_thread(engines["c"].process.wait, DEADLINE_S) == 0
+
+
+async def test_all_leave_as_soon_as_they_are_let_go(ranks, coordinator):
+    engines = ranks("a", "b", drain_timeout_s=600, BATON_FAKE_STEP_S="0.005")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    async with await connect(engines["a"]) as client:
+        stream = client.add(request("r", [1, 2], 100))
+        outputs = [await anext(stream)]
+        for engine in engines.values():
+            engine.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(coordinator.until, ["a", "b"], "leaving", leaving=True)
+        outputs += await collect(stream)
+        assert tokens(outputs) == continuation([1, 2], 100, ignore_eos=True)
+    await asyncio.to_thread(coordinator.until, ["a", "b"], "rest", num_running=0, num_waiting=0)
+    coordinator.say(["a", "b"], None, dismissed=True)
+    for engine in engines.values():
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S / 2) == 0
+
+
+async def test_a_dismissed_rank_whose_loop_stands_still_gives_its_requests_up(ranks, coordinator):
+    engines = ranks("a", BATON_FAKE_STEP_S="600")
+    await asyncio.to_thread(coordinator.adopt, 1, ["a"])
+    async with await connect(engines["a"], heartbeat_interval_s=0.1) as client:
+        stream = client.add(request("r", [1, 2], 5))
+        await asyncio.to_thread(coordinator.until, ["a"], "a step", activity=Activity.RUNS)
+        coordinator.say(["a"], None, dismissed=True)
+        await until_draining(client, True)
+        assert ready_reason(engines["a"]) == "Standby"
+        with pytest.raises(EngineDeadError, match="its loop is stalled"):
+            await collect(stream)
+    status, body = engines["a"].http("GET", "/health")
+    assert (status, json.loads(body)["reason"]) == (503, "Failed")
+
+
+def test_sigterm_in_standby_waits_for_nobody(ranks, coordinator):
+    engines = ranks("a")
+    engines["a"].process.send_signal(signal.SIGTERM)
+    assert engines["a"].process.wait(DEADLINE_S) == 0
+
+
+def test_sigterm_of_the_only_rank_waits_for_nobody(ranks, coordinator):
+    engines = ranks("a")
+    coordinator.adopt(1, ["a"])
+    engines["a"].process.send_signal(signal.SIGTERM)
+    assert engines["a"].process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("name", ["Rank_0", "a.b", "a" * 64, "-a", "a\nb"])
+def test_a_rank_by_a_name_that_no_topology_can_ask_for_does_not_start(name: str) -> None:
+    config = EngineConfig(model=ModelConfig(path="m"), parallel=ParallelConfig(rank_name=name))
+    with pytest.raises(ConfigurationError, match="is no DNS label"):
+        DPEngineCoreProc(config, "127.0.0.1")

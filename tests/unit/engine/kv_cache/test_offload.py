@@ -1,0 +1,279 @@
+"""The offload tier: its slots, what it does to requests, and when the worker copies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_runner import continuation
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scheduler_engine import BLOCK, Engine
+from scheduler_machine import BUDGET, MAX_NUM_SEQS, World
+
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.kv_cache.offload import OffloadTier
+from baton_engine.scheduling.request import Request
+from baton_engine.worker.memory.kv_memory import KVMemory
+from baton_engine.worker.worker import Worker
+from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
+from baton_kv_transfer.memory.layout import KVCacheLayout
+from baton_protocol.block_hash import hash_blocks, root_hash
+from baton_protocol.config import EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.sampling import SamplingParams
+
+
+def test_the_block_used_least_recently_makes_room() -> None:
+    tier = OffloadTier(2)
+    assert [tier.store(name, block) for block, name in enumerate([b"a", b"b"])] == [None, None]
+    tier.take_copies()
+    assert tier.store(b"a", 7) is None, "it is here already"
+    assert tier.take_copies() == ([], []), "nothing is copied twice"
+    assert tier.store(b"c", 9) == b"b"
+    assert tier.hashes == {b"a", b"c"}
+    assert tier.take_copies() == ([BlockCopy(9, 1)], [])
+    assert (tier.num_stored, len(tier)) == (3, 2)
+
+
+def test_a_slot_that_a_step_reads_or_writes_is_not_stored_to_in_that_step() -> None:
+    tier = OffloadTier(2)
+    tier.store(b"a", 0)
+    tier.store(b"b", 1)
+    tier.take_copies()
+    found = tier.find(b"a")
+    assert found is not None
+    tier.hold([found])
+    tier.restore(found, 5)
+    assert tier.store(b"c", 2) == b"b"
+    assert tier.store(b"d", 3) == b"d", "both slots are needed"
+    assert tier.take_copies() == ([BlockCopy(2, 1)], [BlockCopy(0, 5)])
+    assert tier.store(b"d", 3) == b"a", "the next step may have it"
+
+
+def test_what_a_step_stores_it_can_restore() -> None:
+    tier = OffloadTier(1)
+    tier.store(b"a", 4)
+    found = tier.find(b"a")
+    assert found is not None
+    tier.hold([found])
+    tier.restore(found, 6)
+    assert tier.take_copies() == ([BlockCopy(4, 0)], [BlockCopy(0, 6)])
+
+
+def test_the_tail_of_a_restored_prefix_goes_before_its_head() -> None:
+    tier = OffloadTier(2)
+    tier.store(b"head", 0)
+    tier.store(b"tail", 1)
+    tier.take_copies()
+    tier.hold([block for name in (b"head", b"tail") if (block := tier.find(name)) is not None])
+    tier.take_copies()
+    assert tier.store(b"other", 2) == b"tail"
+
+
+def test_an_evicted_prefix_is_copied_back_instead_of_computed() -> None:
+    engine = Engine(num_blocks=8, budget=64, num_offload_blocks=16)
+    first, other = list(range(100, 120)), list(range(200, 228))
+    engine.add("a", first)
+    engine.run()
+    engine.add("b", other)
+    engine.run()
+    computed = engine.scheduler.stats().prompt_tokens_computed
+    engine.add("a again", first)
+    step = engine.step()
+    assert [copy.target for copy in step.restore] == step.new_requests[0].block_ids[
+        : len(step.restore)
+    ]
+    engine.run()
+    assert engine.text("a again") == continuation(first, 4, ignore_eos=True)
+    stats = engine.scheduler.stats()
+    assert stats.offload_blocks_restored == len(step.restore) == 4, (
+        "the block of the last token is computed"
+    )
+    assert stats.prompt_tokens_computed - computed == len(first) - 4 * BLOCK
+    assert stats.prompt_tokens_cached == 4 * BLOCK
+    assert stats.offload_blocks_stored >= 4
+    salted = Request(EngineCoreRequest("salted", other, SamplingParams(), cache_salt="x"))
+    assert engine.kv.find_cached_prefix(salted, len(other)) == []
+
+
+def test_a_load_restores_the_beginning_that_the_tier_has_though_no_tokens_run_in_that_step() -> (
+    None
+):
+    engine = Engine(num_blocks=8, budget=64, num_offload_blocks=16)
+    prompt, other = list(range(100, 118)), list(range(200, 228))
+    for request_id, tokens in (("a", prompt[: 2 * BLOCK]), ("b", other)):
+        engine.add(request_id, tokens)
+        engine.run()
+    engine.add(
+        "c", prompt, kv_transfer=KVTransferParams(KVSide.CONSUME, "t", "peer", "127.0.0.1", 1)
+    )
+    step = engine.step()
+    (load,) = step.connector.loads
+    assert (len(step.restore), load.first_block_index, step.num_scheduled_tokens) == (2, 2, {})
+    engine.load("t", prompt)
+    expected = continuation(prompt, 4, ignore_eos=True)
+    engine.scheduler.add_prefill_result(PrefillResult("c", expected[:1]))
+    engine.run()
+    assert [*expected[:1], *engine.text("c")] == expected
+    stats = engine.scheduler.stats()
+    assert (stats.prompt_tokens_remote, stats.kv_transfer_recomputed_tokens) == (
+        len(prompt) - 2 * BLOCK,
+        0,
+    )
+
+
+FAMILIES = st.tuples(
+    st.integers(1, 5), st.sampled_from([5, 14, 22, 30]), st.integers(1, 8), st.integers(0, 9)
+)
+"""Which prompt, its length, tokens to generate, steps afterwards."""
+EVENTS = st.one_of(
+    FAMILIES,
+    FAMILIES,
+    st.sampled_from(
+        ["step", "step", "steps", "steps", "load", "abort", "preempt", "reset", "reset running"]
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    events=st.lists(EVENTS, min_size=20, max_size=60),
+    num_offload_blocks=st.integers(1, 14),
+    mode=st.sampled_from(["one step", "pipeline", "async"]),
+    preemption=st.sampled_from(["swap", "recompute"]),
+)
+def test_nobody_sees_wrong_content(
+    events, num_offload_blocks: int, mode: str, preemption: str
+) -> None:
+    """A cache of 12 blocks under more prefixes than it holds, with loads from a peer that writes as soon as it may."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=MAX_NUM_SEQS,
+        preemption_mode=preemption,
+        async_scheduling=mode == "async",
+    )
+    depth = {"one step": 1, "async": 2, "pipeline": 3}[mode]
+    world = World(
+        config,
+        depth=depth,
+        num_swap_blocks=12,
+        num_offload_blocks=num_offload_blocks,
+        send_token_ids=mode == "pipeline",
+    )
+    for number, event in enumerate(events):
+        if isinstance(event, tuple):
+            family, length, max_tokens, num_steps = event
+            _add(world, f"r{number}", [family] * length, max_tokens)
+            for _ in range(num_steps):
+                _step(world)
+        else:
+            _do(world, event, number)
+        _check_tier(world)
+    for request_id in list(world.scheduler.requests):
+        world.abort(request_id)
+    for _ in range(100):
+        if not world.scheduler.has_work:
+            break
+        _step(world)
+        for transfer_id in list(world.connector.loads):
+            world.connector.end_load(transfer_id, 0, "over")
+    assert not world.scheduler.has_work
+    world.check_blocks()
+    _check_tier(world)
+
+
+def _add(world: World, request_id: str, prompt: list[int], max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    world.add(EngineCoreRequest(request_id, prompt, params))
+
+
+def _step(world: World) -> None:
+    while len(world.in_flight) < world.depth:
+        world.schedule()
+    world.update()
+
+
+def _do(world: World, event: str, number: int) -> None:
+    scheduler = world.scheduler
+    match event:
+        case "step" | "steps":
+            for _ in range(1 if event == "step" else 5):
+                _step(world)
+        case "load":
+            for transfer_id in list(world.connector.loads):
+                world.connector.end_load(transfer_id, 0, "lost")
+            request_id, prompt = f"r{number}", [1 + number % 5] * 25
+            transfer = KVTransferParams(KVSide.CONSUME, f"t{number}", "peer", "127.0.0.1", 1)
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            if world.add(EngineCoreRequest(request_id, prompt, params, kv_transfer=transfer)):
+                token = continuation(prompt, 1, ignore_eos=True)
+                scheduler.add_prefill_result(PrefillResult(request_id, token, ""))
+        case "abort":
+            if scheduler.requests:
+                world.abort(next(iter(scheduler.requests)))
+        case "preempt":
+            scheduler.preempt_all()
+        case "reset" | "reset running":
+            assert scheduler.reset_prefix_cache(event == "reset running")
+
+
+def _check_tier(world: World) -> None:
+    """The world runs steps as soon as they are scheduled: what the tier claims to hold is there."""
+    tier = world.kv.offload
+    assert tier is not None
+    for block_hash in tier.hashes:
+        found = tier.find(block_hash)
+        assert found is not None
+        tokens = world.runner.offload_memory[found.slot, BLOCK - 1]
+        assert hash_blocks(root_hash("model"), tokens, BLOCK)[-1] == block_hash
+        for offset in range(BLOCK):
+            assert (
+                world.runner.offload_memory[found.slot, offset]
+                == tokens[: len(tokens) - BLOCK + 1 + offset]
+            )
+
+
+def test_a_worker_stores_before_transfers_start() -> None:
+    calls: list[str] = []
+    worker = Worker(EngineConfig(model=ModelConfig(path="/no/model")), "instance")
+    worker._runner = SimpleNamespace(  # type: ignore[assignment]
+        store_evicted=lambda step: calls.append("store"),
+        execute_model=lambda step: calls.append("run"),
+    )
+    worker.connector = SimpleNamespace(start=lambda metadata: calls.append("transfer"))  # type: ignore[assignment]
+    load = LoadRequest("t", "127.0.0.1", 1, "peer", 0, [3], [b"h"])
+    worker.execute_model(
+        SchedulerOutput(
+            [], [], {}, [], connector=ConnectorMetadata(loads=[load]), store=[BlockCopy(3, 0)]
+        )
+    )
+    assert calls == ["store", "transfer", "run"]
+
+
+def test_memory_of_the_tier_is_taken_at_its_first_use_and_given_back() -> None:
+    layout = KVCacheLayout(
+        num_blocks=4, num_kv_heads=2, num_layers=1, block_size=2, head_dim=4, dtype="float32"
+    )
+    kv = KVMemory(layout, 0, torch.device("cpu"), num_offload_blocks=3)
+    kv.cache.copy_(torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand_as(kv.cache))
+    assert kv._offloaded is None
+    step = SchedulerOutput([], [], {}, [], store=[BlockCopy(3, 2), BlockCopy(1, 0)])
+    step.restore = [BlockCopy(2, 0)]
+    step.block_copies = [BlockCopy(0, 1)]
+    assert step.reaches_model_runner
+    kv.store_evicted(step)
+    kv.move_blocks(step)
+    assert kv.cache[:, 0, 0, 0, 0, 0].tolist() == [3.0, 3.0, 2.0, 3.0], (
+        "copies read what was restored"
+    )
+    assert kv._offloaded is not None
+    assert kv._offloaded[0].eq(1.0).all()
+    kv.drop()
+    assert kv._offloaded is None
+
+
+def test_a_tier_without_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="one slot at least, got 0"):
+        OffloadTier(0)

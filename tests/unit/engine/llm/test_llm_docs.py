@@ -1,0 +1,26 @@
+"""The examples of docs/use/offline.md run as they are written, one after the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from baton_engine.checkpoint import create_checkpoint
+
+PAGE = Path(__file__).parents[4] / "docs" / "use" / "offline.md"
+
+
+def test_the_examples_run(tmp_path: Path):
+    model = create_checkpoint(
+        tmp_path / "tiny",
+        "qwen3",
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        vocab_size=512,
+    )
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 6
+    names = {"MODEL": str(model)}
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"{PAGE.name}, example {number}", "exec"), names)

@@ -1,0 +1,162 @@
+"""What latencies and lengths are counted, and how they read in Prometheus."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from prometheus_client import generate_latest
+
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.metrics.prometheus import engine_registry
+from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
+from baton_kv_transfer.connector import ConnectorStats, FailureReason
+from baton_protocol.messages import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+)
+from baton_protocol.sampling import SamplingParams
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> RequestMetrics:
+    return RequestMetrics(clock)
+
+
+def observed(metrics: RequestMetrics, name: str) -> tuple[int, float]:
+    """(count, sum)"""
+    histogram = metrics.histograms[name]
+    return histogram.cumulative()[-1][1], pytest.approx(histogram.sum)  # type: ignore[return-value]
+
+
+def test_a_requests_life_is_cut_into_its_parts(metrics, clock):
+    metrics.on_add(EngineCoreRequest("r", [1] * 30, SamplingParams(max_tokens=3)))
+    scheduled = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 102.0)
+    again = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 104.5)
+    clock.now = 105.0
+    metrics.on_outputs([EngineCoreOutput("r", [7], events=[scheduled, again])])
+    clock.now = 106.0
+    metrics.on_outputs([EngineCoreOutput("r", [8])])
+    clock.now = 106.5
+    metrics.on_outputs([EngineCoreOutput("r", [9], finish_reason=FinishReason.LENGTH)])
+    seen = {name: observed(metrics, name) for name in metrics.histograms}
+    assert seen == {
+        "time_to_first_token_seconds": (1, 5.0),
+        "inter_token_latency_seconds": (2, 1.5),
+        "e2e_request_latency_seconds": (1, 6.5),
+        "request_queue_time_seconds": (1, 2.0),
+        "request_prefill_time_seconds": (1, 3.0),
+        "request_decode_time_seconds": (1, 1.5),
+        "request_inference_time_seconds": (1, 4.5),
+        "request_prompt_tokens": (1, 30.0),
+        "request_generation_tokens": (1, 3.0),
+        "request_params_max_tokens": (1, 3.0),
+        "iteration_tokens_total": (0, 0.0),
+    }
+
+
+def test_tokens_that_come_together_share_the_time_since_the_one_before(metrics, clock):
+    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
+    metrics.on_outputs([EngineCoreOutput("r", [7])])
+    clock.now += 0.75
+    metrics.on_outputs([EngineCoreOutput("r", [8, 9, 10])])
+    assert observed(metrics, "inter_token_latency_seconds") == (3, 0.75)
+    buckets = metrics.histograms["inter_token_latency_seconds"].cumulative()
+    assert next(count for bound, count in buckets if bound >= 0.25) == 3
+
+
+def test_requests_that_were_aborted_do_not_count_as_served(metrics):
+    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
+    metrics.on_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT)])
+    assert observed(metrics, "e2e_request_latency_seconds") == (0, 0.0)
+    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))  # the id is free again
+
+
+def test_buckets_include_their_bound():
+    histogram = Histogram("text", [1.0, 2.0])
+    for value in (0.5, 1.0, 1.5, 2.5):
+        histogram.observe(value)
+    assert histogram.cumulative() == [(1.0, 2), (2.0, 3), (float("inf"), 4)]
+
+
+def test_steps_that_overlap_are_busy_time_once_and_steps_without_tokens_are_none(metrics, clock):
+    clock.now = 103.0
+    metrics.on_step(5, started=101.0)
+    clock.now = 104.0
+    metrics.on_step(5, started=102.0)  # began while the one before ran
+    clock.now = 110.0
+    metrics.on_step(0, started=105.0)
+    metrics.on_step(5, started=109.5)
+    assert metrics.busy_s == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("name", ["time_to_first_token_seconds", "inter_token_latency_seconds"])
+def test_a_latency_that_targets_are_compared_with_is_known_to_a_quarter(metrics, name):
+    bounds = [bound for bound, _ in metrics.histograms[name].cumulative() if 0.005 <= bound <= 5.0]
+    assert all(after <= 1.26 * before for before, after in pairwise(bounds))
+
+
+def test_prometheus_reads_names_and_labels_that_mirror_the_fields(metrics):
+    stats = EngineStats(num_requests_swapped=2, requests_finished={"stop": 3}, sleep_level=1)
+    metrics.on_step(12, 99.0)
+    text = generate_latest(engine_registry(lambda: stats, metrics, "m")).decode()
+    for line in (
+        'baton:num_requests_running{model_name="m"} 0.0',
+        'baton:num_requests_swapped{model_name="m"} 2.0',
+        'baton:kv_cache_usage_perc{model_name="m"} 0.0',
+        'baton:request_success_total{finished_reason="stop",model_name="m"} 3.0',
+        'baton:engine_sleep_state{model_name="m",sleep_state="awake"} 0.0',
+        'baton:engine_sleep_state{model_name="m",sleep_state="weights_offloaded"} 1.0',
+        'baton:iteration_tokens_total_bucket{le="8.0",model_name="m"} 0.0',
+        'baton:iteration_tokens_total_bucket{le="16.0",model_name="m"} 1.0',
+        'baton:iteration_tokens_total_sum{model_name="m"} 12.0',
+        'baton:busy_seconds_total{model_name="m"} 1.0',
+        'baton:time_to_first_token_seconds_count{model_name="m"} 0.0',
+    ):
+        assert line in text, f"{line} is not in\n{text}"
+
+
+def test_everything_a_connector_counts_is_a_metric_and_failures_tell_their_reasons(metrics):
+    counted = ConnectorStats(bytes_moved={"ucx tcp/eth0": 5, "ucx rc_mlx5/mlx5_0:1": 6})
+    for number, field in enumerate(msgspec.structs.fields(ConnectorStats)):
+        if field.type in (int, float):
+            setattr(counted, field.name, number + 100)
+    counted.count_failure(FailureReason.CHECKSUM)
+    stats = EngineStats(kv_transfer=counted, kv_transfer_recomputed_tokens=7)
+    text = generate_latest(engine_registry(lambda: stats, metrics, "m")).decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    for field in msgspec.structs.fields(ConnectorStats):
+        if field.type in (int, float) and field.name != "transfers_failed":
+            suffix = "" if field.name in ("queued_bytes", "inflight_bytes") else "_total"
+            value = samples[f'baton:kv_transfer_{field.name}{suffix}{{model_name="m"}}']
+            assert float(value) == getattr(counted, field.name)
+    for lane, count in (("tcp/eth0", 5), ("rc_mlx5/mlx5_0:1", 6)):
+        name = f'baton:kv_transfer_bytes_total{{lane="{lane}",model_name="m",transport="ucx"}}'
+        assert float(samples[name]) == count
+    for reason, count in (("checksum", 1), ("peer_lost", 0)):
+        assert (
+            float(
+                samples[
+                    f'baton:kv_transfer_transfers_failed_total{{model_name="m",reason="{reason}"}}'
+                ]
+            )
+            == count
+        )
+    assert float(samples['baton:kv_transfer_recomputed_tokens_total{model_name="m"}']) == 7
+    assert float(samples['baton:kv_transfer_up{model_name="m"}']) == 1

@@ -1,0 +1,246 @@
+"""How the admin port answers calls: results, waits that take long, and every kind of failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import struct
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton_engine.server.access import LOG_INTERVAL_S, Access
+from baton_engine.server.admin_server import AdminServer, Condition, DrainStatus, Pending
+from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.progress import LoadProgress
+from baton_protocol.service_key import ServiceKey
+from support.waiting import eventually
+
+
+class FakeAdmin:
+    """Answers every call with `answer`, raising it if it is an exception."""
+
+    answer: Any = None
+    called: tuple[str, Mapping[str, Sequence[str]]] | None = None
+
+    def health(self) -> Condition:
+        return Condition(True, "Serving", "")
+
+    def readiness(self) -> Condition:
+        return Condition(False, "Loading", "loading x", LoadProgress(1, 4))
+
+    def drain_status(self, *, start: bool) -> DrainStatus:
+        return DrainStatus(start, 0)
+
+    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        self.called = (method, query)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def admin() -> FakeAdmin:
+    return FakeAdmin()
+
+
+@pytest.fixture
+def server(admin: FakeAdmin) -> Iterator[AdminServer]:
+    server = AdminServer("127.0.0.1", 0, admin, CollectorRegistry())
+    server.start()
+    yield server
+    server.close()
+
+
+def test_a_client_that_leaves_early_is_no_error(server, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.sendall(b"GET /hea")
+    connection.close()  # with a reset, while the server waits for the rest
+    eventually(
+        lambda: "an HTTP client disconnected" in caplog.text,
+        timeout_s=30,
+        what="the end of that request",
+    )
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_request_that_fails_is_logged(server, admin, capfd, caplog, monkeypatch):
+    monkeypatch.setattr(admin, "health", lambda: 1 / 0)
+    with pytest.raises(ConnectionError):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=30)
+    eventually(
+        lambda: "ZeroDivisionError" in caplog.text, timeout_s=30, what="the error in the log"
+    )
+    assert capfd.readouterr().err == ""
+
+
+KEY = ServiceKey(b"the key of this service")
+
+
+def ask(
+    server: AdminServer, method: str, path: str, authorization: str | None = None
+) -> tuple[int, Any]:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}", method=method, headers=headers
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_conditions_tell_how_far_the_engine_is_if_it_knows(server):
+    loading = {
+        "reason": "Loading",
+        "message": "loading x",
+        "progress": {"done_bytes": 1, "total_bytes": 4},
+    }
+    assert ask(server, "GET", "/ready") == (503, loading)
+    assert ask(server, "GET", "/health") == (200, {"reason": "Serving", "message": ""})
+
+
+def test_an_engine_says_with_whom_it_can_exchange_blocks(server, admin):
+    kv = KVCompatibility(
+        version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD", block_size=16,
+        num_layers=2, num_kv_heads=4, head_dim=8,
+    )  # fmt: skip
+    admin.health = lambda: Condition(True, "Serving", "", kv=kv)
+    status, told = ask(server, "GET", "/health")
+    assert (status, told["kv"]) == (200, msgspec.to_builtins(kv))
+
+
+def test_health_names_what_moved_the_kv(server, admin):
+    admin.health = lambda: Condition(True, "Serving", "", kv_bytes={"ucx tcp/lo": 7})
+    assert ask(server, "GET", "/health")[1]["kv_bytes"] == {"ucx tcp/lo": 7}
+
+
+def test_a_call_passes_its_query_on_and_returns_the_result(server, admin):
+    admin.answer = True
+    assert ask(server, "POST", "/wake_up?tags=weights&tags=kv_cache") == (200, {"result": True})
+    assert admin.called == ("wake_up", {"tags": ["weights", "kv_cache"]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason"),
+    [
+        (Pending(), 202, "Pending"),
+        (ValueError("mode must be one of"), 400, "BadRequest"),
+        (TimeoutError("no answer"), 503, "Unresponsive"),
+        (RuntimeError("the engine sleeps"), 409, "Failed"),
+    ],
+)
+def test_what_does_not_end_well_has_a_status_and_a_reason(server, admin, answer, status, reason):
+    admin.answer = answer
+    got, body = ask(server, "POST", "/pause?mode=wait")
+    assert (got, body["reason"]) == (status, reason)
+    assert body["message"]
+
+
+def test_what_changes_something_is_no_get_and_unknown_paths_list_the_known(server, admin):
+    for method, path in (
+        ("GET", "/pause"),
+        ("POST", "/is_paused"),
+        ("POST", "/abort_all"),
+        ("GET", "/"),
+    ):
+        status, body = ask(server, method, path)
+        assert (status, body["reason"]) == (404, "NotFound")
+        assert "/wake_up" in body["message"]
+    assert admin.called is None
+
+
+# With a service key
+
+
+@pytest.fixture
+def access() -> Access:
+    return Access(KEY)
+
+
+@pytest.fixture
+def locked(admin: FakeAdmin, access: Access) -> Iterator[AdminServer]:
+    server = AdminServer("127.0.0.1", 0, admin, CollectorRegistry(), access)
+    server.start()
+    yield server
+    server.close()
+
+
+def refusals(access: Access, door: str) -> float:
+    registry = CollectorRegistry()
+    registry.register(access.refusals)
+    count = registry.get_sample_value("baton:access_refused_total", {"door": door})
+    assert count is not None
+    return count
+
+
+@pytest.mark.parametrize("path", ["/drain", "/pause?mode=wait", "/sleep", "/no_such_thing"])
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer wrong", ServiceKey(b"another service's key").bearer]
+)
+def test_what_changes_something_needs_the_key(locked, admin, access, path, authorization):
+    status, body = ask(locked, "POST", path, authorization)
+    assert (status, body["reason"]) == (401, "Unauthorized")
+    assert "Authorization" in body["message"]
+    assert admin.called is None
+    assert refusals(access, "http") == 1
+    assert refusals(access, "engine") == 0
+
+
+def test_who_has_the_key_may_do_everything(locked, admin, access):
+    admin.answer = True
+    assert ask(locked, "POST", "/pause", KEY.bearer) == (200, {"result": True})
+    assert ask(locked, "POST", "/drain", KEY.bearer) == (200, {"draining": True, "unfinished": 0})
+    assert refusals(access, "http") == 0
+
+
+def test_what_changes_nothing_stays_open(locked):
+    for path in ("/health", "/ready", "/metrics"):
+        with contextlib.suppress(urllib.error.HTTPError, json.JSONDecodeError):
+            assert ask(locked, "GET", path)[0] != 401
+    assert ask(locked, "GET", "/drain")[0] == 200
+
+
+def test_the_body_of_a_refused_request_is_not_taken_for_the_next_one(locked, admin):
+    """Its connection ends instead."""
+    smuggled = (
+        b"POST /drain HTTP/1.1\r\nHost: x\r\nAuthorization: " + KEY.bearer.encode() + b"\r\n\r\n"
+    )
+    head = b"POST /pause HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(smuggled)
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=30) as connection:
+        connection.sendall(head + smuggled)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # what it sent was not read
+            while part := connection.recv(65536):
+                answer += part
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"WWW-Authenticate: Bearer" in answer
+
+
+def test_the_log_hears_of_strangers_once_in_a_while_and_of_all(caplog):
+    now = [0.0]
+    access = Access(KEY, clock=lambda: now[0])
+    for _ in range(100):
+        access.refused("http")
+    access.refused("engine", 7)
+    now[0] = LOG_INTERVAL_S
+    access.refused("http")
+    said = [record.getMessage() for record in caplog.records]
+    assert [next(word for word in text.split() if word.isdecimal()) for text in said] == [
+        "1",
+        "7",
+        "100",
+    ]
+    assert refusals(access, "http") == 101

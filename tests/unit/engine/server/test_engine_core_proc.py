@@ -1,0 +1,390 @@
+"""An engine process over real sockets, with a deterministic model: protocol, refusals, aborts, drain, death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from engine_fakes import continuation
+from engine_process import (
+    DEADLINE_S,
+    HOST,
+    EngineProcess,
+    collect,
+    connect,
+    request,
+    tokens,
+    wait_for,
+)
+
+from baton_engine.server.engine_io import MAX_MESSAGE_BYTES
+from baton_protocol.client import EngineDeadError, HandshakeFailedError, UtilityError
+from baton_protocol.messages import (
+    PROTOCOL_VERSION,
+    EngineCoreRequest,
+    EngineCoreResponseType,
+    ErrorCode,
+    FinishReason,
+    Hello,
+    Init,
+    KVSide,
+    KVTransferParams,
+    Ping,
+    Refused,
+)
+from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.sampling import SamplingParams
+from baton_protocol.service_key import ServiceKey
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--async-scheduling",), ("--pipeline-parallel-size", "2")], ids=str
+)
+async def test_concurrent_requests_get_their_own_text_with_gapless_offsets(start, flags):
+    async with await connect(start(*flags)) as client:
+        prompts = [[1, 2, 3] * n for n in range(1, 9)]
+        streams = [client.add(request(f"r{i}", prompt, 20)) for i, prompt in enumerate(prompts)]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            outputs = await collect(stream)
+            assert tokens(outputs) == continuation(prompt, 20, ignore_eos=True)
+            assert [output.token_offset for output in outputs] == list(range(20))
+            assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_request_continues_after_the_tokens_generated_elsewhere(start):
+    async with await connect(start()) as client:
+        whole = continuation([5, 6], 10, ignore_eos=True)
+        outputs = await collect(client.add(request("r", [5, 6], 10, generated_token_ids=whole[:4])))
+        assert tokens(outputs) == whole[4:]
+        assert outputs[0].token_offset == 4
+
+
+async def test_bad_requests_are_refused_with_numbers_and_the_engine_lives_on(start):
+    async with await connect(start("--max-model-len", "32")) as client:
+        bad = {
+            "long": (request("long", list(range(1, 33))), "32"),
+            "vocab": (request("vocab", [100000]), "prompt_token_ids must be in"),
+            "empty": (request("empty", []), "must not be empty"),
+            "side": (
+                request("side", [1], 1, kv_transfer=KVTransferParams(KVSide.PRODUCE, "t", "p")),
+                "role is none",
+            ),
+            "top_p": (EngineCoreRequest("top_p", [1], SamplingParams(top_p=7.0)), "top_p"),
+        }
+        for bad_request, message in bad.values():
+            (output,) = await collect(client.add(bad_request))
+            too_long = bad_request.request_id == "long"
+            assert output.error_code is (ErrorCode.LENGTH if too_long else ErrorCode.INVALID)
+            assert output.finish_reason is (FinishReason.LENGTH if too_long else FinishReason.ERROR)
+            assert message in output.error
+        assert tokens(await collect(client.add(request("good", [1]))))
+
+
+async def test_an_abort_ends_the_stream_and_frees_the_blocks(start):
+    async with await connect(start(BATON_FAKE_STEP_S="0.01")) as client:
+        stream = client.add(request("r", [1, 2], 200))
+        await anext(stream)
+        client.abort(["r"])
+        outputs = await collect(stream)
+        assert outputs[-1].finish_reason is FinishReason.ABORT
+        stats = await client.call("get_stats")
+        assert stats["kv_cache_usage"] == 0
+        assert stats["requests_finished"] == {"abort": 1}
+
+
+async def test_utilities_are_an_allow_list(start):
+    async with await connect(start()) as client:
+        assert await client.call("reset_prefix_cache") is True
+        assert await client.call("reset_prefix_cache", True) is True
+        with pytest.raises(UtilityError, match="no utility method 'shutdown'"):
+            await client.call("shutdown")
+        with pytest.raises(UtilityError, match="takes 0 to 1 arguments"):
+            await client.call("pause", "keep", 1)
+        with pytest.raises(UtilityError, match=r"pause: .*Invalid enum value 'nonsense'"):
+            await client.call("pause", "nonsense")
+        with pytest.raises(UtilityError, match="takes 0 arguments"):
+            await client.call("get_stats", 1)
+
+
+async def test_http_tells_loading_ready_and_draining(start):
+    engine = start(BATON_FAKE_LOAD_S="3.0")
+    status, body = engine.http("GET", "/ready")
+    assert (status, json.loads(body)["reason"]) == (503, "Loading")
+    assert engine.http("GET", "/health")[0] == 200
+    engine.wait_ready()
+    async with await connect(engine) as client:
+        assert client.ready is not None
+        assert (client.ready.max_model_len, client.ready.num_blocks, client.ready.block_size) == (
+            256,
+            64,
+            4,
+        )
+        await collect(client.add(request("r", [1, 2, 3])))
+        metrics = engine.http("GET", "/metrics")[1]
+        assert 'baton:prompt_tokens_computed_total{model_name="nowhere"} 3.0' in metrics
+        assert 'baton:generation_tokens_total{model_name="nowhere"} 8.0' in metrics
+        for _ in range(2):
+            assert json.loads(engine.http("POST", "/drain")[1]) == {
+                "draining": True,
+                "unfinished": 0,
+            }
+        assert json.loads(engine.http("GET", "/drain")[1]) == {"draining": True, "unfinished": 0}
+        assert json.loads(engine.http("GET", "/ready")[1])["reason"] == "Draining"
+        (output,) = await collect(client.add(request("late", [1])))
+        assert output.error_code is ErrorCode.DRAINING
+        assert engine.http("GET", "/nothing")[0] == 404
+
+
+async def test_sigterm_lets_running_requests_end_then_exits_0(start):
+    engine = start(BATON_FAKE_STEP_S="0.02")
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2], 50))
+        await anext(stream)
+        engine.process.send_signal(signal.SIGTERM)
+        assert len(tokens(await collect(stream))) == 49
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
+
+
+def test_an_engine_whose_kv_connector_failed_asks_to_be_restarted(start):
+    engine = start("--executor", "engine_fakes.FailedTransferExecutor")
+    wait_for(lambda: engine.http("GET", "/health")[0] == 503, "503 of /health", engine)
+    for path in ("/health", "/ready"):
+        status, body = engine.http("GET", path)
+        assert (status, json.loads(body)["reason"]) == (503, "KVTransferFailed")
+        assert "a defect" in json.loads(body)["message"]
+
+
+def test_sigterm_while_the_model_loads_ends_the_process_with_0(start):
+    engine = start(BATON_FAKE_LOAD_S="30")
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.process.wait(25) == 0
+
+
+async def test_at_the_drain_timeout_requests_are_sent_elsewhere(start):
+    engine = start("--drain-timeout-s", "0.3", BATON_FAKE_STEP_S="0.05")
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2], 200))
+        await anext(stream)
+        engine.process.send_signal(signal.SIGTERM)
+        last = (await collect(stream))[-1]
+        assert last.error_code is ErrorCode.DRAINING
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
+
+
+async def test_a_failed_step_tells_clients_and_ends_the_process(start):
+    engine = start()
+    async with await connect(engine) as client:
+        with pytest.raises(EngineDeadError, match="on fire"):
+            await collect(client.add(request("r", [13, 13, 13])))
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
+
+
+class RawClient:
+    """A client that may say anything."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(f"tcp://{HOST}:{engine.engine_port}")
+
+    def say(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def hear(self) -> tuple[EngineCoreResponseType, bytes]:
+        assert self.socket.poll(DEADLINE_S * 1000), "no answer"
+        kind, _, payload = self.socket.recv_multipart()
+        return EngineCoreResponseType(kind), payload
+
+    def hear_refused(self) -> Refused:
+        kind, payload = self.hear()
+        assert kind is EngineCoreResponseType.REFUSED
+        return msgspec.msgpack.decode(payload, type=Refused)
+
+    def hello(self) -> bytes:
+        """Returns the instance id."""
+        self.say(RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "raw")))
+        instance_id = msgspec.msgpack.decode(self.hear()[1], type=Init).instance_id
+        assert self.hear()[0] is EngineCoreResponseType.READY
+        return instance_id.encode()
+
+
+@pytest.fixture
+def raw(start) -> Iterator[RawClient]:
+    engine = start()
+    engine.wait_ready()
+    client = RawClient(engine)
+    yield client
+    client.socket.close()
+
+
+KEY = ServiceKey(b"the key of this service")
+
+
+@pytest.mark.parametrize(
+    "stranger", [None, ServiceKey(b"the key of another one")], ids=["none", "another"]
+)
+async def test_an_engine_with_a_key_serves_who_has_it_and_tells_the_log_of_others(
+    start, tmp_path, stranger
+):
+    (tmp_path / "key").write_text("the key of this service\n")
+    engine = start("--service-key-file", str(tmp_path / "key"))
+    async with await connect(engine, service_key=KEY) as client:
+        stream = client.add(request("r", [1, 2, 3], 200))
+        for _ in range(3):
+            with pytest.raises(EngineDeadError, match="service key"):
+                await connect(engine, service_key=stranger)
+        assert tokens(await collect(stream)) == continuation([1, 2, 3], 200, ignore_eos=True)
+        refused = 'baton:access_refused_total{door="engine"} 3.0'
+        wait_for(
+            lambda: refused in engine.http("GET", "/metrics")[1],
+            "three refusals in the metrics",
+            engine,
+        )
+        wait_for(lambda: "engine port: refused" in engine.text, "the refusals in the log", engine)
+        assert engine.text.count("engine port: refused") == 1, (
+            "one line for all that come within a minute"
+        )
+        assert engine.http("POST", "/drain")[0] == 401
+        assert not client.status or not client.status.draining
+    assert "the key of this service" not in engine.text
+
+
+async def test_a_client_with_a_key_does_not_say_its_prompts_to_an_engine_without_one(start):
+    with pytest.raises(HandshakeFailedError, match="does not accept our service key, or has none"):
+        await connect(start(), service_key=KEY)
+
+
+def test_what_cannot_be_read_is_refused_and_nothing_breaks(raw):
+    raw.say(b"junk")
+    assert "3 frames" in raw.hear_refused().reason
+    nested = b"\x91" * 100_000
+    for kind, instance_id in ((RequestType.HELLO, b""), (RequestType.ADD, b"somebody-else")):
+        raw.say(kind, instance_id, nested)
+        assert raw.hear_refused().request_id == ""
+    raw.say(RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(99, "raw")))
+    assert "protocol 99" in raw.hear_refused().reason
+    instance_id = raw.hello()
+    raw.say(b"\x77", instance_id, b"")
+    assert "unknown message type" in raw.hear_refused().reason
+    raw.say(RequestType.ADD, instance_id, msgspec.msgpack.encode(["r1", "no tokens", []]))
+    refused = raw.hear_refused()
+    assert refused.request_id == "r1"
+    assert "ADD cannot be read" in refused.reason
+    raw.say(RequestType.ADD, instance_id, b"\xff\xff\xc1")
+    assert raw.hear_refused().request_id == ""
+    raw.say(RequestType.ADD, b"somebody-else", msgspec.msgpack.encode(request("r2", [1])))
+    refused = raw.hear_refused()
+    assert refused.request_id == "r2"
+    assert "for instance somebody-else" in refused.reason
+    raw.say(RequestType.PING, instance_id, msgspec.msgpack.encode(Ping(7)))
+    assert raw.hear()[0] is EngineCoreResponseType.PONG
+
+
+def test_a_client_that_sends_too_much_is_disconnected(start):
+    engine = start()
+    engine.wait_ready()
+    greedy, other = RawClient(engine), RawClient(engine)
+    try:
+        monitor = greedy.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        greedy.say(RequestType.HELLO, b"", bytes(MAX_MESSAGE_BYTES + 1))
+        assert monitor.poll(DEADLINE_S * 1000), "still connected"
+        other.hello()
+    finally:
+        greedy.socket.disable_monitor()
+        for client in (greedy, other):
+            client.socket.close()
+
+
+@pytest.mark.parametrize("length", ["junk", "-1", "99999999999"])
+def test_a_body_of_nonsense_length_is_refused_at_once(start, length):
+    engine = start()
+    engine.wait_ready()
+    with socket.create_connection((HOST, engine.http_port), timeout=DEADLINE_S) as connection:
+        connection.sendall(
+            f"POST /drain HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+    assert engine.http("GET", "/ready")[0] == 200
+
+
+def test_a_silent_client_loses_its_requests():
+    from baton_engine.server.engine_core_proc import EngineCoreProc
+    from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+
+    config = EngineConfig(
+        model=ModelConfig(path="/nowhere"),
+        cache=CacheConfig(block_size=4, num_blocks=64),
+        parallel=ParallelConfig(executor_class="engine_fakes.SlowFakeExecutor"),
+        engine_port=0,
+    )
+    proc = EngineCoreProc(config, HOST, client_timeout_s=0.5)
+    thread = threading.Thread(target=proc.run)
+    thread.start()
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not proc.readiness().ok:
+            assert time.monotonic() < deadline, "engine did not become ready"
+            time.sleep(0.01)
+        instance_id = proc.instance_id.encode()
+        socket.connect(f"tcp://{HOST}:{proc.io.port}")
+        socket.send_multipart(
+            [RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "silent"))]
+        )
+        socket.send_multipart(
+            [RequestType.ADD, instance_id, msgspec.msgpack.encode(request("r", [1], 200))]
+        )
+        while proc.stats().requests_finished != {"abort": 1}:
+            assert time.monotonic() < deadline, f"the request was not aborted: {proc.stats()}"
+            time.sleep(0.02)
+    finally:
+        proc.request_shutdown()
+        thread.join(DEADLINE_S)
+        socket.close(linger=0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"model": {"path": "/x"}, "nonsense": 1}', "FATAL ConfigInvalid: .*nonsense"),
+        (
+            '{"model": {"path": "/x"}, "cache": {"block_size": "big"}}',
+            r"FATAL ConfigInvalid: .*cache\.block_size",
+        ),
+        (
+            '{"model": {"path": "/x"}, "scheduler": {"max_num_seqs": 0}}',
+            "FATAL ConfigInvalid: .*max_num_seqs",
+        ),
+        (
+            '{"model": {"path": "/x"}, "kv_transfer": {"lease_s": 0}}',
+            r"FATAL ConfigInvalid: .*kv_transfer\.lease_s",
+        ),
+        (
+            '{"model": {"path": "/does/not/exist"}, "engine_port": 0, "http_port": 0}',
+            "FATAL ModelNotFound: .*/does/not/exist",
+        ),
+    ],
+)
+def test_configuration_errors_end_with_code_78_and_one_fatal_line(tmp_path, content, reason):
+    config = tmp_path / "engine.json"
+    config.write_text(content)
+    ended = subprocess.run(
+        [sys.executable, "-m", "baton_engine.cli", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode == 78, ended.stderr
+    assert re.fullmatch(reason + ".*", ended.stderr.splitlines()[-1])

@@ -1,0 +1,109 @@
+"""What does not go with expert parallelism is refused by name, before weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from step_driver import runner_config
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.compilation.dispatch import CudagraphMode
+from baton_engine.executor.external_launcher import ExternalLauncherExecutor
+from baton_engine.executor.startup import refuse_expert_parallel
+from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.worker.compilation_plan import plan_compilation
+from baton_engine.worker.experts.config_checks import check_expert_parallel
+from baton_engine.worker.model_runner import ModelRunner
+from baton_engine.worker.worker import Worker
+from baton_protocol.config import CompilationConfig, EngineConfig, ParallelConfig, SchedulerConfig
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_checkpoint(tmp_path_factory.mktemp("checks") / "model", "mixtral", **SMALL)
+
+
+def config(path: Path, **changes: object) -> EngineConfig:
+    changes.setdefault("parallel", ParallelConfig(enable_expert_parallel=True))
+    return msgspec.structs.replace(runner_config(path), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        (
+            {"parallel": ParallelConfig(enable_expert_parallel=True, pipeline_parallel_size=2)},
+            "pipeline_parallel_size",
+        ),
+        (
+            {"parallel": ParallelConfig(enable_expert_parallel=True, num_redundant_experts=-1)},
+            "num_redundant_experts",
+        ),
+        ({"scheduler": SchedulerConfig(async_scheduling=True)}, "scheduler.async_scheduling"),
+        ({"compilation": CompilationConfig(mode="inductor")}, "compilation.mode"),
+        ({"compilation": CompilationConfig(cudagraph_mode="full")}, "compilation.cudagraph_mode"),
+    ],
+)
+def test_refused_by_name(checkpoint: Path, changes: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigurationError, match=field) as caught:
+        ModelRunner(config(checkpoint, **changes)).load_model()
+    assert caught.value.reason == "InvalidConfig"
+    assert "parallel.enable_expert_parallel" in caught.value.message
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    path = create_checkpoint(tmp_path / "model", "llama", **SMALL)
+    with pytest.raises(
+        ConfigurationError, match="enable_expert_parallel is set: LlamaForCausalLM has no experts"
+    ):
+        ModelRunner(config(path)).load_model()
+
+
+def test_a_gpu_must_be_told_how_much_is_for_the_kv_cache(checkpoint: Path) -> None:
+    import torch
+
+    with pytest.raises(ConfigurationError, match=r"cache\.num_blocks is not set"):
+        check_expert_parallel(
+            config(checkpoint), load_checkpoint_config(checkpoint), torch.device("cuda")
+        )
+
+
+def test_auto_is_none_also_where_there_are_graphs(checkpoint: Path) -> None:
+    plan = plan_compilation(
+        config(checkpoint), load_checkpoint_config(checkpoint), 128, has_graphs=True
+    )
+    assert (plan.mode, plan.cudagraph_mode) == ("none", CudagraphMode.NONE)
+
+
+def test_executors_that_cannot_interrupt_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match="executor external_launcher cannot serve in an expert-parallel group",
+    ):
+        ExternalLauncherExecutor.initialize(_Uninitialised(config(checkpoint)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="executor ray cannot serve"):
+        refuse_expert_parallel(config(checkpoint), "ray")
+    refuse_expert_parallel(runner_config(checkpoint), "ray")
+
+
+class _Uninitialised:
+    """An executor before what torchrun must provide is looked for."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+
+def test_a_rank_cannot_sleep(checkpoint: Path) -> None:
+    worker = Worker(config(checkpoint), "instance")
+    worker.load_model()
+    with pytest.raises(
+        ValueError, match="cannot sleep: the other ranks of its group use its experts"
+    ):
+        worker.sleep(1)
+    worker.interrupt()  # there is no generation yet
+    worker.shutdown()

@@ -1,0 +1,419 @@
+"""Preparing, adopting and leaving generations: which experts come from where, what fails and why, and that nothing waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expert_ranks import (
+    ThreadNetwork,
+    ThreadRank,
+    commit_everywhere,
+    generation,
+    place_experts,
+    prepare_everywhere,
+    run_spread,
+    run_threads,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from model_cases import Meeting, ThreadGroup, load, run_model
+from torch import Tensor
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.distributed.group import Group, LoneGroup
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.models.errors import ModelInvalid
+from baton_engine.worker.experts import generations as generations_module
+from baton_engine.worker.experts.expert_exchange import plan_transfers, wanted_by
+from baton_engine.worker.experts.expert_weights import Expert, ExpertForm, ExpertKey, ExpertStore
+from baton_engine.worker.experts.preparation import Preparation, PreparationState
+from baton_protocol.topology import ExpertLoads, Generation, Placement
+from support.waiting import eventually
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
+NUM_LAYERS, NUM_EXPERTS = 2, 8
+TOLERANCE = 3e-5
+WAIT_S = 30.0
+SEQUENCES = [[5, 6, 7, 8, 9, 10, 11], [300, 2, 1, 4, 2, 1, 9]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_checkpoint(
+        tmp_path_factory.mktemp("generations") / "model", "qwen3_moe", seed=6, **SMALL
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Tensor:
+    return run_model(load(checkpoint), SEQUENCES, 7)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[ExpertKey]:
+    """What is read from the checkpoint, by any rank."""
+    keys: list[ExpertKey] = []
+    read = ExpertStore.read
+
+    def count(self: ExpertStore, key: ExpertKey) -> Expert:
+        keys.append(key)
+        return read(self, key)
+
+    monkeypatch.setattr(ExpertStore, "read", count)
+    return keys
+
+
+def of_all(number: int, ranks: list[ThreadRank], num_redundant: int = 0) -> Generation:
+    placement = place_experts(NUM_LAYERS, NUM_EXPERTS, len(ranks), num_redundant)
+    return generation(number, [rank.name for rank in ranks], placement)
+
+
+def logits_of(ranks: list[ThreadRank]) -> Tensor:
+    """The first rank runs both sequences, the others take part."""
+    waves = [(14, *[0] * (len(ranks) - 1))]
+    works = [
+        lambda rank=rank, own=SEQUENCES if rank is ranks[0] else []: run_spread(
+            rank.model, own, 7, waves
+        )
+        for rank in ranks
+    ]
+    return run_threads(works)[0]
+
+
+@pytest.mark.parametrize("form", ExpertForm)
+def test_experts_are_read_once_and_then_go_from_rank_to_rank(
+    form: ExpertForm, checkpoint: Path, expected: Tensor, reads: list[ExpertKey]
+) -> None:
+    network = ThreadNetwork()
+    ranks = [ThreadRank(f"r{number}", checkpoint, network, form=form) for number in range(3)]
+    commit_everywhere(ranks[:2], of_all(1, ranks[:2]))
+    assert len(reads) == NUM_LAYERS * NUM_EXPERTS
+    before = logits_of(ranks[:2])
+    if form is not ExpertForm.INT8:
+        torch.testing.assert_close(before, expected, atol=TOLERANCE, rtol=0)
+    reads.clear()
+    commit_everywhere(ranks, of_all(2, ranks))
+    torch.testing.assert_close(logits_of(ranks), before, atol=TOLERANCE, rtol=0)
+    commit_everywhere(ranks[1:], of_all(3, ranks[1:]))  # what only the first held is read again
+    held = [wanted_by(of_all(2, ranks).placement, rank) for rank in range(3)]
+    assert sorted(reads) == sorted(held[0] - held[1] - held[2])
+    ranks[0].generations.leave()
+    torch.testing.assert_close(logits_of(ranks[1:]), before, atol=TOLERANCE, rtol=0)
+    reads.clear()
+    commit_everywhere(ranks[1:], of_all(4, ranks[1:], num_redundant=NUM_EXPERTS))
+    assert not reads, "every expert was on one of them"
+    torch.testing.assert_close(logits_of(ranks[1:]), before, atol=TOLERANCE, rtol=0)
+
+
+def test_experts_that_stay_are_shared_not_copied(checkpoint: Path) -> None:
+    ranks = [ThreadRank("r0", checkpoint, ThreadNetwork())]
+    commit_everywhere(ranks, of_all(1, ranks))
+    shard = ranks[0].model.sparse_layers[0][1].shard
+    assert shard is not None
+    before = [weight.data_ptr() if not weight.is_mkldnn else id(weight) for weight in shard.gate_up]
+    reversed_ = generation(
+        2, ["r0"], tuple((tuple(reversed(slots)),) for (slots,) in of_all(1, ranks).placement)
+    )
+    commit_everywhere(ranks, reversed_)
+    shard = ranks[0].model.sparse_layers[0][1].shard
+    assert shard is not None
+    after = [weight.data_ptr() if not weight.is_mkldnn else id(weight) for weight in shard.gate_up]
+    assert after == before[::-1]
+
+
+def test_weights_arrive_with_the_same_bits(checkpoint: Path) -> None:
+    for form in ExpertForm:
+        store = ThreadRank("r0", checkpoint, ThreadNetwork(), form=form).store
+        expert = store.read(ExpertKey(1, 3))
+        sent = store.to_parts(expert)
+        room = store.new_parts(ExpertKey(1, 3))
+        assert [(part.shape, part.dtype) for part in room] == [
+            (part.shape, part.dtype) for part in sent
+        ]
+        again = store.to_parts(store.from_parts([part.clone() for part in sent]))
+        assert all(torch.equal(one, other) for one, other in zip(sent, again, strict=True))
+
+
+class SilentGroup(ThreadGroup):
+    """Its member stops after it has told what it holds."""
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        raise TimeoutError("the network is gone")
+
+
+def test_experts_that_no_rank_sends_come_from_the_checkpoint(
+    checkpoint: Path, expected: Tensor, reads: list[ExpertKey], caplog: pytest.LogCaptureFixture
+) -> None:
+    network = ThreadNetwork()
+    ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(3)]
+    commit_everywhere(ranks[:2], of_all(1, ranks[:2]))
+    reads.clear()
+    join = network.join
+
+    def join_silently(
+        name: str, of: Generation, rank: int, device: torch.device, timeout_s: float
+    ) -> Group:
+        group = join(name, of, rank, device, timeout_s)
+        if isinstance(group, ThreadGroup) and name.startswith("weights"):
+            return SilentGroup(group._meeting, group.rank)
+        return group
+
+    for rank in ranks:
+        rank.join = join_silently
+    commit_everywhere(ranks, of_all(2, ranks))
+    assert "experts that other ranks did not send are read from the checkpoint: " in caplog.text
+    assert reads
+    torch.testing.assert_close(logits_of(ranks), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_without_a_group_for_weights_the_checkpoint_serves(
+    checkpoint: Path, expected: Tensor, reads: list[ExpertKey]
+) -> None:
+    network = ThreadNetwork()
+    network.unreachable = {"weights-0"}
+    ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
+    commit_everywhere(ranks[:1], of_all(1, ranks[:1]))
+    commit_everywhere(ranks, of_all(2, ranks))
+    torch.testing.assert_close(logits_of(ranks), expected, atol=TOLERANCE, rtol=0)
+    assert len(reads) == NUM_LAYERS * NUM_EXPERTS + NUM_LAYERS * NUM_EXPERTS // 2
+
+
+def wait_for(rank: ThreadRank, state: PreparationState) -> Preparation:
+    def reached() -> Preparation | None:
+        found = rank.generations.preparation()
+        return found if found.state is state else None
+
+    found = eventually(reached, timeout_s=WAIT_S, what=f"{rank.name} is {state}")
+    assert found is not None
+    return found
+
+
+def test_what_cannot_be_prepared_says_why_and_is_not_adopted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = ThreadNetwork()
+    rank = ThreadRank("r0", checkpoint, network)
+    network.unreachable = {"experts-0"}
+    rank.generations.prepare(of_all(1, [rank]))
+    assert wait_for(rank, PreparationState.FAILED) == Preparation(
+        "nonce-1", PreparationState.FAILED, "TimeoutError: group experts-0 is unreachable"
+    )
+    with pytest.raises(ValueError, match="generation nonce-1 cannot be adopted"):
+        rank.generations.commit("nonce-1")
+    network.unreachable = set()
+
+    def fail(self: ExpertStore, key: ExpertKey) -> Expert:
+        raise ModelInvalid("model.safetensors is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertStore, "read", fail)
+        rank.generations.prepare(of_all(2, [rank]))
+        assert (
+            wait_for(rank, PreparationState.FAILED).reason
+            == "ModelInvalid: model.safetensors is gone"
+        )
+    for number, placement, reason in (
+        (3, place_experts(1, NUM_EXPERTS, 1), "1 layers are placed, but the model has 2"),
+        (
+            4,
+            place_experts(NUM_LAYERS, NUM_EXPERTS - 1, 1),
+            "placement of sparse layer 0 is not of these ranks",
+        ),
+        (
+            5,
+            place_experts(NUM_LAYERS, NUM_EXPERTS, 2),
+            "placement of sparse layer 0 is not of these ranks",
+        ),
+    ):
+        rank.generations.prepare(generation(number, ["r0"], placement))
+        assert reason in wait_for(rank, PreparationState.FAILED).reason
+    with pytest.raises(ValueError, match="does not have r0 as a member"):
+        rank.generations.prepare(generation(6, ["r1"], place_experts(NUM_LAYERS, NUM_EXPERTS, 1)))
+    commit_everywhere([rank], of_all(7, [rank]))
+
+
+def test_ranks_with_other_weights_are_named(checkpoint: Path) -> None:
+    network = ThreadNetwork()
+    ranks = [
+        ThreadRank(f"r{n}", checkpoint, network, compatibility_hash="other" if n == 1 else "")
+        for n in range(3)
+    ]
+    for rank in ranks:
+        rank.generations.prepare(of_all(1, ranks))
+    reasons = [wait_for(rank, PreparationState.FAILED).reason for rank in ranks]
+    why = "another checkpoint, dtype or quantization than this rank's"
+    named = [f"ValueError: {others}: {why}" for others in ("r1", "r0, r2", "r1")]
+    # Who has seen it gives the group up, so that for slower ones it may be gone.
+    assert any(reason in named for reason in reasons)
+    assert all(
+        reason == name or "GroupBroken" in reason
+        for reason, name in zip(reasons, named, strict=True)
+    ), reasons
+
+
+def test_a_drop_does_not_wait_for_the_thread_and_ends_what_it_waits_for(checkpoint: Path) -> None:
+    """The other member never comes; and one that joined after it was dropped leaves again."""
+    network = ThreadNetwork()
+    ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
+    joined, may_join = threading.Event(), threading.Event()
+    closed: list[str] = []
+
+    class Watched(ThreadGroup):
+        def close(self) -> None:
+            closed.append("closed")
+
+    def join_late(
+        name: str, of: Generation, rank: int, device: torch.device, timeout_s: float
+    ) -> Group:
+        joined.set()
+        assert may_join.wait(WAIT_S)
+        return Watched(Meeting(of.size), rank)
+
+    ranks[0].join = join_late
+    ranks[0].generations.prepare(of_all(1, ranks))
+    assert joined.wait(WAIT_S)
+    ranks[0].generations.drop("another one")
+    assert ranks[0].generations.preparation().state is PreparationState.PREPARING
+    ranks[0].generations.drop("nonce-1")
+    assert ranks[0].generations.preparation() == Preparation()
+    may_join.set()
+    eventually(lambda: closed, timeout_s=WAIT_S, what="the group that came too late is left")
+    ranks[0].join = network.join
+    commit_everywhere(ranks, of_all(2, ranks))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_group_that_served_is_left_after_a_grace_and_its_experts_at_once(
+    leaves: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower member may still be in the last step: who leaves at once breaks it there."""
+    closed, graces, over = threading.Event(), [], threading.Event()
+
+    class Watched(LoneGroup):
+        def close(self) -> None:
+            closed.set()
+
+    def wait(seconds: float) -> None:
+        graces.append(seconds)
+        assert over.wait(WAIT_S)
+
+    monkeypatch.setattr(
+        generations_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait)
+    )
+    rank = ThreadRank("r0", checkpoint, ThreadNetwork())
+    rank.join = lambda *_: Watched()
+    commit_everywhere([rank], of_all(1, [rank]))
+    held = weakref.ref(rank.model.sparse_layers[0][1].shard)
+    if leaves:
+        rank.generations.leave()
+    else:
+        commit_everywhere([rank], of_all(2, [rank]))
+    eventually(lambda: graces == [generations_module.GRACE_S], timeout_s=WAIT_S, what="the grace")
+    eventually(lambda: held() is None, timeout_s=WAIT_S, what="the experts are freed")
+    assert not closed.is_set()
+    over.set()
+    assert closed.wait(WAIT_S)
+
+
+def test_the_next_preparation_replaces_the_one_before(checkpoint: Path, expected: Tensor) -> None:
+    network = ThreadNetwork()
+    ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
+    prepare_everywhere(ranks, of_all(1, ranks))
+    ranks[0].generations.prepare(of_all(1, ranks))  # told again: no change
+    assert ranks[0].generations.preparation().state is PreparationState.PREPARED
+    prepare_everywhere(
+        ranks,
+        generation(1, ["r0", "r1"], place_experts(NUM_LAYERS, NUM_EXPERTS, 2, 2), "second-attempt"),
+    )
+    with pytest.raises(ValueError, match="nonce-1 cannot be adopted"):
+        ranks[0].generations.commit("nonce-1")
+    for rank in ranks:
+        rank.generations.commit("second-attempt")
+    torch.testing.assert_close(logits_of(ranks), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_who_leaves_frees_its_experts_and_serves_nobody(checkpoint: Path) -> None:
+    ranks = [ThreadRank("r0", checkpoint, ThreadNetwork())]
+    commit_everywhere(ranks, of_all(1, ranks))
+    prepare_everywhere(ranks, of_all(2, ranks))
+    ranks[0].generations.leave()
+    assert ranks[0].generations.preparation() == Preparation()
+    assert ranks[0].generations.loads() == ExpertLoads(())
+    assert all(layer.shard is None for _, layer in ranks[0].model.sparse_layers)
+    ranks[0].generations.leave()
+
+
+def test_a_failing_rank_does_not_leave_the_others_waiting(checkpoint: Path) -> None:
+    """It fails after it joined: who would adopt with it learns at the first exchange."""
+    network = ThreadNetwork()
+    ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
+    ranks[1].store.__dict__["read"] = lambda key: (_ for _ in ()).throw(OSError("disk"))
+    for rank in ranks:
+        rank.generations.prepare(of_all(1, ranks))
+    assert wait_for(ranks[1], PreparationState.FAILED).reason == "OSError: disk"
+    wait_for(ranks[0], PreparationState.PREPARED)
+    ranks[0].generations.commit("nonce-1")
+    with pytest.raises(GroupBrokenError):
+        run_spread(ranks[0].model, SEQUENCES, 7, [(14, 0)])
+
+
+def test_threads_that_prepare_give_way_to_steps(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    niceness: list[int] = []
+    read = ExpertStore.read
+
+    def look(self: ExpertStore, key: ExpertKey) -> Expert:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return read(self, key)
+
+    monkeypatch.setattr(ExpertStore, "read", look)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    ranks = [ThreadRank("r0", checkpoint, ThreadNetwork())]
+    commit_everywhere(ranks, of_all(1, ranks))
+    assert set(niceness) == {max(before, generations_module.NICENESS)}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+placements = st.integers(1, 5).flatmap(
+    lambda ranks: st.lists(
+        st.lists(
+            st.lists(st.integers(0, 5), min_size=2, max_size=4), min_size=ranks, max_size=ranks
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+
+
+@given(placement=placements, data=st.data())
+def test_all_ranks_get_what_they_lack_from_somebody_who_has_it(
+    placement: Placement, data: st.DataObject
+) -> None:
+    num_ranks = len(placement[0])
+    keys = st.sets(st.builds(ExpertKey, st.integers(0, len(placement) - 1), st.integers(0, 5)))
+    held = [data.draw(keys) for _ in range(num_ranks)]
+    transfers = plan_transfers(held, placement)
+    assert [transfer.key.layer for transfer in transfers] == sorted(
+        transfer.key.layer for transfer in transfers
+    )
+    for key, source, target in transfers:
+        assert key in held[source]
+        assert key not in held[target]
+    anywhere = set().union(*held)
+    for rank in range(num_ranks):
+        got = [transfer.key for transfer in transfers if transfer.target == rank]
+        assert len(got) == len(set(got))
+        assert set(got) == (wanted_by(placement, rank) - held[rank]) & anywhere

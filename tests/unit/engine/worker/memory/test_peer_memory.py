@@ -1,0 +1,72 @@
+"""What peers reach of a KV cache, as it lies there or through slots: treated here as if a tensor of the CPU were the device's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton_engine.worker.memory.peer_memory import PeerMemory
+from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+
+LAYOUT = KVCacheLayout(
+    num_blocks=7,
+    num_kv_heads=3,
+    num_layers=2,
+    block_size=5,
+    head_dim=4,
+    dtype="float32",
+    first_kv_head=6,
+    total_kv_heads=12,
+)
+
+
+def make_cache(seed: int) -> torch.Tensor:
+    return torch.randn((7, 3, 2, 2, 5, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def staged(cache: torch.Tensor, num_slots: int = 4) -> PeerMemory:
+    return PeerMemory(cache, LAYOUT, num_slots * LAYOUT.block_nbytes + 1, staged=True)
+
+
+def test_host_memory_is_reached_where_it_lies():
+    cache = make_cache(1)
+    memory = PeerMemory(cache, LAYOUT, 0).memory
+    assert (memory.base_address, memory.num_slots) == (cache.data_ptr(), 7)
+    assert memory.expose([5, 2]) == [5, 2]
+
+
+@pytest.mark.parametrize("heads", [HeadRange(6, 3), HeadRange(6, 1), HeadRange(7, 2)])
+def test_slots_prove_what_the_blocks_hold(heads):
+    cache = make_cache(2)
+    slots = staged(cache)
+    taken = slots.memory.expose([6, 0, 3])
+    through = slots.memory.block_sums(taken, heads)
+    there = PeerMemory(cache, LAYOUT, 0).memory.block_sums([6, 0, 3], heads)
+    assert through.tolist() == there.tolist()
+    cache.zero_()
+    assert slots.memory.block_sums(taken, heads).tolist() == there.tolist(), "a slot is a copy"
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows"),
+    [(HeadRange(6, 3), [0, 1, 2]), (HeadRange(7, 1), [1]), (HeadRange(7, 2), [1, 2])],
+)
+def test_what_is_committed_of_some_heads_leaves_the_others_and_other_blocks_alone(heads, rows):
+    source, cache = make_cache(3), make_cache(4)
+    before = cache.clone()
+    slots = staged(cache)
+    taken = slots.memory.accept([4, 1])
+    slots._slots[taken] = source[[4, 1]]  # as a peer would write it
+    slots.memory.commit(taken, [4, 1], heads)
+    expected = before.clone()
+    for block in (4, 1):
+        expected[block, rows] = source[block, rows]
+    assert torch.equal(cache, expected)
+
+
+def test_staging_memory_is_no_more_than_the_cache_and_must_hold_a_block():
+    cache = make_cache(5)
+    assert staged(cache, 100).memory.num_slots == 7
+    assert staged(cache, 2).memory.num_slots == 2
+    with pytest.raises(ValueError, match=r"raise kv_transfer\.staging_bytes"):
+        PeerMemory(cache, LAYOUT, LAYOUT.block_nbytes - 1, staged=True)

@@ -1,0 +1,378 @@
+"""ModelRunner against transformers, and what it promises the scheduler: chunks, mixed batches, resumed requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from step_driver import Request, StepDriver, make_runner
+
+from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
+from baton_engine.executor.step import CachedRequestData, SchedulerOutput
+from baton_engine.models.errors import ConfigurationError, ModelNotFound
+from baton_engine.worker.devices import check_quantization
+from baton_engine.worker.model_runner import ModelRunner
+from baton_kv_transfer.memory.layout import explain_layout_mismatch
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig
+from baton_protocol.kv_compatibility import differences
+from baton_protocol.sampling import SamplingParams
+
+VOCAB_SIZE = 512
+NEAR_TIE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        arch: create_checkpoint(
+            root / arch,
+            arch,
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=3,
+            vocab_size=VOCAB_SIZE,
+            seed=7,
+        )
+        for arch in ARCHITECTURES
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints: dict[str, Path]) -> ModelRunner:
+    return make_runner(checkpoints["llama"])
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def reference_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0]
+
+
+def assert_greedy(path: Path, requests: list[Request]) -> None:
+    """Every generated token is the reference's best, given the tokens before it; a near-tie may go either way."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for request in requests:
+        with torch.inference_mode():
+            logits = model(torch.tensor([request.prompt + request.generated])).logits[0]
+        for index, token_id in enumerate(request.generated):
+            row = logits[len(request.prompt) + index - 1]
+            behind = float(row.max() - row[token_id])
+            assert behind <= NEAR_TIE, (
+                f"{request.request_id}, token {index}: {behind:.4f} below the reference's best"
+            )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(arch: str, checkpoints: dict[str, Path]) -> None:
+    """Prompts from one token to several blocks, random chunks, joining and leaving a mixed batch."""
+    runner = make_runner(checkpoints[arch])
+    lengths = [1, 2, 15, 16, 17, 31, 48, 77, 5, 100]
+    requests = [
+        Request(f"{arch}-{n}", prompt, max_tokens=20) for n, prompt in enumerate(prompts(lengths))
+    ]
+    StepDriver(runner, seed=1).run(requests, max_chunk=24, join_probability=0.4)
+    assert_greedy(checkpoints[arch], requests)
+    assert len({tuple(r.generated) for r in requests}) == len(requests), (
+        "the model ignores its prompt"
+    )
+
+
+def test_tied_sharded_and_rope_scaled_checkpoint(tmp_path: Path) -> None:
+    import json
+
+    path = create_checkpoint(
+        tmp_path / "model", "llama", tie_word_embeddings=True, max_shard_size=100_000
+    )
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_theta"]
+    config["rope_parameters"] = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    requests = [
+        Request(f"tied-{n}", prompt, max_tokens=10) for n, prompt in enumerate(prompts([3, 130]))
+    ]
+    StepDriver(make_runner(path)).run(requests, max_chunk=50)
+    assert_greedy(path, requests)
+
+
+def test_chunk_sizes_and_batch_mates_change_nothing(llama: ModelRunner) -> None:
+    runs = []
+    for seed, max_chunk, together in [(0, 200, False), (1, 7, True), (2, 33, True)]:
+        requests = [
+            Request(f"c{seed}-{n}", p, max_tokens=12) for n, p in enumerate(prompts([40, 9, 70]))
+        ]
+        driver = StepDriver(llama, seed=seed)
+        for group in [requests] if together else [[r] for r in requests]:
+            driver.run(group, max_chunk=max_chunk)
+        driver.step([], max_chunk)  # tells the worker who ended
+        runs.append([r.generated for r in requests])
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_preempted_request_goes_on_where_it_was(llama: ModelRunner) -> None:
+    prompt = prompts([37])[0]
+    whole = Request("whole", prompt, max_tokens=16)
+    driver = StepDriver(llama)
+    driver.run([whole])
+    first = Request("again", prompt, max_tokens=7)
+    driver.run([first])  # releases its blocks at the end, as a preemption does
+    second = Request("again", prompt, max_tokens=16, generated=first.generated)
+    driver.run([second])
+    assert second.generated == whole.generated
+
+
+def test_request_resumes_in_the_middle_with_blocks_filled_by_others(llama: ModelRunner) -> None:
+    """As after a prefix-cache hit or a KV transfer: tokens before num_computed_tokens are never run here."""
+    prompt = prompts([50], seed=3)[0]
+    driver = StepDriver(llama)
+    donor = Request("donor", prompt, max_tokens=5)
+    while not donor.done:
+        driver.step([donor], max_chunk=64)
+    heir = Request("heir", prompt, max_tokens=5, block_ids=donor.block_ids[:3], num_computed=48)
+    while not heir.done:
+        driver.step([heir, donor] if not donor.done else [heir], max_chunk=64)
+    assert heir.generated == donor.generated
+    for request in (donor, heir):
+        driver.finished.append(request.request_id)
+    driver.step([], max_chunk=1)
+
+
+def test_sampled_tokens_survive_a_move_to_another_worker(
+    checkpoints: dict[str, Path], llama: ModelRunner
+) -> None:
+    """Seeded sampling with penalties: the second worker gets prompt and generated ids and continues identically."""
+    params = SamplingParams(
+        temperature=0.9, top_p=0.95, seed=11, frequency_penalty=0.5, repetition_penalty=1.2
+    )
+    prompt = prompts([20], seed=4)[0]
+    driver = StepDriver(llama)
+    whole = Request("whole", prompt, max_tokens=14, params=params)
+    start = Request("start", prompt, max_tokens=6, params=params)
+    driver.run([whole, start])
+    driver.step([], max_chunk=1)
+    moved = Request("moved", prompt, max_tokens=14, params=params, generated=list(start.generated))
+    StepDriver(make_runner(checkpoints["llama"]), seed=5).run([moved])
+    assert moved.generated == whole.generated
+    assert len(set(whole.generated)) > 1
+
+
+def test_logprobs_are_those_of_transformers(
+    checkpoints: dict[str, Path], llama: ModelRunner
+) -> None:
+    params = SamplingParams(temperature=1.0, seed=2, logprobs=3)
+    request = Request("logprobs", prompts([18], seed=5)[0], max_tokens=4, params=params)
+    driver = StepDriver(llama)
+    driver.run([request])
+    driver.step([], max_chunk=1)
+    expected = reference_logits(
+        checkpoints["llama"], request.prompt + request.generated
+    ).log_softmax(-1)
+    for index, reported in enumerate(request.logprobs):
+        row = expected[len(request.prompt) + index - 1]
+        assert reported.token_id == request.generated[index]
+        assert reported.logprob == pytest.approx(float(row[reported.token_id]), abs=1e-3)
+        values, ids = row.topk(3)
+        assert [token for token, _ in reported.top] == ids.tolist()
+        assert [value for _, value in reported.top] == pytest.approx(values.tolist(), abs=1e-3)
+    assert len(request.logprobs) == 4
+
+
+def test_kv_cache_has_the_layout_it_names(llama: ModelRunner) -> None:
+    layout = llama.kv_cache_layout(5)
+    runner = ModelRunner(llama.config)
+    kv_cache = runner.allocate_kv_cache(5)
+    assert kv_cache.shape == (
+        5,
+        layout.num_kv_heads,
+        layout.num_layers,
+        2,
+        layout.block_size,
+        layout.head_dim,
+    )
+    assert kv_cache.is_contiguous()
+    assert kv_cache.nbytes == 5 * layout.block_nbytes
+    assert not kv_cache.any()
+
+
+def test_warm_up_leaves_the_kv_cache_alone(checkpoints: dict[str, Path]) -> None:
+    runner = ModelRunner(
+        EngineConfig(model=ModelConfig(path=str(checkpoints["qwen3_moe"])), device="cpu")
+    )
+    runner.load_model()
+    kv_cache = runner.allocate_kv_cache(4)
+    runner.warm_up()
+    assert not kv_cache.any()
+
+
+def test_input_batch_survives_many_generations_of_requests(checkpoints: dict[str, Path]) -> None:
+    """Rows are reused: more requests in all than fit at once."""
+    runner = make_runner(checkpoints["qwen3"], max_num_seqs=2)
+    driver = StepDriver(runner)
+    outputs = []
+    for round_ in range(4):
+        pair = [Request(f"{round_}-{n}", p, max_tokens=3) for n, p in enumerate(prompts([6, 19]))]
+        driver.run(pair)
+        outputs.append([r.generated for r in pair])
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_unknown_request_is_reported_by_name(llama: ModelRunner) -> None:
+    step = SchedulerOutput([], [CachedRequestData("ghost", [], 4)], {"ghost": 1}, [])
+    with pytest.raises(RuntimeError, match="ghost"):
+        llama.execute_model(step)
+
+
+def test_compatibility_hash_tells_models_apart_and_leaves_block_sizes_to_the_layouts(
+    checkpoints: dict[str, Path],
+) -> None:
+    def hash_of(arch: str, block_size: int = 16) -> str:
+        return make_runner(
+            checkpoints[arch], num_blocks=1, block_size=block_size
+        ).compatibility_hash
+
+    assert hash_of("llama") == hash_of("llama")
+    assert hash_of("llama") != hash_of("qwen3")
+    assert hash_of("llama") == hash_of("llama", block_size=32)
+
+
+def test_a_quantized_engine_gets_no_blocks_of_another(checkpoints: dict[str, Path]) -> None:
+    hashes = [
+        ModelRunner(
+            EngineConfig(
+                model=ModelConfig(path=str(checkpoints["llama"]), quantization=quantization),
+                device="cpu",
+            )
+        ).compatibility_hash
+        for quantization in (None, "int8")
+    ]
+    assert hashes[0] != hashes[1]
+
+
+def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse(
+    checkpoints: dict[str, Path],
+) -> None:
+    def runner(arch: str = "llama", block_size: int = 16, **model: Any) -> ModelRunner:
+        cache = CacheConfig(block_size=block_size)
+        return ModelRunner(
+            EngineConfig(
+                model=ModelConfig(path=str(checkpoints[arch]), **model), cache=cache, device="cpu"
+            )
+        )
+
+    made = [
+        runner(), runner(), runner("qwen3"), runner("qwen3_moe"), runner(block_size=32), runner(quantization="int8"),
+        runner(dtype="float32"), runner(dtype="bfloat16"),
+    ]  # fmt: skip
+    for ours, theirs in itertools.product(made, made):
+        refused = ours.compatibility_hash != theirs.compatibility_hash or explain_layout_mismatch(
+            ours.kv_cache_layout(1), theirs.kv_cache_layout(1)
+        )
+        assert bool(refused) == bool(
+            differences(ours.kv_compatibility(2), theirs.kv_compatibility(2), "here", "there")
+        )
+    assert "version" in differences(
+        made[0].kv_compatibility(2), made[1].kv_compatibility(3), "here", "there"
+    )
+
+
+def test_compatibility_hash_tells_other_weights_of_the_same_shape_apart(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        create_checkpoint(tmp_path / str(seed), "llama", seed=seed)
+    hashes = {make_runner(tmp_path / str(seed), num_blocks=1).compatibility_hash for seed in (1, 2)}
+    assert len(hashes) == 2
+
+
+def test_missing_model_and_bad_settings_are_refused(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere does not exist"):
+        ModelRunner(EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))).load_model()
+    too_long = ModelConfig(path=str(checkpoints["llama"]), max_model_len=10**6)
+    with pytest.raises(ConfigurationError, match="max_model_len"):
+        ModelRunner(EngineConfig(model=too_long)).load_model()
+    with pytest.raises(ConfigurationError, match="dtype must be auto"):
+        ModelRunner(
+            EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), dtype="int3"))
+        ).load_model()
+    with pytest.raises(
+        ConfigurationError, match="quantization must be int8 or not given, got 'int3'"
+    ):
+        ModelRunner(
+            EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), quantization="int3"))
+        )
+    with pytest.raises(
+        ConfigurationError, match="quantization int8 is for CPUs, but the model runs on cuda"
+    ):
+        check_quantization("int8", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "capabilities", "expected"),
+    [
+        ("bfloat16", {"avx512_bf16": True}, torch.bfloat16),
+        ("bfloat16", {"avx512_f": True}, torch.float32),
+        ("float16", {"avx512_bf16": True}, torch.float32),
+        ("bfloat16", {"amx_bf16": True}, torch.bfloat16),
+        ("float16", {"avx512_fp16": True}, torch.float16),
+        ("float32", {"avx512_bf16": True}, torch.float32),
+    ],
+)
+def test_auto_dtype_on_a_cpu_is_what_it_computes_natively(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint_dtype: str,
+    capabilities: dict[str, bool],
+    expected: torch.dtype,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = create_checkpoint(
+        tmp_path / "model", "llama", num_layers=1, vocab_size=300, dtype=checkpoint_dtype
+    )
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    runner = ModelRunner(EngineConfig(model=ModelConfig(path=str(path)), device="cpu"))
+    with caplog.at_level("INFO"):
+        assert runner.dtype is expected
+    reason = (
+        next(iter(capabilities))
+        if checkpoint_dtype == str(expected)[6:] != "float32"
+        else checkpoint_dtype
+    )
+    assert len(caplog.records) == 1
+    assert f"dtype {expected}".replace("torch.", "") in caplog.text
+    assert reason in caplog.text
+    assert f"torch.{runner.kv_cache_layout(1).dtype}" == str(expected)
+
+
+def test_bfloat16_runs_close_to_float32(checkpoints: dict[str, Path], llama: ModelRunner) -> None:
+    params = SamplingParams(temperature=0.0, logprobs=1)
+    values = []
+    for runner in (llama, make_runner(checkpoints["llama"], dtype="bfloat16")):
+        request = Request("bf16", prompts([30], seed=6)[0], max_tokens=1, params=params)
+        driver = StepDriver(runner)
+        driver.run([request])
+        driver.step([], max_chunk=1)
+        values.append(request.logprobs[0].logprob)
+    assert np.isfinite(values).all()
+    assert values[0] == pytest.approx(values[1], abs=0.5)

@@ -1,0 +1,204 @@
+"""How much memory the runner takes, gives back and takes again; and its profiler."""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import mmap
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from step_driver import Request, StepDriver, make_runner, runner_config
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.models.errors import ConfigurationError
+from baton_engine.worker.memory import block_budget
+from baton_engine.worker.memory.block_budget import BlockSize, available_host_memory, blocks_on_cpu
+from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
+
+VOCAB_SIZE = 512
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("memory") / "llama"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
+    return create_checkpoint(path, "llama", **sizes)
+
+
+def with_cache(config: EngineConfig, cache: CacheConfig) -> EngineConfig:
+    return msgspec.structs.replace(config, cache=cache)
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def generate(runner: ModelRunner, num_blocks: int = 64) -> list[int]:
+    draw = random.Random(1)
+    request = Request("request", [draw.randrange(3, VOCAB_SIZE) for _ in range(40)], 8)
+    driver = StepDriver(runner, num_blocks)
+    driver.run([request])
+    driver.step([], 1)
+    return request.generated
+
+
+def test_blocks_on_a_cpu_are_what_the_budgets_hold(checkpoint: Path) -> None:
+    runner = ModelRunner(runner_config(checkpoint))
+    block_nbytes = runner.kv_cache_layout(1).block_nbytes
+    cache = CacheConfig(memory_bytes=10 * block_nbytes + 1, swap_memory_bytes=4 * block_nbytes - 1)
+    assert ModelRunner(with_cache(runner.config, cache)).profile_num_blocks() == (10, 3)
+    stated = CacheConfig(num_blocks=7, swap_memory_bytes=0)
+    assert ModelRunner(with_cache(runner.config, stated)).profile_num_blocks() == (7, 0)
+
+
+def test_budgets_that_cannot_be_met_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = BlockSize(rank=MIB, engine=2 * MIB)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"memory_bytes=2097151 does not hold one KV block of 2097152 bytes",
+    ):
+        blocks_on_cpu(CacheConfig(memory_bytes=2 * MIB - 1), size)
+    monkeypatch.setattr(block_budget, "available_host_memory", lambda: 100 * MIB)
+    fitting = CacheConfig(memory_bytes=180 * MIB, swap_memory_bytes=20 * MIB)
+    assert blocks_on_cpu(fitting, size) == (90, 10)
+    with pytest.raises(
+        ConfigurationError, match=r"0.10 GiB are available; lower cache.memory_bytes"
+    ) as refused:
+        blocks_on_cpu(CacheConfig(memory_bytes=182 * MIB, swap_memory_bytes=20 * MIB), size)
+    assert refused.value.reason == "InsufficientMemory"
+
+
+def test_available_memory_is_the_least_of_machine_and_limits(tmp_path: Path) -> None:
+    meminfo, cgroups = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text("MemTotal:       8000 kB\nMemAvailable:   4000 kB\n")
+    cgroups.mkdir()
+    assert available_host_memory(meminfo, cgroups) == 4000 * 1024
+    (cgroups / "memory.max").write_text("1000000\n")
+    (cgroups / "memory.current").write_text("700000\n")
+    (cgroups / "memory.stat").write_text("anon 400000\nfile 250000\nshmem 50000\n")
+    assert available_host_memory(meminfo, cgroups) == 1000000 - 700000 + 200000
+    (cgroups / "memory.max").write_text("max\n")
+    assert available_host_memory(meminfo, cgroups) == 4000 * 1024
+    assert available_host_memory(tmp_path / "nothing", tmp_path / "nowhere") is None
+
+
+def test_swap_memory_is_taken_at_first_use(checkpoint: Path) -> None:
+    runner = ModelRunner(runner_config(checkpoint))
+    runner.load_model()
+    num_swap_blocks = 64 * MIB // runner.kv_cache_layout(1).block_nbytes
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests freed would be used again
+    before = resident_bytes()
+    runner.allocate_kv_cache(4, num_swap_blocks)
+    assert resident_bytes() - before < 32 * MIB
+    every_block = [BlockCopy(n % 4, n) for n in range(num_swap_blocks)]
+    runner.execute_model(SchedulerOutput([], [], {}, [], swap_out=every_block))
+    assert resident_bytes() - before > 56 * MIB
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
+def test_kv_begins_with_a_page(checkpoint: Path, num_blocks: int) -> None:
+    runner = ModelRunner(runner_config(checkpoint))
+    runner.load_model()
+    cache = runner.allocate_kv_cache(num_blocks)
+    assert cache.data_ptr() % mmap.PAGESIZE == 0
+    assert cache.is_contiguous()
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeping_runner_holds_no_kv_and_wakes_up_the_same(checkpoint: Path, level: int) -> None:
+    runner = make_runner(checkpoint, num_blocks=64)
+    expected = generate(runner)
+    cache = runner.allocate_kv_cache(128 * MIB // runner.kv_cache_layout(1).block_nbytes)
+    awake = resident_bytes()
+    runner.sleep(level)
+    assert cache.untyped_storage().nbytes() == 0
+    assert awake - resident_bytes() > 100 * MIB
+    with pytest.raises(RuntimeError, match="wake_up"):
+        runner.execute_model(SchedulerOutput([], [], {}, []))
+    runner.wake_up(["weights"])
+    with pytest.raises(RuntimeError, match="no KV memory"):
+        runner.execute_model(SchedulerOutput([], [], {}, []))
+    runner.wake_up(["kv_cache"])
+    assert not cache.any()
+    assert generate(runner) == expected
+
+
+def test_weights_are_dropped_on_level_2_and_read_again(checkpoint: Path) -> None:
+    import gc
+    import weakref
+
+    runner = make_runner(checkpoint, num_blocks=64)
+    expected = generate(runner)
+    norm = weakref.ref(runner._loaded().norm)
+    runner.sleep(1)
+    assert norm() is not None, "level 1 keeps weights on a CPU"
+    runner.sleep(2)
+    gc.collect()
+    assert norm() is None
+    runner.wake_up()
+    assert generate(runner) == expected
+
+
+def test_waking_up_the_awake_changes_nothing(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint, num_blocks=64)
+    _, kv = runner._ready()
+    kv.cache.fill_(1.0)
+    runner.wake_up()
+    assert bool((kv.cache == 1.0).all())
+
+
+def test_unknown_levels_and_tags_are_refused(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint, num_blocks=1)
+    with pytest.raises(ValueError, match=r"sleep level must be 1 .* or 2 .*, got 3"):
+        runner.sleep(3)
+    with pytest.raises(ValueError, match="got cache"):
+        runner.wake_up(["cache"])
+    assert runner._ready()
+
+
+def test_profile_is_a_trace_with_the_rank_in_its_name(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    observed = ObservabilityConfig(profiler_dir=str(folder))
+    runner = ModelRunner(msgspec.structs.replace(runner_config(checkpoint), observability=observed))
+    runner.load_model()
+    runner.allocate_kv_cache(64)
+    with pytest.raises(RuntimeError, match="start it first"):
+        runner.stop_profile()
+    runner.start_profile()
+    with pytest.raises(RuntimeError, match="stop it first"):
+        runner.start_profile()
+    generate(runner)
+    file = runner.stop_profile()
+    assert file.parent == folder
+    assert "rank0" in file.name
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert any(
+        "paged_attention" in str(e.get("name"))
+        or "softmax" in str(e.get("name"))
+        or "scaled_dot" in str(e.get("name"))
+        for e in events
+    )
+
+
+def test_profiling_without_a_folder_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"observability\.profiler_dir"):
+        ModelRunner(runner_config(checkpoint)).start_profile()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_warm_up_runs_on_every_dtype(checkpoint: Path, dtype: str) -> None:
+    runner = make_runner(checkpoint, num_blocks=2, dtype=dtype)
+    runner.warm_up()
+    _, kv = runner._ready()
+    assert bool(torch.isnan(kv.cache).all()), "warm_up wrote KV"

@@ -1,0 +1,109 @@
+"""Packed weights compute what plain ones do, take no more memory, and are left out where oneDNN cannot help. Quantised ones
+compute nearly the same in a part of the memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_cases import CPU, run_model
+from torch.nn.functional import linear
+
+from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
+from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.factory import load_model
+from baton_engine.worker.packed_weights import pack_weights, quantize_weights
+from baton_kernels.linear import Int8Weight
+
+
+def is_product(name: str) -> bool:
+    """Whether a weight of these models is multiplied by, rather than a norm's or an embedding's."""
+    return "norm" not in name and not name.startswith("embed")
+
+
+def product_names(plain: dict[str, torch.nn.Parameter]) -> set[str]:
+    """Of prepared weights: the experts of a layer, loaded in one tensor, have one each."""
+    names = {name for name in plain if is_product(name) and plain[name].dim() == 2}
+    stacked = {name: len(weight) for name, weight in plain.items() if weight.dim() == 3}
+    return names | {
+        f"{name}.{expert}" for name, experts in stacked.items() for expert in range(experts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied"),
+    [("llama", False), ("llama", True), ("qwen2", False), ("qwen3_moe", False)],
+)
+def test_what_is_multiplied_by_is_packed_and_nothing_is_held_twice(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
+    model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
+    plain = dict(model.named_parameters())
+    pack_weights(model)
+    packed = {name for name, weight in model.named_parameters() if weight.is_mkldnn}
+    expected = product_names(plain)
+    assert packed == expected | ({"embed_tokens.packed_weight"} if tied else set())
+    hidden = torch.randn(5, model.config.hidden_size)
+    head = plain["embed_tokens.weight" if tied else "lm_head.weight"]
+    torch.testing.assert_close(
+        model.compute_logits(hidden), linear(hidden, head), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_computes_what_the_plain_one_does(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
+    model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
+    sequences = [list(range(1, 20)), list(range(5, 24))]
+    expected = run_model(model, sequences, chunk=6)
+    pack_weights(model)
+    torch.testing.assert_close(run_model(model, sequences, chunk=6), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_half_precision_is_left_as_it_is(tmp_path: Path) -> None:
+    path = create_checkpoint(tmp_path / "model", "llama")
+    model = load_model(path, load_checkpoint_config(path), torch.float16, CPU)
+    pack_weights(model)
+    assert not any(weight.is_mkldnn for weight in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantized_model_stays_close_to_the_plain_one(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
+    model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
+    sequences = [list(range(1, 20)), list(range(5, 24))]
+    expected = run_model(model, sequences, chunk=19)
+    quantize_weights(model)
+    # Random routers are undecided, and another expert is another output. An unrelated model would be 1.4 off.
+    bound = 0.5 if model.config.sparse_layers else 0.1
+    for chunk in (6, 19):  # few rows, and many
+        logits = run_model(model, sequences, chunk)
+        assert (logits - expected).square().mean().sqrt() < bound * expected.std()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_multiplied_by_is_quantized_and_its_floats_are_freed(
+    tmp_path: Path, tied: bool
+) -> None:
+    path = create_checkpoint(tmp_path / "model", "qwen3_moe", tie_word_embeddings=tied)
+    model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
+    plain = dict(model.named_parameters())
+    quantize_weights(model)
+    quantized = {name for name, module in model.named_modules() if isinstance(module, Int8Weight)}
+    expected = {name for name in product_names(plain) if "mlp.gate.weight" not in name}
+    assert quantized == expected | ({"embed_tokens.packed_weight"} if tied else set())
+    left = dict(model.named_parameters()).keys()
+    assert not {
+        name
+        for name in left
+        if is_product(name) and plain[name].dim() > 1 and "mlp.gate.weight" not in name
+    }

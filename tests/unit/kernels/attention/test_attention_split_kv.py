@@ -1,0 +1,201 @@
+"""Decode in Triton: sequences split into segments, and their results joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton_kernels.attention import split_kv
+from baton_kernels.attention import triton_kernel as kernel_file
+from baton_kernels.configurations import Configuration, answering
+from support.kernels.paged_cases import (
+    PagedCase,
+    assert_attends,
+    dtypes,
+    paged_case,
+    poison_what_no_query_sees,
+    triton_output,
+)
+
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
+TILE = 16
+SEGMENT = kernel_file.MIN_TILES * TILE
+"""Tokens of a segment if the number of programs allows the maximum number of segments."""
+MANY = {"KV_TILE": TILE, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
+FEW = MANY | {"PROGRAMS_PER_SM": 1}
+
+
+def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[int]:
+    """Return the number of segments of each sequence, as the kernel reported it."""
+    told = []
+
+    class Reduce:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def launch(*arguments: torch.Tensor, **constants: int) -> None:
+                told.append(arguments[4][:, 1].tolist())
+                split_kv.join_segments_kernel[grid](*arguments, **constants)
+
+            return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_file, "join_segments_kernel", Reduce())
+        longest = int(case.cu_seqlens_q.diff().max())
+        assert_attends(triton_output(case, device, max_seqlen_q=longest, config=config), case)
+    return told[0] if told else [1] * len(case.seq_lens)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_long_sequences_are_split_and_short_ones_are_not(
+    dtype: torch.dtype, triton_device: str
+) -> None:
+    lengths = [(1, n) for n in (1, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 2 * SEGMENT + 1, 300, 1)]
+    case = paged_case(lengths, 8, 2, 24, dtype=dtype)
+    assert segments_of(case, MANY, triton_device) == [1, 1, 1, 2, 2, 5, 1]
+
+
+def test_segments_are_no_more_than_programs_are_wanted(triton_device: str) -> None:
+    case = paged_case([(1, 500), (1, 20), (1, 100)], 4, 2, 16)
+    sms = kernel_file._num_sms(torch.device(triton_device))
+    segments = segments_of(case, FEW, triton_device)
+    assert segments[0] > 1
+    assert sum(segments) <= sms // 2 + 3
+
+
+def test_one_segment_where_there_is_enough_to_do(triton_device: str) -> None:
+    """Then no reduce is launched at all."""
+    sms = kernel_file._num_sms(torch.device(triton_device))
+    num_seqs = kernel_file.ENOUGH_PROGRAMS_PER_SM * sms // 2
+    case = paged_case([(1, 100)] * num_seqs, 2, 2, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_file, "join_segments_kernel", None)
+        assert_attends(triton_output(case, triton_device, max_seqlen_q=1, config=MANY), case)
+        short = paged_case(
+            [(1, SEGMENT), (1, 3)], 4, 2, 16
+        )  # with padding, two blocks too few for two segments
+        assert_attends(triton_output(short, triton_device, max_seqlen_q=1, config=MANY), short)
+
+
+def test_more_sequences_than_are_looked_at_at_once(triton_device: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_file, "SCAN", 4)
+        lengths = [1, 300, 2, 9, 70, 200, 3, 5, 129]
+        case = paged_case([(1, n) for n in lengths], 1, 1, 16)
+        assert segments_of(case, MANY, triton_device) == [1, 5, 1, 1, 1, 3, 1, 1, 2]
+
+
+@pytest.mark.parametrize("window", [1, 40, 130])
+def test_windows_are_split(window: int, triton_device: str) -> None:
+    case = paged_case([(1, 300), (2, 200), (1, 7), (0, 90), (3, 131)], 4, 2, 16, window=window)
+    poison_what_no_query_sees(case)
+    segments = segments_of(case, MANY, triton_device)
+    assert (max(segments) > 1) == (window == 130)
+
+
+def test_a_segment_that_only_later_queries_see(triton_device: str) -> None:
+    """Several queries of a sequence, as speculative decoding has them; the last tile begins behind all but the last one."""
+    length = 6 * TILE + 1
+    case = paged_case([(4, length), (1, 9), (3, length - 1)], 8, 2, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_file, "MIN_TILES", 1)
+        assert segments_of(case, MANY, triton_device) == [7, 1, 6]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8"), [(torch.float32, False), *((dtype, True) for dtype in dtypes()[1:])], ids=str
+)
+def test_options_of_split_sequences(dtype: torch.dtype, fp8: bool, triton_device: str) -> None:
+    lengths = [(1, 300), (0, 3), (1, 33), (1, 200)]
+    case = paged_case(lengths, 6, 2, 80, dtype=dtype, soft_cap=3.0, window=180, fp8=fp8)
+    assert max(segments_of(case, MANY, triton_device)) > 1
+
+
+def test_the_reduce_joins_what_the_segments_left(triton_device: str) -> None:
+    """More segments than one iteration joins; some saw no key, some belong to other sequences."""
+    segments, group, head_dim = 70, 3, 20
+    scores = torch.randn(segments, 2, group, 5) * 20
+    values = torch.randn(segments, 2, 5, head_dim)
+    maxima = scores.amax(-1)
+    weights = torch.exp2(scores - maxima[..., None])
+    unseen = [0, 1, 40]
+    maxima[unseen] = float("-inf")
+    weights[unseen] = 0
+    scores[unseen] = float("-inf")
+
+    def among_others(partial: torch.Tensor) -> torch.Tensor:
+        """[segments, 2, group, ...] -> [segments + 2, 2, 16, ...]"""
+        room = torch.full((segments + 2, 2, 16, *partial.shape[3:]), float("nan"))
+        room[1:-1, :, :group] = partial
+        return room.to(triton_device)
+
+    out = torch.full((2, 2 * group, head_dim), float("nan"), device=triton_device)
+    split_kv.join_segments_kernel[(2 * group, 2, 1)](
+        out,
+        among_others(weights @ values),
+        among_others(weights.sum(-1)),
+        among_others(maxima),
+        torch.tensor([[0, 1], [1, segments]], dtype=torch.int32, device=triton_device),
+        torch.tensor([0, 1, 2], dtype=torch.int32, device=triton_device),
+        *out.stride()[:2],
+        NUM_KV_HEADS=2,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=32,
+        GROUP=group,
+        BLOCK_M=16,
+        SEGMENT_TILE=32,
+    )
+    shares = torch.softmax(
+        scores.permute(1, 2, 0, 3).flatten(2) * torch.log(torch.tensor(2.0)), dim=-1
+    )
+    expected = shares @ values.transpose(0, 1).flatten(1, 2)
+    torch.testing.assert_close(out[1].cpu(), expected.flatten(0, 1), atol=1e-5, rtol=1e-5)
+    assert out[0].isnan().all(), "a sequence of one segment has its result already"
+
+
+def test_what_was_measured_serves_blocks_of_that_height_only(triton_device: str) -> None:
+    """More rows take more shared memory: what fitted one query of each sequence may fail to launch for eight."""
+    asked = []
+
+    def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
+        asked.append(shape_class)
+        return default
+
+    with answering(answer):
+        for longest in (1, 4, 8, 40):
+            triton_output(
+                paged_case([(longest, 41), (1, 3)], 8, 2, 16), triton_device, max_seqlen_q=longest
+            )
+    heights = ("decode/rows=16", "decode/rows=16", "decode/rows=32", "prefill")
+    assert asked == [f"{height}/head_dim=16/float32" for height in heights]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_graph_follows_lengths_and_block_tables() -> None:
+    lengths = [(1, 3000), (1, 40), (1, 700), (1, 1)]
+    first, second = (
+        paged_case(order, 8, 2, 128, dtype=torch.bfloat16) for order in (lengths, lengths[::-1])
+    )
+    for case in (first, second):  # tables of one shape
+        assert case.block_tables.shape == first.block_tables.shape
+    device = first.to("cuda")
+    out = torch.full_like(device.query, float("nan"))
+
+    def attend() -> None:
+        kernel_file.paged_attention_triton(*device.arguments(), max_seqlen_q=1, out=out)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    for case in (first, second, first):
+        out.fill_(float("nan"))
+        device.query.copy_(case.query)
+        device.block_tables.copy_(case.block_tables)
+        device.seq_lens.copy_(case.seq_lens)
+        assert device.key_cache._base is not None
+        assert case.key_cache._base is not None
+        device.key_cache._base.copy_(case.key_cache._base)
+        graph.replay()
+        assert_attends(out, case)

@@ -1,0 +1,205 @@
+"""A process loads the CPU operations compiled for its processor, torch and sources, or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_kernels import cpu
+from baton_kernels.cpu import build, libraries
+
+AVX2, AVX512 = (one.needs for one in libraries.instruction_sets("x86_64")[::-1])
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for compiled files, on an x86 machine."""
+    monkeypatch.setattr(libraries, "BUILT", tmp_path)
+    monkeypatch.setattr(build, "BUILT", tmp_path)
+    monkeypatch.setattr(cpu, "instruction_sets", lambda: libraries.instruction_sets("x86_64"))
+    return tmp_path
+
+
+def pretend_to_compile(*names: str) -> None:
+    for one in libraries.instruction_sets("x86_64"):
+        if one.name in names:
+            libraries.library_file(one).touch()
+
+
+def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
+    instruction_set, _ = cpu.choose(flags, wanted)
+    return None if instruction_set is None else instruction_set.name
+
+
+@pytest.mark.skipif(
+    os.environ.get("BATON_REQUIRE_CPU_KERNELS") != "1",
+    reason="nobody promised that they were compiled",
+)
+@pytest.mark.skipif(build.compiler() is None, reason="no compiler")
+@pytest.mark.skipif(bool(os.environ.get("BATON_CPU_KERNELS")), reason="others are asked for")
+def test_what_make_install_compiled_is_loaded() -> None:
+    """Otherwise the tests of the compiled operations would be skipped, and a build that fails would pass."""
+    if not any(one.needs <= cpu.processor_flags() for one in libraries.instruction_sets()):
+        pytest.skip("the operations are not compiled for this processor")
+    assert cpu.OPS is not None, cpu.DESCRIPTION
+
+
+def test_the_processor_chooses_the_best_that_it_can_run(built: Path) -> None:
+    pretend_to_compile("avx512", "avx2")
+    assert chosen(AVX512 | {"amx_tile"}) == "avx512"
+    assert chosen(AVX2) == "avx2"
+    assert chosen(AVX2 - {"fma"}) is None
+    assert chosen(frozenset()) is None
+
+
+def test_one_may_ask_for_an_older_processors_or_for_none(built: Path) -> None:
+    pretend_to_compile("avx512", "avx2")
+    assert chosen(AVX512, "avx2") == "avx2"
+    assert chosen(AVX2, "avx512") is None
+    assert chosen(AVX512, "torch") is None
+
+
+def test_what_was_not_compiled_is_named_with_the_command(built: Path) -> None:
+    assert "python -m baton_kernels.cpu.build" in cpu.choose(AVX512, "")[1]
+    pretend_to_compile("avx2")
+    assert chosen(AVX512) == "avx2"
+
+
+def test_files_of_another_torch_or_of_older_sources_are_not_taken(
+    built: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_to_compile("avx2")
+    with monkeypatch.context() as other_torch:
+        other_torch.setattr(torch, "__version__", "0.0.1")
+        assert chosen(AVX2) is None
+    sources = tmp_path_factory.mktemp("source")
+    (sources / "ops.cpp").write_text("changed")
+    monkeypatch.setattr(libraries, "SOURCES", sources)
+    assert chosen(AVX2) is None
+
+
+def test_only_sources_decide_which_file_is_taken(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path_factory.mktemp("source")
+    monkeypatch.setattr(libraries, "SOURCES", sources)
+    avx2 = libraries.instruction_sets("x86_64")[1]
+    (sources / "ops.cpp").write_text("1")
+    before = libraries.library_file(avx2)
+    (sources / ".ops.cpp.swp").write_text("an editor's")
+    (sources / "folder").mkdir()
+    assert libraries.library_file(avx2) == before
+    (sources / "vector.h").write_text("2")
+    assert libraries.library_file(avx2) != before
+
+
+def test_a_build_replaces_the_file_of_older_sources_and_happens_once(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> None:
+        commands.append(command)
+        Path(command[command.index("-o") + 1]).touch()
+
+    monkeypatch.setattr(build, "_run", run)
+    avx2 = libraries.instruction_sets("x86_64")[1]
+    older = built / f"avx2-torch{torch.__version__}-0123456789ab.so"
+    others = built / "avx2-torch0.0.1-0123456789ab.so"
+    older.touch()
+    others.touch()
+    target = build.build(avx2, "c++")
+    assert sorted(built.iterdir()) == sorted([target, others])
+    assert ["-fopenmp" in command for command in commands] == [True, False], (
+        "a second OpenMP would be linked"
+    )
+    build.build(avx2, "c++")
+    assert len(commands) == 2
+
+
+def test_without_a_compiler_the_build_says_what_runs_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert build.main() == 0
+    assert "slower torch operations" in capsys.readouterr().out
+
+
+def test_a_compiler_that_fails_does_not_fail_the_installation(
+    built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(build, "instruction_sets", lambda: libraries.instruction_sets("x86_64"))
+    assert build.main() == 0
+    assert "avx512 failed" in capsys.readouterr().err
+    assert not list(built.iterdir())
+
+
+def test_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: a: b\nflags\t\t: fpu avx2\nprocessor\t: 1\nflags\t\t: fpu\n"
+    )
+    assert cpu.processor_flags(cpuinfo) == {"fpu", "avx2"}
+    assert cpu.processor_flags(tmp_path / "none") == frozenset()
+
+
+def in_new_process(program: str, **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+
+
+def test_the_torch_versions_serve_on_request() -> None:
+    program = """
+import torch
+from baton_kernels import cpu
+from baton_kernels.norm import rms_norm
+print(cpu.OPS is not None, cpu.DESCRIPTION, rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())
+"""
+    expected = "False torch (BATON_CPU_KERNELS=torch) [[1.0, 1.0, 1.0, 1.0]]\n"
+    assert in_new_process(program, BATON_CPU_KERNELS="torch") == expected
+
+
+@pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
+def test_only_torchs_openmp_is_in_the_process() -> None:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}) <= 1
+
+
+@pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_compiled_attention_prefetches_keys_and_values() -> None:
+    """A compiler can remove functions that only prefetch, which would make attention slower."""
+    chosen_set, _ = cpu.choose(cpu.processor_flags(), os.environ.get("BATON_CPU_KERNELS", ""))
+    assert chosen_set is not None
+    command = [
+        "objdump",
+        "--disassemble",
+        "--no-show-raw-insn",
+        str(libraries.library_file(chosen_set)),
+    ]
+    listing = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    functions = re.findall(r"^[0-9a-f]+ <(.+)>:\n((?:.+\n)*)", listing, re.MULTILINE)
+    for of_keys_or_values in (
+        "5baton(6attendILb1E|10score_rows.*4NextI)",
+        "5baton(3add|8add_rows|8add_tile)I.*4NextI",
+    ):
+        bodies = "".join(body for name, body in functions if re.search(of_keys_or_values, name))
+        assert re.search(r"\tprefetchnta\b", bodies)
+        assert re.search(r"\tprefetcht1\b", bodies)

@@ -1,0 +1,404 @@
+"""The transport between processes of one host: what it copies, whom it believes, and what becomes of work when a side goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from baton_kv_transfer.transports.iovec import pack, pack_run
+from baton_kv_transfer.transports.shm import cross_memory
+from baton_kv_transfer.transports.shm import shm_server as messages
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
+from baton_kv_transfer.transports.shm.shm_server import HostAddress, SHMServer
+from baton_kv_transfer.transports.shm.shm_transport import SHMTransport
+from baton_kv_transfer.transports.sockets import peer_link
+from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
+from baton_kv_transfer.transports.transfer import CopyError, Region, Transfer, XferState
+from baton_kv_transfer.transports.transport import TransportContext
+from baton_kv_transfer.transports.transport_thread import TransportThread
+from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
+from support.kv_transfer.kv_processes import wait_for
+
+WORDS = 4096
+
+
+def here(cell: Cell) -> Process:
+    return Process(os.getpid(), cell.address, cell.value)
+
+
+def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
+    """[n, 3] of (first word, number of words)."""
+    return np.array(
+        [[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64
+    )
+
+
+class TransportHere:
+    """A transport in this process, with memory and what was notified to it."""
+
+    def __init__(self, name: str) -> None:
+        self.notifs: list[tuple[str, bytes]] = []
+        self.thread = TransportThread(f"transport-{name}")
+        self.context = TransportContext(
+            self.thread,
+            name,
+            "",
+            lambda sender, message: self.notifs.append((sender, message)),
+            lambda: None,
+        )
+        self.transport = SHMTransport(self.context)
+        self.thread.start(self.transport.end)
+        self.words = np.arange(WORDS, dtype=np.int64)
+        self.region = Region(self.words.ctypes.data, self.words.nbytes)
+        self.context.regions.append(self.region)
+
+    def post(
+        self,
+        op: str,
+        peer: str,
+        local: NDArray[np.int64],
+        remote: NDArray[np.int64],
+        notif: bytes = b"",
+    ) -> Transfer:
+        transfer = Transfer(op, peer, local, remote, np.zeros(len(local), dtype=np.int64), notif)
+        assert self.transport.begin(transfer)
+        return transfer
+
+    @property
+    def address(self) -> HostAddress:
+        return msgspec.msgpack.decode(self.transport.address, type=HostAddress)
+
+    def knows(self, address: HostAddress) -> bool:
+        """After it was told of a peer "x" at this address."""
+        self.transport.add_peer("x", msgspec.msgpack.encode(address))
+        return self.transport.send_notif("x", b"hello")
+
+
+@pytest.fixture
+def transports() -> Iterator[Callable[[str], TransportHere]]:
+    made: list[TransportHere] = []
+
+    def make(name: str) -> TransportHere:
+        made.append(TransportHere(name))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.thread.close()
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    side = Side("shm", OwnerProcess("shm"))
+    yield side
+    side.agent.close()
+    side.owner.stop()
+
+
+def end(operation: Transfer) -> tuple[XferState, str]:
+    wait_for("end of the operation", lambda: operation.state is not XferState.PROC)
+    return operation.state, operation.error
+
+
+def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_memory, "BATCH_BYTES", 1000 * 8)
+    source, target, cell = np.arange(100_000), np.zeros(100_000, dtype=np.int64), Cell()
+    runs = [
+        (0, 2500),
+        (2500, 1),
+        (5000, 1000),
+        (7000, 40_001),
+        *[(50_000 + 2 * i, 1) for i in range(2000)],
+    ]
+    copy = BatchedCopy(here(cell), pack(rows(target, *runs)), pack(rows(source, *runs)))
+    num_steps = 0
+    while not copy.done:
+        copy.step()
+        num_steps += 1
+    expected = np.zeros_like(target)
+    for first, count in runs:
+        expected[first : first + count] = source[first : first + count]
+    np.testing.assert_array_equal(target, expected)
+    assert copy.nbytes == sum(count for _, count in runs) * 8
+    assert num_steps >= 46
+
+
+def test_memory_that_was_withdrawn_or_never_was_is_an_error() -> None:
+    source, target, cell = np.arange(8), np.zeros(8, dtype=np.int64), Cell()
+    process = here(cell)
+    nowhere = pack_run(8, 64)
+    with pytest.raises(CopyError, match="does not have all of that memory"):
+        BatchedCopy(process, pack(rows(target, (0, 8))), nowhere).step()
+    cell.clear()
+    with pytest.raises(CopyError, match="withdrew"):
+        BatchedCopy(process, pack(rows(target, (0, 8))), pack(rows(source, (0, 8)))).step()
+    process.close()
+    with pytest.raises(CopyError, match="given up"):
+        BatchedCopy(process, pack(rows(target, (0, 8))), pack(rows(source, (0, 8)))).step()
+
+
+def test_a_process_that_died_or_is_another_is_found_out() -> None:
+    cell = Cell()
+    with pytest.raises(CopyError, match="another process"):
+        Process(os.getpid(), cell.address, b"x" * 16)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with pytest.raises(
+        CopyError
+    ):  # the same number as one that had the cell, as after a reuse of process ids
+        Process(child.pid, cell.address, cell.value)
+    child.communicate()
+    with pytest.raises(ProcessLookupError):
+        Process(child.pid, cell.address, cell.value)
+
+
+def test_frames_arrive_whole_however_they_were_cut() -> None:
+    left, right = socket.socketpair()
+    sender, receiver = FramedSocket(left), FramedSocket(right)
+    payloads = [b"", b"a", os.urandom(3_000_000)]
+    for number, payload in enumerate(payloads):
+        sender.send(7, number, payload)
+    assert sender.has_outgoing
+    received: list[tuple[int, int, bytes]] = []
+    while len(received) < len(payloads):
+        received += receiver.receive()
+        sender.flush()
+    assert received == [(7, number, payload) for number, payload in enumerate(payloads)]
+    assert list(receiver.receive()) == []
+    sender.close()
+    with pytest.raises(ConnectionError):
+        list(receiver.receive())
+    receiver.close()
+
+
+def test_a_frame_longer_than_allowed_ends_the_connection() -> None:
+    left, right = socket.socketpair()
+    sender, receiver = FramedSocket(left), FramedSocket(right, max_payload_bytes=10)
+    sender.send(1, 1, b"0123456789")
+    sender.send(1, 2, b"0123456789a")
+    frames = receiver.receive()
+    assert next(frames) == (1, 1, b"0123456789")
+    with pytest.raises(ConnectionError, match="11 bytes"):
+        next(frames)
+    sender.close()
+    receiver.close()
+
+
+def test_the_transport_is_agreed_with_processes_of_this_host_that_prove_their_cell(
+    transports: Callable[[str], TransportHere],
+) -> None:
+    one, other = transports("one"), transports("other")
+    address = other.address
+    assert one.knows(address)
+    wait_for("the notification", lambda: other.notifs == [("one", b"hello")])
+    replace = msgspec.structs.replace
+    for wrong in (
+        replace(address, boot_id="another boot"),
+        replace(address, pid_namespace=address.pid_namespace + 1),
+        replace(address, network_namespace=address.network_namespace + 1),
+        replace(address, pid=2**22 + 1),
+        replace(address, pid=-1),
+        replace(address, cell=b"0" * 16),
+        replace(address, cell=b""),
+        replace(address, cell_address=8),
+        replace(address, cell_address=2**64 - 1),
+    ):
+        assert not one.knows(wrong), wrong
+    one.transport.add_peer("x", b"no address")
+    assert not one.transport.send_notif("x", b"hello")
+
+
+@pytest.mark.parametrize(
+    "hello", ["none", "wrong cell", "no peer's cell", "garbage", "deep", "nothing but bytes"]
+)
+def test_a_client_without_a_valid_proof_is_hung_up_on(
+    transports: Callable[[str], TransportHere], hello: str
+) -> None:
+    owner, cell = transports("owner"), Cell()
+    address = owner.address
+    end_of_stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end_of_stranger.connect(address.socket_name)
+    link = FramedSocket(end_of_stranger)
+    source, target = rows(np.zeros(8, dtype=np.int64), (0, 8)), rows(owner.words, (8, 8))
+    request = messages.encode_write(b"", pack(source), pack(target))
+    if hello == "none":
+        link.send(peer_link.WRITE, 1, request)
+    elif hello == "nothing but bytes":
+        end_of_stranger.setblocking(True)
+        end_of_stranger.sendall(b"\xff" * 64)
+    elif hello == "deep":
+        link.send(peer_link.HELLO, 0, b"\x95\xc4\x00\xa1x\x01\xc4\x00" + b"\x91" * 4000 + b"\xc0")
+    else:
+        struct = messages.Hello(address.cell, "stranger", cell.address, cell.value)
+        if hello == "wrong cell":
+            struct.peer_cell = b"0" * 16
+        elif hello == "no peer's cell":
+            struct.cell = b"1" * 16
+        link.send(
+            peer_link.HELLO, 0, b"\xc1" if hello == "garbage" else msgspec.msgpack.encode(struct)
+        )
+    end_of_stranger.settimeout(10)
+    with contextlib.suppress(ConnectionResetError):
+        assert end_of_stranger.recv(1) == b""
+    end_of_stranger.close()
+    np.testing.assert_array_equal(owner.words, np.arange(WORDS))
+    peer = transports("peer")
+    assert peer.knows(address)
+    wait_for("a word of a real peer", lambda: owner.notifs == [("peer", b"hello")])
+
+
+def test_writes_are_checked_by_their_target_as_a_whole(
+    transports: Callable[[str], TransportHere],
+) -> None:
+    writer, owner = transports("writer"), transports("owner")
+    writer.words[:] = -1
+    writer.transport.add_peer("owner", owner.transport.address)
+    elsewhere = np.zeros(8, dtype=np.int64)
+
+    def write(*targets: NDArray[np.int64]) -> tuple[XferState, str]:
+        remote = np.concatenate(targets)
+        return end(
+            writer.post("WRITE", "owner", rows(writer.words, *[(0, 8)] * len(remote)), remote, b"n")
+        )
+
+    state, error = write(rows(owner.words, (0, 8)), rows(elsewhere, (0, 8)))
+    assert state is XferState.ERR
+    assert "1 of 2 descriptors are outside the memory registered there" in error
+    assert owner.context.num_refused == 1
+    np.testing.assert_array_equal(owner.words, np.arange(WORDS))
+    assert not elsewhere.any()
+    assert not owner.notifs
+    assert write(rows(owner.words, (0, 8)))[0] is XferState.DONE
+    assert (owner.words[:8] == -1).all()
+    assert owner.notifs == [("writer", b"n")]
+    owner.context.regions.clear()
+    owner.thread.mailbox.call(lambda: owner.transport.forget_region(owner.region))
+    assert write(rows(owner.words, (8, 8)))[0] is XferState.ERR
+    assert (owner.words[8:] == np.arange(8, WORDS)).all()
+
+
+def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile() -> None:
+    thread = TransportThread("transport-owner")
+    context = TransportContext(thread, "owner", "", lambda sender, message: None, lambda: None)
+    clients = SHMServer(context)
+    memory, source, cell = np.zeros(2**22, dtype=np.int64), np.full(2**22, 9), Cell()
+    region = Region(memory.ctypes.data, memory.nbytes)
+    clients.open()
+    context.regions.append(region)
+    address = msgspec.msgpack.decode(clients.address, type=HostAddress)
+    request = messages.encode_write(
+        b"", pack(rows(source, (0, 2**22))), pack(rows(memory, (0, 2**22)))
+    )
+
+    def connect() -> FramedSocket:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end.connect(address.socket_name)
+        link = FramedSocket(end)
+        hello = messages.Hello(address.cell, "client", cell.address, cell.value)
+        link.send(peer_link.HELLO, 0, msgspec.msgpack.encode(hello))
+        for number in range(1, 4):
+            link.send(peer_link.WRITE, number, request)
+        return link
+
+    leaving, staying = connect(), connect()
+    queued = []
+
+    def forget() -> None:
+        """Once all is queued, before the transport sees that one of them left."""
+        if len(thread.jobs) < 6:
+            thread.call_later(0.0001, forget)
+            return
+        leaving.close()
+        context.regions.clear()
+        clients.forget_region(region)
+        queued.append(len(thread.jobs))
+        memory[:] = 0
+
+    thread.call_later(0.0, forget)
+    thread.start(clients.close)
+    wait_for("all writes were queued", lambda: queued)
+    thread.close()
+    assert queued == [0]
+    assert not memory.any()
+    staying.close()
+
+
+def test_a_frozen_peer_is_read_but_a_write_to_it_waits_until_it_is_given_up(side: Side) -> None:
+    assert isinstance(side.owner, OwnerProcess)
+    with side.owner.frozen():
+        assert side.run(side.make("READ", [0], [1])) == "DONE"
+        np.testing.assert_array_equal(side.block(0), counting(1))
+        write = side.make("WRITE", [0], [2])
+        side.agent.transfer(write)
+        assert side.agent.check_xfer_state(write) == "PROC"
+        side.agent.remove_remote_agent("owner")
+        assert side.end(write) == "ERR"
+        assert "removed" in write.error
+    side.meet(side.owner)
+    assert (
+        side.run(side.make("WRITE", [0], [3])) == "DONE"
+    )  # whatever was asked before it has been looked at
+    content = side.owner.call("content").reshape(NUM_BLOCKS, -1)
+    np.testing.assert_array_equal(content[2], counting(2))
+    np.testing.assert_array_equal(content[3], counting(1))
+
+
+def test_a_peer_killed_while_frozen_ends_what_was_asked_of_it(side: Side) -> None:
+    assert isinstance(side.owner, OwnerProcess)
+    assert side.owner.process.pid is not None
+    assert side.run(side.make("WRITE", [0], [0])) == "DONE"
+    with side.owner.frozen():
+        write = side.make("WRITE", [0], [1])
+        side.agent.transfer(write)
+        os.kill(side.owner.process.pid, signal.SIGKILL)
+        assert side.end(write) == "ERR"
+    assert side.run(side.make("READ", [0], [0])) == "ERR"
+    side.meet(OwnerProcess("shm"))
+    assert side.run(side.make("READ", [0], [4])) == "DONE"
+    np.testing.assert_array_equal(side.block(0), counting(4))
+
+
+def test_after_a_fence_no_write_of_before_is_done(
+    transports: Callable[[str], TransportHere],
+) -> None:
+    writer, owner = transports("writer"), transports("owner")
+    writer.transport.add_peer("owner", owner.transport.address)
+    local, remote = (
+        rows(writer.words, *[(0, 1)] * WORDS),
+        rows(owner.words, *[(i, 1) for i in range(WORDS)]),
+    )
+    writes = [writer.post("WRITE", "owner", local, remote) for _ in range(50)]
+    owner.thread.mailbox.call(owner.transport.fence)
+    owner.words[:] = -5
+    for write in writes:
+        end(write)
+    assert end(writes[-1])[0] is XferState.ERR
+    read = writer.post("READ", "owner", local[:1], remote[:1])
+    assert end(read)[0] is XferState.ERR
+    assert (owner.words == -5).all()
+    writer.transport.add_peer("owner", owner.transport.address)
+    assert end(writer.post("WRITE", "owner", local, remote))[0] is XferState.DONE
+    assert (owner.words == 0).all()
+
+
+def test_a_transport_that_is_closed_leaves_nothing_open(
+    transports: Callable[[str], TransportHere],
+) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        one, other = TransportHere("one"), TransportHere("other")
+        assert one.knows(other.address)
+        wait_for("the notification", lambda other=other: other.notifs)
+        other.thread.mailbox.call(other.transport.fence)
+        one.thread.close()
+        other.thread.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open

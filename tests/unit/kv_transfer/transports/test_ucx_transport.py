@@ -1,0 +1,453 @@
+"""The transport over UCX: what it moves, whom it serves, and what becomes of work when a side or the network goes away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton_kv_transfer.agent.create import create_agent
+from baton_kv_transfer.transports.iovec import pack
+from baton_kv_transfer.transports.transfer import TransportError, XferState
+from baton_kv_transfer.transports.ucx import messages, worker
+from baton_kv_transfer.transports.ucx import ucx_transport as lane_module
+from baton_kv_transfer.transports.ucx.library import UCXError
+from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES, Pieces
+from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
+from support.kv_transfer.kv_processes import wait_for
+from support.kv_transfer.ucx_rig import WORDS, Raw, TransportHere, end, rows
+
+MIB_WORDS = 2**17
+
+
+@pytest.fixture
+def make(made: Callable[[Any], Any]) -> Callable[[str], TransportHere]:
+    def new(name: str) -> TransportHere:
+        transport = TransportHere(name)
+        made(transport.thread)
+        return transport
+
+    return new
+
+
+@pytest.fixture
+def pair(make: Callable[[str], TransportHere]) -> tuple[TransportHere, TransportHere]:
+    """(one that knows the owner, the owner)."""
+    one, owner = make("one"), make("owner")
+    one.transport.add_peer("owner", owner.transport.address)
+    return one, owner
+
+
+@pytest.fixture
+def raw(made: Callable[[Any], Any], pair: tuple[TransportHere, TransportHere]) -> Raw:
+    """A worker connected to the owner."""
+    return made(Raw(pair[1]))
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    side = Side("ucx", OwnerProcess("ucx"))
+    yield side
+    side.agent.close()
+    side.owner.stop()
+
+
+# -- bytes
+
+
+def test_rows_of_equal_lengths_are_cut_alike_into_pieces_of_at_most_a_mebibyte() -> None:
+    words = np.zeros(8 * MIB_WORDS, dtype=np.int64)
+    runs = [
+        (0, 3 * MIB_WORDS + 5),
+        *[(3 * MIB_WORDS + 10 + 2 * i, 1) for i in range(3000)],
+        (4 * MIB_WORDS, MIB_WORDS),
+    ]
+    pieces = Pieces(pack(rows(words, *runs)))
+    sizes = [pieces[i].nbytes for i in range(len(pieces))]
+    assert sum(sizes) == 8 * sum(count for _, count in runs)
+    assert max(sizes) == PIECE_BYTES
+    elsewhere = Pieces(pack(rows(np.zeros(8 * MIB_WORDS, dtype=np.int64), *runs)))
+    assert [elsewhere[i].nbytes for i in range(len(elsewhere))] == sizes
+
+
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_rows_of_all_sizes_move_and_nothing_beside_them(
+    pair: tuple[TransportHere, TransportHere], op: str
+) -> None:
+    one, owner = pair
+    one.words[:] = -1 - one.words
+    runs = [
+        (0, 300_001),
+        (300_002, 1),
+        *[(300_004 + 3 * i, 2) for i in range(20_000)],
+        (400_000, 262_144),
+    ]
+    local, remote = rows(one.words, *runs), rows(owner.words, *runs)
+    source, target = (owner.words, one.words) if op == "READ" else (one.words, owner.words)
+    expected = target.copy()
+    for first, count in runs:
+        expected[first : first + count] = source[first : first + count]
+    assert end(one.post(op, "owner", local, remote, b"moved"))[0] is XferState.DONE
+    np.testing.assert_array_equal(target, expected)
+    wait_for("the notification", lambda: owner.notifs == [("one", b"moved")])
+    nbytes = 8 * sum(count for _, count in runs)
+    assert one.context.moved == owner.context.moved == {"tcp/lo": nbytes}
+
+
+def test_messages_arrive_in_the_order_they_were_sent_whatever_their_length(
+    pair: tuple[TransportHere, TransportHere],
+) -> None:
+    one, owner = pair
+    sent = [bytes([i]) * (10 if i % 2 else 300_000) for i in range(20)]
+    for message in sent:
+        one.transport.send_notif("owner", message)
+    wait_for("all of them", lambda: len(owner.notifs) == len(sent))
+    assert [message for _, message in owner.notifs] == sent
+
+
+def test_gpu_memory_goes_the_same_way_where_ucx_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory stands in for a device's: UCX finds out the type of memory by itself."""
+    monkeypatch.setattr(worker.UCXContext, "has_cuda", True)
+    agent = create_agent("gpu", "ucx")
+    words = np.arange(16, dtype=np.int64)
+    agent.register_memory([(words.ctypes.data, words.nbytes, 3, "")], "VRAM")
+    source, target = (
+        agent.get_xfer_descs([(words.ctypes.data + offset, 64, 3)], "VRAM") for offset in (0, 64)
+    )
+    handle = agent.initialize_xfer("READ", target, source, "gpu")
+    agent.transfer(handle)
+    wait_for("the end", lambda: agent.check_xfer_state(handle) == "DONE")
+    assert words[8:].tolist() == words[:8].tolist()
+    agent.close()
+
+
+def test_gpu_memory_is_refused_where_ucx_has_no_cuda() -> None:
+    agent = create_agent("cpu", "ucx")
+    with pytest.raises(ValueError, match="a UCX with CUDA"):
+        agent.register_memory([(2**40, 4096, 0, "")], "VRAM")
+    agent.close()
+
+
+# -- whom the owner serves
+
+
+def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(
+    pair: tuple[TransportHere, TransportHere],
+) -> None:
+    one, owner = pair
+    elsewhere = np.zeros(MIB_WORDS, dtype=np.int64)
+    for op in ("READ", "WRITE"):
+        remote = np.concatenate(
+            [rows(owner.words, (0, MIB_WORDS)), rows(elsewhere, (0, MIB_WORDS))]
+        )
+        state, error = end(
+            one.post(
+                op, "owner", rows(one.words, (0, MIB_WORDS), (MIB_WORDS, MIB_WORDS)), remote, b"n"
+            )
+        )
+        assert state is XferState.ERR
+        assert "1 of 2 descriptors are outside the memory registered there" in error
+    assert owner.context.num_refused == 2
+    assert not elsewhere.any()
+    assert not owner.notifs
+    wait_for("nothing is held", lambda: not one.num_held() and not owner.num_held())
+    some = rows(one.words, (0, 8))
+    assert end(one.post("READ", "owner", some, rows(owner.words, (8, 8))))[0] is XferState.DONE
+
+
+@pytest.mark.parametrize("hello", ["none", "wrong secret", "garbage", "deep", "no message"])
+def test_a_stranger_without_the_secret_is_ignored(
+    pair: tuple[TransportHere, TransportHere], raw: Raw, hello: str
+) -> None:
+    one, owner = pair
+    if hello == "wrong secret":
+        raw.send_message(messages.Hello(b"0" * 16, raw.session, "raw", raw.worker.address))
+    elif hello == "garbage":
+        raw.send(messages.CONTROL_TAG, b"\xc1" * 100_000)
+    elif hello == "deep":
+        raw.send(messages.CONTROL_TAG, b"\x91" * 60_000 + b"\xc0")
+    elif hello == "no message":
+        raw.send(messages.CONTROL_TAG + 1, b"x" * 1000)
+    raw.send_message(messages.Write(raw.session, 7, pack(rows(owner.words, (0, 8))), b"n"))
+    raw.send_message(messages.Notif(raw.session, b"hello"))
+    raw.wait("all was sent", lambda: len(raw.sent) >= 2)
+    one.transport.send_notif("owner", b"me")
+    wait_for("a message of a real peer", lambda: owner.notifs)
+    assert owner.notifs == [("one", b"me")]
+    assert not owner.transport._by_session.get(raw.session)
+    np.testing.assert_array_equal(owner.words, np.arange(WORDS))
+
+
+def test_data_that_nobody_waits_for_is_thrown_away(
+    pair: tuple[TransportHere, TransportHere], raw: Raw
+) -> None:
+    one, owner = pair
+    for piece in range(50):
+        raw.send(messages.data_tag(1, piece), b"x" * (PIECE_BYTES if piece % 2 else 100))
+    raw.wait("all was taken", lambda: len(raw.sent) == 50)
+    wait_for("nothing is held", lambda: not owner.num_held())
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
+        is XferState.DONE
+    )
+
+
+def test_requests_that_make_no_sense_are_refused_or_ignored(
+    pair: tuple[TransportHere, TransportHere], raw: Raw
+) -> None:
+    owner = pair[1]
+    raw.send_hello(owner)
+    for iovec in (
+        b"",
+        b"x" * 15,
+        pack(np.array([[8, -1, 0]])),
+        pack(np.array([[2**62, 2**61, 0]])),
+    ):
+        raw.send_message(messages.Read(raw.session, 1, iovec))
+    raw.wait("all were refused", lambda: len(raw.received) == 4)
+    assert all(isinstance(answer, messages.Refused) for answer in raw.received)
+    for message in (
+        messages.Go(raw.session, 1),
+        messages.Done(raw.session, 1),
+        messages.Refused(raw.session, 1, "no"),
+    ):
+        raw.send_message(message)
+    raw.send(
+        messages.CONTROL_TAG,
+        messages.encode(messages.Read(raw.session, -1, pack(rows(owner.words, (0, 8))))),
+    )
+    raw.send_message(messages.Notif(raw.session, b"still here"))
+    raw.wait("the notification", lambda: owner.notifs == [("raw", b"still here")])
+
+
+def test_a_piece_of_another_length_ends_the_connection(
+    pair: tuple[TransportHere, TransportHere], raw: Raw
+) -> None:
+    owner = pair[1]
+    raw.send_hello(owner)
+    raw.send_message(messages.Write(raw.session, 5, pack(rows(owner.words, (0, 100))), b"n"))
+    raw.wait("the owner's receives", lambda: raw.received == [messages.Go(raw.session, 5)])
+    raw.send(messages.data_tag(5, 0), b"x" * 400)
+    raw.wait("the end of the connection", lambda: not owner.transport._by_address)
+    assert not owner.notifs
+
+
+# -- ends
+
+
+def test_a_frozen_peer_is_given_up_in_time(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
+    assert isinstance(side.owner, OwnerProcess)
+    assert side.run(side.make("READ", [0], [1])) == "DONE"
+    read, write = side.make_everything("READ", times=8), side.make_everything("WRITE", times=8)
+    with side.owner.frozen():
+        side.agent.transfer(read)
+        side.agent.transfer(write)
+        assert side.end(read) == side.end(write) == "ERR"
+        assert "nothing arrived of owner" in read.error
+        side.words[:] = 0
+    assert side.run(side.make("READ", [5], [6])) == "DONE"
+    np.testing.assert_array_equal(side.block(5), counting(6))
+    side.block(5)[:] = 0
+    assert not side.words.any()
+
+
+def test_a_peer_that_stops_halfway_is_given_up_by_the_owner(
+    pair: tuple[TransportHere, TransportHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
+    owner = pair[1]
+    raw.send_hello(owner)
+    raw.send_message(
+        messages.Write(raw.session, 5, pack(rows(owner.words, (0, 4 * MIB_WORDS))), b"n")
+    )
+    raw.wait("the owner's receives", lambda: raw.received)
+    raw.send(messages.data_tag(5, 0), b"\xff" * PIECE_BYTES)
+    wait_for(
+        "the connection was cut", lambda: not owner.transport._by_address and not owner.num_held()
+    )
+    assert not owner.notifs
+
+
+def test_deregistered_memory_is_not_held_when_the_call_returns(
+    pair: tuple[TransportHere, TransportHere],
+) -> None:
+    one, owner = pair
+    everything = [(0, WORDS)] * 64
+    for op in ("READ", "WRITE"):
+        transfer = one.post(
+            op, "owner", rows(one.words, *everything), rows(owner.words, *everything)
+        )
+        wait_for(
+            "it began", lambda: any(c.incoming for c in list(owner.transport._by_address.values()))
+        )
+        owner.deregister()
+        held = [connection for connection in owner.transport._cut if connection.is_busy]
+        owner.words[:] = 7
+        assert not held
+        assert end(transfer)[0] is XferState.ERR
+        assert (owner.words == 7).all()
+        owner.context.regions.append(owner.region)
+    some = rows(one.words, (0, 8))
+    assert end(one.post("WRITE", "owner", some, rows(owner.words, (0, 8))))[0] is XferState.DONE
+
+
+def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(
+    pair: tuple[TransportHere, TransportHere],
+) -> None:
+    one, owner = pair
+    owner.transport.add_peer("one", one.transport.address)
+    everything = [(0, WORDS)] * 16
+    assert (
+        end(owner.post("READ", "one", rows(owner.words, (0, 8)), rows(one.words, (0, 8))))[0]
+        is XferState.DONE
+    )
+    read = one.post("READ", "owner", rows(one.words, *everything), rows(owner.words, *everything))
+    owner.transport.remove_peer("one")
+    assert end(read)[0] is XferState.DONE
+    read = one.post("READ", "owner", rows(one.words, *everything), rows(owner.words, *everything))
+    one.transport.remove_peer("owner")
+    state, error = end(read)
+    assert state is XferState.ERR
+    assert "removed" in error
+    one.words[:] = 5
+    one.transport.add_peer("owner", owner.transport.address)
+    assert (
+        end(one.post("WRITE", "owner", rows(one.words, (0, 8)), rows(owner.words, (0, 8))))[0]
+        is XferState.DONE
+    )
+    assert (one.words == 5).all()
+
+
+def test_a_peer_that_connects_again_replaces_its_connection(
+    pair: tuple[TransportHere, TransportHere],
+) -> None:
+    one, owner = pair
+    some, theirs = rows(one.words, (0, 8)), rows(owner.words, (8, 8))
+    for _ in range(5):
+        assert end(one.post("READ", "owner", some, theirs))[0] is XferState.DONE
+        one.transport.remove_peer("owner")
+        one.transport.add_peer("owner", owner.transport.address)
+    assert end(one.post("READ", "owner", some, theirs))[0] is XferState.DONE
+    wait_for(
+        "one connection is left",
+        lambda: len(owner.transport._by_address) == 1 and not owner.num_held(),
+    )
+
+
+def test_memory_that_ucx_does_not_give_back_costs_the_worker(
+    pair: tuple[TransportHere, TransportHere],
+) -> None:
+    one, owner = pair
+    before = one.transport.address
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
+        is XferState.DONE
+    )
+
+    def hold() -> None:
+        (connection,) = one.transport._by_address.values()
+        connection._num_held += 1
+        connection.fail("a test")
+
+    one.on_thread(hold)
+    wait_for("another worker", lambda: one.transport.address != before)
+    assert (
+        end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
+        is XferState.DONE
+    )
+
+
+def test_a_fence_takes_no_longer_because_a_frozen_peer_sent_half_a_message(side: Side) -> None:
+    assert isinstance(side.owner, OwnerProcess)
+    side.owner.call("add_peer", side.agent.get_agent_metadata())
+    everything = list(range(32)) * 100
+    side.owner.call("post", "WRITE", "me", everything[::-1], side.words.ctypes.data, everything)
+    wait_for("first bytes", side.words.any)
+    with side.owner.frozen():
+        began = time.monotonic()
+        side.agent.fence()
+        side.words[:] = 0
+        assert time.monotonic() - began < 5
+    wait_for("the end of the write", lambda: side.owner.call("state") != "PROC")
+    assert not side.words.any()
+
+
+class Network:
+    """Makes the next workers of an agent fail, as they do without a device."""
+
+    def __init__(self, agent: Any) -> None:
+        self._context = agent._transports["ucx"]._ucx
+        self._create = self._context.create_worker
+        self._context.create_worker = self._create_worker
+        self.failures_left = 0.0
+
+    def _create_worker(self) -> Any:
+        if self.failures_left > 0:
+            self.failures_left -= 1
+            raise UCXError("UCX makes no worker: No such device")
+        return self._create()
+
+
+def test_a_fence_waits_until_the_network_is_back(side: Side) -> None:
+    network = Network(side.agent)
+    network.failures_left = 1
+    side.agent.fence()
+    assert network.failures_left == 0
+    side.meet(side.owner)
+    assert side.run(side.make("READ", [0], [1])) == "DONE"
+
+
+def test_without_a_network_the_fence_says_so(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "NETWORK_TIMEOUT_S", 0.0)
+    Network(side.agent).failures_left = float("inf")
+    with pytest.raises(UCXError, match="No such device"):
+        side.agent.fence()
+    side.meet(side.owner)
+    handle = side.make("READ", [0], [1])
+    assert side.run(handle) == "ERR"
+    assert "lost its network" in handle.error
+
+
+def test_a_transport_that_is_closed_leaves_nothing_open(
+    make: Callable[[str], TransportHere],
+) -> None:
+    num_open = 0
+    for attempt in range(4):
+        one, other = TransportHere("one"), TransportHere("other")
+        one.transport.add_peer("other", other.transport.address)
+        one.transport.send_notif("other", b"hello")
+        wait_for("the notification", lambda other=other: other.notifs)
+        other.thread.mailbox.call(other.transport.fence)
+        one.thread.close()
+        other.thread.close()
+        with pytest.raises(TransportError, match="closed"):
+            one.thread.mailbox.call(one.transport.fence)
+        del one, other
+        num_open = num_open or len(os.listdir("/proc/self/fd"))  # UCX keeps some for the process
+        assert len(os.listdir("/proc/self/fd")) <= num_open, attempt
+
+
+def test_ucx_listens_at_the_hosts_device_only() -> None:
+    assert worker.find_devices("127.0.0.1").split(",")[0] == "lo"
+    with pytest.raises(OSError, match=r"cannot be served at 203\.0\.113\.7"):
+        create_agent("me", "ucx", "203.0.113.7")
+
+
+def test_a_host_with_a_further_address_of_a_device() -> None:
+    script = f"""ip link set lo up && ip addr add 198.18.0.2/32 dev lo && {sys.executable} -c '
+from baton_kv_transfer.agent.create import create_agent
+create_agent("me", "ucx", "198.18.0.2").close()
+print("served")'"""
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("needs the right to make a network namespace")
+    assert done.stdout == "served\n", done.stderr

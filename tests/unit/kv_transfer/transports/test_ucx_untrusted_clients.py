@@ -1,0 +1,114 @@
+"""Strangers at UCX's own TCP port disturb no transfer and leave nothing behind, unless they speak UCX's protocol.
+
+What UCX does for those that do: docs/decisions/ucx-carries-the-kv.md.
+"""
+
+from __future__ import annotations
+
+import random
+import selectors
+import socket
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
+from support.kv_transfer.kv_processes import wait_for
+
+NUM_STRANGERS = 600
+NUM_ROUNDS = 3
+FLOOD_BYTES = 2**20
+MARGIN_FDS = 4
+MARGIN_BYTES = 4 * 2**20
+RESET = struct.pack("ii", 1, 0)
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    side = Side("ucx", OwnerProcess("ucx"))
+    yield side
+    side.agent.close()
+    side.owner.stop()
+
+
+class Strangers:
+    """Connections to one port. In turn: one is silent, one sends a few bytes, one sends a flood, one resets its connection."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._silent: list[socket.socket] = []
+        rng = random.Random(seed)
+        for index in range(NUM_STRANGERS):
+            stranger = socket.create_connection(("127.0.0.1", port))
+            if index % 4 == 0:
+                self._silent.append(stranger)
+            elif index % 4 == 3:
+                stranger.send(rng.randbytes(rng.randrange(1, 64)))
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                stranger.close()
+            else:
+                stranger.setblocking(False)
+                rest = bytearray(
+                    rng.randbytes(rng.randrange(8, 200) if index % 4 == 1 else FLOOD_BYTES)
+                )
+                self._selector.register(
+                    stranger, selectors.EVENT_READ | selectors.EVENT_WRITE, rest
+                )
+
+    def work(self) -> bool:
+        """Sends what can be sent at once; whether all that sent something were disconnected."""
+        for key, events in self._selector.select(0):
+            stranger, rest = key.fileobj, key.data
+            assert isinstance(stranger, socket.socket)
+            try:
+                if events & selectors.EVENT_WRITE:
+                    del rest[: stranger.send(rest)]
+                if not rest:
+                    self._selector.modify(stranger, selectors.EVENT_READ, rest)
+                if events & selectors.EVENT_READ and not stranger.recv(1):
+                    raise ConnectionResetError
+            except (ConnectionResetError, BrokenPipeError):
+                self._selector.unregister(stranger)
+                stranger.close()
+        return not self._selector.get_map()
+
+    def leave(self) -> None:
+        for stranger in self._silent:
+            stranger.close()
+        self._selector.close()
+
+
+def move_all(side: Side) -> None:
+    """BlockWriter all blocks to the owner in another order and reads them back, over a new connection."""
+    side.agent.remove_remote_agent("owner")
+    side.meet(side.owner)
+    side.words[:] = np.random.default_rng().integers(2**60, size=side.words.size)
+    expected = side.words.copy()
+    assert side.run(side.make_everything("WRITE")) == "DONE"
+    side.words[:] = 0
+    assert side.run(side.make_everything("READ")) == "DONE"
+    np.testing.assert_array_equal(side.words, expected)
+
+
+def test_600_strangers_disturb_no_transfer_and_leave_nothing_behind(side: Side) -> None:
+    assert isinstance(side.owner, OwnerProcess)
+    assert side.run(side.make("READ", [0], [1])) == "DONE"
+    np.testing.assert_array_equal(side.block(0), counting(1))
+    owner = psutil.Process(side.owner.process.pid)
+    (port,) = {c.laddr.port for c in owner.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    num_fds = owner.num_fds() + MARGIN_FDS
+    used = []
+    for seed in range(NUM_ROUNDS):
+        strangers = Strangers(port, seed)
+        is_over, num_transfers = False, 0
+        while not is_over or num_transfers < 20:
+            is_over = strangers.work()  # the silent ones stay until they leave
+            move_all(side)
+            num_transfers += 2
+        strangers.leave()
+        wait_for("the strangers' descriptors are closed", lambda: owner.num_fds() <= num_fds)
+        used.append(owner.memory_info().rss)
+    assert used[-1] <= used[0] + MARGIN_BYTES, used

@@ -1,0 +1,143 @@
+"""The generated manifests: structural schema, defaults that match the structs, nothing stale in the repository."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from baton_operator.api import llmservice
+from baton_operator.api.crd import custom_resource_definition
+from baton_operator.api.rules import RULES
+from baton_operator.manifests import main
+
+MANIFESTS = Path(__file__).parents[4] / "manifests"
+SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SPEC = SCHEMA["properties"]["spec"]
+
+
+def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    if "items" in node:
+        yield from nodes(node["items"], f"{path}[]")
+
+
+def test_every_node_is_structural() -> None:
+    for path, node in nodes(SCHEMA):
+        if node.get("x-kubernetes-int-or-string"):
+            continue
+        assert node["type"] in ("object", "array", "string", "integer", "number", "boolean"), path
+        assert not {"$ref", "anyOf", "oneOf"} & set(node), path
+        assert not {"properties", "additionalProperties"} <= set(node), path
+
+
+def test_every_field_is_described_in_its_struct() -> None:
+    described = {root: SCHEMA["properties"][root] for root in ("spec", "status")}
+    assert [
+        root + path
+        for root, node in described.items()
+        for path, node in nodes(node)
+        if not node.get("description")
+    ] == []
+
+
+def test_the_reference_has_every_field_and_every_rule() -> None:
+    text = (MANIFESTS.parent / "docs/reference/api.md").read_text()
+    for root in ("spec", "status"):
+        for path, node in nodes(SCHEMA["properties"][root], root):
+            if "properties" in node:
+                section = text.split(f"\n## {path}\n", 1)[1].split("\n## ", 1)[0]
+                assert [
+                    name for name in node["properties"] if f"\n| `{name}` | " not in section
+                ] == [], path
+    assert [rule.cel for rule in RULES if rule.cel.replace("|", "\\|") not in text] == []
+
+
+def test_every_number_of_the_spec_has_bounds() -> None:
+    numbers = [
+        (path, node)
+        for path, node in nodes(SPEC)
+        if node.get("type") == "integer" and "enum" not in node
+    ]
+    assert [path for path, node in numbers if not {"minimum", "maximum"} <= set(node)] == []
+
+
+def test_the_schema_defaults_what_the_structs_default() -> None:
+    def defaulted(node: dict[str, Any], value: Any) -> Any:
+        for name, child in node.get("properties", {}).items():
+            if name not in value and "default" in child:
+                value[name] = child["default"]
+            if name in value:
+                value[name] = defaulted(
+                    child, dict(value[name]) if isinstance(value[name], dict) else value[name]
+                )
+        return value
+
+    minimal = {"model": {"uri": "file:///m"}}
+    assert llmservice.decode_spec(
+        defaulted(SPEC, {"model": {"uri": "file:///m"}})
+    ) == llmservice.decode_spec(minimal)
+
+
+def test_scale_points_at_decode() -> None:
+    scale = custom_resource_definition()["spec"]["versions"][0]["subresources"]["scale"]
+    assert set(scale.values()) == {
+        ".spec.decode.replicas",
+        ".status.decode.replicas",
+        ".status.decode.selector",
+    }
+    assert {"replicas", "selector"} <= set(
+        SCHEMA["properties"]["status"]["properties"]["decode"]["properties"]
+    )
+
+
+def test_what_a_stored_object_has_wrong_is_named() -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"decode\.replicas"):
+        llmservice.decode_spec({"model": {"uri": "file:///m"}, "decode": {"replicas": -1}})
+    with pytest.raises(msgspec.ValidationError, match=r"decode\.parallelism\.redundantExperts"):
+        llmservice.decode_spec(
+            {"model": {"uri": "file:///m"}, "decode": {"parallelism": {"redundantExperts": -1}}}
+        )
+
+
+def test_the_repository_is_up_to_date() -> None:
+    assert main(["--check", str(MANIFESTS)]) == 0
+
+
+def test_the_reference_is_up_to_date_and_a_stale_one_is_found(tmp_path: Path) -> None:
+    root = MANIFESTS.parent
+    stale = tmp_path / "api.md"
+    stale.write_text("old")
+    for page, code in ((root / "docs/reference/api.md", 0), (stale, 1)):
+        command = [sys.executable, str(root / "hack/api_reference.py"), "--check", str(page)]
+        assert subprocess.run(command, check=False).returncode == code, page
+
+
+def test_check_names_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifests = tmp_path / "manifests"
+    shutil.copytree(MANIFESTS, manifests)
+    assert main([str(manifests)]) == 0
+    assert main(["--check", str(manifests)]) == 0
+    (manifests / "crd/llmservices.yaml").write_text("changed")
+    (tmp_path / "charts/baton/files/crd-spec.yaml").unlink()
+    assert main(["--check", str(manifests)]) == 1
+    told = capsys.readouterr().err
+    assert "manifests/crd/llmservices.yaml" in told
+    assert "charts/baton/files/crd-spec.yaml" in told
+
+
+@pytest.mark.parametrize(("name", "expert"), [("demo", False), ("experts", True)])
+def test_the_samples_are_valid(name: str, expert: bool) -> None:
+    sample = yaml.safe_load((MANIFESTS / "samples" / f"{name}.yaml").read_text())
+    spec = llmservice.decode_spec(sample["spec"])
+    assert (sample["metadata"]["name"], spec.decode.replicas) == (name, 2)
+    assert spec.decode.parallelism.expert is expert

@@ -1,0 +1,264 @@
+"""The rules of the spec: CEL and Python agree on every spec."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton_operator.api.crd import custom_resource_definition
+from baton_operator.api.llmservice import decode_spec
+from baton_operator.api.rules import RULES, violations
+from baton_operator.api.spec_model import MODEL_URI
+from pocketkube.apiserver.schema.structural import StructuralSchema
+
+Object = dict[str, Any]
+
+ROOT = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SCHEMA = StructuralSchema(ROOT)
+TEXTS = (
+    *("a", "b", "25%", "512Mi", "IfNotPresent", "oci://r/m"),
+    *("file:///m", "pvc://c/m", "hf://o/m", "s3://b/m", "file:///tmp", "pvc://c/../m"),
+)
+
+
+def stored(spec: Object) -> Object:
+    """As the API server keeps it."""
+    document: Object = {
+        "apiVersion": "serving.baton.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "demo"},
+    }
+    return SCHEMA.default(document | {"spec": copy.deepcopy(spec)})
+
+
+def refused(spec: Object) -> set[str]:
+    """By the API server: `path: message`, with the path below spec."""
+    said = set()
+    for error in SCHEMA.validate(stored(spec), None):
+        match = re.fullmatch(r'Invalid value: "object": (.*)', error.message, re.DOTALL)
+        assert match, f"{error.field}: {error.message}"
+        path = error.field.removeprefix("spec").removeprefix(".")
+        said.add(f"{path}: {match[1]}" if path else match[1])
+    return said
+
+
+def values(schema: Object) -> st.SearchStrategy[Any]:
+    """Values that the schema takes without its rules; numbers near their bounds, so that comparisons go both ways."""
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return st.just({"a": "b"} if schema.get("minProperties") else {})
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if schema.get("x-kubernetes-int-or-string"):
+        return st.integers(0, 2)
+    match schema["type"]:
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            low = schema["minimum"]
+            return st.integers(low, min(low + 2, schema["maximum"]))
+        case "string":
+            fitting = [text for text in TEXTS if re.search(schema.get("pattern", ""), text)]
+            return st.sampled_from(fitting) if fitting else st.from_regex(schema["pattern"])
+        case "array":
+            low = schema.get("minItems", 0)
+            return st.lists(values(schema["items"]), min_size=low, max_size=low + 1, unique_by=repr)
+        case "object" if "properties" in schema:
+            required = set(schema.get("required", ()))
+            fields = {name: values(below) for name, below in schema["properties"].items()}
+            return st.fixed_dictionaries(
+                {name: field for name, field in fields.items() if name in required},
+                optional={name: field for name, field in fields.items() if name not in required},
+            )
+        case "object":
+            return st.just({})
+    raise AssertionError(schema)
+
+
+@settings(max_examples=100, deadline=None)
+@given(values(ROOT["properties"]["spec"]))
+def test_both_say_the_same_of_any_spec(spec: Object) -> None:
+    assert set(violations(decode_spec(stored(spec)["spec"]))) == refused(spec)
+
+
+M = {"model": {"uri": "file:///m"}}
+GATEWAY_TLS = {"tls": {"secretName": "s"}}
+BROKEN: list[tuple[str, Object]] = [
+    (
+        "decode.parallelism.pipeline must be 1 with prefill",
+        {"prefill": {}, "decode": {"parallelism": {"pipeline": 2}}},
+    ),
+    (
+        "engine.numBlocks is required",
+        {"decode": {"parallelism": {"expert": True}}, "engine": {"device": "cuda"}},
+    ),
+    (
+        "kvTransfer.rdma needs transport ucx or auto",
+        {"kvTransfer": {"rdma": True, "transport": "tcp"}},
+    ),
+    (
+        "model.quantization is for CPUs",
+        {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}},
+    ),
+    ("uri must not have ..", {"model": {"uri": "pvc://c/../m"}}),
+    ("uri must not be /, /tmp,", {"model": {"uri": "file:///tmp"}}),
+    ("cache and credentialsSecret are for", {"model": {**M["model"], "credentialsSecret": "s"}}),
+    ("cache and credentialsSecret are for", {"model": {**M["model"], "cache": {"claim": "c"}}}),
+    (
+        "exclude each other",
+        {"model": {"uri": "hf://o/m", "cache": {"claim": "c", "hostPath": "/c"}}},
+    ),
+    (
+        "pipeline must be 1 with expert",
+        {"decode": {"parallelism": {"expert": True, "pipeline": 2}}},
+    ),
+    ("redundantExperts needs expert", {"decode": {"parallelism": {"redundantExperts": 1}}}),
+    (
+        "ingress and httpRoute exclude each other",
+        {"gateway": {"ingress": {"host": "h"}, "httpRoute": {"parentRefs": [{"name": "g"}]}}},
+    ),
+    (
+        "limits.maxConcurrentPerKey needs apiKeys",
+        {"gateway": {"limits": {"maxConcurrentPerKey": 1}}},
+    ),
+    (
+        "apiKeys.secretName must not be",
+        {"gateway": {"apiKeys": {"secretName": "s"}, **GATEWAY_TLS}},
+    ),
+    (
+        "apiKeys.secretName must not be",
+        {"gateway": {"apiKeys": {"secretName": "s"}, "ingress": {"host": "h", **GATEWAY_TLS}}},
+    ),
+    (
+        "minReplicas must not be greater",
+        {"prefill": {"autoscaling": {"ttftMilliseconds": 1, "minReplicas": 2, "maxReplicas": 1}}},
+    ),
+    (
+        "minReplicas must not be greater",
+        {"decode": {"autoscaling": {"itlMilliseconds": 1, "minReplicas": 2, "maxReplicas": 1}}},
+    ),
+    (
+        "idleSeconds belongs to",
+        {"prefill": {"autoscaling": {"ttftMilliseconds": 1, "minReplicas": 0, "maxReplicas": 1}}},
+    ),
+    (
+        "idleSeconds belongs to",
+        {"decode": {"autoscaling": {"itlMilliseconds": 1, "idleSeconds": 1, "maxReplicas": 1}}},
+    ),
+    (
+        "holdSeconds applies only",
+        {"decode": {"autoscaling": {"itlMilliseconds": 1, "holdSeconds": 1, "maxReplicas": 1}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("says", "spec"), BROKEN)
+def test_what_can_never_work_is_refused_in_words(says: str, spec: Object) -> None:
+    spec = M | spec
+    (found,) = violations(decode_spec(spec))
+    assert says in found
+    assert refused(spec) == {found}
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *(
+            "file:///../../etc",
+            "file:///m/..",
+            "pvc://c/../../..",
+            "pvc://c/a/../b",
+            "s3://b/../m",
+            "s3://b/m/..",
+        ),
+        *(
+            "hf://o/m@a/../b",
+            "image://r/a:v1/../x",
+            "file:////",
+            "file:///.",
+            "file:///tmp",
+            "file:////tmp/",
+            "file:///./tmp/.",
+        ),
+        *(
+            "file:///etc",
+            "file:///etc/baton",
+            "file:///etc//baton",
+            "file:///etc/baton/m",
+            "file:///etc/baton/service-key",
+        ),
+        *("file:///etc/baton-tls", "file:///etc/baton-api-keys/x"),
+    ],
+)
+def test_a_uri_that_can_never_work_is_refused(uri: str) -> None:
+    spec = {"model": {"uri": uri}}
+    (found,) = violations(decode_spec(spec))
+    assert found.startswith("model: uri must not")
+    assert refused(spec) == {found}
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *(
+            "file:///models",
+            "file:///tmp/m",
+            "file:///m/tmp",
+            "file:///etc/models",
+            "file:///etc/baton-models/m",
+            "file:////m//x/",
+        ),
+        *(
+            "file:///m/..x",
+            "file:///m/...",
+            "pvc://c/.",
+            "pvc://c//",
+            "pvc://c/tmp",
+            "s3://b/a//b/",
+            "gs://tmp/tmp",
+            "hf://o/m@a..b",
+        ),
+    ],
+)
+def test_a_uri_that_may_work_is_taken(uri: str) -> None:
+    assert not violations(decode_spec({"model": {"uri": uri}}))
+    assert not refused({"model": {"uri": uri}})
+
+
+PARTS = st.sampled_from(["", ".", "..", "tmp", "etc", "baton", "baton-tls", "baton-x", "m"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["file:///", "pvc://c/", "s3://b/"]), st.lists(PARTS, min_size=1, max_size=5)
+)
+def test_both_say_the_same_of_any_uri(root: str, parts: list[str]) -> None:
+    uri = root + "/".join(parts)
+    if re.search(MODEL_URI, uri):
+        spec = {"model": {"uri": uri}}
+        assert set(violations(decode_spec(spec))) == refused(spec)
+
+
+def test_every_rule_was_broken_above() -> None:
+    broken = {found for _, spec in BROKEN for found in violations(decode_spec(M | spec))}
+    assert broken == {
+        f"{rule.path}: {rule.message}" if rule.path else rule.message for rule in RULES
+    }
+
+
+def test_the_api_server_evaluates_each_where_its_fields_are() -> None:
+    def rules(node: Object, path: str) -> list[tuple[str, str]]:
+        here = [(path, rule["rule"]) for rule in node.get("x-kubernetes-validations", ())]
+        below = (
+            rules(child, f"{path}.{name}" if path else name)
+            for name, child in node.get("properties", {}).items()
+        )
+        return here + [rule for found in below for rule in found]
+
+    assert sorted(rules(ROOT["properties"]["spec"], "")) == sorted(
+        (rule.path, rule.cel) for rule in RULES
+    )

@@ -1,0 +1,417 @@
+"""The autoscaler of a service whose pods reply over HTTP: sizes, status, and faults that change no size."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_operator.api.llmservice import TopologyStatus
+from baton_operator.api.spec_groups import AutoscalingStatus
+from baton_operator.autoscale.autoscaler import Autoscaler, PendingEvent
+from baton_operator.autoscale.inputs import groups_of, targets_of
+from baton_operator.autoscale.scrape import Scraper
+from baton_operator.autoscale.settings import (
+    SCRAPE_S,
+    WAKEFUL_SCRAPE_S,
+    scrape_period_s,
+    settings_of,
+)
+from baton_operator.builders.config import gateway_config
+from baton_operator.builders.owner import Owner
+from baton_operator.names import ANNOTATION_DRAINING, Key
+from baton_operator.status.report import autoscaling_verdict
+from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report_topology import GroupTopology
+from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
+from support.operator.services import owner, service
+
+KEY = Key("default", "demo")
+WALL = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+DECODE = {"maxReplicas": 8, "itlMilliseconds": 50}
+TO_ZERO = {**DECODE, "minReplicas": 0, "idleSeconds": 60}
+
+
+def stored(status: AutoscalingStatus | None = None) -> dict[str, Any]:
+    """The LLMService, with what its status says of decode."""
+    told = {"decode": {"autoscaling": msgspec.to_builtins(status)}} if status else {}
+    return {**service(), "status": told}
+
+
+class Stand:
+    """An autoscaler, the service `demo` and its pods, in simulated time: nothing of the service follows by itself."""
+
+    def __init__(
+        self, scraping: Scraper, autoscaling: dict[str, Any], *, replicas: int = 1
+    ) -> None:
+        self.clock = Clock()
+        self.scraping = scraping
+        self.spec: dict[str, Any] = {"replicas": replicas, "autoscaling": autoscaling}
+        self.gateway = FakePod("demo-gateway-x", None)
+        self.engines: list[FakePod] = []
+        self.stored = stored()
+        self.restart()
+
+    def restart(self) -> None:
+        """State of the operator."""
+        self.autoscaler = Autoscaler(self.clock, lambda: WALL)
+        self.reconcile()
+
+    def reconcile(self) -> Owner:
+        sized = self.autoscaler.apply_sizes(owner(decode=self.spec), self.stored)
+        pods = [pod.object for pod in (self.gateway, *self.engines)]
+        group = Group(
+            role="decode",
+            desired=sized.replicas("decode"),
+            pods=[engine.object for engine in self.engines],
+        )
+        self.autoscaler.observe(sized, {"decode": group}, pods)
+        if (told := self.autoscaler.status(sized, "decode")) is not None:
+            self.stored = stored(told)
+        return sized
+
+    async def scrape_and_decide(self, after_s: float = SCRAPE_S) -> bool:
+        """Whether there is something to do or to say."""
+        self.clock.now += after_s
+        due = await self.autoscaler.scrape_and_decide(KEY, self.scraping)
+        if due:
+            self.reconcile()
+        return due
+
+    @property
+    def told(self) -> AutoscalingStatus:
+        return msgspec.convert(self.stored["status"]["decode"]["autoscaling"], AutoscalingStatus)
+
+    @property
+    def news(self) -> list[PendingEvent]:
+        return self.autoscaler.take_events(owner(decode=self.spec))
+
+    async def load(self, itl_s: float, rounds: int) -> None:
+        """Every engine gives tokens of this latency between scrapes."""
+        for _ in range(rounds):
+            for engine in self.engines:
+                engine.serve_load(tokens=500, itl_s=itl_s)
+            self.gateway.answer(3)
+            await self.scrape_and_decide()
+
+
+async def test_a_fault_of_a_pod_is_told_by_its_name_and_spoils_no_other_answer() -> None:
+    faults = ("error", "garbage", "long", "silent", "")
+    pods = [FakePod(f"demo-decode-{number}", "decode") for number in range(len(faults))]
+    gone = FakePod("demo-decode-9", "decode")
+    for pod, fault in zip(pods, faults, strict=True):
+        pod.fault = fault
+    async with scraper(timeout_s=1.0, max_bytes=2**19) as (scraping, results), serving(*pods):
+        scraped = await scraping.scrape(targets_of(owner(), [pod.object for pod in (*pods, gone)]))
+    assert list(scraped.samples) == ["uid-demo-decode-4/0"]
+    for number, said in enumerate(
+        ("HTTP 500", "no metric of an engine", "more than 524288 bytes", "within 1 s")
+    ):
+        assert said in scraped.errors[f"demo-decode-{number}"]
+    assert "Cannot connect" in scraped.errors["demo-decode-9"]
+    counted = {
+        sample.labels["result"]: sample.value
+        for sample in results.collect()[0].samples
+        if "total" in sample.name
+    }
+    assert counted == {"ok": 1, "error": 5}
+
+
+async def test_a_missed_target_grows_the_group_and_says_so_once() -> None:
+    async with scraper() as (scraping, _):
+        stand = Stand(scraping, DECODE, replicas=2)
+        stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(2)]
+        async with serving(stand.gateway, *stand.engines):
+            stand.reconcile()
+            assert (stand.told.size, stand.told.reason) == (2, "Initial")
+            await stand.load(itl_s=0.1, rounds=8)
+            assert stand.reconcile().replicas("decode") >= 4
+            told = stand.told
+            assert told.reason == "ITLAboveTarget"
+            assert told.last_scale_time == "2026-01-02T03:04:05Z"
+            assert "ITL p95 is" in told.message
+            assert "for a target of 50 ms" in told.message
+            assert stand.news == [PendingEvent("Scaled", told.message)]
+            assert stand.news == []
+            await stand.load(itl_s=0.1, rounds=8)
+            assert stand.told.size == told.size, "before its engines are there nothing is known"
+            assert stand.told.reason == "PodsNotReady"
+
+
+async def test_a_failing_scrape_is_visible_and_decides_nothing() -> None:
+    async with scraper(timeout_s=1.0) as (scraping, _):
+        stand = Stand(scraping, DECODE, replicas=2)
+        stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(2)]
+        async with serving(stand.gateway, *stand.engines):
+            stand.engines[1].fault = "error"
+            stand.reconcile()
+            await stand.load(itl_s=0.1, rounds=12)
+            assert (stand.told.size, stand.told.reason) == (2, "MetricsMissing")
+            assert "1 of 2 engines answered" in stand.told.message
+            assert "Pod demo-decode-1: HTTP 500" in stand.told.message
+            assert stand.news == []
+
+
+async def test_the_size_outlives_the_operator_and_shrinks_only_after_a_whole_window() -> None:
+    async with scraper() as (scraping, _):
+        stand = Stand(scraping, {**DECODE, "scaleDownStabilizationSeconds": 120}, replicas=1)
+        stand.stored = stored(
+            AutoscalingStatus(size=3, recommended=3, reason="OnTarget", message="as it was")
+        )
+        stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(3)]
+        async with serving(stand.gateway, *stand.engines):
+            stand.restart()
+            assert stand.reconcile().replicas("decode") == 3, "not the spec's replicas"
+            began, sizes = stand.clock.now, []
+            for _ in range(16):
+                await stand.load(itl_s=0.02, rounds=1)
+                sizes.append((stand.clock.now - began, stand.told.size))
+            assert all(size == 3 for at, size in sizes if at < 120)
+            assert sizes[-1][1] == 2, "one at a time, and not before the pod has gone"
+
+
+@pytest.mark.parametrize(("told", "size"), [(0, 2), (1, 2), (2, 2), (3, 3), (4, 3), (10000, 3)])
+def test_a_size_that_somebody_wrote_into_the_status_stays_within_the_bounds(
+    told: int, size: int
+) -> None:
+    autoscaling = {**DECODE, "minReplicas": 2, "maxReplicas": 3}
+    written = stored(
+        AutoscalingStatus(size=told, recommended=told, reason="OnTarget", message="somebody's")
+    )
+    autoscaler = Autoscaler()
+    sized = autoscaler.apply_sizes(
+        owner(decode={"replicas": 2, "autoscaling": autoscaling}), written
+    )
+    assert sized.replicas("decode") == size
+    status = autoscaler.status(sized, "decode")
+    assert status is not None
+    assert status.size == size
+    assert (status.reason == "OutOfBounds") == (told != size)
+
+
+async def test_figures_that_vary_are_written_once_a_minute() -> None:
+    async with scraper() as (scraping, _):
+        stand = Stand(scraping, DECODE, replicas=1)
+        stand.engines = [FakePod("demo-decode-0", "decode")]
+        async with serving(stand.gateway, *stand.engines):
+            stand.reconcile()
+            written = 0
+            for number in range(40):
+                stand.engines[0].serve_load(tokens=500, itl_s=0.030 + 0.0005 * number, running=3)
+                stand.gateway.answer()
+                written += await stand.scrape_and_decide()
+            assert stand.told.size == 1
+            assert stand.told.reason == "OnTarget"
+            assert 5 <= written <= 10, "in ten minutes"
+
+
+async def test_a_service_at_rest_is_never_written() -> None:
+    async with scraper() as (scraping, _):
+        stand = Stand(scraping, DECODE, replicas=1)
+        stand.engines = [FakePod("demo-decode-0", "decode")]
+        async with serving(stand.gateway, *stand.engines):
+            stand.reconcile()
+            for _ in range(12):
+                await stand.scrape_and_decide()
+            assert not any([await stand.scrape_and_decide() for _ in range(20)])
+
+
+async def test_to_zero_after_the_idle_time_and_back_when_a_request_is_held() -> None:
+    async with scraper() as (scraping, _):
+        stand = Stand(scraping, TO_ZERO)
+        engine = FakePod("demo-decode-0", "decode")
+        stand.engines = [engine]
+        async with serving(stand.gateway, engine):
+            stand.reconcile()
+            stand.gateway.answer()
+            await stand.scrape_and_decide()
+            answered_at = stand.clock.now
+            while stand.told.size and stand.clock.now < answered_at + 300:
+                await stand.scrape_and_decide(5.0)
+            assert stand.told.reason == "Idle"
+            assert 60 <= stand.clock.now - answered_at <= 65
+            stand.engines = []
+            stand.reconcile()
+            for _ in range(30):
+                await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
+                assert stand.told.size == 0, stand.told.message
+            stand.gateway.gateway.requests.labels("/v1/completions", "404").inc()
+            await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
+            assert stand.told.size == 0, "a request that nobody could answer"
+            stand.gateway.gateway.held.set_function(lambda: 1)
+            stand.gateway.gateway.in_flight.set(1)
+            await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
+            assert (stand.told.size, stand.told.reason) == (1, "RequestsHeld")
+            assert [news.reason for news in stand.news] == ["Scaled", "Scaled"]
+            for _ in range(60):
+                await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
+                assert stand.told.size == 1, "it is held while the engine loads"
+
+
+async def test_it_goes_by_itself_and_ends_with_what_is_forgotten() -> None:
+    async with scraper() as (scraping, _):
+        stand = Stand(scraping, TO_ZERO, replicas=0)
+        async with serving(stand.gateway):
+            due = asyncio.Queue[Key]()
+            autoscaler = Autoscaler()
+            autoscaler.observe(
+                autoscaler.apply_sizes(owner(decode=stand.spec), stored()),
+                {"decode": Group(role="decode", desired=0, pods=[])},
+                [stand.gateway.object],
+            )
+            task = asyncio.create_task(autoscaler.run(scraping, due.put_nowait))
+            try:
+                async with asyncio.timeout(30):
+                    while stand.gateway.num_scrapes < 2:
+                        await asyncio.sleep(0.05)
+                    stand.gateway.gateway.held.set_function(lambda: 1)
+                    assert await due.get() == KEY
+                assert (
+                    autoscaler.apply_sizes(owner(decode=stand.spec), stored()).replicas("decode")
+                    == 1
+                )
+                autoscaler.forget(KEY)
+                await asyncio.sleep(0)
+                assert not task.done()
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+
+def test_an_edit_of_replicas_changes_nothing_and_is_answered_by_a_warning() -> None:
+    autoscaler = Autoscaler()
+
+    def size(replicas: int, autoscaling: dict[str, Any] | None) -> int:
+        spec = {"replicas": replicas, **({"autoscaling": autoscaling} if autoscaling else {})}
+        return autoscaler.apply_sizes(owner(decode=spec), stored()).replicas("decode")
+
+    assert size(5, {**DECODE, "maxReplicas": 3}) == 3, "within the bounds"
+    assert size(3, {**DECODE, "maxReplicas": 3}) == 3
+    [news] = autoscaler.take_events(owner())
+    assert (news.reason, news.warning) == ("ReplicasIgnored", True)
+    assert "stays at 3" in news.message
+    assert size(1, {**DECODE, "maxReplicas": 3}) == 3
+    assert size(1, None) == 1, "without autoscaling the spec counts again"
+    assert autoscaler.status(owner(), "decode") is None
+
+
+def test_a_service_of_the_same_name_begins_anew() -> None:
+    autoscaler = Autoscaler()
+    first = owner(decode={"replicas": 4, "autoscaling": DECODE})
+    assert autoscaler.apply_sizes(first, stored()).replicas("decode") == 4
+    successor = msgspec.structs.replace(
+        owner(decode={"replicas": 2, "autoscaling": DECODE}), uid="uid-2"
+    )
+    assert autoscaler.apply_sizes(successor, stored()).replicas("decode") == 2
+
+
+def test_what_is_under_way_is_told_to_the_policy() -> None:
+    spec = {"autoscaling": DECODE, "parallelism": {"expert": True}}
+    settings = settings_of(owner(decode=spec).spec)
+
+    def operation(**fields: Any) -> str:
+        group = Group(role="decode", desired=1, pods=[], **fields)
+        return groups_of(owner(decode=spec), {"decode": group}, settings)["decode"].operation
+
+    topology = {
+        "coordinator": "10.0.0.1",
+        "generation": 3,
+        "ranks": [{"name": "demo-decode-0", "rank": 0, "phase": "serving"}],
+    }
+
+    def of_topology(reachable: bool = True, **more: Any) -> GroupTopology:
+        return GroupTopology(
+            status=msgspec.convert({**topology, **more}, TopologyStatus), reachable=reachable
+        )
+
+    scaling = {"id": "op-1", "kind": "scale", "phase": "preparing", "generation": 4, "seconds": {}}
+    assert operation(topology=of_topology()) == ""
+    assert operation(topology=of_topology(operation=scaling)) == "topology operation op-1 (scale)"
+    assert operation(topology=of_topology(operation={**scaling, "phase": "done"})) == ""
+    assert "coordinator" in operation(topology=of_topology(reachable=False))
+
+
+def test_only_containers_that_serve_or_finish_are_scraped() -> None:
+    ready, loading, draining = (FakePod(f"demo-decode-{number}", "decode") for number in range(3))
+    loading.is_ready = draining.is_ready = False
+    ready.restarts = 2
+    leaving = draining.object
+    leaving["metadata"]["annotations"] = {ANNOTATION_DRAINING: "true"}
+    gateway = FakePod("demo-gateway-x", None)
+    targets = targets_of(owner(), [ready.object, loading.object, leaving, gateway.object])
+    assert [(target.pod, target.role) for target in targets] == [
+        ("demo-decode-0", "decode"),
+        ("demo-decode-2", "decode"),
+        ("demo-gateway-x", None),
+    ]
+    assert targets[0].container == "uid-demo-decode-0/2"
+    assert targets[0].url == f"http://{ready.host}:8000/metrics"
+    secure = owner(gateway={"tls": {"secretName": "certificate"}})
+    assert [target.url[:8] for target in targets_of(secure, [ready.object, gateway.object])] == [
+        "http://1",
+        "https://",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "size", "period_s"),
+    [
+        (DECODE, 3, SCRAPE_S),
+        (TO_ZERO, 1, SCRAPE_S),
+        (TO_ZERO, 0, WAKEFUL_SCRAPE_S),
+        ({**TO_ZERO, "idleSeconds": 20}, 1, 5.0),
+    ],
+)
+def test_services_that_sleep_or_soon_will_are_looked_at_more_often(
+    autoscaling: dict[str, Any], size: int, period_s: float
+) -> None:
+    settings = settings_of(owner(decode={"autoscaling": autoscaling}).spec)
+    assert scrape_period_s(settings, {"decode": size}) == period_s
+
+
+def test_the_gateway_holds_requests_only_where_decode_may_go_to_zero() -> None:
+    assert gateway_config(owner(decode={"autoscaling": DECODE})).hold_s == 0
+    assert gateway_config(owner(decode={"autoscaling": TO_ZERO})).hold_s == 300
+    assert (
+        gateway_config(owner(decode={"autoscaling": {**TO_ZERO, "holdSeconds": 30}})).hold_s == 30
+    )
+
+
+def sized_group(reason: str, *, desired: int = 1) -> Group:
+    status = AutoscalingStatus(
+        size=desired, recommended=desired, reason=reason, message=f"because of {reason}."
+    )
+    engines = [FakePod(f"demo-decode-{number}", "decode").object for number in range(1)]
+    return Group(
+        role="decode", desired=desired, pods=engines if desired else [], autoscaling=status
+    )
+
+
+def test_scaling_says_what_the_autoscaler_does() -> None:
+    def verdict(
+        *groups: Group, of_topology: tuple[str, str, str] | None = None
+    ) -> tuple[str, str] | None:
+        found = autoscaling_verdict(list(groups), of_topology)
+        return found[:2] if found else None
+
+    assert verdict() is None
+    assert verdict(sized_group("OnTarget")) == ("False", "OnTarget")
+    assert verdict(sized_group("AtMaximum")) == ("False", "AtMaximum")
+    assert verdict(sized_group("MetricsMissing")) == ("Unknown", "MetricsMissing")
+    assert verdict(sized_group("ITLAboveTarget", desired=2)) == ("True", "ScalingUp")
+    operation = ("True", "Committing", "generation 4")
+    assert verdict(sized_group("OnTarget"), of_topology=operation) == ("True", "Committing")
+    assert verdict(sized_group("OnTarget"), of_topology=("False", "AtRest", "")) == (
+        "False",
+        "OnTarget",
+    )
+
+
+def test_a_group_that_sleeps_is_as_it_should_be() -> None:
+    status, reason, _ = group_verdict(sized_group("Idle", desired=0))
+    assert (status, reason) == ("True", "ScaledToZero")
+    unsized = Group(role="decode", desired=0, pods=[])
+    assert group_verdict(unsized)[:2] == ("False", "ScaledToZero")

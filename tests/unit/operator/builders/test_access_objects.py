@@ -1,0 +1,180 @@
+"""Access to the gateway, the Secrets that it reads, and its configured limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_operator.builders import access, config, gateway
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.desired import compute_desired
+from baton_operator.names import ConfiguredRole
+from baton_operator.observe.observation import gateway_schemes
+from baton_protocol.config import EngineConfig, GatewayConfig
+from support.operator.services import owner
+
+Object = dict[str, Any]
+TLS = {"tls": {"secretName": "cert"}}
+KEYS = {"apiKeys": {"secretName": "clients"}}
+
+
+def told(role: ConfiguredRole, kind: type[Any], **spec: Any) -> Any:
+    """The configuration as the component decodes it."""
+    return msgspec.json.decode(
+        config.config_map(owner(**spec), role)["data"][f"{role}.json"], type=kind
+    )
+
+
+def mounted(pod: Object) -> dict[str, str]:
+    """Secret -> path in the first container."""
+    paths = {
+        mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]
+    }
+    return {
+        v["secret"]["secretName"]: paths[v["name"]] for v in pod["spec"]["volumes"] if "secret" in v
+    }
+
+
+def pod_template(**spec: Any) -> Object:
+    template: Object = gateway.deployment(owner(gateway=spec))["spec"]["template"]
+    return template
+
+
+def test_the_gateway_reads_keys_where_their_secret_is_mounted() -> None:
+    secrets = mounted(pod_template(**KEYS))
+    limits = {"maxConcurrentPerKey": 3, "maxPromptTokens": 4, "maxCompletionTokens": 5}
+    got = told("gateway", GatewayConfig, gateway={**KEYS, "limits": limits}).access
+    assert got.api_keys_dir == secrets["clients"]
+    assert (got.max_concurrent_per_client, got.max_prompt_tokens, got.max_completion_tokens) == (
+        3,
+        4,
+        5,
+    )
+    assert "clients" not in mounted(pod_template())
+    assert told("gateway", GatewayConfig).access.api_keys_dir == ""
+    assert "clients" not in mounted(MemberTemplate(owner(gateway=KEYS), "decode").pod(0)), (
+        "engines know no client"
+    )
+
+
+def test_https_from_probe_to_service() -> None:
+    template = pod_template(**TLS)
+    assert told("gateway", GatewayConfig, gateway=TLS).access.tls_dir == mounted(template)["cert"]
+    assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
+    assert "prometheus.io/scheme" not in (pod_template()["metadata"].get("annotations") or {})
+    for spec, scheme, port in ((TLS, "https", 443), ({}, "http", 80)):
+        (container,) = pod_template(**spec)["spec"]["containers"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["scheme"] == scheme.upper()
+            assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
+        (found,) = gateway.service(owner(gateway=spec))["spec"]["ports"]
+        assert (found["name"], found["port"], found["targetPort"]) == (
+            scheme,
+            port,
+            container["ports"][0]["name"],
+        )
+        ingress = access.ingress(owner(gateway={**spec, "ingress": {"host": "h"}}))
+        assert ingress
+        backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
+        assert backend["port"] == {"name": scheme}
+        route = access.http_route(
+            owner(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}})
+        )
+        assert route
+        assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == port
+
+
+@pytest.mark.parametrize(
+    ("ready", "ports", "in_use"),
+    [
+        ([], ["https"], "https"),
+        ([{}], ["http", "https"], "http"),
+        ([{}, TLS], ["http", "https"], "https"),
+        ([TLS], ["https"], "https"),
+    ],
+)
+def test_while_tls_is_switched_on_each_port_leads_to_those_that_speak_it(
+    ready: list[Object], ports: list[str], in_use: str
+) -> None:
+    pods = []
+    for spec in ready:
+        pods.append(pod_template(**spec))
+        pods[-1]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    leaving = pod_template()
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    leaving["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    schemes = gateway_schemes([*pods, leaving, pod_template(**TLS)])
+    access_settings = {
+        **TLS,
+        "ingress": {"host": "h"},
+        "httpRoute": {"parentRefs": [{"name": "g"}]},
+    }
+    service = msgspec.structs.replace(owner(gateway=access_settings), gateway_schemes=schemes)
+    assert [port["name"] for port in gateway.service(service)["spec"]["ports"]] == ports
+    ingress, route = access.ingress(service), access.http_route(service)
+    assert ingress
+    assert route
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"]["port"] == {"name": in_use}
+    assert (
+        route["spec"]["rules"][0]["backendRefs"][0]["port"]
+        == access.PORTS[access.scheme_in_use(service)]
+    )
+    assert access.scheme_in_use(service) == in_use
+
+
+def test_a_service_without_access_settings_keeps_its_pods() -> None:
+    """Their revision must not change with an operator that knows more fields."""
+    plain = config.config_map(owner(), "gateway")["data"]["gateway.json"]
+    assert "access" not in plain
+    assert "pipeline" not in config.config_map(owner(), "decode")["data"]["decode.json"]
+
+
+def test_ingress_only_when_asked() -> None:
+    assert access.ingress(owner()) is None
+    assert ("Ingress", "demo-gateway") in compute_desired(owner(), None).absent
+    asked = {
+        "host": "h.example",
+        "className": "nginx",
+        "annotations": {"a/b": "c"},
+        "tls": {"secretName": "s"},
+    }
+    ingress = access.ingress(owner(gateway={"ingress": asked}))
+    assert ingress
+    assert ingress["spec"]["rules"][0]["host"] == "h.example"
+    assert ingress["spec"]["ingressClassName"] == "nginx"
+    assert ingress["spec"]["tls"] == [{"hosts": ["h.example"], "secretName": "s"}]
+    assert ingress["metadata"]["annotations"] == {"a/b": "c"}
+
+
+def test_a_route_where_the_cluster_knows_them() -> None:
+    parents = [
+        {"name": "public", "namespace": "infra", "sectionName": "https"},
+        {"name": "inner", "port": 8443},
+    ]
+    service = owner(gateway={"httpRoute": {"parentRefs": parents, "hostnames": ["h.example"]}})
+    (route,) = [
+        obj
+        for obj in compute_desired(service, None, http_routes=True).objects
+        if obj["kind"] == "HTTPRoute"
+    ]
+    assert route["spec"]["hostnames"] == ["h.example"]
+    group = {"group": "gateway.networking.k8s.io", "kind": "Gateway"}
+    assert route["spec"]["parentRefs"] == [{**group, **parent} for parent in parents]
+    assert (
+        route["spec"]["rules"][0]["backendRefs"][0]["name"]
+        == gateway.service(service)["metadata"]["name"]
+    )
+    unknown = compute_desired(service, None)
+    assert "HTTPRoute" not in {obj["kind"] for obj in unknown.objects} | {
+        kind for kind, _ in unknown.absent
+    }
+    assert ("HTTPRoute", "demo-gateway") in compute_desired(owner(), None, http_routes=True).absent
+
+
+@pytest.mark.parametrize(("role", "stages"), [("decode", 3), ("prefill", 1)])
+def test_only_decode_has_pipeline_stages(role: ConfiguredRole, stages: int) -> None:
+    spec: Object = {"decode": {"parallelism": {"tensor": 2, "pipeline": 3}}}
+    assert told(role, EngineConfig, **spec).parallel.pipeline_parallel_size == stages

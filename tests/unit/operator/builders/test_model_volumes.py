@@ -1,0 +1,470 @@
+"""Volumes and fetchers for each kind of model URI, and conditions until the model is available."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from baton_operator.api.spec_model import MODEL_URI, Model
+from baton_operator.builders import config, gateway, model
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.reconcile_problems import Problem, ReconcileError
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group
+from baton_operator.status.status_probes import StatusProbes, is_progress_expected
+from baton_protocol.config import EngineConfig, GatewayConfig
+from baton_protocol.progress import Health, LoadProgress
+from support.operator.services import NOW, Object, owner, pod, service
+
+HUB = {"uri": "hf://org/some.model@v1.0"}
+GIB = 2**30
+
+
+def member_spec(**fields: Any) -> Object:
+    spec: Object = MemberTemplate(
+        owner(model=fields, decode={"resources": RESOURCES}), "decode"
+    ).pod(0)["spec"]
+    return spec
+
+
+RESOURCES = {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}}
+
+
+def fetcher_of(spec: Object) -> Object:
+    (container,) = spec["initContainers"]
+    return container  # type: ignore[no-any-return]
+
+
+def volume_of(spec: Object) -> Object:
+    (found,) = [dict(volume) for volume in spec["volumes"] if volume.pop("name") == "model"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("uri", "path", "source"),
+    [
+        ("file:///models/x/", "/models/x", {"hostPath": {"path": "/models/x"}}),
+        (
+            "pvc://c/x",
+            "/models/c/x",
+            {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}},
+        ),
+        (
+            "image://reg.io/a/b:v1",
+            "/models/image",
+            {"image": {"reference": "reg.io/a/b:v1", "pullPolicy": "IfNotPresent"}},
+        ),
+        (
+            f"image://host:5000/a@sha256:{'0' * 64}/weights/x",
+            "/models/image/weights/x",
+            {
+                "image": {
+                    "reference": f"host:5000/a@sha256:{'0' * 64}",
+                    "pullPolicy": "IfNotPresent",
+                }
+            },
+        ),
+    ],
+)
+def test_what_is_there_already_is_mounted_and_not_fetched(
+    uri: str, path: str, source: Object
+) -> None:
+    assert re.fullmatch(MODEL_URI, uri)
+    found = model.source(Model(uri=uri), "decode")
+    assert found.path == path
+    assert {key: value for key, value in found.volume.items() if key != "name"} == source
+    assert path.startswith(found.mount["mountPath"])
+    assert found.mount["readOnly"]
+    assert "initContainers" not in member_spec(uri=uri)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "hf://org",
+        "hf://org/name@",
+        "hf://org/../x",
+        "s3://bucket",
+        "s3://bucket//",
+        "s3://Bucket/x",
+        "image://a/b",
+        "image://localhost:5000/a",
+        "x",
+    ],
+)
+def test_what_names_no_model_is_refused_by_the_schema(uri: str) -> None:
+    assert not re.fullmatch(MODEL_URI, uri)
+
+
+def test_a_model_of_a_hub_is_fetched_into_the_folder_that_the_engine_reads() -> None:
+    spec = member_spec(**HUB)
+    container, engine = fetcher_of(spec), spec["containers"][0]
+    flags = dict(zip(container["command"][2::2], container["command"][3::2], strict=True))
+    assert container["command"][:2] == ["baton-model", "fetch"]
+    assert flags["--uri"] == HUB["uri"]
+    read: EngineConfig = config.engine_config(owner(model=HUB), "decode")
+    assert flags["--to"] == read.model.path
+    assert flags["--http-port"] == "8000"
+    assert "--only" not in flags
+    mounts = {mount["mountPath"]: mount for mount in engine["volumeMounts"]}
+    assert mounts["/models"]["readOnly"]
+    assert not any(mount.get("readOnly") for mount in container["volumeMounts"])
+    assert volume_of(spec) == {"emptyDir": {}}
+    assert container["securityContext"] == engine["securityContext"]
+    assert container["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}}, (
+        "no device waits for a download"
+    )
+
+
+def test_a_gateway_fetches_no_weights_and_has_a_folder_of_its_own() -> None:
+    wanted = owner(model=HUB)
+    spec = gateway.deployment(wanted)["spec"]["template"]["spec"]
+    command = fetcher_of(spec)["command"]
+    assert command[command.index("--only") + 1] == "tokenizer"
+    read: GatewayConfig = config.gateway_config(wanted)
+    assert (
+        command[command.index("--to") + 1]
+        == read.model.path
+        != config.engine_config(wanted, "decode").model.path
+    )
+
+
+def test_other_models_and_revisions_have_other_folders() -> None:
+    uris = ["hf://org/a", "hf://org/a@v1", "hf://org/a-v1", "s3://org/a", "s3://org/b/a"]
+    assert len({model.source(Model(uri=uri), "decode").path for uri in uris}) == len(uris)
+
+
+@pytest.mark.parametrize(
+    ("cache", "source", "limit"),
+    [
+        (
+            {"hostPath": "/var/models"},
+            {"hostPath": {"path": "/var/models", "type": "DirectoryOrCreate"}},
+            None,
+        ),
+        ({"claim": "models"}, {"persistentVolumeClaim": {"claimName": "models"}}, None),
+        ({"sizeLimit": "2Gi"}, {"emptyDir": {"sizeLimit": "2Gi"}}, 2 * GIB),
+        (
+            {"claim": "models", "sizeLimit": "1Gi"},
+            {"persistentVolumeClaim": {"claimName": "models"}},
+            GIB,
+        ),
+    ],
+)
+def test_the_cache(cache: Object, source: Object, limit: int | None) -> None:
+    spec = member_spec(**HUB, cache=cache)
+    assert volume_of(spec) == source
+    command = fetcher_of(spec)["command"]
+    assert ("--max-bytes" in command) == (limit is not None)
+    if limit is not None:
+        assert command[command.index("--max-bytes") + 1] == str(limit)
+
+
+def test_only_the_fetcher_has_the_credentials() -> None:
+    spec = member_spec(**HUB, credentialsSecret="hub-token")
+    assert fetcher_of(spec)["envFrom"] == [{"secretRef": {"name": "hub-token"}}]
+    assert "hub-token" not in str(spec["containers"]) + str(spec["volumes"])
+
+
+# Conditions
+
+
+def fetching_pod(fetcher: Object, last: Object | None = None, **more: Any) -> Object:
+    result = pod(ready=False, **more)
+    status = {"name": "model", "state": fetcher, **({"lastState": last} if last else {})}
+    result["status"]["initContainerStatuses"] = [status]
+    return result
+
+
+RUNNING = {"running": {"startedAt": NOW.isoformat()}}
+DONE = {"terminated": {"exitCode": 0, "message": '{"revision":"c0ffee"}'}}
+ON_THE_WAY = {
+    "demo-decode-0": Health(
+        "Fetching", "fetching hf://org/m at c0ffee", LoadProgress(3 * GIB, 14 * GIB)
+    )
+}
+
+
+def failed(line: str, code: int = 78) -> Object:
+    return {"terminated": {"exitCode": code, "message": f"something before\n{line}"}}
+
+
+def status_of(
+    pods: list[Object],
+    loading: dict[str, Health] | None = None,
+    problem: Problem | None = None,
+    **spec: Any,
+) -> Any:
+    group = Group(role="decode", desired=1, pods=pods, revision="new", loading=loading or {})
+    wanted = owner(model=spec or HUB)
+    return report(service(), wanted, {"decode": group}, cluster_ip=None, problem=problem, now=NOW)
+
+
+def condition(status: Any, type_: str = "ModelAvailable") -> Any:
+    (found,) = [each for each in status.conditions if each.type == type_]
+    return found
+
+
+def verdict(*args: Any, **kwargs: Any) -> tuple[str, str, str]:
+    found = condition(status_of(*args, **kwargs))
+    return found.status, found.reason, found.message
+
+
+def test_unknown_before_any_pod() -> None:
+    assert verdict([])[:2] == ("Unknown", "NotObserved")
+    assert verdict([fetching_pod({"waiting": {"reason": "PodInitializing"}})])[:2] == (
+        "Unknown",
+        "Starting",
+    )
+
+
+def test_how_far_the_first_pod_is() -> None:
+    status = status_of([fetching_pod(RUNNING)], ON_THE_WAY)
+    for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
+        found = condition(status, type_)
+        if type_ == "Ready":
+            continue
+        assert (found.status, found.reason) == ("False", "Fetching")
+        assert "21 % of 14.0 GiB" in found.message
+    assert not [found for found in new_failures(service(), status) if found.reason == "Fetching"], (
+        "a station is no failure"
+    )
+
+
+def test_a_source_that_does_not_answer_is_told_rather_than_who_waits_or_gets_on() -> None:
+    asking = "asking for the files of hf://org/m"
+    refused = Health("Fetching", asking, error="ConnectError: Connection refused")
+    waits = Health("Fetching", "another pod fetches hf://org/m into the same cache")
+    pods = [fetching_pod(RUNNING, name=f"demo-decode-{ordinal}") for ordinal in range(2)]
+    status = status_of(pods, {"demo-decode-0": waits, "demo-decode-1": refused})
+    for type_ in ("ModelAvailable", "DecodeReady"):
+        found = condition(status, type_)
+        assert (found.status, found.reason) == ("False", "Fetching")
+        expected = f"pod demo-decode-1: {asking}: ConnectError: Connection refused; it tries again"
+        assert found.message.startswith(expected)
+
+
+def test_available_once_a_pod_is_past_fetching_and_the_revision_is_kept() -> None:
+    status = status_of([fetching_pod(DONE)])
+    assert condition(status).status == "True"
+    assert (status.model.uri, status.model.revision) == (HUB["uri"], "c0ffee")
+    later = report(
+        {**service(), "status": {"model": {"uri": HUB["uri"], "revision": "c0ffee"}}},
+        owner(model=HUB),
+        {"decode": Group(role="decode", desired=1, pods=[], revision="new")},
+        cluster_ip=None,
+        problem=None,
+        now=NOW,
+    )
+    assert later.model is not None
+    assert later.model.revision == "c0ffee"
+    assert (
+        report(
+            {**service(), "status": {"model": {"uri": "hf://org/other", "revision": "c0ffee"}}},
+            owner(model=HUB),
+            {},
+            cluster_ip=None,
+            problem=None,
+            now=NOW,
+        ).model
+        is None
+    )
+
+
+def after(
+    before: Any, pods: list[Object], loading: dict[str, Health] | None = None, **model: Any
+) -> tuple[str, str]:
+    """ModelAvailable of the service whose status `before` was written."""
+    told = {**service(), "status": msgspec.to_builtins(before)}
+    group = Group(role="decode", desired=0, pods=pods, revision="new", loading=loading or {})
+    status = report(
+        told, owner(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
+    )
+    found = condition(status)
+    return found.status, found.message
+
+
+FILE = {"uri": "file:///models/x"}
+
+
+def test_a_service_that_sleeps_has_the_model_that_its_pods_had() -> None:
+    awake = status_of([pod(ready=True)], **FILE)
+    assert (awake.model.uri, awake.model.revision) == (FILE["uri"], None)
+    assert after(awake, [], **FILE) == ("True", "no pod runs; those before had the model")
+    assert after(awake, [], uri="file:///models/other")[0] == "Unknown", "of that nobody knows"
+    fetched = status_of([fetching_pod(DONE)])
+    assert after(fetched, [], **HUB) == (
+        "True",
+        "no pod runs; those before had the model; the next one fetches it again",
+    )
+    kept = {**HUB, "cache": {"claim": "models"}}
+    assert (
+        after(status_of([fetching_pod(DONE)], **kept), [], **kept)[1]
+        == "no pod runs; those before had the model"
+    )
+
+
+def test_a_service_that_never_had_its_model_does_not_say_so_in_its_sleep() -> None:
+    missing = pod(ready=False)
+    missing["status"]["containerStatuses"] = [
+        {
+            "name": "engine",
+            "state": failed("FATAL ModelNotFound: /models/x does not exist"),
+            "restartCount": 1,
+        }
+    ]
+    had = {"conditions": [], "model": {"uri": FILE["uri"]}}
+    lost = report(
+        {**service(), "status": had},
+        owner(model=FILE),
+        {"decode": Group(role="decode", desired=1, pods=[missing], revision="new")},
+        cluster_ip=None,
+        problem=None,
+        now=NOW,
+    )
+    assert condition(lost).reason == "ModelNotFound"
+    assert after(lost, [], **FILE)[0] == "Unknown"
+    assert after(status_of([], **FILE), [], **FILE)[0] == "Unknown"
+
+
+def test_a_service_that_wakes_knows_of_a_model_that_is_not_fetched_anew() -> None:
+    loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
+    awake = status_of([pod(ready=True)], **FILE)
+    assert after(awake, [pod()], **FILE) == ("True", "pods start; those before had the model")
+    assert after(awake, [pod()], loading, **FILE) == (
+        "True",
+        "pod demo-decode-0: loading /models/x",
+    )
+    assert (
+        after(status_of([fetching_pod(DONE)]), [fetching_pod(RUNNING)], ON_THE_WAY, **HUB)[0]
+        == "False"
+    )
+
+
+@pytest.mark.parametrize(
+    "reason", ["ModelMissing", "ModelAccessDenied", "NoSpace", "ModelCacheInvalid"]
+)
+def test_the_fetchers_last_line_is_the_reason(reason: str) -> None:
+    ended = failed(f"FATAL {reason}: the words of the fetcher")
+    back_off = {"waiting": {"reason": "CrashLoopBackOff"}}
+    for state, last in ((ended, None), (back_off, ended)):
+        status, found, message = verdict([fetching_pod(state, last)])
+        assert (status, found) == ("False", reason)
+        assert "the words of the fetcher" in message
+
+
+def test_a_fetcher_that_runs_again_still_says_why_and_how_far_it_is() -> None:
+    again = {"running": {"startedAt": (NOW - timedelta(minutes=1)).isoformat()}}
+    pods = [fetching_pod(again, failed("FATAL ModelSourceUnavailable: no network", 1))]
+    status, reason, message = verdict(pods, ON_THE_WAY)
+    assert (status, reason) == ("False", "ModelSourceUnavailable")
+    assert "no network" in message
+    assert "21 % of 14.0 GiB" in message
+
+
+def test_an_engines_own_fatal_line_about_its_model() -> None:
+    crashed = pod(ready=False)
+    crashed["status"]["containerStatuses"] = [
+        {
+            "name": "engine",
+            "state": failed("FATAL ModelNotFound: /models/x does not exist"),
+            "restartCount": 1,
+        }
+    ]
+    assert verdict([crashed], uri="file:///models/x")[:2] == ("False", "ModelNotFound")
+
+
+def test_a_configuration_that_is_wrong_for_other_reasons_says_nothing_about_the_model() -> None:
+    crashed = fetching_pod(DONE)
+    crashed["status"]["containerStatuses"] = [
+        {"name": "engine", "state": failed("FATAL ConfigInvalid: no"), "restartCount": 1}
+    ]
+    assert verdict([crashed])[:2] == ("True", "Available")
+
+
+def test_a_cluster_without_image_volumes_is_told_apart() -> None:
+    refused = ReconcileError(
+        'Pod "x" is invalid: spec.volumes[1]: Required value: must specify a volume type'
+    )
+    assert verdict([], problem=refused, uri="image://reg/a:b")[:2] == (
+        "False",
+        "ImageVolumeUnsupported",
+    )
+    assert verdict([], problem=refused, **HUB)[:2] == ("Unknown", "NotObserved")
+
+
+def test_a_claim_that_does_not_exist() -> None:
+    text = 'persistentvolumeclaim "models" not found'
+    waiting = pod(ready=False)
+    waiting["status"]["conditions"] = [
+        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
+    ]
+    status, reason, message = verdict([waiting], uri="pvc://models/x")
+    assert (status, reason) == ("False", "ModelMissing")
+    assert text in message
+
+
+async def test_pods_that_are_not_ready_are_asked_and_nonsense_is_no_answer() -> None:
+    answers = {
+        "127.0.0.1": '{"reason":"Fetching","message":"m","progress":{"done_bytes":1,"total_bytes":4}}',
+        "127.0.0.2": "<html>",
+    }
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(text=answers[request.host.partition(":")[0]])
+
+    application = web.Application()
+    application.router.add_get("/health", health)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", 0).start()
+    port = runner.addresses[0][1]
+    try:
+        pods = [pod(f"demo-decode-{i}", ready=i == 3) for i in range(4)]
+        for i, each in enumerate(pods):
+            each["status"]["podIP"] = f"127.0.0.{min(i + 1, 2) if i < 2 else 1}"
+        pods[2]["metadata"]["deletionTimestamp"] = NOW.isoformat()
+        async with aiohttp.ClientSession() as session:
+            told = await StatusProbes(session, port).loading(pods)
+            assert await StatusProbes(session, 1).loading(pods) == {}
+    finally:
+        await runner.cleanup()
+    assert told == {"demo-decode-0": Health("Fetching", "m", LoadProgress(1, 4))}
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "expected"),
+    [
+        (RUNNING, False, True),
+        (RUNNING, True, False),
+        ({"waiting": {"reason": "CrashLoopBackOff"}}, False, False),
+        (failed("FATAL ConfigInvalid: no"), False, False),
+    ],
+    ids=["it starts", "it answered its startup probe", "it waits", "it ended"],
+)
+def test_who_begins_to_run_is_asked_again_soon(
+    state: Object, started: bool, expected: bool
+) -> None:
+    member = pod(state=state, status={"podIP": "10.0.0.1"})
+    member["status"]["containerStatuses"][0]["started"] = started
+    assert is_progress_expected([member], {}) is expected
+    assert is_progress_expected([member], ON_THE_WAY), "somebody tells"
+    ready = pod(ready=True, state=RUNNING, status={"podIP": "10.0.0.1"})
+    assert not is_progress_expected([ready], {})
+
+
+def test_a_fetcher_that_is_silent_as_yet_is_asked_again_soon() -> None:
+    """Otherwise its first progress is reported twenty seconds later."""
+    waiting = {"waiting": {"reason": "PodInitializing"}}
+    assert is_progress_expected(
+        [fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {}
+    )
+    assert not is_progress_expected(
+        [fetching_pod(waiting, state=waiting, status={"podIP": "10.0.0.1"})], {}
+    )

@@ -1,0 +1,195 @@
+"""Who reaches which port of a service: the policies as built, evaluated over every pair of pods that matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton_operator.builders import coordinator, gateway
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.owner import Owner
+from baton_operator.desired import compute_desired
+from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
+from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
+from support.network_policies import Object, Pod, admits
+from support.operator.services import owner
+
+ROOT = Path(__file__).parents[4]
+CHOSEN_PORT = 41234
+"""A random port of a rank store, of gloo or of a KV transport."""
+OPERATOR_NAMESPACE = "baton-system"
+NAMESPACES = {
+    "default": {"kubernetes.io/metadata.name": "default"},
+    "other": {"kubernetes.io/metadata.name": "other"},
+    "monitoring": {"kubernetes.io/metadata.name": "monitoring"},
+    OPERATOR_NAMESPACE: {"kubernetes.io/metadata.name": OPERATOR_NAMESPACE},
+}
+SPEC: dict[str, Any] = {"prefill": {}, "decode": {"replicas": 2, "parallelism": {"expert": True}}}
+MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+
+
+def policies(service: Owner, operator_namespace: str | None = OPERATOR_NAMESPACE) -> list[Object]:
+    objects = compute_desired(service, None, operator_namespace=operator_namespace).objects
+    return [obj for obj in objects if obj["kind"] == "NetworkPolicy"]
+
+
+def pods(name: str, namespace: str = "default") -> dict[str, Pod]:
+    """One pod of each role of a service."""
+    service = owner(name, coordinator="10.0.0.1", **SPEC)
+    labels = {
+        role: MemberTemplate(service, role).pod(0)["metadata"]["labels"]
+        for role in ("prefill", "decode")
+    }
+    labels["gateway"] = gateway.deployment(service)["spec"]["template"]["metadata"]["labels"]
+    labels["coordinator"] = coordinator.deployment(service)["spec"]["template"]["metadata"][
+        "labels"
+    ]
+    return {role: Pod(namespace=namespace, labels=found) for role, found in labels.items()}
+
+
+def operator() -> Pod:
+    template = yaml.safe_load((ROOT / "manifests/operator.yaml").read_text())["spec"]["template"]
+    return Pod(namespace=OPERATOR_NAMESPACE, labels=template["metadata"]["labels"])
+
+
+def sources() -> dict[str, Pod]:
+    mine = pods("demo")
+    return {
+        **mine,
+        "operator": operator(),
+        "gateway of another service": pods("alien")["gateway"],
+        "engine of another service": pods("alien")["decode"],
+        "coordinator of another service": pods("alien")["coordinator"],
+        "a service of the same name in another namespace": pods("demo", "other")["decode"],
+        "its gateway": pods("demo", "other")["gateway"],
+        "a pod of the namespace": Pod(namespace="default", labels={"app": "web"}),
+        "a pod of another namespace": Pod(namespace="other", labels={"app": "web"}),
+        "a pod of the operator's namespace": Pod(
+            namespace=OPERATOR_NAMESPACE, labels={"app": "web"}
+        ),
+        "somebody with the operator's labels": Pod(namespace="other", labels=operator().labels),
+        "prometheus": Pod(namespace="monitoring", labels={"app": "prometheus"}),
+    }
+
+
+ENGINE_PORTS = (ENGINE_PORT, KV_PORT, ENGINE_HTTP_PORT, CHOSEN_PORT)
+COORDINATOR_PORTS = (COORDINATOR_PORT, COORDINATOR_HTTP_PORT, CHOSEN_PORT)
+ALLOWED: dict[str, dict[str, tuple[int, ...]]] = {
+    "prefill": {
+        "prefill": ENGINE_PORTS,
+        "decode": ENGINE_PORTS,
+        "gateway": (ENGINE_PORT,),
+        "operator": (ENGINE_HTTP_PORT,),
+    },
+    "coordinator": {"decode": (COORDINATOR_PORT,), "operator": (COORDINATOR_HTTP_PORT,)},
+}
+ALLOWED["decode"] = ALLOWED["prefill"]
+
+
+@pytest.mark.parametrize("target", ["prefill", "decode", "coordinator"])
+def test_engines_and_coordinator_are_reached_by_their_own_and_the_operator_only(
+    target: str,
+) -> None:
+    applied = [
+        *policies(owner(coordinator="10.0.0.1", **SPEC)),
+        *policies(owner("alien", coordinator="10.0.0.1", **SPEC)),
+    ]
+    ports = COORDINATOR_PORTS if target == "coordinator" else ENGINE_PORTS
+    reached = {
+        (name, port)
+        for name, source in sources().items()
+        for port in ports
+        if admits(applied, NAMESPACES, source, pods("demo")[target], port)
+    }
+    assert reached == {(name, port) for name, ports in ALLOWED[target].items() for port in ports}
+
+
+def test_the_gateway_is_reached_by_everybody() -> None:
+    applied = policies(owner(coordinator="10.0.0.1", **SPEC))
+    for name, source in sources().items():
+        assert admits(applied, NAMESPACES, source, pods("demo")["gateway"], GATEWAY_PORT), name
+
+
+def test_who_collects_metrics_reaches_http_and_nothing_else() -> None:
+    applied = policies(
+        owner(coordinator="10.0.0.1", security={"metricsFrom": [MONITORING]}, **SPEC)
+    )
+    prometheus, web = sources()["prometheus"], sources()["a pod of the namespace"]
+    for role, http in (
+        ("prefill", ENGINE_HTTP_PORT),
+        ("decode", ENGINE_HTTP_PORT),
+        ("coordinator", COORDINATOR_HTTP_PORT),
+    ):
+        target = pods("demo")[role]
+        ports = {*ENGINE_PORTS, *COORDINATOR_PORTS}
+        assert {
+            port for port in ports if admits(applied, NAMESPACES, prometheus, target, port)
+        } == {http}
+        assert not any(admits(applied, NAMESPACES, web, target, port) for port in ports)
+
+
+def test_an_operator_that_is_no_pod_is_not_locked_out() -> None:
+    applied = policies(owner(coordinator="10.0.0.1", **SPEC), operator_namespace=None)
+    elsewhere = sources()["a pod of another namespace"]
+    target = pods("demo")["decode"]
+    assert [
+        port for port in ENGINE_PORTS if admits(applied, NAMESPACES, elsewhere, target, port)
+    ] == [ENGINE_HTTP_PORT]
+
+
+def test_policies_can_be_switched_off_and_go_with_the_coordinator() -> None:
+    names = ("demo-members", "demo-coordinator")
+    off = compute_desired(
+        owner(coordinator="10.0.0.1", security={"networkPolicy": False}, **SPEC), None
+    )
+    assert {("NetworkPolicy", name) for name in names} <= set(off.absent)
+    assert not [obj for obj in off.objects if obj["kind"] == "NetworkPolicy"]
+    assert [policy["metadata"]["name"] for policy in policies(owner())] == ["demo-members"]
+    assert ("NetworkPolicy", "demo-coordinator") in compute_desired(owner(), None).absent
+    kept = compute_desired(owner(), None, keep_coordinator=True)
+    assert ("NetworkPolicy", "demo-coordinator") not in kept.absent
+
+
+def test_what_keeps_others_out_is_there_before_the_pods() -> None:
+    kinds = [
+        obj["kind"] for obj in compute_desired(owner(coordinator="10.0.0.1", **SPEC), None).objects
+    ]
+    assert max(i for i, kind in enumerate(kinds) if kind == "NetworkPolicy") < kinds.index(
+        "Deployment"
+    )
+
+
+def test_the_evaluator_knows_blocks_expressions_named_ports_and_ranges() -> None:
+    def policy(rule: Object) -> list[Object]:
+        spec = {"podSelector": {}, "ingress": [rule]}
+        return [{"metadata": {"namespace": "default"}, "spec": spec}]
+
+    target = Pod(namespace="default", ports={"http": 8000})
+    web = Pod(namespace="other", labels={"app": "web"}, ip="10.2.0.9")
+    block = {"ipBlock": {"cidr": "10.2.0.0/16", "except": ["10.2.1.0/24"]}}
+    assert admits(policy({"from": [block]}), NAMESPACES, web, target, 1)
+    excepted = Pod(namespace="other", ip="10.2.1.9")
+    assert not admits(policy({"from": [block]}), NAMESPACES, excepted, target, 1)
+    some = {
+        "namespaceSelector": {},
+        "podSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]},
+    }
+    assert admits(policy({"from": [some]}), NAMESPACES, web, target, 1)
+    assert not admits(policy({"from": [some]}), NAMESPACES, excepted, target, 1)
+    assert admits(policy({"ports": [{"port": "http"}]}), NAMESPACES, web, target, 8000)
+    assert not admits(policy({"ports": [{"port": "http"}]}), NAMESPACES, web, target, 8001)
+    assert admits(policy({"ports": [{"port": 5, "endPort": 9}]}), NAMESPACES, web, target, 7)
+    assert not admits(
+        policy({"ports": [{"port": 7, "protocol": "UDP"}]}), NAMESPACES, web, target, 7
+    )
+    assert not admits(
+        [{"metadata": {"namespace": "default"}, "spec": {"podSelector": {}}}],
+        NAMESPACES,
+        web,
+        target,
+        7,
+    )
+    assert admits(policy({}), NAMESPACES, web, target, 7)

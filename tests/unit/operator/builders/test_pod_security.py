@@ -1,0 +1,169 @@
+"""Every pod that the operator builds, and its own, against the restricted profile of the Pod Security Standards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton_operator.builders import coordinator, gateway
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.owner import Owner
+from baton_operator.names import MEMBER_ROLES
+from support.operator.services import owner
+from support.pod_security import violations
+
+Object = dict[str, Any]
+ROOT = Path(__file__).parents[4]
+CLAIM = {"uri": "pvc://models/x"}
+EXPERTS: Object = {"replicas": 2, "parallelism": {"expert": True, "tensor": 2}}
+
+SPECS: dict[str, Object] = {
+    "aggregated": {},
+    "prefill and decode": {
+        "prefill": {"replicas": 2},
+        "decode": {"replicas": 3, "parallelism": {"tensor": 4}},
+    },
+    "experts": {"prefill": {"parallelism": {"tensor": 2}}, "decode": EXPERTS},
+    "tuned": {
+        "engine": {"device": "cuda", "numThreads": 4, "offloadMemory": "8Gi"},
+        "kvTransfer": {"transport": "nixl"},
+    },
+    "by ingress": {
+        "gateway": {"replicas": 3, "ingress": {"host": "a.example"}, "maxConcurrentRequests": 7}
+    },
+    "with resources": {"decode": {"resources": {"limits": {"nvidia.com/gpu": 8}}}},
+    "from a hub": {"model": {"uri": "hf://acme/x@main", "credentialsSecret": "hub"}, "prefill": {}},
+    "from an object store, kept in a claim": {
+        "model": {"uri": "s3://bucket/x", "cache": {"claim": "models"}}
+    },
+    "from an image": {"model": {"uri": "image://registry.example/models/x:1"}},
+    "with keys and a certificate": {
+        "gateway": {"apiKeys": {"secretName": "keys"}, "tls": {"secretName": "certificate"}}
+    },
+    "with overlays": {
+        "decode": {
+            "template": {
+                "spec": {
+                    "nodeSelector": {"gpu": "yes"},
+                    "securityContext": {"supplementalGroups": [7]},
+                }
+            }
+        },
+        "gateway": {
+            "template": {
+                "spec": {"containers": [{"name": "gateway", "env": [{"name": "A", "value": "1"}]}]}
+            }
+        },
+    },
+}
+
+
+def templates(service: Owner) -> dict[str, Object]:
+    """Pod templates by role, that of the coordinator included."""
+    found = {
+        role: MemberTemplate(service, role).pod(0)
+        for role in MEMBER_ROLES
+        if role != "prefill" or service.has_prefill
+    }
+    deployments: dict[str, Callable[[Owner], Object]] = {
+        "gateway": gateway.deployment,
+        "coordinator": coordinator.deployment,
+    }
+    return found | {role: build(service)["spec"]["template"] for role, build in deployments.items()}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_pod_is_restricted(name: str) -> None:
+    for role, pod in templates(
+        owner(coordinator="10.0.0.1", key_name="k", **{"model": CLAIM, **SPECS[name]})
+    ).items():
+        assert violations(pod["metadata"], pod["spec"]) == [], role
+        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
+            assert container["securityContext"]["readOnlyRootFilesystem"], role
+        security = pod["spec"]["securityContext"]
+        assert security["runAsUser"] == security["runAsGroup"] == security["fsGroup"] == 65532, role
+
+
+def test_a_model_on_the_nodes_disk_is_the_one_thing_that_the_profile_refuses() -> None:
+    for role, pod in templates(owner(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)).items():
+        expected = [] if role == "coordinator" else ["volume model is a hostPath"]
+        assert violations(pod["metadata"], pod["spec"]) == expected, role
+
+
+def test_only_the_gateway_has_access_to_the_api() -> None:
+    for role, pod in templates(owner(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)).items():
+        mounted = pod["spec"].get("automountServiceAccountToken", True)
+        account = pod["spec"]["serviceAccountName"]
+        assert (mounted, account) == (
+            (True, "demo-gateway") if role == "gateway" else (False, "demo-engine")
+        ), role
+    subjects = gateway.role_binding(owner())["subjects"]
+    assert [subject["name"] for subject in subjects] == ["demo-gateway"]
+    assert gateway.role(owner())["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+    ]
+
+
+def test_the_operators_own_pod_is_restricted() -> None:
+    template = yaml.safe_load((ROOT / "manifests/operator.yaml").read_text())["spec"]["template"]
+    assert violations(template["metadata"], template["spec"]) == []
+
+
+def _set(path: str, value: Any) -> Callable[[Object], None]:
+    """A change of a pod: `path` through objects and lists, dots between."""
+
+    def change(pod: Object) -> None:
+        node: Any = pod
+        *way, last = path.split(".")
+        for step in way:
+            node = node[int(step)] if isinstance(node, list) else node.setdefault(step, {})
+        node[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.hostNetwork", True),
+        ("spec.hostPID", True),
+        ("spec.hostIPC", True),
+        ("spec.volumes", [{"name": "v", "hostPath": {"path": "/"}}]),
+        ("spec.volumes", [{"name": "v", "nfs": {"server": "s", "path": "/"}}]),
+        ("spec.securityContext.sysctls", [{"name": "kernel.msgmax", "value": "1"}]),
+        ("spec.securityContext.runAsUser", 0),
+        ("spec.securityContext.runAsNonRoot", False),
+        ("spec.securityContext.seccompProfile", {"type": "Unconfined"}),
+        ("spec.securityContext.seccompProfile", None),
+        ("spec.securityContext.seLinuxOptions", {"type": "spc_t"}),
+        ("spec.securityContext.appArmorProfile", {"type": "Unconfined"}),
+        ("spec.securityContext.windowsOptions", {"hostProcess": True}),
+        (
+            "metadata.annotations",
+            {"container.apparmor.security.beta.kubernetes.io/engine": "unconfined"},
+        ),
+        ("spec.containers.0.securityContext", None),
+        ("spec.containers.0.securityContext.privileged", True),
+        ("spec.containers.0.securityContext.allowPrivilegeEscalation", True),
+        ("spec.containers.0.securityContext.capabilities", {"drop": ["NET_RAW"]}),
+        (
+            "spec.containers.0.securityContext.capabilities",
+            {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
+        ),
+        ("spec.containers.0.securityContext.procMount", "Unmasked"),
+        ("spec.containers.0.securityContext.runAsUser", 0),
+        ("spec.containers.0.ports.0.hostPort", 80),
+        ("spec.containers.0.livenessProbe.httpGet.host", "metadata.google.internal"),
+        ("spec.initContainers", [{"name": "init"}]),
+    ],
+)
+def test_the_checker_sees_each_thing_that_the_profile_refuses(path: str, value: Any) -> None:
+    pod = copy.deepcopy(MemberTemplate(owner(model=CLAIM), "decode").pod(0))
+    assert violations(pod["metadata"], pod["spec"]) == []
+    _set(path, value)(pod)
+    assert violations(pod["metadata"], pod["spec"])

@@ -1,0 +1,401 @@
+"""The planner of expert-parallel groups: single decisions as a table, and whole stories on a simulated cluster."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from baton_operator.api import llmservice
+from baton_operator.plan.plan_expert_group import (
+    JOIN_TOGETHER,
+    UNREGISTERED,
+    ExpertGroup,
+    ExpertGroupPlan,
+    operation_id,
+    plan_expert_group,
+)
+from baton_operator.plan.plan_group import Member
+from baton_protocol.topology import (
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyStatus,
+)
+from support.operator.expert_group_simulation import Simulation
+from support.operator.services import NOW
+
+TIMEOUT_S = 60.0
+STANDBY, SERVING, LOADING = RankPhase.STANDBY, RankPhase.SERVING, RankPhase.LOADING
+
+
+def member(ordinal: int, **fields: Any) -> Member:
+    """A started member of the newest revision, but for `fields`."""
+    started = {
+        "revision": "new",
+        "ready": True,
+        "serving": True,
+        "expert_group": "g",
+        "created": NOW - 2 * JOIN_TOGETHER,
+    }
+    return Member(name=f"m-{ordinal}", ordinal=ordinal, **{**started, **fields})
+
+
+def ranks(
+    *ordinals: int, others: tuple[int, ...] = (), phase: RankPhase = STANDBY, **fields: Any
+) -> TopologyStatus:
+    """A generation of these, asked for; `others` are registered and in no topology."""
+    members = [
+        MemberStatus(name=f"m-{o}", instance_id=f"i{o}", phase=SERVING, rank=r)
+        for r, o in enumerate(ordinals)
+    ]
+    members += [MemberStatus(name=f"m-{o}", instance_id=f"i{o}", phase=phase) for o in others]
+    known = {"generation": 3, "desired": sorted(f"m-{o}" for o in ordinals), "members": members}
+    return TopologyStatus(**{**known, **fields})
+
+
+def operation(phase: OperationPhase, kind: str = "scale") -> OperationStatus:
+    return OperationStatus(operation_id="op", kind=kind, phase=phase, generation=4)
+
+
+def recorded(generation: int, *ordinals: int) -> llmservice.TopologyStatus:
+    listed = [
+        llmservice.RankStatus(name=f"m-{o}", rank=r, phase="serving")
+        for r, o in enumerate(ordinals)
+    ]
+    return llmservice.TopologyStatus(coordinator="10.96.0.9", generation=generation, ranks=listed)
+
+
+def plan(
+    members: list[Member],
+    desired: int,
+    topology: TopologyStatus | None,
+    record: llmservice.TopologyStatus | None = None,
+    name: str = "g",
+) -> ExpertGroupPlan:
+    group = ExpertGroup(
+        service_uid="uid", name=name, desired=desired, revision="new", topology=topology, recorded=record,
+        drain_timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    return plan_expert_group(members, group, NOW)
+
+
+DOWN = {"ready": False, "serving": False}
+FRESH = {**DOWN, "created": NOW - timedelta(seconds=2)}
+OLD = {"revision": "old"}
+OTHER = {"revision": "old", "expert_group": "h"}
+ALONE = {"revision": "old", "expert_group": ""}
+NO_ROOM = {**DOWN, "no_room_since": NOW - timedelta(minutes=5)}
+DRAINED = {"draining": True, "drain_started": NOW - timedelta(seconds=2), "unfinished": 0}
+NOTHING = TopologyStatus(generation=0, desired=[], members=[])
+
+DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, Any]]] = {
+    "an empty group is created at once": ([], 2, NOTHING, {"create": [0, 1]}),
+    "also without a coordinator": ([], 2, None, {"create": [0, 1]}),
+    "members that have started form a group": (
+        [member(0), member(1)], 2, ranks(others=(0, 1), generation=0), {"asked": ["m-0", "m-1"]},
+    ),
+    "they wait for one that was made a moment ago": ([member(0), member(1, **FRESH)], 2, NOTHING, {}),
+    "and not for one that does not start": ([member(0), member(1, **DOWN)], 2, NOTHING, {"asked": ["m-0"]}),
+    "ranks that leave make room for the one that is to come": (
+        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **NO_ROOM)], 1, ranks(0, 1), {"asked": ["m-0"]},
+    ),
+    "and serve on while it starts": (
+        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **DOWN)], 1, ranks(0, 1), {},
+    ),
+    "what is asked for is not asked for again": ([member(0), member(1)], 2, ranks(0, 1), {}),
+    "a group grows by pods first": ([member(0), member(1)], 4, ranks(0, 1), {"create": [2, 3]}),
+    "and asks when they have started": (
+        [member(0), member(1), member(2), member(3)], 4, ranks(0, 1, others=(2, 3)),
+        {"asked": ["m-0", "m-1", "m-2", "m-3"]},
+    ),
+    "one that only joins waits for what is being prepared": (
+        [member(0), member(1), member(2)], 3,
+        ranks(0, 1, others=(2,), operation=operation(OperationPhase.PREPARING)), {},
+    ),
+    "one that leaves does not": (
+        [member(0), member(1), member(2)], 2,
+        ranks(0, 1, 2, operation=operation(OperationPhase.PREPARING)), {"asked": ["m-0", "m-1"]},
+    ),
+    "the highest ordinals leave, by topology first": (
+        [member(0), member(1), member(2), member(3)], 2, ranks(0, 1, 2, 3), {"asked": ["m-0", "m-1"]},
+    ),
+    "one that was asked to leave stays while it is a rank": (
+        [member(0), member(1)], 1, ranks(0, 1, desired=["m-0"]), {},
+    ),
+    "one that retires and still has requests stays": (
+        [member(0), member(1)], 1, ranks(0, others=(1,), phase=SERVING), {},
+    ),
+    "one that stands by is drained": ([member(0), member(1)], 1, ranks(0, others=(1,)), {"drain": ["m-1"]}),
+    "and deleted when it has drained": (
+        [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,)), {"delete": ["m-1"]},
+    ),
+    "but not while a generation is being prepared": (
+        [member(0), member(1, **DRAINED)], 1,
+        ranks(0, others=(1,), operation=operation(OperationPhase.PREPARING)), {},
+    ),
+    "nor while one is committed": (
+        [member(0), member(1, **DRAINED)], 1,
+        ranks(0, others=(1,), operation=operation(OperationPhase.COMMITTING)), {},
+    ),
+    "nor while it is asked for": (
+        [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,), desired=["m-0", "m-1"]), {"asked": ["m-0"]},
+    ),
+    "nobody is deleted while the coordinator is away": ([member(0), member(1, **DRAINED)], 1, None, {}),
+    "but one that failed": ([member(0), member(1, **DOWN, failed=True)], 2, None, {"delete": ["m-1"], "create": [2]}),
+    "one that failed as a rank is replaced": (
+        [member(0), member(1, **DOWN, failed=True)], 2, ranks(0, 1),
+        {"delete": ["m-1"], "create": [2], "asked": ["m-0"]},
+    ),
+    "one that failed at once is held, and not replaced yet": (
+        [member(0), member(1, **FRESH, failed=True)], 2, ranks(0, desired=["m-0"]), {},
+    ),
+    "a rank whose container restarts is waited for": ([member(0), member(1, **DOWN)], 2, ranks(0, 1), {}),
+    "surplus that never started is deleted": ([member(0), member(1, **DOWN)], 1, ranks(0), {"delete": ["m-1"]}),
+    "one that somebody deletes leaves the topology": (
+        [member(0), member(1, deletion=NOW)], 2, ranks(0, 1), {"asked": ["m-0"], "create": [2]},
+    ),
+    "a new revision begins with a pod more": (
+        [member(0, **OLD), member(1, **OLD)], 2, ranks(0, 1), {"create": [2]},
+    ),
+    "which joins while both old ones stay": (
+        [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, others=(2,)),
+        {"asked": ["m-0", "m-1", "m-2"]},
+    ),
+    "then one old one leaves": (
+        [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, 2), {"asked": ["m-0", "m-2"]},
+    ),
+    "a revision that does not start replaces nobody": (
+        [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 2, ranks(0, 1), {},
+    ),
+    "a group scaled to zero keeps one rank first": (
+        [member(0), member(1)], 0, ranks(0, 1), {"asked": ["m-0"]},
+    ),
+    "the last rank drains as one": ([member(0)], 0, ranks(0), {"drain": ["m-0"]}),
+    "and goes when nothing is unfinished": ([member(0, **DRAINED)], 0, ranks(0), {"delete": ["m-0"]}),
+    "a group that grows again leaves the draining one out": (
+        [member(0, **DRAINED), member(1)], 1, ranks(0, others=(1,)), {"asked": ["m-1"]},
+    ),
+    "engines of their own are replaced by ranks one at a time": (
+        [member(0, **ALONE), member(1, **ALONE)], 2, NOTHING, {"create": [2]},
+    ),
+    "the first drains when the first rank serves": (
+        [member(0, **ALONE), member(1, **ALONE), member(2)], 2, ranks(2), {"drain": ["m-1"]},
+    ),
+    "and is deleted when it has drained": (
+        [member(0, **ALONE), member(1, **ALONE, **DRAINED), member(2)], 2, ranks(2), {"delete": ["m-1"]},
+    ),
+    "another model's group goes on until a pod has started": (
+        [member(0, **OTHER), member(1, **OTHER), member(2, **FRESH)], 2, ranks(0, 1), {},
+    ),
+    "is then scaled down to one": (
+        [member(0, **OTHER), member(1, **OTHER), member(2)], 2, ranks(0, 1, others=(2,)), {"asked": ["m-0"]},
+    ),
+    "which drains": (
+        [member(0, **OTHER), member(2)], 2, ranks(0, others=(2,)), {"drain": ["m-0"], "create": [1]},
+    ),
+    "and when it has gone the new group is formed": (
+        [member(1), member(2)], 2, ranks(others=(1, 2), generation=0), {"asked": ["m-1", "m-2"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("members", "desired", "topology", "step"), DECISIONS.values(), ids=DECISIONS.keys()
+)
+def test_decision(
+    members: list[Member], desired: int, topology: TopologyStatus | None, step: dict[str, Any]
+) -> None:
+    result = plan(members, desired, topology)
+    assert result.create == step.get("create", [])
+    assert result.drain == step.get("drain", [])
+    assert [deletion.name for deletion in result.delete] == step.get("delete", [])
+    assert (result.request.members if result.request else None) == step.get("asked")
+
+
+def test_ranks_that_a_new_coordinator_does_not_know_yet_are_members() -> None:
+    starting = TopologyStatus(generation=0, desired=[], members=[])
+    members = [member(0), member(1), member(2, **DOWN)]
+    asked = plan(members, 2, starting, recorded(7, 0, 1, 2)).request
+    assert asked
+    assert asked.members == ["m-0", "m-1"]
+    assert plan(members, 2, starting, recorded(7, 0, 1, 2)).delete == []
+    partly = ranks(0, generation=7)
+    assert plan([member(0), member(1, **DRAINED)], 1, partly, recorded(7, 0, 1)).delete == []
+    newer = ranks(0, generation=8, others=(1,))
+    assert [
+        each.name
+        for each in plan([member(0), member(1, **DRAINED)], 1, newer, recorded(7, 0, 1)).delete
+    ] == ["m-1"]
+
+
+def test_one_that_never_registered_is_deleted_only_after_a_while() -> None:
+    soon = member(1, draining=True, drain_started=NOW - UNREGISTERED / 2, unfinished=0)
+    late = member(1, draining=True, drain_started=NOW - UNREGISTERED, unfinished=0)
+    assert plan([member(0), soon], 1, ranks(0)).delete == []
+    assert [each.name for each in plan([member(0), late], 1, ranks(0)).delete] == ["m-1"]
+
+
+@pytest.mark.parametrize("topology", [ranks(0), NOTHING], ids=["listed", "recorded"])
+@pytest.mark.parametrize("container", [{}, DOWN], ids=["runs", "is down"])
+def test_the_last_rank_drains_whether_its_container_runs_or_not(
+    topology: TopologyStatus, container: dict[str, Any]
+) -> None:
+    def step(**fields: Any) -> tuple[list[str], list[str]]:
+        result = plan([member(0, **container, **fields)], 0, topology, recorded(3, 0))
+        return result.drain, [each.name for each in result.delete]
+
+    assert step() == (["m-0"], [])
+    soon = {**DRAINED, "drain_started": NOW - UNREGISTERED / 2}
+    is_known = topology is not NOTHING and not container
+    assert step(**soon) == ([], ["m-0"] if is_known else []), "its process may be about to register"
+    assert step(**{**DRAINED, "drain_started": NOW - UNREGISTERED}) == ([], ["m-0"])
+
+
+def test_ranks_whose_containers_are_all_down_do_not_keep_a_group_from_zero() -> None:
+    down = plan([member(0, **DOWN), member(1, **DOWN)], 0, NOTHING, recorded(3, 0, 1))
+    assert (down.drain, down.delete) == (["m-0", "m-1"], [])
+    marked = {**DOWN, "draining": True, "drain_started": NOW - UNREGISTERED}
+    members = [member(0, **marked), member(1, **marked)]
+    assert [each.name for each in plan(members, 0, NOTHING, recorded(3, 0, 1)).delete] == [
+        "m-0",
+        "m-1",
+    ]
+    assert plan([member(0), *members[1:]], 0, NOTHING, recorded(3, 0, 1)).delete == [], (
+        "one of them runs again"
+    )
+
+
+def test_an_earlier_engine_of_its_own_leaves_before_the_last_rank_does() -> None:
+    members = [member(0, **OLD), member(1, **ALONE), member(2, expert_group="")]
+    assert plan(members, 2, ranks(0), name="").drain == ["m-1"], "two others serve"
+    assert (
+        plan([*members[:2], member(2, **DOWN, expert_group="")], 2, ranks(0), name="").drain == []
+    )
+
+
+def test_an_operation_is_named_after_what_is_observed_and_after_the_one_before_it() -> None:
+    group = ExpertGroup(
+        service_uid="uid",
+        name="g",
+        desired=2,
+        revision="new",
+        topology=None,
+        drain_timeout_s=TIMEOUT_S,
+    )
+    done = operation(OperationPhase.DONE)
+    first = operation_id(group, ["m-0", "m-1"], ranks(0))
+    assert first == operation_id(group, ["m-0", "m-1"], ranks(0))
+    assert first != operation_id(group, ["m-0"], ranks(0))
+    assert first != operation_id(group, ["m-0", "m-1"], ranks(0, generation=4))
+    assert first != operation_id(group, ["m-0", "m-1"], ranks(0, operation=done))
+
+
+def test_what_is_under_way_is_looked_at_again_and_what_is_at_rest_is_not() -> None:
+    assert plan([member(0)], 1, ranks(0)).revisit_s is None
+    assert (
+        plan([member(0)], 1, ranks(0, operation=operation(OperationPhase.DONE))).revisit_s is None
+    )
+    assert plan([member(0)], 1, ranks(0, operation=operation(OperationPhase.WAITING))).revisit_s
+    assert (
+        plan(
+            [], 0, ranks(desired=["m-0"], operation=operation(OperationPhase.WAITING, "form"))
+        ).revisit_s
+        is None
+    )
+    assert plan([member(0)], 1, None).revisit_s
+    assert plan([member(0), member(1)], 1, ranks(0, 1)).revisit_s
+    assert plan([member(0), member(1, **FRESH)], 2, ranks(0)).revisit_s, (
+        "its patience ends without an event"
+    )
+
+
+def grown(desired: int) -> Simulation:
+    simulation = Simulation(desired=desired)
+    simulation.settle()
+    return simulation
+
+
+def test_a_group_forms_grows_and_shrinks_in_one_operation_each() -> None:
+    simulation = grown(2)
+    for desired in (4, 3, 6, 2):
+        simulation.desired = desired
+        simulation.settle()
+    assert [len(request.members) for request in simulation.requests] == [2, 4, 3, 6, 2]
+    assert len({request.operation_id for request in simulation.requests}) == 5
+
+
+def test_asking_again_for_members_that_were_left_is_another_operation() -> None:
+    simulation = grown(1)
+    for desired in (2, 1, 2):
+        simulation.desired = desired
+        simulation.settle()
+    twice = [request.operation_id for request in simulation.requests if len(request.members) == 2]
+    assert len(set(twice)) == 2
+
+
+def test_a_new_revision_never_costs_a_serving_rank() -> None:
+    simulation = grown(3)
+    simulation.revision = "r1"
+    for _ in range(60):
+        simulation.reconcile()
+        simulation.world(lambda: True, 1.0)
+        assert len(simulation.ranks) >= 3
+        assert len(simulation.pods) <= 4
+    assert simulation.is_settled()
+
+
+def test_a_failed_operation_leaves_the_old_topology_alone_until_it_succeeds() -> None:
+    simulation = grown(2)
+    simulation.desired, simulation.fail_next = 3, True
+    before = dict(simulation.ranks)
+    for _ in range(20):
+        simulation.reconcile()
+        simulation.world(lambda: True, 1.0)
+        if simulation.operation and simulation.operation.phase is OperationPhase.FAILED:
+            break
+    else:
+        raise AssertionError("no operation failed")
+    assert simulation.ranks == before
+    simulation.settle()
+    assert len(simulation.ranks) == 3
+
+
+def test_a_coordinator_that_is_away_stops_deletions_and_nothing_else() -> None:
+    simulation = grown(3)
+    simulation.coordinator_dies()
+    simulation.desired = 1
+    before = dict(simulation.ranks)
+    for _ in range(10):
+        plan = simulation.reconcile()
+        assert not plan.delete
+        assert not plan.drain
+        simulation.world(lambda: True, 1.0)
+    assert simulation.ranks == before
+    simulation.settle()
+
+
+def test_ranks_with_an_earlier_key_whom_the_new_coordinator_cannot_hear_drain_and_go() -> None:
+    others = [member(0, expert_group="old key"), member(1, expert_group="old key")]
+    coordinator = ranks(others=(2,), generation=0)
+    held_up = plan([*others, member(2)], 2, coordinator, recorded(3, 0, 1))
+    assert held_up.drain == [], (
+        "ranks that are recorded count until the coordinator knows better, which it never does"
+    )
+    first = plan([*others, member(2)], 2, coordinator, recorded(3))
+    assert (sorted(first.drain), first.request) == (["m-0", "m-1"], None)
+    since = NOW - timedelta(seconds=TIMEOUT_S)
+    left = [member(o, expert_group="old key", draining=True, drain_started=since) for o in (0, 1)]
+    assert {
+        deletion.name for deletion in plan([*left, member(2)], 2, coordinator, recorded(3)).delete
+    } == {
+        "m-0",
+        "m-1",
+    }
+    formed = plan(
+        [member(2), member(3)], 2, ranks(others=(2, 3), generation=0), recorded(3)
+    ).request
+    assert formed is not None
+    assert formed.members == ["m-2", "m-3"]

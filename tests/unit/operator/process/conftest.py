@@ -1,0 +1,64 @@
+"""An operator process on an API server of its own, for each module of tests that asks for one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton_kube.client import connect
+from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.real import find_assets
+from pocketkube.ports import free_ports
+from support.operator.api_server import api_server
+from support.operator.operator_process import RESYNC_S, Operator, install
+
+
+@pytest.fixture(scope="module")
+def kubeconfigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("control-plane")
+    binaries = find_assets()
+    assert binaries
+    with api_server(binaries, folder) as configs:
+        asyncio.run(install(configs["admin"]))
+        yield configs
+
+
+@pytest.fixture(scope="module")
+def operator(
+    kubeconfigs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operator]:
+    log = tmp_path_factory.mktemp("operator") / "log"
+    [port] = free_ports(1)
+    command = [
+        sys.executable,
+        "-m",
+        "baton_operator.cli",
+        "--kubeconfig",
+        str(kubeconfigs["operator"]),
+    ]
+    command += ["--host", "127.0.0.1", "--http-port", str(port), "--resync", str(RESYNC_S)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        yield Operator(port)
+        assert process.poll() is None, f"the operator ended:\n{log.read_text()[-3000:]}"
+        process.terminate()
+        assert process.wait(20) == 0, log.read_text()[-3000:]
+        assert "Traceback" not in log.read_text(), log.read_text()
+        assert "forbidden: user" not in log.read_text().lower(), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+async def kube(kubeconfigs: dict[str, Path], operator: Operator) -> AsyncIterator[Kube]:
+    async with connect(kubeconfigs["admin"]) as connection:
+        client = Kube(connection)
+        await client.discover()
+        yield client

@@ -1,0 +1,100 @@
+"""`baton-operator` exits with one line that names the problem if it cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kubernetes.aio.config import ConfigException
+
+from baton_kube.client import connect
+
+
+def kubeconfig(cluster: object) -> str:
+    content = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": cluster}],
+        "users": [{"name": "u", "user": {}}],
+    }
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a: [",
+        b"- 1",
+        b"clusters: 3",
+        b"",
+        b"\xff\xfe\x00",
+        kubeconfig(3).encode(),
+        kubeconfig(
+            {"server": "https://127.0.0.1:1", "certificate-authority-data": "QUJD"}
+        ).encode(),
+    ],
+)
+async def test_what_is_no_kubeconfig_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_bytes(content)
+    with pytest.raises(ConfigException, match=f"{path} is no kubeconfig"):
+        async with connect(str(path)):
+            pass
+
+
+async def test_a_usable_one_connects_and_errors_of_its_use_pass(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(kubeconfig({"server": "https://127.0.0.1:1"}))
+    with pytest.raises(TypeError, match="of its user"):
+        async with connect(str(path)):
+            raise TypeError("of its user")
+
+
+def test_the_operator_ends_with_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text("a: [\n  - b\n c")
+    command = [
+        sys.executable,
+        "-m",
+        "baton_operator.cli",
+        "--kubeconfig",
+        str(path),
+        "--http-port",
+        "0",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 78
+    assert ended.stderr.splitlines()[-1].startswith(
+        f"FATAL ConfigurationError: cannot access the cluster: {path} is no "
+    )
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(kubeconfig({"server": "http://127.0.0.1:1"}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--kubeconfig", str(path), "--host", "127.0.0.1", "--http-port", port]
+        command = [sys.executable, "-m", "baton_operator.cli", *flags]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].endswith(
+        f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    )
+    assert "Traceback" not in ended.stderr
+
+
+def test_kopf_run_ends_without_a_kubeconfig(tmp_path: Path) -> None:
+    path = tmp_path / "missing"
+    command = [sys.executable, "-m", "kopf", "run", "-m", "baton_operator.handlers", "-n", "x"]
+    environment = {**os.environ, "KUBECONFIG": str(path)}
+    environment.pop("KUBERNETES_SERVICE_HOST", None)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert str(path) in ended.stderr

@@ -1,0 +1,115 @@
+"""kopf in its thread: restarted when it ends or its watches get no answer, and stopped with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton_operator import process
+from baton_operator.process import KopfHangsError
+
+
+class Watched:
+    """The part of a Runtime that `watch` looks at."""
+
+    def __init__(self) -> None:
+        self.kube = SimpleNamespace(http_routes=False)
+        self.answered_at = time.monotonic()
+        self.starts = 0
+
+    async def wait_for_crd(self) -> None:
+        self.starts += 1
+
+
+async def never_ends() -> None:
+    """A task that takes no notice of being cancelled."""
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
+@pytest.fixture
+def hanging_kopf(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def spawn_tasks(*, stop_flag: asyncio.Event, **_: Any) -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(stop_flag.wait())]
+
+    async def run_tasks(tasks: list[asyncio.Task[Any]], **_: Any) -> None:
+        await never_ends()
+
+    monkeypatch.setattr(process.kopf, "spawn_tasks", spawn_tasks)
+    monkeypatch.setattr(process.kopf, "run_tasks", run_tasks)
+    monkeypatch.setattr(process, "STOP_TRY_S", 0.05)
+
+
+@pytest.mark.usefixtures("hanging_kopf")
+async def test_a_stop_that_hangs_ends_by_a_deadline() -> None:
+    runtime: Any = Watched()
+    running = asyncio.ensure_future(process.run_kopf(runtime, []))
+    await asyncio.sleep(0)
+    running.cancel()
+    async with asyncio.timeout(30):
+        with pytest.raises(KopfHangsError):
+            await running
+
+
+@pytest.mark.usefixtures("hanging_kopf")
+async def test_the_whole_process_is_told_of_a_stop_that_hangs() -> None:
+    runtime: Any = Watched()
+    watching = asyncio.ensure_future(process.watch(runtime, []))
+    await asyncio.sleep(0.05)
+    watching.cancel()
+    async with asyncio.timeout(30):
+        with pytest.raises(KopfHangsError):
+            await watching
+
+
+async def starts_again(monkeypatch: pytest.MonkeyPatch, runtime: Any, kopf: Any) -> None:
+    """Returns when `watch` has started `kopf` a third time."""
+    monkeypatch.setattr(process, "run_kopf", kopf)
+    monkeypatch.setattr(process, "RESTART_S", 0.01)
+    monkeypatch.setattr(process, "CHECK_S", 0.01)
+    watching = asyncio.ensure_future(process.watch(runtime, []))
+    try:
+        async with asyncio.timeout(30):
+            while runtime.starts < 3:
+                await asyncio.sleep(0.01)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_kopf_is_started_again_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ends(runtime: Any, namespaces: Any) -> None:
+        raise RuntimeError("a watch was refused for good")
+
+    await starts_again(monkeypatch, Watched(), ends)
+
+
+async def test_kopf_is_started_again_when_it_gets_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when it waits for credentials."""
+    monkeypatch.setattr(process, "SILENCE_S", 0.05)
+
+    async def waits(runtime: Any, namespaces: Any) -> None:
+        await asyncio.Event().wait()
+
+    await starts_again(monkeypatch, Watched(), waits)
+
+
+async def test_kopf_is_started_again_when_there_is_another_kind_to_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime: Any = Watched()
+
+    async def waits(runtime: Any, namespaces: Any) -> None:
+        runtime.kube.http_routes = not runtime.kube.http_routes
+        await asyncio.Event().wait()
+
+    await starts_again(monkeypatch, runtime, waits)

@@ -1,0 +1,370 @@
+"""The operator process: services start, change and shrink, ranks follow their coordinator, keys are drawn."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_kube.client import KubeError
+from baton_operator.builders import service_key
+from baton_operator.kube.kinds import Kube
+from baton_operator.names import GROUP
+from baton_operator.observe.observation import is_ready
+from baton_protocol.config import EngineConfig
+from support.operator.fake_members import DrainingEngine, FakeCoordinator, serve_drain
+from support.operator.operator_process import (
+    NAMESPACE,
+    Cluster,
+    Object,
+    Operator,
+    eventually,
+    needs_api_server,
+)
+
+pytestmark = needs_api_server
+
+
+async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
+    experts = Cluster(kube, "experts")
+    await experts.create(decode={"replicas": 2, "parallelism": {"expert": True}})
+    await experts.names("decode-0", "decode-1")
+    service = await kube.read("Service", NAMESPACE, "experts-coordinator")
+    assert service
+    address = service["spec"]["clusterIP"]
+    pods = await experts.pods()
+    volumes = pods["experts-decode-0"]["spec"]["volumes"]
+    (name,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+    config_map = await kube.read("ConfigMap", NAMESPACE, name)
+    assert config_map
+    parallel = msgspec.json.decode(config_map["data"]["decode.json"], type=EngineConfig).parallel
+    assert (parallel.enable_expert_parallel, parallel.coordinator) == (True, f"{address}:5560")
+    deployment = await kube.read("Deployment", NAMESPACE, "experts-coordinator")
+    assert deployment
+    assert (
+        deployment["spec"]["template"]["spec"]["containers"][0]["command"][0] == "baton-coordinator"
+    )
+    await experts.condition("Scaling", "Unknown", "CoordinatorUnreachable")
+
+    coordinator = FakeCoordinator()
+    async with coordinator.serve(address):
+        # Forms when both have started.
+        for pod in ("decode-0", "decode-1"):
+            await experts.run(pod, ready=False)
+        await coordinator.requested("experts-decode-0", "experts-decode-1")
+        await experts.condition("Scaling", "True", "Forming")
+        coordinator.commit()
+        for pod in ("decode-0", "decode-1"):
+            await experts.run(pod)
+        await experts.condition("Scaling", "False", "AtRest")
+        await experts.condition("DecodeReady", "True")
+        topology = (await experts.service())["status"]["decode"]["topology"]
+        assert topology["generation"] == 1
+        assert topology["ranks"][1] == {"name": "experts-decode-1", "rank": 1, "phase": "serving"}
+        assert topology["operation"]["phase"] == "done"
+        assert topology["operation"]["seconds"] == {"waiting": 0.25}
+
+        # Grows by a pod; the first try fails.
+        await experts.patch({"decode": {"replicas": 3}})
+        await experts.names("decode-0", "decode-1", "decode-2")
+        await experts.run("decode-2", ready=False)
+        await coordinator.requested("experts-decode-0", "experts-decode-1", "experts-decode-2")
+        await experts.condition("Scaling", "True", "ScalingUp")
+        coordinator.fail("decode-2: no memory")
+        failed = await experts.condition("Scaling", "False", "ScaleFailed")
+        assert "decode-2: no memory" in failed["message"]
+        await experts.condition("DecodeReady", "False", "ScaleFailed")
+        coordinator.commit()
+        await experts.run("decode-2")
+        await experts.condition("DecodeReady", "True")
+
+        # Shrinks: the pod stays while it is a rank.
+        await experts.patch({"decode": {"replicas": 2}})
+        await coordinator.requested("experts-decode-0", "experts-decode-1")
+        await experts.condition("Scaling", "True", "ScalingDown")
+        assert len(await experts.pods()) == 3
+        engine = DrainingEngine(unfinished=0)
+        runner = await serve_drain("127.201.0.1", engine)
+        try:
+            coordinator.commit()
+            await experts.names("decode-0", "decode-1")
+        finally:
+            await runner.cleanup()
+        await experts.condition("DecodeReady", "True")
+
+        async def told() -> Any:
+            events = await kube.list_all("Event", NAMESPACE)
+            mine = {
+                event["reason"] for event in events if event["involvedObject"]["name"] == "experts"
+            }
+            return {
+                "TopologyOperationStarted",
+                "TopologyOperationFailed",
+                "TopologyOperationEnded",
+            } <= mine
+
+        await eventually(told, "the events of the operations")
+
+    # No member is deleted while the topology is not known.
+    await experts.patch({"decode": {"replicas": 1}})
+    await experts.condition("Scaling", "Unknown", "CoordinatorUnreachable")
+    assert len(await experts.pods()) == 2
+
+
+async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
+    plain = Cluster(kube, "plain")
+    await plain.create(
+        decode={"replicas": 1, "parallelism": {"expert": True}}, drainTimeoutSeconds=0
+    )
+    before = await plain.names("decode-0")
+    await plain.patch({"decode": {"parallelism": {"expert": False}}})
+
+    async def replaced() -> bool:
+        pods = await plain.pods()
+        return bool(pods) and all(
+            p["metadata"]["uid"] != before["plain-decode-0"]["metadata"]["uid"]
+            for p in pods.values()
+        )
+
+    async def gone() -> bool:
+        found = [
+            await kube.read(kind, NAMESPACE, "plain-coordinator")
+            for kind in ("Deployment", "Service")
+        ]
+        return not any(found)
+
+    await eventually(replaced, "the rank to be replaced by an engine of its own")
+    await eventually(gone, "the coordinator's Deployment and Service to be deleted")
+    status = (await plain.service())["status"]
+    assert "topology" not in status["decode"]
+    assert "Scaling" not in {condition["type"] for condition in status["conditions"]}
+
+
+async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
+    demo = Cluster(kube, "demo")
+    await demo.create(
+        prefill={}, decode={"replicas": 2}, gateway={"ingress": {"host": "demo.localhost"}}
+    )
+    pods = await demo.names("prefill-0", "decode-0", "decode-1")
+    starting = await demo.condition("Ready", "False", "Starting")
+    assert pods["demo-decode-0"]["spec"]["containers"][0]["command"][0] == "baton-engine"
+    for pod in ("prefill-0", "decode-0", "decode-1"):
+        await demo.run(pod)
+    await demo.run_gateway()
+    ready = await demo.condition("Ready", "True", "AllGroupsReady")
+    assert ready["lastTransitionTime"] >= starting["lastTransitionTime"]
+    status = (await demo.service())["status"]
+    gateway = await kube.read("Service", NAMESPACE, "demo-gateway")
+    assert gateway
+    assert status["endpoint"] == f"http://{gateway['spec']['clusterIP']}"
+    assert status["ingressEndpoint"] == "http://demo.localhost"
+    selector = f"{GROUP}/service=demo,{GROUP}/role=decode"
+    assert {"desired": 2, "ready": 2, "replicas": 2, "selector": selector}.items() <= status[
+        "decode"
+    ].items()
+    service = await demo.service()
+    assert "finalizers" not in service["metadata"]
+    assert "annotations" not in service["metadata"]
+
+
+async def test_a_steady_service_is_not_written_again(kube: Kube, operator: Operator) -> None:
+    steady = Cluster(kube, "steady")
+    await steady.create()
+    await steady.names("decode-0")
+    await steady.run("decode-0")
+    await steady.run_gateway()
+    await steady.condition("Ready", "True")
+
+    async def versions() -> dict[str, str]:
+        kinds = (
+            "LLMService",
+            "Deployment",
+            "Service",
+            "ServiceAccount",
+            "Role",
+            "RoleBinding",
+            "Pod",
+            "ConfigMap",
+        )
+        objects = [(kind, obj) for kind in kinds for obj in await kube.list_all(kind, NAMESPACE)]
+        return {
+            f"{kind}/{obj['metadata']['name']}": obj["metadata"]["resourceVersion"]
+            for kind, obj in objects
+            if obj["metadata"]["name"].startswith("steady")
+        }
+
+    before = await versions()
+    await operator.look_around(times=4)
+    assert await versions() == before
+
+
+async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
+    shrink = Cluster(kube, "shrink")
+    await shrink.create(decode={"replicas": 2})
+    await shrink.names("decode-0", "decode-1")
+    secret = await kube.read("Secret", NAMESPACE, "shrink-key")
+    assert secret
+    engine = DrainingEngine(unfinished=2, key=service_key.read(secret))
+    runner = await serve_drain("127.201.0.2", engine)
+    try:
+        await shrink.run("decode-0")
+        await shrink.run("decode-1", ip="127.201.0.2")
+        await shrink.condition("DecodeReady", "True")
+        await shrink.patch({"decode": {"replicas": 1}})
+
+        async def draining() -> Any:
+            annotations = (await shrink.pods())["shrink-decode-1"]["metadata"].get(
+                "annotations", {}
+            )
+            return annotations.get(f"{GROUP}/draining") == "true"
+
+        await eventually(draining, "decode-1 to be marked as draining")
+
+        async def asked_again() -> bool:
+            return engine.asked > 3
+
+        await eventually(asked_again, "the engine to be asked more than once")
+        assert "shrink-decode-1" in await shrink.pods(), "deleted with two requests unfinished"
+        engine.unfinished = 0
+        await shrink.names("decode-0")
+        assert engine.refused == 0
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator: Operator) -> None:
+    roll = Cluster(kube, "roll")
+    in_place = {"decode": {"maxSurge": 0, "maxUnavailable": 1}}
+    await roll.create(decode={"replicas": 2}, drainTimeoutSeconds=0, updateStrategy=in_place)
+    old = await roll.names("decode-0", "decode-1")
+    for pod in ("decode-0", "decode-1"):
+        await roll.run(pod)
+    await roll.condition("DecodeReady", "True")
+    await roll.patch({"engine": {"maxNumSeqs": 7}})
+
+    def replaced(name: str) -> Callable[[], Any]:
+        async def check() -> Any:
+            pods = await roll.pods()
+            assert len(pods) >= 1
+            new = pods.get(name)
+            return new and new["metadata"]["uid"] != old[name]["metadata"]["uid"]
+
+        return check
+
+    await eventually(replaced("roll-decode-1"), "decode-1 to be replaced")
+    await roll.condition("DecodeReady", "False")
+    await operator.look_around(times=3)
+    assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"][
+        "metadata"
+    ]["uid"]
+    await roll.run("decode-1")
+    await eventually(replaced("roll-decode-0"), "decode-0 to be replaced")
+    await roll.run("decode-0")
+    await roll.condition("DecodeReady", "True")
+
+    async def one_configuration() -> Any:
+        found = await kube.list_all(
+            "ConfigMap", NAMESPACE, {f"{GROUP}/service": "roll", f"{GROUP}/role": "decode"}
+        )
+        return len(found) == 1
+
+    await eventually(one_configuration, "the old ConfigMap to be collected")
+
+
+def key_of(pod: Object) -> str:
+    """What names the key that a pod was made with."""
+    return str(pod["metadata"]["annotations"][f"{GROUP}/service-key"])
+
+
+async def test_a_service_has_a_key_that_is_drawn_once_and_that_nobody_can_change(
+    kube: Kube,
+) -> None:
+    service = Cluster(kube, "secretive")
+    await service.create(decode={"replicas": 1})
+    await service.names("decode-0")
+    drawn = await kube.read("Secret", NAMESPACE, "secretive-key")
+    assert drawn is not None
+    assert len(bytes.fromhex(base64.b64decode(drawn["data"]["key"]).decode())) == 32
+    await service.patch({"decode": {"replicas": 2}})
+    await service.names("decode-0", "decode-1")
+    assert await kube.read("Secret", NAMESPACE, "secretive-key") == drawn
+    with pytest.raises(KubeError, match="immutable"):
+        await kube.merge("Secret", NAMESPACE, "secretive-key", {"data": {"key": "eA=="}})
+
+
+async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
+    kube: Kube, operator: Operator
+) -> None:
+    service = Cluster(kube, "rotated")
+    await service.create(prefill={}, decode={"replicas": 2}, drainTimeoutSeconds=0)
+    old = await service.names("prefill-0", "decode-0", "decode-1")
+    for pod in ("prefill-0", "decode-0", "decode-1"):
+        await service.run(pod)
+    await service.condition("DecodeReady", "True")
+    drawn = await kube.read("Secret", NAMESPACE, "rotated-key")
+    assert drawn is not None
+    await kube.delete("Secret", NAMESPACE, "rotated-key", drawn["metadata"]["uid"])
+
+    async def drawn_anew() -> Any:
+        found = await kube.read("Secret", NAMESPACE, "rotated-key")
+        return found and found["data"] != drawn["data"]
+
+    await eventually(drawn_anew, "another key")
+    old_key = key_of(old["rotated-decode-0"])
+
+    async def decode_pods() -> list[Object]:
+        return [pod for name, pod in (await service.pods()).items() if "-decode-" in name]
+
+    async def begun() -> Any:
+        return [pod for pod in await decode_pods() if key_of(pod) != old_key]
+
+    await eventually(begun, "a decode pod with another key")
+    await operator.look_around(times=3)
+    assert [pod for pod in await decode_pods() if key_of(pod) == old_key], (
+        "all went although no new one is ready"
+    )
+
+    async def done() -> bool:
+        pods = await decode_pods()
+        for pod in pods:
+            if key_of(pod) != old_key and not is_ready(pod):
+                await service.run(pod["metadata"]["name"].removeprefix("rotated-"))
+        return len(pods) == 2 and all(key_of(pod) != old_key for pod in pods)
+
+    await eventually(done, "all decode pods to be replaced")
+    gateway = await kube.read("Deployment", NAMESPACE, "rotated-gateway")
+    assert gateway
+    assert key_of(gateway["spec"]["template"]) != old_key
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_kubectl_applies_the_generated_files_as_they_are(
+    kubeconfigs: dict[str, Path], operator: Operator
+) -> None:
+    manifests = Path(__file__).parents[4] / "manifests"
+    for path in ("crd", "rbac", "operator.yaml"):
+        # Servers before 1.25 know no rules in schemas, and validation refuses them.
+        command = [
+            "kubectl",
+            "--kubeconfig",
+            str(kubeconfigs["admin"]),
+            "apply",
+            "--validate=false",
+            "-f",
+            str(manifests / path),
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+    columns = subprocess.run(
+        ["kubectl", "--kubeconfig", str(kubeconfigs["admin"]), "get", "llms"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\n")[0]
+    assert columns.split() == ["NAME", "READY", "REASON", "PREFILL", "DECODE", "ENDPOINT", "AGE"]

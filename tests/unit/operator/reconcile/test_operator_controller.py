@@ -1,0 +1,237 @@
+"""The controller: one reconcile at a time per service, none lost, retries, and the freshness of reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+
+from baton_kube.client import KubeError
+from baton_operator import controller as module
+from baton_operator.controller import Controller, Outcome, Reconcile
+from baton_operator.names import Key
+from baton_operator.observe.freshness import Freshness, StaleReadError
+
+A, B = Key("ns", "a"), Key("ns", "b")
+NOTHING = Outcome()
+
+
+@asynccontextmanager
+async def running(reconcile: Reconcile) -> AsyncIterator[Controller]:
+    controller = Controller(reconcile)
+    task = asyncio.create_task(controller.run())
+    try:
+        yield controller
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(check: Callable[[], bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(60):
+            while not check():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"waited 60 s for {what}") from None
+
+
+async def test_a_service_is_never_reconciled_twice_at_once_and_no_change_is_lost() -> None:
+    started: list[Key] = []
+    release = asyncio.Event()
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        started.append(key)
+        await release.wait()
+        return NOTHING
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        await until(lambda: started == [A], "the first reconcile")
+        for _ in range(5):
+            controller.add(A)
+        controller.add(B)
+        await until(lambda: started == [A, B], "another service's reconcile")
+        release.set()
+        await until(lambda: started == [A, B, A], "one more reconcile of the first service")
+        await until(
+            lambda: controller.queue_depth == 0 and controller.longest_s == 0,
+            "the controller to come to rest",
+        )
+        assert started == [A, B, A], "five changes are one reconcile"
+
+
+async def test_a_failing_service_is_retried_and_the_others_go_on() -> None:
+    visits: list[Key] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        visits.append(key)
+        if key == A and visits.count(A) < 3:
+            raise OSError("no route")
+        return NOTHING
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        controller.add(B)
+        await until(
+            lambda: visits.count(A) == 3 and B in visits, "three reconciles of the failing service"
+        )
+
+
+async def test_a_service_comes_back_after_the_time_it_asked_for() -> None:
+    visits = 0
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        nonlocal visits
+        visits += 1
+        return Outcome(0.01 if visits < 4 else None)
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        await until(lambda: visits == 4, "four reconciles")
+
+
+async def test_services_known_before_the_start_are_reconciled_and_gone_ones_forgotten() -> None:
+    visits: list[Key] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        visits.append(key)
+        return Outcome(is_gone=key == A)
+
+    controller = Controller(reconcile)
+    controller.add(A)
+    controller.add(B)
+    task = asyncio.create_task(controller.run())
+    try:
+        await until(
+            lambda: sorted(visits) == [A, B] and len(controller) == 1, "both to be reconciled"
+        )
+        controller.add(A)
+        await until(
+            lambda: visits.count(A) == 2 and len(controller) == 1, "a service of the same name"
+        )
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_reconcile_that_hangs_is_given_up_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "CONCURRENCY", 1)
+    visits: list[Key] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        visits.append(key)
+        if visits.count(key) == 1:
+            await asyncio.Event().wait()
+        return NOTHING
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        controller.add(B)
+        await until(lambda: len(visits) >= 4, "both services to be reconciled again")
+
+
+async def freshness_after(*events: Callable[[Controller], None]) -> list[Freshness]:
+    """Freshness of a first reconcile, and of one after each event."""
+    seen: list[Freshness] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        seen.append(freshness)
+        return NOTHING
+
+    controller = Controller(reconcile)
+    controller.add(A)
+    await controller.reconcile(A)
+    for event in events:
+        event(controller)
+        await controller.reconcile(A)
+    return seen
+
+
+async def test_the_first_reconcile_reads_consistently_and_later_ones_what_events_showed() -> None:
+    first, after_pod = await freshness_after(lambda controller: controller.observe(A, "Pod", "7"))
+    assert (first.is_consistent, first.objects_changed, first.of("Pod")) == (True, True, None)
+    assert (after_pod.is_consistent, after_pod.objects_changed) == (False, False)
+    assert (after_pod.of("Pod"), after_pod.of("Service")) == ("7", "0")
+    with pytest.raises(StaleReadError):
+        after_pod.require_consistent()
+
+
+async def test_an_event_never_makes_reads_older() -> None:
+    *_, last = await freshness_after(
+        lambda controller: controller.observe(A, "Pod", "10"),
+        lambda controller: controller.observe(A, "Pod", "9"),
+    )
+    assert last.of("Pod") == "10"
+
+
+async def test_objects_are_read_again_when_somebody_else_wrote_one() -> None:
+    _, by_us, by_others = await freshness_after(
+        lambda controller: controller.observe(A, "Role", "3", is_own_write=True),
+        lambda controller: controller.observe(A, "Role", "4"),
+    )
+    assert not by_us.objects_changed
+    assert by_others.objects_changed
+
+
+async def test_after_a_list_of_a_watch_or_a_failure_reads_are_consistent() -> None:
+    fails = False
+    seen: list[Freshness] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        seen.append(freshness)
+        if fails:
+            raise OSError("no route")
+        return NOTHING
+
+    controller = Controller(reconcile)
+    await controller.reconcile(A)
+    await controller.reconcile(A)
+    controller.add_all([B])
+    await controller.reconcile(A)
+    fails = True
+    await controller.reconcile(A)
+    fails = False
+    await controller.reconcile(A)
+    await controller.reconcile(B)
+    assert [freshness.is_consistent for freshness in seen] == [True, False, True, False, True, True]
+
+
+@pytest.mark.parametrize("is_own_write", [True, False])
+async def test_an_event_does_not_end_the_backoff_of_a_failing_service(is_own_write: bool) -> None:
+    visits: list[float] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        visits.append(asyncio.get_running_loop().time())
+        controller.observe(A, "LLMService", str(len(visits)), is_own_write=is_own_write)
+        raise OSError("a webhook's message that is another one each time")
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        await until(lambda: len(visits) == 4, "four tries")
+    pauses = [after - before for before, after in pairwise(visits)]
+    assert all(pause >= 0.4 for pause in pauses), pauses
+    if is_own_write:
+        assert pauses[2] >= 1.6, "the status of a failure is no news"
+
+
+async def test_a_webhook_that_asks_for_a_pause_pauses_its_service_only() -> None:
+    visits: list[Key] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        visits.append(key)
+        if key == A:
+            raise KubeError(429, "", 'admission webhook "w" denied the request', retry_after_s=60.0)
+        return NOTHING
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        await until(lambda: visits == [A], "the refused service")
+        controller.add(B)
+        await until(lambda: visits == [A, B], "the other service")

@@ -1,0 +1,113 @@
+"""The revision of pods that replace dead ones during a rollout or a pause, on a simulated cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.operator.service_simulation import Service, settled
+
+SPEC: dict[str, Any] = {
+    "model": {"uri": "file:///m"},
+    "decode": {"replicas": 2},
+    "progressDeadlineSeconds": 60,
+}
+BROKEN = {"spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}}
+EDIT: dict[str, Any] = {"engine": {"maxNumSeqs": 3}, "decode": {"template": BROKEN}}
+"""Of configuration, too. Its pods never get ready."""
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with settled(SPEC) as made:
+        yield made
+
+
+def revisions(service: Service) -> Counter[str]:
+    return Counter(
+        pod["metadata"]["labels"]["serving.baton.dev/revision"] for pod in service.pods()
+    )
+
+
+def rounds(service: Service, number: int) -> None:
+    for _ in range(number):
+        service.reconcile()
+        service.world(lambda: True, 6.0)
+
+
+def lose(service: Service, revision: str) -> None:
+    """All pods of this revision, and every trace of them."""
+    for pod in service.pods():
+        if pod["metadata"]["labels"]["serving.baton.dev/revision"] == revision:
+            service.nodes.pod_vanishes(pod["metadata"]["name"])
+
+
+def ready(service: Service) -> int:
+    return int(service.object()["status"]["decode"]["ready"])
+
+
+def configurations(service: Service) -> tuple[set[str], set[str]]:
+    """Names of ConfigMaps: that pods mount, and that exist."""
+    volumes = [volume for pod in service.pods() for volume in pod["spec"]["volumes"]]
+    used = {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
+    return used, {each["metadata"]["name"] for each in service.server.list("configmaps")}
+
+
+def test_what_dies_while_a_rollout_stalls_comes_back_as_what_served(service: Service) -> None:
+    (before,) = revisions(service)
+    service.patch(EDIT)
+    rounds(service, 20)
+    assert (
+        service.object()["status"]["specRevision"] != service.object()["status"]["servedRevision"]
+    )
+    lose(service, before)
+    service.reconcile()
+    service.world(lambda: True, 6.0)
+    rounds(service, 20)
+    assert revisions(service)[before] == 2
+    assert len(service.pods()) == 3, "the broken one is left"
+    assert ready(service) == 2
+    used, made = configurations(service)
+    assert used <= made, "a configuration was deleted that a pod needs again"
+
+    service.patch({"decode": {"template": None}})
+    service.settle()
+    assert before not in revisions(service)
+    status = service.object()["status"]
+    assert status["servedRevision"] == status["specRevision"]
+
+
+def test_what_dies_in_a_pause_in_the_middle_of_a_rollout_comes_back_as_what_served(
+    service: Service,
+) -> None:
+    (before,) = revisions(service)
+    service.patch(EDIT)
+    rounds(service, 3)
+    assert revisions(service)[before] == 2
+    service.patch({"paused": True})
+    newer = revisions(service)
+    lose(service, before)
+    rounds(service, 5)
+    assert revisions(service) - newer == Counter(), "no pod was made of the edit"
+    assert revisions(service)[before] == 1, "two pods are wanted, and the new one is there"
+    service.patch({"paused": False, "decode": {"template": None}})
+    service.settle()
+    assert before not in revisions(service)
+
+
+def test_a_spec_that_never_served_is_not_come_back_to() -> None:
+    service = Service()
+    try:
+        service.create({**SPEC, "decode": {"replicas": 2, "template": BROKEN}})
+        rounds(service, 20)
+        (broken,) = revisions(service)
+        service.patch({"decode": {"template": None}})
+        rounds(service, 3)
+        assert not revisions(service)[broken]
+        assert "servedRevision" not in service.object()["status"]
+        service.settle()
+    finally:
+        service.close()

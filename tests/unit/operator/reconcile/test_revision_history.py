@@ -1,0 +1,204 @@
+"""Pauses and the revision history, on a simulated cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton_operator import names
+from baton_operator.revisions import LIMIT, _pod_fields, held_back
+from support.operator.service_simulation import NAME, Service, settled
+
+SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}}
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with settled(SPEC) as made:
+        yield made
+
+
+def records(service: Service) -> list[Any]:
+    found = service.server.list("controllerrevisions.apps")
+    return sorted(found, key=lambda each: each["revision"])
+
+
+def revisions(service: Service) -> set[str]:
+    return {pod["metadata"]["labels"]["serving.baton.dev/revision"] for pod in service.pods()}
+
+
+def rounds(service: Service, number: int = 12) -> None:
+    for _ in range(number):
+        service.reconcile()
+        service.world(lambda: True, 6.0)
+
+
+def reason(service: Service, type_: str) -> str:
+    (found,) = [each for each in service.object()["status"]["conditions"] if each["type"] == type_]
+    return str(found["reason"])
+
+
+def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Service) -> None:
+    before = revisions(service)
+    service.patch({"paused": True})
+    service.patch({"engine": {"maxNumSeqs": 3}, "gateway": {"maxConcurrentRequests": 3}})
+    members = {pod["metadata"]["name"] for pod in service.pods()}
+    deployment = service.server.get("deployments.apps", f"{NAME}-gateway")
+    rounds(service)
+    assert service.server.get("deployments.apps", f"{NAME}-gateway") == deployment
+    assert {pod["metadata"]["name"] for pod in service.pods()} == members
+    assert reason(service, "Updating") == "Paused"
+
+    service.nodes.pod_vanishes(f"{NAME}-decode-1")
+    service.patch({"decode": {"replicas": 3}})
+    rounds(service)
+    assert len(service.pods()) == 3, "a dead one is replaced, and the group grows"
+    assert revisions(service) == before
+
+    service.patch({"paused": False})
+    service.settle()
+    assert revisions(service).isdisjoint(before)
+
+
+def test_a_pause_names_the_edits_that_wait(service: Service) -> None:
+    def updating() -> str:
+        rounds(service, 2)
+        (found,) = [
+            each for each in service.object()["status"]["conditions"] if each["type"] == "Updating"
+        ]
+        assert found["reason"] == "Paused"
+        return str(found["message"])
+
+    service.patch({"paused": True})
+    assert updating() == "no edit waits; new edits wait until spec.paused is false"
+    service.patch({"decode": {"replicas": 3}, "progressDeadlineSeconds": 60})
+    assert updating() == "no edit waits; new edits wait until spec.paused is false", (
+        "of these a pause holds none back"
+    )
+    service.patch(
+        {
+            "image": "reg/other:1",
+            "decode": {"parallelism": {"tensor": 2}},
+            "gateway": {"limits": {}},
+        }
+    )
+    assert updating() == "edits of decode.parallelism, image wait until spec.paused is false"
+    service.patch({"image": None, "decode": {"parallelism": None}})
+    assert updating() == "no edit waits; new edits wait until spec.paused is false"
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_group_that_an_edit_in_a_pause_removes_keeps_its_size(size: int) -> None:
+    with settled({**SPEC, "prefill": {"replicas": 1}}) as service:
+        service.patch({"prefill": {"replicas": size}})
+        service.settle()
+        before = service.pods()
+        service.patch({"paused": True, "prefill": None})
+        rounds(service, 3)
+        assert service.pods() == before
+        service.patch({"paused": False})
+        service.settle()
+        assert len(service.pods()) == 2
+
+
+def test_an_edit_that_cannot_be_used_waits_by_its_name() -> None:
+    kept = {"model": {"uri": "file:///m"}, "paused": True}
+    assert held_back(kept, {**kept, "engine": {"maxNumSeqs": "many"}}) == ("engine",)
+    assert held_back(kept, {**kept, "model": {"uri": "file:///n"}, "paused": False}) == (
+        "model.uri",
+    )
+
+
+def test_a_service_that_was_paused_from_the_beginning_is_not_begun() -> None:
+    service = Service()
+    try:
+        service.create({**SPEC, "paused": True})
+        rounds(service, 3)
+        assert not service.pods()
+        assert reason(service, "Ready") == "Paused"
+        service.patch({"paused": False})
+        service.settle()
+    finally:
+        service.close()
+
+
+def test_each_spec_that_was_rolled_out_is_recorded_once_and_the_oldest_are_forgotten(
+    service: Service,
+) -> None:
+    (first,) = records(service)
+    assert first["data"]["spec"]["model"] == {**SPEC["model"], "dtype": "auto"}
+    service.patch({"decode": {"replicas": 1}})
+    service.settle()
+    assert records(service) == [first], "a size is no revision"
+    for number in range(1, LIMIT + 3):
+        service.patch({"engine": {"maxNumSeqs": number}})
+        service.reconcile()
+    assert len(records(service)) == LIMIT + 1
+    assert records(service)[0] == first, "with which all pods were ready last"
+    assert records(service)[-1]["data"]["spec"]["engine"]["maxNumSeqs"] == LIMIT + 2
+    service.settle()
+    service.patch({"engine": {"maxNumSeqs": LIMIT + 3}})
+    service.reconcile()
+    assert len(records(service)) == LIMIT
+    assert first not in records(service)
+
+
+def test_a_record_of_a_deleted_service_of_the_same_name_is_not_taken_for_its_own(
+    service: Service,
+) -> None:
+    (first,) = records(service)
+    service.patch({"engine": {"maxNumSeqs": 3}})
+    name = f"{NAME}-{names.content_hash(_pod_fields(service.object()['spec']))}"
+    (owner,) = first["metadata"]["ownerReferences"]
+    metadata = {
+        **first["metadata"],
+        "name": name,
+        "uid": "old",
+        "ownerReferences": [{**owner, "uid": "gone"}],
+    }
+    service.server.cluster.store.put("controllerrevisions.apps", {**first, "metadata": metadata})
+    service.reconcile()
+    assert reason(service, "Ready") == "NameConflict"
+    service.settle()  # the garbage collector deletes it
+    assert name in [each["metadata"]["name"] for each in records(service)]
+
+
+def test_a_spec_that_returns_becomes_the_newest_record_again(service: Service) -> None:
+    before = revisions(service)
+    (first,) = records(service)
+    service.patch({"engine": {"maxNumSeqs": 3}})
+    service.settle()
+    service.patch({"engine": {"maxNumSeqs": None}})
+    service.settle()
+    assert revisions(service) == before
+    assert [each["metadata"]["name"] for each in records(service)][-1] == first["metadata"]["name"]
+    assert len(records(service)) == 2
+
+
+def test_a_pause_whose_record_is_gone_does_nothing(service: Service) -> None:
+    service.patch({"paused": True})
+    for each in records(service):
+        service.server.remove("controllerrevisions.apps", each["metadata"]["name"])
+    service.patch({"engine": {"maxNumSeqs": 3}})
+    before = service.pods()
+    rounds(service, 3)
+    assert service.pods() == before
+    assert reason(service, "Ready") == "Paused"
+
+
+def test_going_back_in_the_middle_keeps_those_that_were_not_replaced(service: Service) -> None:
+    """The new revision never gets ready: only its own pod leaves, and no other is restarted."""
+    before = {pod["metadata"]["uid"] for pod in service.pods()}
+    broken = {
+        "spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}
+    }
+    service.patch({"decode": {"template": broken}, "progressDeadlineSeconds": 30})
+    rounds(service, 20)
+    assert before < {pod["metadata"]["uid"] for pod in service.pods()}, "the others serve on"
+    assert len(service.pods()) == 3, "it stops at the surge"
+    assert reason(service, "Updating") == "RolloutStalled"
+    service.patch({"decode": {"template": None}})
+    service.settle()
+    assert {pod["metadata"]["uid"] for pod in service.pods()} == before

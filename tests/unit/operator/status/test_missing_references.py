@@ -1,0 +1,203 @@
+"""Missing Secrets and ConfigMaps: found by name without reading them, and reported for each group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_kube.client import KubeError
+from baton_operator.kube.kinds import Kube
+from baton_operator.observe.observation import Reference
+from baton_operator.status.diagnose import may_lack_objects, references
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group
+from baton_operator.status.status_probes import find_missing
+from support.operator.services import NOW, Object, owner, pod, service
+
+CREATING = {"waiting": {"reason": "ContainerCreating"}}
+INITIALIZING = {"waiting": {"reason": "PodInitializing"}}
+CONFIG_ERROR = {
+    "waiting": {"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'}
+}
+KEYS = Reference("Secret", "keys")
+API_KEYS = {"name": "api-keys", "secret": {"secretName": "keys"}}
+
+
+def waiting(name: str = "demo-gateway-0", state: Object = CREATING, **spec: Any) -> Object:
+    found = pod(name, state=state, phase="Pending")
+    found["spec"] = {
+        "nodeName": "node",
+        "volumes": [API_KEYS],
+        "containers": [{"name": "gateway"}],
+        **spec,
+    }
+    return found
+
+
+class Objects(Kube):
+    """An API server's answers by path; everything else does not exist."""
+
+    def __init__(self, *names: str, error: Exception | None = None) -> None:
+        client: Any = self
+        super().__init__(client)
+        self.names, self.error = names, error
+        self.asked: list[tuple[str, bool]] = []
+
+    async def get(self, path: str, *, metadata_only: bool = False) -> Any:
+        self.asked.append((path, metadata_only))
+        if self.error:
+            raise self.error
+        if path.rpartition("/")[2] not in self.names:
+            raise KubeError(404, "NotFound", f"{path} not found")
+        return {"kind": "PartialObjectMetadata", "metadata": {}}
+
+
+def told(type_: str, status: Any) -> tuple[str, str, str]:
+    (found,) = [each for each in status.conditions or [] if each.type == type_]
+    return found.status, found.reason, found.message
+
+
+def test_what_a_pod_cannot_start_without() -> None:
+    container = {
+        "name": "engine",
+        "envFrom": [
+            {"secretRef": {"name": "hub"}},
+            {"configMapRef": {"name": "maybe", "optional": True}},
+        ],
+        "env": [
+            {"name": "A", "value": "a"},
+            {"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "C", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "c"}}},
+            {
+                "name": "D",
+                "valueFrom": {"secretKeyRef": {"name": "perhaps", "key": "d", "optional": True}},
+            },
+        ],
+    }
+    projected = {
+        "sources": [{"secret": {"name": "part"}}, {"serviceAccountToken": {"path": "token"}}]
+    }
+    volumes = [
+        API_KEYS,
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "config", "configMap": {"name": "config"}},
+        {"name": "extra", "secret": {"secretName": "unneeded", "optional": True}},
+        {"name": "all", "projected": projected},
+        {"name": "token", "secret": {"secretName": "of-the-account"}},
+    ]
+    container["volumeMounts"] = [
+        {"name": "token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
+    ]
+    found = references(
+        waiting(volumes=volumes, initContainers=[{"name": "model"}], containers=[container])
+    )
+    assert found == {
+        KEYS: "volume api-keys",
+        Reference("ConfigMap", "config"): "volume config",
+        Reference("Secret", "part"): "volume all",
+        Reference("Secret", "hub"): "environment of container engine",
+        Reference("ConfigMap", "settings"): "environment of container engine",
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "lacks"),
+    [
+        (waiting(), True),
+        (waiting(state=INITIALIZING), True),
+        (waiting(state=CONFIG_ERROR), True),
+        (waiting(nodeName=None), False),
+        (waiting(state={"running": {}}), False),
+        (
+            pod(state={"waiting": {"reason": "CrashLoopBackOff"}}, last={"exitCode": 1})
+            | {"spec": {"nodeName": "n"}},
+            False,
+        ),
+        ({**waiting(), "status": {"phase": "Failed"}}, False),
+        ({**waiting(), "status": {}}, True),
+    ],
+    ids=[
+        "creating",
+        "initializing",
+        "config error",
+        "unscheduled",
+        "running",
+        "ran before",
+        "failed",
+        "not looked at",
+    ],
+)
+def test_only_a_pod_that_waits_on_its_node_is_looked_at(case: Object, lacks: bool) -> None:
+    assert may_lack_objects(case) is lacks
+
+
+async def test_objects_are_asked_for_by_name_and_only_whether_they_exist() -> None:
+    kube = Objects("there")
+    pods = [
+        waiting("a"),
+        waiting("b", volumes=[{"name": "v", "secret": {"secretName": "there"}}, API_KEYS]),
+        waiting("c", volumes=[{"name": "config", "configMap": {"name": "ours"}}]),
+        waiting(
+            "d", state={"running": {}}, volumes=[{"name": "v", "secret": {"secretName": "unasked"}}]
+        ),
+    ]
+    assert await find_missing(kube, "team", pods, {Reference("ConfigMap", "ours")}) == {KEYS}
+    assert sorted(path for path, _ in kube.asked) == [
+        "/api/v1/namespaces/team/secrets/keys",
+        "/api/v1/namespaces/team/secrets/there",
+    ]
+    assert all(metadata_only for _, metadata_only in kube.asked)
+
+
+@pytest.mark.parametrize(
+    "error", [KubeError(403, "Forbidden", "no"), KubeError(500, "", "no"), ConnectionError("no")]
+)
+async def test_nothing_is_claimed_that_cannot_be_known(error: Exception) -> None:
+    assert await find_missing(Objects(error=error), "team", [waiting()], set()) == frozenset()
+
+
+def test_the_group_that_needs_it_names_it_until_it_is_there() -> None:
+    gateway = Group(
+        role="gateway", desired=1, pods=[waiting()], updated=False, missing=frozenset({KEYS})
+    )
+    status = report(
+        service(), owner(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
+    )
+    condition, reason, message = told("GatewayReady", status)
+    assert (condition, reason) == ("False", "SecretNotFound")
+    assert "pod demo-gateway-0: Secret keys does not exist" in message
+    assert "volume api-keys" in message
+    assert told("Ready", status)[:2] == ("False", "SecretNotFound")
+    assert [each.reason for each in new_failures(service(), status)] == ["SecretNotFound"]
+    there = Group(role="gateway", desired=1, pods=[waiting()], updated=False)
+    status = report(service(), owner(), {"gateway": there}, cluster_ip=None, problem=None, now=NOW)
+    assert told("GatewayReady", status)[:2] == ("False", "Starting")
+
+
+def test_a_missing_secret_of_the_environment_tells_more_than_the_containers_error() -> None:
+    hub = Reference("Secret", "hub")
+    model = {"name": "model", "envFrom": [{"secretRef": {"name": "hub"}}]}
+    member = waiting(
+        "demo-decode-0", state=INITIALIZING, volumes=[], initContainers=[model], containers=[]
+    )
+    member["status"]["initContainerStatuses"] = [{"name": "model", "state": CONFIG_ERROR}]
+    group = Group(role="decode", desired=1, pods=[member], revision="new", missing=frozenset({hub}))
+    status = report(service(), owner(), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
+    condition, reason, message = told("DecodeReady", status)
+    assert (condition, reason) == ("False", "SecretNotFound")
+    assert "environment of container model" in message
+
+
+def test_a_rollout_says_what_its_new_pod_waits_for() -> None:
+    old = pod("demo-decode-1", ready=True, revision="old")
+    settings = Reference("ConfigMap", "settings")
+    volumes = [{"name": "settings", "configMap": {"name": "settings"}}]
+    new = waiting("demo-decode-0", volumes=volumes)
+    group = Group(
+        role="decode", desired=1, pods=[old, new], revision="new", missing=frozenset({settings})
+    )
+    status = report(service(), owner(), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
+    assert told("DecodeReady", status)[1] == "ConfigMapNotFound"
+    assert told("Updating", status)[:2] == ("True", "Starting")
+    assert "ConfigMap settings does not exist" in told("Updating", status)[2]

@@ -1,0 +1,229 @@
+"""Conditions of groups, from their pods."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from baton_operator.api.llmservice import Condition
+from baton_operator.reconcile_problems import InvalidSpec, Problem
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group, group_verdict
+from support.operator.services import NOW, Object, owner, pod, service
+
+FATAL = {
+    "exitCode": 78,
+    "message": "loading weights\nFATAL ModelNotFound: /models/x does not exist",
+}
+BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}
+UNSCHEDULABLE = {
+    "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have a free GPU",
+}  # fmt: skip
+
+
+def just_started(seconds: float) -> Object:
+    return {"running": {"startedAt": (NOW - timedelta(seconds=seconds)).isoformat()}}
+
+
+def decode(pods: list[Object], desired: int = 1) -> Group:
+    return Group(role="decode", desired=desired, pods=pods, revision="new")
+
+
+VERDICTS: dict[str, tuple[Group, str, str, str]] = {
+    "ready": (decode([pod(ready=True)]), "True", "PodsReady", "1 of 1"),
+    "no pods yet": (decode([]), "False", "Starting", "0 of 1"),
+    "loading": (decode([pod()]), "False", "Starting", "0 of 1"),
+    "fatal while it backs off": (decode([pod(state=BACK_OFF, last=FATAL)]), "False", "ModelNotFound", "/models/x"),
+    "fatal between two restarts": (
+        decode([pod(state={"terminated": FATAL})]), "False", "ModelNotFound", "/models/x",
+    ),
+    "fatal, tried again just now": (
+        decode([pod(state=just_started(1), last=FATAL)]), "False", "ModelNotFound", "/models/x",
+    ),
+    "fatal, tried again for long": (
+        decode([pod(state=just_started(900), last=FATAL)]), "False", "ModelNotFound", "/models/x",
+    ),
+    "fatal tells more than capacity": (
+        decode([pod("demo-decode-0", conditions=[UNSCHEDULABLE]), pod("demo-decode-1", state=BACK_OFF, last=FATAL)], 2),
+        "False", "ModelNotFound", "demo-decode-1",
+    ),
+    "crash loop": (
+        decode([pod(state=BACK_OFF, last={"exitCode": 1, "message": "boom"}, restarts=4)]),
+        "False", "CrashLooping", "restarted 4 times, last ended with exit code 1: boom",
+    ),
+    "killed": (
+        decode([pod(state=just_started(1), last={"exitCode": 137, "signal": 9}, restarts=1)]),
+        "False", "ContainerTerminated", "by signal 9",
+    ),
+    "killed, its first restart waits": (
+        decode([pod(state=BACK_OFF, last={"exitCode": 137, "signal": 9}, restarts=0)]),
+        "False", "ContainerTerminated", "by signal 9",
+    ),
+    "killed, as kubelets without a signal field say": (
+        decode([pod(state=BACK_OFF, last={"exitCode": 137, "message": "INFO serving"}, restarts=0)]),
+        "False", "ContainerTerminated", "by signal 9; 0 of",
+    ),
+    "out of memory": (
+        decode([pod(state={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})]),
+        "False", "ContainerTerminated", "more memory",
+    ),
+    "no image": (
+        decode([pod(state={"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})]),
+        "False", "ImagePull", "not found",
+    ),
+    "no capacity": (decode([pod(conditions=[UNSCHEDULABLE])]), "False", "NoCapacity", "free GPU"),
+    "a node that refuses the pod": (
+        decode([pod(phase="Failed", status={"reason": "OutOfcpu", "message": "no cpu left"})]),
+        "False", "PodFailed", "OutOfcpu: no cpu left",
+    ),
+    "old pods do not make it ready": (decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1"),
+    "a draining pod does not count": (decode([pod(ready=True, draining=True)]), "False", "Draining", "0 of 1"),
+    "an evicted pod that was not cleaned up does not hurt": (
+        decode([pod(ready=True), pod("demo-decode-1", phase="Failed")]), "True", "PodsReady", "1 of 1",
+    ),
+    "surplus that drains does not hurt": (
+        decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)]), "True", "PodsReady", "1 of 1",
+    ),
+    "scaled to zero": (decode([], 0), "False", "ScaledToZero", "scale up"),
+    "no prefill wanted": (Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods prefill"),
+    "gateway that starts": (Group(role="gateway", desired=1, pods=[], updated=False), "False", "Starting", "0 of 1"),
+    "gateway of an old template": (
+        Group(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False", "Progressing", "1 of 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
+)
+def test_verdict(group: Group, status: str, reason: str, text: str) -> None:
+    verdict = group_verdict(group)
+    assert verdict[:2] == (status, reason)
+    assert text in verdict[2]
+
+
+def conditions(
+    before: Object, groups: dict[Any, Group], problem: Problem | None = None
+) -> dict[str, Condition]:
+    status = report(before, owner(), groups, cluster_ip="10.0.0.7", problem=problem, now=NOW)
+    return {condition.type: condition for condition in status.conditions or []}
+
+
+ALL_READY = {
+    "prefill": Group(role="prefill", desired=0, pods=[]),
+    "decode": decode([pod(ready=True)]),
+    "gateway": Group(role="gateway", desired=1, pods=[pod(ready=True)]),
+}
+
+
+def test_ready_means_every_group() -> None:
+    assert conditions(service(), ALL_READY)["Ready"].reason == "AllGroupsReady"
+    failing = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
+    ready = conditions(service(), failing)["Ready"]
+    assert (ready.status, ready.reason) == ("False", "ModelNotFound")
+
+
+def test_a_failure_outranks_a_group_that_merely_starts() -> None:
+    groups = ALL_READY | {
+        "prefill": Group(role="prefill", desired=1, pods=[], revision="new"),
+        "decode": decode([pod(state=BACK_OFF, last=FATAL)]),
+    }
+    assert conditions(service(), groups)["Ready"].reason == "ModelNotFound"
+
+
+def test_all_conditions_exist_on_the_first_visit() -> None:
+    told = conditions(service(), {}, InvalidSpec("no such field"))
+    assert set(told) == {
+        "Ready",
+        "ModelAvailable",
+        "PrefillReady",
+        "DecodeReady",
+        "GatewayReady",
+        "Updating",
+    }
+    assert told["DecodeReady"].status == "Unknown"
+    assert (told["Ready"].status, told["Ready"].reason) == ("False", "InvalidSpec")
+
+
+def test_transition_time_moves_only_when_the_status_flips() -> None:
+    earlier = "2020-01-01T00:00:00Z"
+    before = [
+        {"type": "Ready", "status": "False", "reason": "Starting", "lastTransitionTime": earlier}
+    ]
+    still = conditions(
+        service(before, generation=5),
+        ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])},
+    )
+    assert still["Ready"].last_transition_time == earlier
+    assert still["Ready"].observed_generation == 5
+    assert (
+        conditions(service(before), ALL_READY)["Ready"].last_transition_time
+        == "2026-01-02T03:04:05Z"
+    )
+
+
+def test_an_event_is_due_when_a_failure_appears_and_not_while_it_lasts() -> None:
+    groups = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
+    status = report(service(), owner(), groups, cluster_ip=None, problem=None, now=NOW)
+    assert [c.reason for c in new_failures(service(), status)] == ["ModelNotFound"]
+    known = service(
+        [
+            {
+                "type": "DecodeReady",
+                "status": "False",
+                "reason": "ModelNotFound",
+                "lastTransitionTime": "x",
+            }
+        ]
+    )
+    assert new_failures(known, status) == []
+
+
+@pytest.mark.parametrize("transport", ["ucx", "nixl", "auto", "tcp", "shm"])
+@pytest.mark.parametrize("has_policy", [True, False])
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_one_event_warns_of_kv_transfers_that_strangers_reach(
+    transport: str, has_policy: bool, has_prefill: bool
+) -> None:
+    wanted = owner(
+        security={"networkPolicy": has_policy},
+        kvTransfer={"transport": transport},
+        **({"prefill": {}} if has_prefill else {}),
+    )
+    status = report(service(), wanted, ALL_READY, cluster_ip=None, problem=None, now=NOW)
+    found = {each.type: each for each in status.conditions or []}
+    assert found["Ready"].status == "True", "requests are served all the same"
+    if has_policy or not has_prefill or transport in ("tcp", "shm"):
+        assert "KVTransferProtected" not in found
+        assert new_failures(service(), status) == []
+        return
+    warning = found["KVTransferProtected"]
+    assert (warning.status, warning.reason) == ("False", "NetworkPolicyOff")
+    assert all(
+        word in warning.message
+        for word in (transport, "security.networkPolicy", "kvTransfer.transport to tcp")
+    )
+    assert new_failures(service(), status) == [warning]
+    known = {
+        "type": warning.type,
+        "status": "False",
+        "reason": warning.reason,
+        "lastTransitionTime": "x",
+    }
+    assert new_failures(service([known]), status) == []
+
+
+def test_counts_and_endpoints() -> None:
+    groups = ALL_READY | {
+        "decode": decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)])
+    }
+    wanted = owner(gateway={"ingress": {"host": "demo.localhost"}})
+    status = report(service(), wanted, groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
+    assert status.decode
+    assert (status.decode.desired, status.decode.ready, status.decode.replicas) == (1, 1, 2)
+    assert (status.endpoint, status.ingress_endpoint) == (
+        "http://10.0.0.7",
+        "http://demo.localhost",
+    )

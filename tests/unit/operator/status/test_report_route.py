@@ -1,0 +1,92 @@
+"""GatewayReady, from the status of an HTTPRoute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_operator.status.report import new_failures, report
+from baton_operator.status.report_group import Group, diagnose_route
+from support.operator.services import NOW, Object, owner, pod, service
+
+
+def condition(type_: str, status: str, reason: str = "Because", **more: Any) -> Object:
+    return {
+        "type": type_,
+        "status": status,
+        "reason": reason,
+        "message": f"words of {reason}",
+        **more,
+    }
+
+
+def parent(*conditions: Object, name: str = "edge") -> Object:
+    return {"parentRef": {"name": name, "namespace": "infra"}, "conditions": list(conditions)}
+
+
+def route(*parents: Object, generation: int = 1) -> Object:
+    metadata = {"name": "demo-gateway", "generation": generation}
+    references = [{"kind": "Gateway", "name": "edge", "namespace": "infra", "sectionName": "https"}]
+    return {
+        "metadata": metadata,
+        "spec": {"parentRefs": references},
+        "status": {"parents": list(parents)},
+    }
+
+
+ACCEPTED = condition("Accepted", "True")
+REFUSED = condition("Accepted", "False", "NotAllowedByListeners")
+UNRESOLVED = condition("ResolvedRefs", "False", "BackendNotFound")
+
+CASES: dict[str, tuple[Object, str | None, str]] = {
+    "accepted": (route(parent(ACCEPTED, condition("ResolvedRefs", "True"))), None, ""),
+    "accepted by one of two": (route(parent(REFUSED), parent(ACCEPTED, name="other")), None, ""),
+    "nobody has answered": (route(), "RoutePending", "accepted by Gateway infra/edge (section https)"),
+    "no status at all": ({"metadata": {"name": "r"}, "spec": {"parentRefs": [{"name": "g"}]}}, "RoutePending", "g"),
+    "an answer without a verdict": (route(parent()), "RoutePending", "infra/edge"),
+    "refused": (
+        route(parent(REFUSED)), "RouteNotAccepted",
+        "Gateway infra/edge: Accepted is False, NotAllowedByListeners: words of NotAllowedByListeners",
+    ),
+    "its Service is not found": (route(parent(ACCEPTED, UNRESOLVED)), "RouteNotAccepted", "ResolvedRefs is False, Backend"),
+    "an answer about an earlier route": (
+        route(parent(condition("Accepted", "True", observedGeneration=1)), generation=2), "RoutePending", "infra/edge",
+    ),
+    "a refusal of an earlier route": (
+        route(parent(condition("Accepted", "False", observedGeneration=1)), generation=2), "RoutePending", "infra/edge",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "reason", "text"), CASES.values(), ids=CASES.keys())
+def test_route(given: Object, reason: str | None, text: str) -> None:
+    found = diagnose_route(given)
+    assert (found.reason if found else None) == reason
+    assert found is None or text in found.message
+
+
+def gateway_ready(given: Object, ready: bool = True) -> tuple[Any, Any]:
+    group = Group(
+        role="gateway", desired=1, pods=[pod("g", ready=ready)], route=diagnose_route(given)
+    )
+    status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
+    (found,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
+    return found, [each.reason for each in new_failures(service(), status)]
+
+
+def test_a_gateway_that_nobody_reaches_through_its_route_is_not_ready() -> None:
+    found, events = gateway_ready(route(parent(REFUSED)))
+    assert (found.status, found.reason) == ("False", "RouteNotAccepted")
+    assert "1 of 1 gateway pods are ready" in found.message
+    assert events == ["RouteNotAccepted"]
+
+
+def test_a_route_that_waits_is_a_station_and_no_failure() -> None:
+    found, events = gateway_ready(route())
+    assert (found.status, found.reason, events) == ("False", "RoutePending", [])
+
+
+def test_pods_that_are_not_ready_are_told_first() -> None:
+    assert gateway_ready(route(parent(REFUSED)), ready=False)[0].reason == "Starting"
+    assert gateway_ready(route(parent(ACCEPTED)))[0].status == "True"

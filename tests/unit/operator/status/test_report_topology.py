@@ -1,0 +1,298 @@
+"""The topology: requests to the coordinator, the recorded status, conditions and Events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from baton_operator.api import llmservice
+from baton_operator.names import ANNOTATION_SERVICE_KEY
+from baton_operator.observe.pod_clients import CoordinatorClient
+from baton_operator.plan.topology_view import (
+    TopologyView,
+    asleep,
+    filter_by_service_key,
+    record,
+    recorded_for,
+)
+from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
+from baton_protocol.topology import (
+    MemberStatus,
+    OperationPhase,
+    OperationStatus,
+    RankPhase,
+    TopologyRequest,
+    TopologyStatus,
+)
+from support.operator.services import Object, pod, service
+
+ADDRESS = "10.96.0.9"
+
+
+def entry(
+    name: str, rank: int | None = None, phase: RankPhase = RankPhase.SERVING, instance: str = "i"
+) -> MemberStatus:
+    return MemberStatus(name=name, instance_id=instance, phase=phase, rank=rank)
+
+
+def operation(
+    phase: str, kind: str = "scale", generation: int = 4, id_: str = "op", reason: str = ""
+) -> llmservice.OperationStatus:
+    return llmservice.OperationStatus(
+        id=id_,
+        kind=kind,
+        phase=phase,
+        generation=generation,
+        reason=reason,
+        seconds=llmservice.OperationSeconds(),
+    )
+
+
+def status(
+    *names: str, generation: int = 3, last: llmservice.OperationStatus | None = None
+) -> llmservice.TopologyStatus:
+    ranks = [
+        llmservice.RankStatus(name=name, rank=rank, phase="serving")
+        for rank, name in enumerate(names)
+    ]
+    return llmservice.TopologyStatus(
+        coordinator=ADDRESS, generation=generation, ranks=ranks, operation=last
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "body"),
+    [(200, b"{}"), (200, b"no JSON"), (400, b'{"reason": "BadRequest"}'), (503, b"")],
+)
+async def test_an_answer_that_is_no_topology_is_none(code: int, body: bytes) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=code, body=body)
+
+    app = web.Application()
+    app.add_routes([web.get("/topology", answer), web.put("/topology", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as session:
+            client = CoordinatorClient(session, port=runner.addresses[0][1])
+            assert await client.topology("127.0.0.1") is None
+            assert (
+                await client.request_topology(
+                    "127.0.0.1", TopologyRequest(operation_id="x", members=["a"])
+                )
+                is None
+            )
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_coordinator_that_is_gone_gives_no_answer() -> None:
+    async with aiohttp.ClientSession() as session:
+        assert await CoordinatorClient(session, port=1).topology("127.0.0.1") is None
+
+
+def test_a_restarted_rank_is_judged_by_its_new_process_but_stays_a_rank_while_the_generation_names_the_old_one() -> (
+    None
+):
+    both = [entry("a", rank=0, instance="old"), entry("a", phase=RankPhase.LOADING, instance="new")]
+    assert TopologyView(TopologyStatus(generation=3, desired=["a"], members=both), None).is_rank(
+        "a"
+    )
+    retired = [
+        entry("a", phase=RankPhase.SERVING, instance="old"),
+        entry("a", phase=RankPhase.STANDBY, instance="new"),
+    ]
+    view = TopologyView(TopologyStatus(generation=4, desired=[], members=retired), None)
+    assert not view.is_rank("a")
+    assert view.stands_by("a")
+
+
+def test_the_record_survives_a_coordinator_that_starts_and_forgets_pods_that_are_gone() -> None:
+    before = status("a", "b", generation=7)
+    away = record(None, before, {"a", "b"}, ADDRESS)
+    assert away == before
+    starting = record(TopologyStatus(generation=0, desired=[], members=[]), before, {"a"}, ADDRESS)
+    assert starting
+    assert (starting.generation, [rank.name for rank in starting.ranks]) == (7, ["a"])
+    partly = record(
+        TopologyStatus(generation=7, desired=["a", "b"], members=[entry("a", 0)]),
+        before,
+        {"a", "b"},
+        ADDRESS,
+    )
+    assert partly == before
+    newer = record(
+        TopologyStatus(generation=8, desired=["a"], members=[entry("a", 0)]),
+        before,
+        {"a", "b"},
+        ADDRESS,
+    )
+    assert newer
+    assert [rank.name for rank in newer.ranks] == ["a"]
+
+
+def test_a_group_that_sleeps_waits_for_nobody() -> None:
+    waits = operation("waiting", "form", reason="waits for demo-decode-0")
+    assert asleep(status(generation=4, last=waits)) == status(generation=4)
+    scaled = operation("done", "scale")
+    assert asleep(status(generation=4, last=scaled)) == status(generation=4, last=scaled)
+    leaving = status("demo-decode-0", last=waits)
+    assert asleep(leaving) == leaving, "it is still there"
+    assert asleep(None) is None
+    assert operation_events(status(last=scaled), asleep(status(generation=4, last=waits))) == []
+
+
+def test_ranks_of_another_coordinator_are_not_taken_for_this_ones() -> None:
+    def stored(topology: Any) -> Object:
+        return {"status": {"decode": {"topology": topology}}}
+
+    told = msgspec.to_builtins(status("a"))
+    assert recorded_for(stored(told), ADDRESS) == status("a")
+    assert recorded_for(stored(told), "10.96.0.10") is None
+    assert recorded_for(stored({"generation": "?"}), ADDRESS) is None
+    assert recorded_for(service(), ADDRESS) is None
+
+
+def test_time_alone_does_not_change_the_status() -> None:
+    def at(seconds: float) -> llmservice.TopologyStatus | None:
+        running = OperationStatus(
+            operation_id="op", kind="scale", phase=OperationPhase.PREPARING, generation=4,
+            seconds={"waiting": 1.25, "preparing": seconds},
+        )  # fmt: skip
+        return record(
+            TopologyStatus(generation=3, desired=[], members=[], operation=running),
+            None,
+            set(),
+            ADDRESS,
+        )
+
+    assert at(1.0) == at(2.0)
+    told = at(1.0)
+    assert told
+    assert told.operation
+    assert told.operation.seconds == llmservice.OperationSeconds(waiting=1.25)
+
+
+FAILED = operation("failed", reason="c: no memory")
+VERDICTS: dict[str, tuple[llmservice.TopologyStatus | None, set[str], int, tuple[str, str, str]]] = {
+    "at rest": (status("a", "b"), {"a", "b"}, 2, ("False", "AtRest", "generation 3 with 2 ranks")),
+    "scaled to zero": (status(last=operation("waiting", "form")), {"a"}, 0, ("False", "AtRest", "no ranks are wanted")),
+    "before the first": (None, set(), 2, ("True", "Forming", "0 of 2")),
+    "forming": (status(last=operation("waiting", "form"), generation=0), {"a", "b"}, 2, ("True", "Forming", "a, b")),
+    "growing": (status("a", last=operation("preparing")), {"a", "b"}, 2, ("True", "ScalingUp", "preparing generation 4")),
+    "pods that load": (status("a"), {"a"}, 2, ("True", "ScalingUp", "waits for pods: 1 of 2")),
+    "shrinking": (status("a", "b", last=operation("committing")), {"a"}, 1, ("True", "ScalingDown", "committing")),
+    "half adopted": (status("a", "b", last=operation("committing")), {"a", "b"}, 2, ("True", "Committing", "committing")),
+    "recovering": (status("a", "b", last=operation("preparing", "recover")), {"a"}, 2, ("True", "Recovering", "")),
+    "placing anew": (status("a", last=operation("preparing", "rebalance")), {"a"}, 1, ("True", "Rebalancing", "")),
+    "failed": (status("a", "b", last=FAILED), {"a", "b", "c"}, 3, ("False", "ScaleFailed", "no memory; generation 3 keeps")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "requested", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys()
+)
+def test_scaling(
+    told: llmservice.TopologyStatus | None,
+    requested: set[str],
+    desired: int,
+    verdict: tuple[str, str, str],
+) -> None:
+    got = scaling_verdict(
+        GroupTopology(status=told, reachable=True, requested=frozenset(requested)), desired
+    )
+    assert got[:2] == verdict[:2]
+    assert verdict[2] in got[2]
+
+
+def test_a_coordinator_that_does_not_answer_is_said() -> None:
+    assert scaling_verdict(GroupTopology(status=status("a"), reachable=False), 1)[:2] == (
+        "Unknown",
+        "CoordinatorUnreachable",
+    )
+
+
+def test_ready_counts_ranks_that_serve() -> None:
+    pods = [pod(f"demo-decode-{ordinal}", ready=True) for ordinal in range(2)]
+    one = GroupTopology(status=status("demo-decode-0"), reachable=True)
+    group = Group(role="decode", desired=2, pods=pods, revision="new", topology=one)
+    assert group.ready == 1
+    assert group_verdict(group)[:2] == ("False", "ScalingUp")
+    assert "1 of 2 decode ranks serve" in group_verdict(group)[2]
+    two = GroupTopology(status=status("demo-decode-0", "demo-decode-1"), reachable=True)
+    assert group_verdict(msgspec.structs.replace(group, topology=two))[0] == "True"
+    away = msgspec.structs.replace(one, reachable=False)
+    assert group_verdict(msgspec.structs.replace(group, topology=away))[0] == "True", (
+        "they serve on"
+    )
+    more = msgspec.structs.replace(group, topology=away, desired=3)
+    assert group_verdict(more)[:2] == ("False", "CoordinatorUnreachable")
+    first = msgspec.structs.replace(more, topology=GroupTopology(status=None, reachable=False))
+    assert group_verdict(first)[:2] == ("False", "Starting"), "it starts, too"
+
+
+def test_what_keeps_the_coordinator_from_running_is_told_of_its_ranks() -> None:
+    topology = GroupTopology(status=None, reachable=False)
+    state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
+    coordinators = [pod("demo-coordinator-0", state=state)]
+    group = Group(
+        role="decode",
+        desired=1,
+        pods=[pod()],
+        revision="new",
+        topology=topology,
+        coordinators=coordinators,
+    )
+    verdict = group_verdict(group)
+    assert verdict[:2] == ("False", "ImagePull")
+    assert "pod demo-coordinator-0" in verdict[2]
+
+
+def test_events_of_an_operation() -> None:
+    waiting, running = (
+        status(last=operation("waiting", generation=0)),
+        status(last=operation("preparing")),
+    )
+    failed, done = status(last=FAILED), status(last=operation("done"))
+
+    def reasons(
+        before: llmservice.TopologyStatus | None, now: llmservice.TopologyStatus | None
+    ) -> list[str]:
+        return [reason for _, reason, _ in operation_events(before, now)]
+
+    started, ended, broke = (
+        "TopologyOperationStarted",
+        "TopologyOperationEnded",
+        "TopologyOperationFailed",
+    )
+    assert reasons(None, waiting) == [started]
+    assert reasons(waiting, running) == []
+    assert reasons(running, done) == [ended]
+    assert reasons(done, done) == []
+    assert reasons(running, failed) == [broke]
+    assert reasons(failed, running) == [started], "it is tried again"
+    assert reasons(None, done) == [started, ended], "it was over between two looks"
+    assert reasons(done, status(last=operation("done", id_="another"))) == [started, ended]
+    assert reasons(done, None) == []
+    (warning, _, message) = operation_events(running, failed)[0]
+    assert warning
+    assert "c: no memory" in message
+
+
+def test_ranks_of_pods_with_another_key_are_not_waited_for() -> None:
+    def with_key(name: str, key: str) -> Object:
+        return {"metadata": {"name": name, "annotations": {ANNOTATION_SERVICE_KEY: key}}}
+
+    known = status("m-0", "m-1", "m-2", "gone")
+    pods = [with_key("m-0", "old"), with_key("m-1", "new"), {"metadata": {"name": "m-2"}}]
+    left = filter_by_service_key(known, pods, "new")
+    assert left is not None
+    assert [rank.name for rank in left.ranks] == ["m-1", "gone"]
+    assert left.generation == known.generation
+    assert filter_by_service_key(None, [], "new") is None

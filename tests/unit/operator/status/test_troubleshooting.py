@@ -1,0 +1,186 @@
+"""docs/operate/troubleshooting.md has a line for every reason that the operator can set, and for every one that a component ends with."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+OPERATOR = ROOT / "operator" / "baton_operator"
+WORD = re.compile(r"[A-Z]+[a-z]+[A-Za-z]*")
+NOT_REASONS = {
+    # The status and the state of conditions; units; how an object is asked for.
+    *("True", "False", "Unknown", "Normal", "Warning", "None", "KMGTki", "Ki", "Mi", "Gi", "Ti"),
+    *("Accept", "Authorization", "BearerToken", "DeleteOptions", "AnyKube", "List"),
+    # Kinds.
+    *(
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "ConfigMap",
+        "ControllerRevision",
+        "CustomResourceDefinition",
+        "Deployment",
+    ),
+    *(
+        "Event",
+        "Gateway",
+        "HTTPRoute",
+        "Ingress",
+        "LLMService",
+        "Lease",
+        "Namespace",
+        "NetworkPolicy",
+        "Pod",
+        "Role",
+    ),
+    *(
+        "PodDisruptionBudget",
+        "RoleBinding",
+        "Secret",
+        "Service",
+        "ServiceAccount",
+        "ValidatingAdmissionPolicy",
+    ),
+    # What Kubernetes says of pods, Deployments and routes, and of refusals.
+    *(
+        "Accepted",
+        "AlreadyExists",
+        "ContainerStatusUnknown",
+        "CrashLoopBackOff",
+        "CreateContainerConfigError",
+    ),
+    *(
+        "CreateContainerError",
+        "ErrImageNeverPull",
+        "ErrImagePull",
+        "Failed",
+        "ImagePullBackOff",
+        "InvalidImageName",
+    ),
+    *(
+        "OOMKilled",
+        "Pending",
+        "PodScheduled",
+        "RegistryUnavailable",
+        "ReplicaFailure",
+        "ResolvedRefs",
+    ),
+    *("RunContainerError", "Succeeded", "Unschedulable"),
+    # Fields of objects, and columns of kubectl.
+    *(
+        "Age",
+        "ClusterIP",
+        "Decode",
+        "Endpoint",
+        "FallbackToLogsOnError",
+        "Namespaced",
+        "Prefill",
+        "Reason",
+    ),
+    *("RollingUpdate",),
+    # Half of a reason: see `_words`.
+    "NotFound",
+}
+"""CamelCase words in the operator's source that are no reasons and no types of conditions. A new word is taken for a reason until
+it stands here."""
+CONDITIONS = {
+    "Ready",
+    "ModelAvailable",
+    "PrefillReady",
+    "DecodeReady",
+    "GatewayReady",
+    "Updating",
+    "Scaling",
+} | {"KVTransferProtected"}
+
+
+def documented() -> set[str]:
+    """Words in the first cells of the page's tables."""
+    cells = re.findall(
+        r"^\| (`[^|]+`) \|",
+        (ROOT / "docs" / "operate" / "troubleshooting.md").read_text(),
+        re.MULTILINE,
+    )
+    return {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
+
+
+def of_operator() -> dict[str, str]:
+    """Word -> where, of all that the operator may say as a reason or as the type of a condition."""
+    found = {}
+    for path in sorted(OPERATOR.rglob("*.py")):
+        if (
+            path.parent.name == "builders" and path.stem != "network_policy"
+        ):  # what objects are made of
+            continue
+        for word, line in _words(ast.parse(path.read_text())):
+            found.setdefault(word, f"{path.relative_to(ROOT)}:{line}")
+    return {word: where for word, where in found.items() if word not in NOT_REASONS}
+
+
+def _words(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and WORD.fullmatch(node.value)
+        ):
+            yield node.value, node.lineno
+        elif isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == [
+            "Problem"
+        ]:
+            yield node.name, node.lineno  # its name is the reason
+        elif isinstance(node, ast.JoinedStr) and ast.unparse(node).endswith("kind}NotFound'"):
+            yield from (("SecretNotFound", node.lineno), ("ConfigMapNotFound", node.lineno))
+
+
+def of_components() -> dict[str, str]:
+    """Reason -> where, of all with which an engine, a gateway, a coordinator or a fetcher ends."""
+    found = {}
+    for component in ("engine", "gateway", "kv_transfer"):
+        for path in sorted((ROOT / component).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    words = re.findall(r"^FATAL ([A-Z]\w+):", node.value)
+                elif (
+                    isinstance(node, ast.Call) and len(node.args) > 1 and _names_an_error(node.func)
+                ):
+                    first = node.args[0]
+                    words = (
+                        [first.value]
+                        if isinstance(first, ast.Constant) and isinstance(first.value, str)
+                        else []
+                    )
+                else:
+                    continue
+                found |= {
+                    word: f"{path.relative_to(ROOT)}:{node.lineno}"
+                    for word in words
+                    if WORD.fullmatch(word)
+                }
+    return found
+
+
+def _names_an_error(function: ast.expr) -> bool:
+    return ast.unparse(function).endswith(("ConfigurationError", "FetchError", "super().__init__"))
+
+
+def test_every_reason_has_its_line() -> None:
+    reasons = of_operator() | of_components()
+    assert {
+        "AllGroupsReady",
+        "InvalidSpec",
+        "SecretNotFound",
+        "TTFTAboveTarget",
+        "InsufficientMemory",
+    } <= set(reasons)
+    assert {word: where for word, where in reasons.items() if word not in documented()} == {}
+
+
+def test_every_line_is_of_a_reason_that_exists() -> None:
+    assert documented() - set(of_operator()) - set(of_components()) - CONDITIONS == set()
+
+
+def test_the_conditions_are_all_there() -> None:
+    assert documented() >= CONDITIONS

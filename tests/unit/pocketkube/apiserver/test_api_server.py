@@ -1,0 +1,259 @@
+"""The API server over HTTPS, in what the conformance cases do not cover."""
+
+import asyncio
+import base64
+import json
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+
+from pocketkube.apiserver.resources import BUILTIN, markdown_table
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
+
+MAPS = "/api/v1/namespaces/default/configmaps"
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
+    plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"), event_window=20)
+    plane.start(90)
+    yield plane
+    plane.stop()
+
+
+class Client:
+    """JSON requests in the running loop."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        document = yaml.safe_load(kubeconfig.read_text())
+        cluster = document["clusters"][0]["cluster"]
+        authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
+        headers = {"Authorization": f"Bearer {document['users'][0]['user']['token']}"}
+        connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cadata=authority))
+        self.session = aiohttp.ClientSession(
+            cluster["server"], headers=headers, connector=connector
+        )
+
+    async def __call__(
+        self, method: str, path: str, body: object = None, **query: str
+    ) -> tuple[int, dict]:
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        data = None if body is None else json.dumps(body)
+        async with self.session.request(
+            method, path, params=query, data=data, headers={"Content-Type": kind}
+        ) as answer:
+            return answer.status, await answer.json()
+
+
+@pytest.fixture
+async def call(plane):
+    client = Client(plane.kubeconfig)
+    yield client
+    await client.session.close()
+
+
+async def test_what_is_not_served_is_refused_with_a_status(call):
+    for method, path, code in (
+        ("GET", "/apis/apps/v1/statefulsets", 404),
+        ("POST", "/api/v1/namespaces/default/pods/x/exec", 404),
+        ("GET", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", 405),
+        ("PUT", MAPS, 405),
+    ):
+        status, body = await call(method, path, {})
+        assert (status, body["kind"]) == (code, "Status"), path
+
+
+async def test_every_listed_verb_of_every_kind_is_routed(call):
+    for resource in BUILTIN:
+        base = f"/apis/{resource.api_version}" if resource.group else f"/api/{resource.version}"
+        if "list" in resource.verbs:
+            status, body = await call("GET", f"{base}/{resource.plural}")
+            assert (status, body["kind"]) == (200, resource.list_kind_name)
+        assert f"| {resource.kind} |" in markdown_table()
+
+
+async def test_unknown_fields_of_built_in_kinds_are_refused_when_strict_and_pruned_otherwise(call):
+    spec = {"containers": [{"name": "c", "image": "i", "imagee": "x"}]}
+    pods, pod = "/api/v1/namespaces/default/pods", {"metadata": {"name": "strict"}, "spec": spec}
+    status, body = await call("POST", pods, pod, fieldValidation="Strict")
+    assert status == 400
+    assert 'unknown field "spec.containers[0].imagee"' in body["message"]
+    status, body = await call("POST", pods, pod)
+    assert status == 201
+    assert "imagee" not in body["spec"]["containers"][0]
+
+
+async def test_a_watch_behind_the_window_is_told_to_list_again(call):
+    _, first = await call("POST", MAPS, {"metadata": {"name": "busy"}})
+    for count in range(25):
+        await call("PATCH", f"{MAPS}/busy", {"data": {"n": str(count)}})
+    version = first["metadata"]["resourceVersion"]
+    query = {"watch": "true", "resourceVersion": version, "timeoutSeconds": "5"}
+    async with call.session.get(MAPS, params=query) as response:
+        event = json.loads(await response.content.readline())
+    assert (event["type"], event["object"]["code"], event["object"]["reason"]) == (
+        "ERROR",
+        410,
+        "Expired",
+    )
+
+
+async def test_a_version_of_another_servers_life_is_expired_too(call):
+    async with call.session.get(
+        MAPS, params={"watch": "true", "resourceVersion": "999999"}
+    ) as response:
+        assert json.loads(await response.content.readline())["object"]["code"] == 410
+
+
+async def test_streaming_lists_end_with_a_bookmark(call):
+    query = {
+        "watch": "true",
+        "sendInitialEvents": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "allowWatchBookmarks": "true",
+        "timeoutSeconds": "1",
+    }
+    async with call.session.get("/api/v1/namespaces", params=query) as response:
+        events = [json.loads(line) for line in (await response.text()).splitlines()]
+    kinds = [event["type"] for event in events]
+    end = kinds.index("BOOKMARK")
+    assert kinds[:end] == ["ADDED"] * 4
+    assert events[end]["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"] == "true"
+
+
+async def test_an_object_whose_owner_never_existed_is_collected(call):
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "ghost", "uid": "no-such-uid"}
+    await call("POST", MAPS, {"metadata": {"name": "orphan", "ownerReferences": [owner]}})
+    async with asyncio.timeout(60):
+        while (await call("GET", f"{MAPS}/orphan"))[0] != 404:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_token_dies_with_its_service_account(call):
+    accounts = "/api/v1/namespaces/default/serviceaccounts"
+    await call("POST", accounts, {"metadata": {"name": "robot"}})
+    _, answer = await call("POST", f"{accounts}/robot/token", {"spec": {}})
+    headers = {"Authorization": f"Bearer {answer['status']['token']}"}
+    async with call.session.get(MAPS, headers=headers) as response:
+        assert response.status == 200
+    await call("DELETE", f"{accounts}/robot")
+    async with call.session.get(MAPS, headers=headers) as response:
+        assert response.status == 401
+
+
+async def test_malformed_tokens_and_bodies_are_refused(call):
+    for token in ("", "x.y.z", "a" * 500):
+        async with call.session.get(MAPS, headers={"Authorization": f"Bearer {token}"}) as response:
+            assert response.status == 401
+    async with call.session.post(
+        MAPS, data=b"{", headers={"Content-Type": "application/json"}
+    ) as response:
+        assert (response.status, (await response.json())["reason"]) == (400, "BadRequest")
+    for body in ([], "text", {"metadata": []}, {"metadata": {"labels": {"a": 1}}}):
+        assert (await call("POST", MAPS, body))[0] == 400
+
+
+async def test_logs_stream_from_the_pods_kubelet(call):
+    seen = {}
+
+    async def container_logs(request: web.Request) -> web.StreamResponse:
+        seen.update(request.match_info, **request.query)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first\n")
+        await released.wait()
+        await response.write(b"second\n")
+        return response
+
+    released = asyncio.Event()
+    app = web.Application()
+    app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", container_logs)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        port = runner.addresses[0][1]
+        await call(
+            "POST",
+            "/api/v1/nodes",
+            {"metadata": {"name": "n", "annotations": {"pocketkube/kubelet-scheme": "http"}}},
+        )
+        addresses = [{"type": "InternalIP", "address": "127.0.0.1"}]
+        status = {"addresses": addresses, "daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}
+        assert (await call("PATCH", "/api/v1/nodes/n/status", {"status": status}))[0] == 200
+        spec = {"nodeName": "n", "containers": [{"name": "main", "image": "i"}]}
+        pods = "/api/v1/namespaces/default/pods"
+        await call("POST", pods, {"metadata": {"name": "talks"}, "spec": spec})
+        async with call.session.get(
+            f"{pods}/talks/log", params={"follow": "true", "tailLines": "5"}
+        ) as response:
+            assert await response.content.readline() == b"first\n"
+            released.set()
+            assert await response.content.read() == b"second\n"
+        assert seen == {
+            "namespace": "default",
+            "pod": "talks",
+            "container": "main",
+            "follow": "true",
+            "tailLines": "5",
+        }
+        code, body = await call("GET", f"{pods}/talks/log", container="other")
+        assert (code, "container other is not valid" in body["message"]) == (400, True)
+    finally:
+        await runner.cleanup()
+    code, body = await call("GET", "/api/v1/namespaces/default/pods/talks/log")
+    assert (code, body["reason"]) == (502, "BadGateway")
+
+
+async def test_service_addresses_are_not_handed_out_twice(call):
+    services = "/api/v1/namespaces/default/services"
+    given = set()
+    for index in range(5):
+        spec = {"ports": [{"port": 80}]}
+        _, service = await call("POST", services, {"metadata": {"name": f"s{index}"}, "spec": spec})
+        given.add(service["spec"]["clusterIP"])
+    assert len(given) == 5
+    taken = {
+        "metadata": {"name": "taken"},
+        "spec": {"clusterIP": given.pop(), "ports": [{"port": 80}]},
+    }
+    assert (await call("POST", services, taken))[0] == 422
+    node_port = {"metadata": {"name": "np"}, "spec": {"type": "NodePort", "ports": [{"port": 80}]}}
+    code, body = await call("POST", services, node_port)
+    assert (code, body["details"]["causes"][0]["field"]) == (422, "spec.type")
+
+
+async def test_a_client_that_leaves_ends_its_watch_at_once(plane, call):
+    """Not at the next event, which may never come."""
+
+    def connections() -> set[asyncio.Task]:
+        tasks = asyncio.all_tasks(plane._loop)
+        return {task for task in tasks if task.get_coro().__qualname__ == "RequestHandler.start"}
+
+    before = connections()  # some may be of clients that have left, and end meanwhile
+    response = await call.session.get(MAPS, params={"watch": "true"})
+    [ours] = connections() - before
+    response.close()
+    await settled(ours.done, "the watch ended")
+
+
+async def settled(condition, missing):
+    deadline = asyncio.get_running_loop().time() + 60
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, missing
+        await asyncio.sleep(0.02)
+
+
+async def test_a_volume_cannot_be_named_out_of_its_pods_folder(call):
+    spec = {
+        "containers": [{"name": "c", "image": "i"}],
+        "volumes": [{"name": "../../x", "emptyDir": {}}],
+    }
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
+    status, body = await call("POST", "/api/v1/namespaces/default/pods", pod)
+    assert (status, "spec.volumes[0].name" in body["message"]) == (422, True)

@@ -1,0 +1,51 @@
+"""What the collector deletes: old events, and objects whose owners are gone."""
+
+import asyncio
+
+from pocketkube.apiserver.cluster_state import ClusterState
+from pocketkube.apiserver.objects import deletion, garbage_collection
+from pocketkube.apiserver.objects.registry import WriteOptions
+
+
+def test_events_expire_while_the_cluster_is_busy(monkeypatch):
+    async def run() -> None:
+        monkeypatch.setattr(garbage_collection, "EXPIRE_EVERY_S", 0.05)
+        cluster = ClusterState("token", "127.96.0.0/24")
+        options = WriteOptions("test")
+        events, maps = (
+            cluster.catalog.find("", "v1", plural) for plural in ("events", "configmaps")
+        )
+        old = {
+            "metadata": {"name": "e"},
+            "involvedObject": {"kind": "Pod"},
+            "lastTimestamp": "2020-01-01T00:00:00Z",
+        }
+        cluster.registry.create(events, "default", old, options)
+        collector = asyncio.create_task(cluster.collector.run())
+        deadline = asyncio.get_running_loop().time() + 60
+        while cluster.store.list("events"):
+            assert asyncio.get_running_loop().time() < deadline, "the event is still there"
+            cluster.registry.create(maps, "default", {"metadata": {"name": "m"}}, options)
+            cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
+            await asyncio.sleep(0.01)
+        collector.cancel()
+
+    asyncio.run(run())
+
+
+def test_collecting_works_on_objects_as_they_are_by_now():
+    """An object with a missing owner is deleted before the collector looks at it: it must not come back."""
+    cluster = ClusterState("token", "127.96.0.0/24")
+    options = WriteOptions("test")
+    maps = cluster.catalog.find("", "v1", "configmaps")
+    uid = cluster.registry.create(maps, "default", {"metadata": {"name": "owner"}}, options)[
+        "metadata"
+    ]["uid"]
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner"}
+    owners = [{**owner, "uid": uid}, {**owner, "uid": "gone"}]
+    cluster.registry.create(
+        maps, "default", {"metadata": {"name": "m", "ownerReferences": owners}}, options
+    )
+    cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
+    cluster.collector.drain()
+    assert cluster.store.get("configmaps", "default", "m") is None

@@ -1,0 +1,43 @@
+"""The store's label index and its watches."""
+
+from pocketkube.apiserver.cluster_state import ClusterState
+from pocketkube.apiserver.objects import deletion
+from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.serving.selectors import label_selector, required_labels
+from pocketkube.apiserver.store import Store
+
+
+def test_a_list_by_labels_follows_what_was_written():
+    cluster = ClusterState("token", "127.96.0.0/24")
+    options = WriteOptions("test")
+    maps = cluster.catalog.find("", "v1", "configmaps")
+
+    def names(selector: str) -> list[str]:
+        matches, labels = label_selector(selector), required_labels(selector)
+        return [
+            obj["metadata"]["name"]
+            for obj in cluster.store.list("configmaps", "default", matches, labels)
+        ]
+
+    for name, labels in (("c", {"a": "1"}), ("b", {"a": "1", "b": "2"}), ("a", {"b": "2"})):
+        cluster.registry.create(
+            maps, "default", {"metadata": {"name": name, "labels": labels}}, options
+        )
+    assert names("a=1") == ["b", "c"]
+    assert names("a=1,b==2") == ["b"]
+    assert names("a=1,b!=2") == ["c"]
+    assert names("a=1,b=3") == []
+    cluster.registry.update(maps, "default", "c", {"metadata": {"labels": {"b": "2"}}}, options)
+    cluster.deletion.delete(maps, "default", "a", deletion.DeleteOptions())
+    assert (names("a=1"), names("b=2")) == (["b"], ["b", "c"])
+
+
+async def test_a_watch_nobody_reads_does_not_hoard_events():
+    store = Store(window=10)
+    store.open("configmaps")
+    queue = store.subscribe("configmaps", None)
+    for number in range(50):
+        metadata = {"name": "m", "namespace": "default", "uid": "1"}
+        store.put("configmaps", {"metadata": metadata, "n": number})
+    assert queue.qsize() == 1
+    assert queue.get_nowait() is None, "the watch ends, and its client lists again"

@@ -1,0 +1,70 @@
+"""Server-side apply as a state machine: whatever managers do, ownership and content stay consistent."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pocketkube.apiserver.cluster_state import ClusterState
+from pocketkube.apiserver.errors import ApiError
+from pocketkube.apiserver.objects.registry import WriteOptions
+
+MANAGERS = st.sampled_from(["one", "two", "three"])
+DATA = st.dictionaries(st.sampled_from("abcd"), st.sampled_from("12"), max_size=3)
+STEPS = st.lists(
+    st.tuples(MANAGERS, st.sampled_from(["apply", "force", "patch"]), DATA), min_size=1, max_size=12
+)
+APPLY = "application/apply-patch+yaml"
+
+
+def _owners(obj):
+    return {
+        entry["manager"]: set(entry["fieldsV1"].get("f:data", {}))
+        for entry in obj["metadata"].get("managedFields", [])
+        if entry["operation"] == "Apply"
+    }
+
+
+@given(STEPS)
+@settings(max_examples=60, deadline=None)
+def test_what_was_applied_last_without_conflict_is_there(steps):
+    cluster = ClusterState("token", "127.96.0.0/24")
+    maps = cluster.catalog.find("", "v1", "configmaps")
+    for manager, how, data in steps:
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "m"}, "data": data}
+        before = cluster.store.get("configmaps", "default", "m")
+        options = WriteOptions(manager, force=how == "force")
+        try:
+            if how == "patch":
+                if before is None:
+                    continue
+                after = cluster.registry.patch(
+                    maps, "default", "m", "application/merge-patch+json", {"data": data}, options
+                )
+            else:
+                after = cluster.registry.patch(maps, "default", "m", APPLY, body, options)
+        except ApiError as error:
+            refused = (error.code, how)
+        else:
+            refused = None
+        if refused:
+            assert refused == (409, "apply")
+            assert cluster.store.get("configmaps", "default", "m") == before, (
+                "a refused apply leaves no trace"
+            )
+            continue
+        stored = after.get("data", {})
+        assert {key: stored.get(key) for key in data} == data
+        if how != "patch":
+            assert _owners(after).get(manager, set()) == {f"f:{key}" for key in data}
+            if before is not None:
+                dropped = _owners(before).get(manager, set()) - {f"f:{key}" for key in data}
+                held = {
+                    field
+                    for entry in before["metadata"]["managedFields"]
+                    if (entry["manager"], entry["operation"]) != (manager, "Apply")
+                    for field in entry["fieldsV1"].get("f:data", {})
+                }
+                assert not {f"f:{key}" for key in stored} & (dropped - held), (
+                    "fields nobody wants any more are removed"
+                )
+        for fields in _owners(after).values():
+            assert fields <= {f"f:{key}" for key in stored}, "nobody owns a field that is not there"

@@ -1,0 +1,94 @@
+"""Environment and command line of a container."""
+
+import pytest
+
+from baton_kube.client import KubeError
+from pocketkube.containers.environment import (
+    ConfigError,
+    command_line,
+    container_environment,
+    expand,
+    field_value,
+)
+from pocketkube.containers.quantity import in_units_of, parse_quantity
+from pocketkube.kubelet.kubelet import _lookup
+
+POD = {
+    "metadata": {
+        "name": "p",
+        "namespace": "ns",
+        "uid": "0123456789",
+        "labels": {"b": "2", "a": '1"'},
+    },
+    "spec": {"containers": [{"name": "main", "command": ["x"]}], "nodeName": "n"},
+}
+
+
+ADDRESSES = {"status.podIP": "127.77.0.2", "status.hostIP": "127.77.0.1"}
+
+
+def test_expansion_knows_escapes_and_leaves_unknown_names() -> None:
+    variables = {"A": "1", "B_2": "two"}
+    assert expand("$(A)-$(B_2)-$(C)-$$(A)-$A-$", variables) == "1-two-$(C)-$(A)-$A-$"
+
+
+async def test_environment_entries_build_on_each_other_and_missing_keys_are_errors() -> None:
+    objects = {("ConfigMap", "c"): {"data": {"k": "v"}}, ("Secret", "s"): {"data": {"t": "aGk="}}}
+
+    async def lookup(kind: str, namespace: str, name: str) -> dict[str, object] | None:
+        return objects.get((kind, name))
+
+    container = {
+        "name": "main",
+        "envFrom": [
+            {"prefix": "P_", "configMapRef": {"name": "c"}},
+            {"secretRef": {"name": "absent", "optional": True}},
+        ],
+        "env": [
+            {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "t"}}},
+            {"name": "BOTH", "value": "$(P_k)/$(SECRET)"},
+            {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
+        ],
+    }
+    result = await container_environment(POD, container, {}, ADDRESSES, {"cpu": "8"}, lookup)
+    assert result == {"P_k": "v", "SECRET": "hi", "BOTH": "v/hi", "CPU": "8"}
+    container["env"] = [{"name": "X", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "no"}}}]
+    with pytest.raises(ConfigError, match="couldn't find key no in ConfigMap ns/c"):
+        await container_environment(POD, container, {}, ADDRESSES, {}, lookup)
+
+
+def test_a_container_without_command_is_refused() -> None:
+    with pytest.raises(ConfigError, match="images are ignored"):
+        command_line({"name": "main", "args": ["x"]}, {})
+
+
+def test_downward_fields() -> None:
+    assert field_value("metadata.labels['b']", POD, ADDRESSES) == "2"
+    assert field_value("metadata.labels", POD, ADDRESSES) == 'a="1\\""\nb="2"'
+    assert field_value("status.podIP", POD, ADDRESSES) == "127.77.0.2"
+    with pytest.raises(ConfigError, match="unsupported"):
+        field_value("spec.nothing", POD, ADDRESSES)
+
+
+def test_quantities() -> None:
+    assert in_units_of("1500m", "1") == "2"
+    assert in_units_of("2Gi", "1Mi") == "2048"
+    assert parse_quantity("1e3") == 1000
+    with pytest.raises(ValueError, match="not a quantity"):
+        parse_quantity("ten")
+
+
+async def test_an_object_that_cannot_be_read_is_an_error_of_the_configuration() -> None:
+    """The container waits with CreateContainerConfigError, whether the API server refuses or is away."""
+
+    class Failing:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        async def get(self, path: str) -> dict[str, object]:
+            raise self.error
+
+    for error in (KubeError(403, "Forbidden", "not allowed"), ConnectionError("refused")):
+        with pytest.raises(ConfigError, match=f"configmaps ns/m: {error}"):
+            await _lookup(Failing(error))("ConfigMap", "ns", "m")  # type: ignore[arg-type]
+    assert await _lookup(Failing(KubeError(404, "NotFound", "")))("ConfigMap", "ns", "m") is None  # type: ignore[arg-type]

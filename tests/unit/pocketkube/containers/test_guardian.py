@@ -1,0 +1,70 @@
+"""No process of a container outlives the kubelet."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pocketkube.containers import guardian
+from pocketkube.containers.container_log import ContainerLog
+from pocketkube.containers.process import Guard, Process
+
+
+async def test_the_guardian_kills_what_escaped_its_session(tmp_path: Path) -> None:
+    guard = Guard(tmp_path)
+    await guard.start()
+    log = ContainerLog(tmp_path / "0.log")
+    mark = f"35{time.time_ns() % 10**9}"
+    process = Process.start(
+        ["sh", "-c", f"setsid sleep {mark} & sleep {mark}"],
+        dict(os.environ),
+        tmp_path,
+        guard,
+        "c1",
+        log,
+    )
+    marker = f"POCKETKUBE_KUBELET_ID={guard.kubelet_id}"
+    deadline = time.monotonic() + 60
+    while len(guardian.find_processes((), marker)) < 3:
+        assert time.monotonic() < deadline, "the shell and both sleeps did not start"
+        await asyncio.sleep(0.02)
+    await guard.stop()
+    assert guardian.find_processes((), marker) == []
+    assert await process.wait(60) == 137
+    await process.finish()
+
+
+async def test_a_killed_guardian_is_replaced_by_one_that_knows_everything(tmp_path: Path) -> None:
+    guard = Guard(tmp_path)
+    await guard.start()
+    log = ContainerLog(tmp_path / "0.log")
+    # It clears its environment, so only its session gives it away.
+    process = Process.start(
+        ["env", "-i", "sleep", "1000"], dict(os.environ), tmp_path, guard, "c1", log
+    )
+    assert guard._process is not None
+    first = guard._process.pid
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while guard._process.pid == first:
+        assert time.monotonic() < deadline, "no new guardian"
+        await asyncio.sleep(0.02)
+    await guard.stop()
+    assert await process.wait(60) == 137
+    await process.finish()
+
+
+def test_a_second_kubelet_is_refused_the_state_folder(tmp_path: Path) -> None:
+    async def contend() -> None:
+        first = Guard(tmp_path)
+        await first.start()
+        try:
+            with pytest.raises(TimeoutError, match="another kubelet uses"):
+                await Guard(tmp_path).start(lock_timeout_s=0.2)
+        finally:
+            await first.stop()
+
+    asyncio.run(contend())

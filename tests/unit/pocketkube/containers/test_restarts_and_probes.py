@@ -1,0 +1,26 @@
+"""Restart backoff and the verdicts of probes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pocketkube.containers.backoff import BackoffPolicy
+from pocketkube.containers.probes import ProbeTiming, ProbeVerdict
+
+
+@given(runs=st.lists(st.floats(0, 200), max_size=30))
+def test_backoff_stays_in_bounds_and_forgets_after_a_long_run(runs: list[float]) -> None:
+    policy = BackoffPolicy(base_s=1, cap_s=30, reset_after_s=60)
+    delay = 0.0
+    for ran in runs:
+        after = policy.next_delay(delay, ran)
+        assert 1 <= after <= 30
+        assert after == 1 if ran >= 60 or delay == 0 else after == min(2 * delay, 30)
+        delay = after
+
+
+def test_a_probe_verdict_needs_its_threshold_in_a_row() -> None:
+    verdict = ProbeVerdict(ProbeTiming(success_threshold=2, failure_threshold=3))
+    seen = [
+        verdict.observe(result) for result in (True, True, False, False, True, False, False, False)
+    ]
+    assert seen == [None, True, None, None, None, None, None, False]

@@ -1,0 +1,47 @@
+"""The embedded control plane as a process, and its start."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
+    plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"), event_window=20)
+    plane.start(90)
+    yield plane
+    plane.stop()
+
+
+def test_it_runs_as_a_process_and_ends_on_sigterm(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pocketkube.control_plane.embedded",
+        "--state-dir",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        assert process.stdout is not None
+        kubeconfig = Path(process.stdout.readline().strip())
+        assert kubeconfig == tmp_path / "kubeconfig"
+        assert kubeconfig.stat().st_mode & 0o777 == 0o600
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+
+
+def test_a_taken_port_is_reported(plane, tmp_path):
+    from pocketkube.control_plane.interface import ControlPlaneError
+
+    port = int(plane.server.rpartition(":")[2])
+    with pytest.raises(ControlPlaneError, match="did not start"):
+        EmbeddedControlPlane(tmp_path, port=port).start(10)

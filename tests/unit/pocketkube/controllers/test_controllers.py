@@ -1,0 +1,199 @@
+"""Deployment and ReplicaSet plans: what a rollout may do at every step, checked over whole rollouts."""
+
+import copy
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pocketkube.controllers.deployment import plan_deployment, rolling_limits, template_hash
+from pocketkube.controllers.replicaset import plan_replica_set, pod_of
+
+Json = dict[str, Any]
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def deployment(replicas: int = 2, version: str = "1", **spec: Any) -> Json:
+    template = {
+        "metadata": {"labels": {"app": "web"}},
+        "spec": {"containers": [{"name": "main", "image": version}]},
+    }
+    return {
+        "metadata": {"name": "web", "namespace": "ns", "uid": "d1", "generation": 1},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": {"app": "web"}},
+            "template": template,
+            **spec,
+        },
+    }
+
+
+def pod(
+    name: str, *, ready: bool = True, node: str = "n", phase: str = "Running", **metadata: Any
+) -> Json:
+    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+    return {
+        "metadata": {"name": name, "creationTimestamp": "2026-01-01T00:00:00Z", **metadata},
+        "spec": {"nodeName": node},
+        "status": {"phase": phase, "conditions": conditions},
+    }
+
+
+class World:
+    """A cluster in which ReplicaSets get their pods at once and pods turn ready one at a time."""
+
+    def __init__(self) -> None:
+        self.sets: dict[str, Json] = {}
+        self.unready_images: set[str] = set()
+
+    def step(self, owner: Json) -> bool:
+        """Plan and apply once; False if nothing is left to do."""
+        plan = plan_deployment(owner, list(self.sets.values()), NOW)
+        before = copy.deepcopy(self.sets)
+        if plan.create is not None:
+            name = plan.create["metadata"]["name"]
+            self.sets[name] = {**plan.create, "status": {"replicas": 0, "availableReplicas": 0}}
+        for name, size in plan.scale.items():
+            self.sets[name]["spec"]["replicas"] = size
+        for name in plan.delete:
+            del self.sets[name]
+        for rs in self.sets.values():
+            rs["status"]["replicas"] = rs["spec"]["replicas"]
+            rs["status"]["availableReplicas"] = min(
+                rs["status"]["availableReplicas"], rs["spec"]["replicas"]
+            )
+        for rs in self.sets.values():
+            image = rs["spec"]["template"]["spec"]["containers"][0]["image"]
+            if (
+                rs["status"]["availableReplicas"] < rs["spec"]["replicas"]
+                and image not in self.unready_images
+            ):
+                rs["status"]["availableReplicas"] += 1
+                break
+        return before != self.sets
+
+    def settle(self, owner: Json) -> None:
+        for _ in range(200):
+            if not self.step(owner):
+                return
+        raise AssertionError("the rollout does not end")
+
+    def total(self) -> int:
+        return sum(rs["status"]["replicas"] for rs in self.sets.values())
+
+    def available(self) -> int:
+        return sum(rs["status"]["availableReplicas"] for rs in self.sets.values())
+
+
+@given(
+    replicas=st.integers(1, 8),
+    surge=st.integers(0, 3) | st.sampled_from(["25%", "100%"]),
+    unavailable=st.integers(0, 3) | st.sampled_from(["0%", "25%", "50%"]),
+)
+def test_a_rolling_update_stays_within_its_limits_and_ends(
+    replicas: int, surge: int | str, unavailable: int | str
+) -> None:
+    strategy = {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable},
+    }
+    world = World()
+    world.settle(deployment(replicas, strategy=strategy))
+    owner = deployment(replicas, "2", strategy=strategy)
+    most, least = rolling_limits(owner)
+    for _ in range(200):
+        moved = world.step(owner)
+        assert world.total() <= replicas + most
+        assert world.available() >= replicas - least
+        if not moved:
+            break
+    sizes = {
+        rs["spec"]["template"]["spec"]["containers"][0]["image"]: rs["spec"]["replicas"]
+        for rs in world.sets.values()
+    }
+    assert sizes == {"1": 0, "2": replicas}
+
+
+def test_a_broken_template_leaves_the_old_pods_serving() -> None:
+    world = World()
+    world.settle(deployment(4))
+    world.unready_images = {"2"}
+    world.settle(deployment(4, "2"))
+    assert world.available() >= 3
+    world.settle(deployment(4, "1"))  # rolled back
+    assert world.available() == world.total() == 4
+
+
+def test_recreate_waits_until_the_old_pods_are_gone() -> None:
+    world = World()
+    owner = deployment(2, strategy={"type": "Recreate"})
+    world.settle(owner)
+    owner = deployment(2, "2", strategy={"type": "Recreate"})
+    (old,) = world.sets.values()
+    plan = plan_deployment(owner, [old], NOW)
+    assert plan.create is None
+    assert plan.scale == {old["metadata"]["name"]: 0}
+    world.settle(owner)
+    assert world.available() == 2
+
+
+def test_the_template_hash_ignores_its_own_label_and_key_order() -> None:
+    template = deployment()["spec"]["template"]
+    labelled = copy.deepcopy(template)
+    labelled["metadata"]["labels"]["pod-template-hash"] = "x"
+    assert template_hash(template) == template_hash(labelled)
+    assert template_hash(template) != template_hash(deployment(version="2")["spec"]["template"])
+
+
+def test_status_conditions_follow_the_rollout() -> None:
+    world = World()
+    owner = deployment(2)
+    first = plan_deployment(owner, [], NOW).status
+    assert {c["type"]: c["status"] for c in first["conditions"]} == {
+        "Available": "False",
+        "Progressing": "True",
+    }
+    late = plan_deployment({**owner, "status": first}, [], NOW + timedelta(seconds=700)).status
+    assert {c["type"]: c["reason"] for c in late["conditions"]}[
+        "Progressing"
+    ] == "ProgressDeadlineExceeded"
+    world.settle(owner)
+    done = plan_deployment({**owner, "status": first}, list(world.sets.values()), NOW).status
+    assert {c["type"]: c["reason"] for c in done["conditions"]} == {
+        "Available": "MinimumReplicasAvailable",
+        "Progressing": "NewReplicaSetAvailable",
+    }
+    assert done["updatedReplicas"] == done["availableReplicas"] == 2
+
+
+def test_a_replica_set_fills_up_and_removes_the_least_useful_first() -> None:
+    replica_set = {
+        "metadata": {"name": "web-1", "uid": "r", "generation": 2},
+        "spec": {"replicas": 2},
+    }
+    gone = [pod("f", phase="Failed"), pod("t", deletionTimestamp="2026-01-01T00:00:00Z")]
+    assert plan_replica_set(replica_set, [*gone, pod("a")]).create == 1
+    plan = plan_replica_set(
+        replica_set,
+        [
+            pod("ready"),
+            pod("unready", ready=False),
+            pod("pending", ready=False, node=""),
+            pod("also"),
+        ],
+    )
+    assert plan.delete == ["pending", "unready"]
+    assert plan.status["readyReplicas"] == 2
+    assert plan.status["observedGeneration"] == 2
+
+
+def test_a_pod_of_a_replica_set_is_owned_by_it() -> None:
+    owner = deployment()
+    created = plan_deployment(owner, [], NOW).create
+    assert created is not None
+    created["metadata"]["uid"] = "r1"
+    made = pod_of(created)
+    assert made["metadata"]["ownerReferences"][0]["uid"] == "r1"
+    assert made["metadata"]["labels"].items() >= created["spec"]["selector"]["matchLabels"].items()

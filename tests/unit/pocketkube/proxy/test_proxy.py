@@ -1,0 +1,312 @@
+"""The proxy: which pods and which Service a connection is for, and bytes that pass at once in both directions."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pocketkube.loopback import LoopbackAddresses
+from pocketkube.proxy.ingress_proxy import IngressProxy
+from pocketkube.proxy.routes import Backend, endpoints, match_route, routes
+from pocketkube.proxy.service_proxy import ServiceProxy
+
+Json = dict[str, Any]
+
+
+def pod(name: str, ip: str, *, ready: bool = True, port: int = 8000, **metadata: Any) -> Json:
+    return {
+        "metadata": {"name": name, "namespace": "ns", "labels": {"app": "web"}, **metadata},
+        "spec": {
+            "containers": [{"name": "main", "ports": [{"name": "http", "containerPort": port}]}]
+        },
+        "status": {
+            "podIP": ip,
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        },
+    }
+
+
+def service(address: str = "127.97.0.1", port: int = 80, **spec: Any) -> Json:
+    ports = [{"name": "web", "port": port, "targetPort": "http"}]
+    return {
+        "metadata": {"name": "web", "namespace": "ns", "resourceVersion": "1"},
+        "spec": {"clusterIP": address, "selector": {"app": "web"}, "ports": ports, **spec},
+    }
+
+
+def ingress(*paths: tuple[str, str, str], host: str = "web.test") -> Json:
+    entries = [
+        {
+            "path": path,
+            "pathType": kind,
+            "backend": {"service": {"name": name, "port": {"name": "web"}}},
+        }
+        for path, kind, name in paths
+    ]
+    return {
+        "metadata": {"name": "i", "namespace": "ns"},
+        "spec": {"rules": [{"host": host, "http": {"paths": entries}}]},
+    }
+
+
+class Cache:
+    """What the proxies use of a Reflector, filled by hand."""
+
+    def __init__(self, *objects: Json) -> None:
+        self.objects = {
+            f"{obj['metadata']['namespace']}/{obj['metadata']['name']}": obj for obj in objects
+        }
+        self.synced = asyncio.Event()
+        self.synced.set()
+        self._listeners: list[Callable[[Json | None, Json | None], None]] = []
+
+    def subscribe(self, listener: Callable[[Json | None, Json | None], None]) -> None:
+        self._listeners.append(listener)
+
+    def remove(self, key: str) -> None:
+        gone = self.objects.pop(key)
+        for listener in self._listeners:
+            listener(gone, None)
+
+
+class Addresses:
+    """Stands in for LoopbackAddresses: what is there, without the device."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+
+    def add(self, address: str) -> None:
+        self.there.add(address)
+
+    def keep_only(self, addresses: Collection[str]) -> None:
+        self.there &= set(addresses)
+
+    def remove_all(self) -> None:
+        self.there.clear()
+
+
+class Events:
+    """Keeps what was recorded."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def record(self, obj: Json, kind: str, reason: str, message: str, **more: str) -> None:
+        self.reasons.append(reason)
+
+
+def test_only_ready_selected_pods_that_stay_are_endpoints() -> None:
+    pods = [
+        pod("a", "127.1.1.1"),
+        pod("unready", "127.1.1.2", ready=False),
+        pod("leaving", "127.1.1.3", deletionTimestamp="2026-01-01T00:00:00Z"),
+        {
+            **pod("other", "127.1.1.4"),
+            "metadata": {"name": "other", "namespace": "ns", "labels": {"app": "db"}},
+        },
+        {
+            **pod("far", "127.1.1.5"),
+            "metadata": {"name": "far", "namespace": "elsewhere", "labels": {"app": "web"}},
+        },
+    ]
+    port = service()["spec"]["ports"][0]
+    assert endpoints(service(), port, pods) == [("127.1.1.1", 8000)]
+    assert endpoints(service(publishNotReadyAddresses=True), port, pods) == [
+        ("127.1.1.1", 8000),
+        ("127.1.1.2", 8000),
+    ]
+    assert endpoints(service(selector={}), port, pods) == []
+    assert endpoints(service(), {"port": 90}, pods) == [("127.1.1.1", 90)]
+
+
+@pytest.mark.parametrize(
+    ("host", "path", "name"),
+    [
+        ("web.test", "/v1/models", "api"),
+        ("WEB.test", "/v1", "api"),
+        ("web.test", "/v1x", "root"),
+        ("web.test", "/v1/exact", "exact"),
+        ("a.wild.test", "/", "wild"),
+        ("a.b.wild.test", "/", None),
+        ("nobody.test", "/", None),
+    ],
+)
+def test_an_ingress_route_prefers_host_then_exact_then_longest_prefix(
+    host: str, path: str, name: str | None
+) -> None:
+    rules = ingress(
+        ("/", "Prefix", "root"), ("/v1", "Prefix", "api"), ("/v1/exact", "Exact", "exact")
+    )
+    table = routes([ingress(("/", "Prefix", "wild"), host="*.wild.test"), rules])
+    assert match_route(table, host, path) == (Backend("ns", name, "web") if name else None)
+
+
+async def serve(app: web.Application, address: str) -> tuple[web.AppRunner, int]:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, address, 0).start()
+    return runner, runner.addresses[0][1]
+
+
+async def settled(condition: Any, missing: str) -> None:
+    deadline = asyncio.get_running_loop().time() + 60
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, missing
+        await asyncio.sleep(0.01)
+
+
+def streaming_app(more: asyncio.Event, ended: asyncio.Event) -> web.Application:
+    """Sends one chunk, then a second one once `more` is set; `ended` when the handler is over."""
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            await response.write(await request.read() + b"one\n\n")
+            await more.wait()
+            await response.write(request.headers.get("X-Forwarded-Host", "none").encode())
+        finally:
+            ended.set()
+        return response
+
+    app = web.Application()
+    app.router.add_route("*", "/stream", stream)
+    return app
+
+
+async def test_a_service_skips_dead_pods_and_streams_unbuffered(tmp_path: Path) -> None:
+    more, ended = asyncio.Event(), asyncio.Event()
+    runner, port = await serve(streaming_app(more, ended), "127.97.1.2")
+    pods = Cache(pod("dead", "127.97.1.1", port=port), pod("alive", "127.97.1.2", port=port))
+    services, events = Cache(service("127.97.0.7", 8080)), Events()
+    proxy = ServiceProxy(services, pods, events, LoopbackAddresses(tmp_path / "a.json"))  # type: ignore[arg-type]
+    task = asyncio.create_task(proxy.run())
+    try:
+        await settled(lambda: proxy._listeners, "the listener")
+        async with aiohttp.ClientSession() as http:
+            for _ in range(2):  # round robin begins with either pod
+                more.clear()
+                async with http.post("http://127.97.0.7:8080/stream", data=b"in ") as response:
+                    assert await asyncio.wait_for(response.content.readany(), 60) == b"in one\n\n"
+                    more.set()
+                    assert await response.content.read() == b"none"
+        assert events.reasons == []
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await runner.cleanup()
+
+
+async def test_connections_of_a_deleted_service_go_on_and_then_its_address_goes() -> None:
+    more, ended = asyncio.Event(), asyncio.Event()
+    runner, port = await serve(streaming_app(more, ended), "127.97.1.3")
+    services, pods, addresses = (
+        Cache(service("127.97.0.9", 8080)),
+        Cache(pod("alive", "127.97.1.3", port=port)),
+        Addresses(),
+    )
+    proxy = ServiceProxy(services, pods, Events(), addresses)  # type: ignore[arg-type]
+    task = asyncio.create_task(proxy.run())
+    try:
+        await settled(lambda: proxy._listeners, "the listener")
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            async with http.post("http://127.97.0.9:8080/stream", data=b"") as response:
+                assert await asyncio.wait_for(response.content.readany(), 60) == b"one\n\n"
+                services.remove("ns/web")
+                await settled(lambda: not proxy._listeners, "the listener closed")
+                assert addresses.there == {"127.97.0.9"}
+                more.set()
+                assert await response.content.read() == b"none"
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await http.post("http://127.97.0.9:8080/stream", data=b"")
+        await settled(lambda: not addresses.there, "the address taken away")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("ticks", range(10))
+async def test_whoever_connects_while_a_service_is_deleted_is_not_left_waiting(ticks: int) -> None:
+    services = Cache(service("127.97.0.10", 8080))
+    proxy = ServiceProxy(services, Cache(), Events(), Addresses())  # type: ignore[arg-type]
+    task = asyncio.create_task(proxy.run())
+
+    async def wait_for_an_end() -> bytes:
+        reader, writer = await asyncio.open_connection("127.97.0.10", 8080)
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+    try:
+        await settled(lambda: proxy._listeners, "the listener")
+        connecting = asyncio.create_task(wait_for_an_end())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        services.remove("ns/web")
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                assert await connecting == b""
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_port_that_is_taken_is_an_event(tmp_path: Path) -> None:
+    runner, port = await serve(web.Application(), "127.97.0.8")
+    services, events = Cache(service("127.97.0.8", port)), Events()
+    proxy = ServiceProxy(services, Cache(), events, LoopbackAddresses(tmp_path / "a.json"))  # type: ignore[arg-type]
+    task = asyncio.create_task(proxy.run())
+    try:
+        await settled(lambda: events.reasons == ["BindFailed"], "the event BindFailed")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await runner.cleanup()
+
+
+async def test_the_ingress_streams_and_lets_go_when_the_client_leaves(tmp_path: Path) -> None:
+    more, ended = asyncio.Event(), asyncio.Event()
+    upstream_app = streaming_app(more, ended)
+    runner = web.AppRunner(upstream_app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.97.2.2", 0).start()
+    port = runner.addresses[0][1]
+    services = Cache(service("127.97.0.9"))
+    pods = Cache(pod("dead", "127.97.2.1", port=port), pod("alive", "127.97.2.2", port=port))
+    proxy = ServiceProxy(services, pods, Events(), LoopbackAddresses(tmp_path / "a.json"))  # type: ignore[arg-type]
+    rules = ingress(("/", "Prefix", "web"))
+    rules["status"] = {"loadBalancer": {"ingress": [{"ip": "127.97.2.9"}]}}
+    front = IngressProxy(None, Cache(rules), Cache(), services, proxy)  # type: ignore[arg-type]
+    task = asyncio.create_task(front.run("127.97.2.9", 18080))
+    url, headers = "http://127.97.2.9:18080/stream", {"Host": "web.test"}
+    try:
+        await settled(lambda: front._table, "the routes")
+        async with aiohttp.ClientSession() as http:
+            for _ in range(2):
+                more.clear()
+                async with http.post(url, data=b"in ", headers=headers) as response:
+                    assert await asyncio.wait_for(response.content.readany(), 60) == b"in one\n\n"
+                    more.set()
+                    assert await response.content.read() == b"web.test"
+            more.clear()
+            ended.clear()
+            response = await http.get(url, headers=headers)
+            assert await asyncio.wait_for(response.content.readany(), 60) == b"one\n\n"
+            response.close()
+            await asyncio.wait_for(ended.wait(), 60)
+            async with http.get("http://127.97.2.9:18080/", headers={"Host": "x.test"}) as response:
+                assert response.status == 404
+            pods.objects.clear()
+            async with http.get(url, headers=headers) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await runner.cleanup()
