@@ -21,6 +21,7 @@ from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
 from baton_protocol.arguments import MAX_PORT
 from baton_protocol.config import DiscoveryConfig, GatewayConfig, container_path, pod_ip
+from baton_protocol.options import set_field
 from baton_protocol.service_key import ServiceKeyError
 from baton_text.tokenizer import Tokenizer
 
@@ -160,7 +161,7 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
             raise ConfigurationError("InvalidConfig", f"{path}: {error}") from error
     for target, value in arguments.items():
         if value is not None:
-            _set(content, target, value)
+            set_field(content, target, value)
     content.setdefault("discovery", {})
     try:
         config = msgspec.convert(content, GatewayConfig)
@@ -268,13 +269,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError("InvalidConfig", message)
-
-
-def _set(content: dict[str, Any], target: str, value: object) -> None:
-    *sections, name = target.split(".")
-    for section in sections:
-        content = content.setdefault(section, {})
-    content[name] = value
 
 
 if __name__ == "__main__":
