@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 MAX_SIMULATED_S = 1e7
+PIPED_WIDTH = 1000  #: columns of a table that no terminal limits
 
 
 def main() -> None:
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "up", help="start a local cluster around one LLMService", allow_abbrev=False
     )
     up.add_argument("-f", "--file", type=Path, required=True, help="YAML with one LLMService")
-    up.add_argument("--model", type=Path, help="checkpoint folder; overrides spec.model.uri")
+    up.add_argument("--model", type=Path, help="folder served as the one in spec.model.uri")
     mode = up.add_mutually_exclusive_group()
     mode.add_argument(
         "--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed"
@@ -346,7 +347,7 @@ def _run_status(args: argparse.Namespace) -> int:
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
         return 0 if status.exists else 1
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     if status.exists:
         from baton_local.display import service_tables
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import kopf
+from kubernetes.aio.config import ConfigException
 
 from baton_operator import names
 from baton_operator.names import Key
 from baton_operator.runtime import open_runtime
+
+logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 30.0
 #: Timeout that each watch requests. kopf then resumes it from the last resource version, so a
@@ -36,10 +40,15 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     """Configure kopf. Under `kopf run`, also start the runtime."""
     configure(settings)
     if "runtime" not in memo:  # under `kopf run`
+        logger.warning("kopf run takes no Lease: stop every other operator of these LLMServices")
+        logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # it logs every event
         memo.stack = AsyncExitStack()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
         kubeconfig = os.environ.get("KUBECONFIG") or (None if in_cluster else "~/.kube/config")
-        memo.runtime = await memo.stack.enter_async_context(open_runtime(kubeconfig))
+        try:
+            memo.runtime = await memo.stack.enter_async_context(open_runtime(kubeconfig))
+        except ConfigException as error:
+            raise kopf.PermanentError(str(error)) from error
         await memo.runtime.wait_for_crd()
         memo.running = asyncio.create_task(memo.runtime.run())
 

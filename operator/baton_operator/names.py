@@ -1,4 +1,4 @@
-"""Names, labels and annotations that components share (docs/internals/architecture.md, Pods)."""
+"""Names, labels and annotations that components share (docs/internals/pods.md)."""
 
 from __future__ import annotations
 

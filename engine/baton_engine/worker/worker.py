@@ -372,7 +372,8 @@ class Worker:
         if parallel.tensor_parallel_size > num_heads:
             raise ConfigurationError(
                 "KVTransferInvalid",
-                f"kv_transfer.role is {role}, but KV blocks are only moved between workers with heads of their own: "
-                f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has {num_heads} KV heads; lower the "
-                f"first, or set kv_transfer.role to none",
+                f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has "
+                f"{num_heads} KV heads, but kv_transfer.role is {role} and workers without KV heads "
+                "of their own exchange no KV blocks; lower the first (in an LLMService: "
+                "parallelism.tensor), or set kv_transfer.role to none",
             )

@@ -13,7 +13,7 @@ from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
 from baton_protocol.progress import Health
 
-#: The last line of a component whose configuration is wrong (docs/internals/architecture.md).
+#: The last line of a component whose configuration is wrong (docs/internals/pods.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)
 CRASH_LOOP_RESTARTS = 2
 LOST = "ContainerStatusUnknown"  # reason of a container that was lost with its node or kubelet

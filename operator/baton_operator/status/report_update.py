@@ -107,9 +107,11 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
 def _counts(rollout: _Rollout) -> str:
     newest, group = rollout.newest, rollout.group
     num_old_ready = sum(is_ready(pod) and not is_leaving(pod) for pod in rollout.old)
-    counts = f"{len(newest)} of {group.desired} {group.role} pods are of the newest revision"
-    old_counts = f"{len(rollout.old)} of earlier ones, {num_old_ready} of them ready"
-    return f"{counts}, {sum(map(is_ready, newest))} of them ready, {old_counts}"
+    return (
+        f"{group.role} wants {group.desired} pods and has {len(newest)} of the newest revision "
+        f"({sum(map(is_ready, newest))} ready) and {len(rollout.old)} of earlier ones "
+        f"({num_old_ready} ready)"
+    )
 
 
 def _exists(pod: Object, now: datetime) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -87,3 +88,13 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         f"cannot listen on 127.0.0.1:{port}: Address already in use"
     )
     assert "Traceback" not in ended.stderr
+
+
+def test_kopf_run_ends_without_a_kubeconfig(tmp_path: Path) -> None:
+    path = tmp_path / "missing"
+    command = [sys.executable, "-m", "kopf", "run", "-m", "baton_operator.handlers", "-n", "x"]
+    environment = {**os.environ, "KUBECONFIG": str(path)}
+    environment.pop("KUBERNETES_SERVICE_HOST", None)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert str(path) in ended.stderr

@@ -42,7 +42,7 @@ ONCE_READY = {
 VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
     "all are new": ([new(0, ready=True), new(1, ready=True)], "False", "UpToDate", "no pod of an earlier revision"),
     "the first pods ever start": ([new(0), new(1)], "False", "UpToDate", "no pod of an earlier revision"),
-    "about to begin": ([old(0), old(1)], "True", "Replacing", "0 of 2 decode pods are of the newest revision"),
+    "about to begin": ([old(0), old(1)], "True", "Replacing", "decode wants 2 pods and has 0 of the newest revision (0 ready)"),
     "the new one starts": ([old(0), old(1), new(2)], "True", "Starting", "waits for demo-decode-2 to be ready"),
     "the new one fails so far": (
         [old(0), old(1), new(2, state=BACK_OFF, last=FATAL)], "True", "Starting", "/models/x does not exist",
@@ -57,7 +57,7 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
         [old(0), old(1), new(2, conditions=[NO_ROOM])], "True", "WaitingForCapacity", "no node has room for pod demo-dec",
     ),
     "the new one is never ready": (
-        [old(0), old(1), made(new(2), **LATE)], "False", "RolloutStalled", "2 of earlier ones, 2 of them ready",
+        [old(0), old(1), made(new(2), **LATE)], "False", "RolloutStalled", "2 of earlier ones (2 ready)",
     ),
     "the new one fails for good, and why": (
         [old(0), made(new(2, state=BACK_OFF, last=FATAL), **LATE)], "False", "RolloutStalled", "/models/x does not exist",

@@ -267,7 +267,11 @@ def test_nonsense_is_logged_once_with_a_count_and_in_one_line(
     monkeypatch.setattr(server._log, "_interval_s", 0.0)
     server._log._next = 0.0
     shout()
-    eventually(lambda: "and 19 more like it" in caplog.text, timeout_s=AT_ONCE_S, what="the count")
+    eventually(
+        lambda: "and 19 more warnings of this kind" in caplog.text,
+        timeout_s=AT_ONCE_S,
+        what="the count",
+    )
 
 
 def test_foreign_text_is_one_line_of_a_log() -> None:
