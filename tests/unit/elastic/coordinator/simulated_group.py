@@ -263,7 +263,7 @@ class SimulatedGroup(SimulatedRanks):
         if any(each.outcome is OperationPhase.DONE for each in ended):
             self.open_commit = None
         for instance_id in self.ranks:
-            if not self.controller.knows(instance_id):
+            if not self.controller.is_registered(instance_id):
                 continue
             directive = self.controller.directive_for(instance_id)
             if directive is None:

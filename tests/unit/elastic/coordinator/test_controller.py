@@ -63,7 +63,7 @@ class TestForming:
         group.run(CONFIG.wait_s + 1)
         assert group.serving_together("a", "b")
         (other,) = [member for member in group.status().members if member.name == "c"]
-        assert "5 experts, the group 2 of 4" in other.reason
+        assert "5 experts, the group has 2 of 4" in other.reason
 
 
 class TestScaling:

@@ -216,7 +216,7 @@ class TestStandingStill:
         group.until(lambda: recovered(group), seconds=1.0)
         assert told(group, ranks["b"]).dismissed
         (b,) = [member for member in group.status().members if member.name == "b"]
-        assert "its loop stands still" in b.reason
+        assert "its loop is stalled" in b.reason
         ranks["b"].hangs = None
         group.until(lambda: group.serving_together("a", "b", "c"))
 
