@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from group_questions import generation_of, names_of, operation, told
-from simulated_group import CONFIG, SimulatedGroup
-from simulated_rank import NUM_EXPERTS, SimulatedRank
 
 from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
+from support.elastic.group_questions import generation_of, names_of, operation, told
+from support.elastic.simulated_group import CONFIG, SimulatedGroup
+from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 
 
 class TestForming:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from group_questions import generation_of, names_of, operation, recovered, told
-from simulated_group import CONFIG, SimulatedGroup
-from simulated_rank import NUM_EXPERTS, SimulatedRank
 
 from baton_protocol.topology import Activity, OperationPhase, RankPhase
+from support.elastic.group_questions import generation_of, names_of, operation, recovered, told
+from support.elastic.simulated_group import CONFIG, SimulatedGroup
+from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 
 
 class TestRecovery:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 from baton_engine.elastic.coordinator.checks import (
     MAX_FAILURE,
@@ -36,6 +35,7 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
+from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 from support.waiting import eventually
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from engine_fakes import FakeExecutor, continuation
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -24,6 +23,7 @@ from baton_protocol.config import (
 )
 from baton_protocol.messages import EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
+from support.engine.engine_fakes import FakeExecutor, continuation
 
 PROMPTS = {f"r{i}": list(range(1, 2 + 5 * i)) for i in range(5)}
 NUM_TOKENS = 12

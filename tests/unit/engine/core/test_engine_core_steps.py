@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from engine_fakes import FakeExecutor, continuation
 
 from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -26,6 +25,7 @@ from baton_protocol.config import (
 )
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
+from support.engine.engine_fakes import FakeExecutor, continuation
 
 calls: list[str] = []
 """What happened, in order; emptied by each test that reads it."""

@@ -36,7 +36,7 @@ class EngineProcess:
             "--model",
             "/nowhere",
             "--executor",
-            "engine_fakes.FakeExecutor",
+            "support.engine.engine_fakes.FakeExecutor",
         ]
         command += [
             "--engine-port",

@@ -11,12 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from fake_runner import EOS, VOCAB_SIZE, FakeConnector, FakeRunner, continuation, next_token
-
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
+from support.engine.fake_runner import (
+    EOS,
+    VOCAB_SIZE,
+    FakeConnector,
+    FakeRunner,
+    continuation,
+    next_token,
+)
 
 __all__ = ["EOS", "VOCAB_SIZE", "FakeConnector", "FakeRunner", "continuation", "next_token"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from simulated_group import SimulatedGroup
-from simulated_rank import SimulatedRank
-
 from baton_protocol.topology import Directive, Generation, OperationPhase, OperationStatus
+from support.elastic.simulated_group import SimulatedGroup
+from support.elastic.simulated_rank import SimulatedRank
 
 
 def told(group: SimulatedGroup, rank: SimulatedRank) -> Directive:

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import zmq
-from engine_fakes import FakeExecutor
 
 from baton_engine.executor.base import ModelInfo
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Directive, ExpertLoads, Generation, RankPhase, Status
+from support.engine.engine_fakes import FakeExecutor
 from support.waiting import eventually
 
 DEADLINE_S = 60.0

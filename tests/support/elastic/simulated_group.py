@@ -9,8 +9,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from simulated_rank import SimulatedRank
-
 from baton_engine.elastic.coordinator.controller import Controller
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.operation import Ended
@@ -25,6 +23,7 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
+from support.elastic.simulated_rank import SimulatedRank
 
 STEP_S = 0.1
 STATUS_STEPS = 2

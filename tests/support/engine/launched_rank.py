@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fake_workers import engine_config, step
-from greedy_steps import generate, model_config
 
 from baton_engine.executor.base import Executor, executor_name, load_executor_class
 from baton_protocol.config import EngineConfig
+from support.engine.fake_workers import engine_config, step
+from support.engine.greedy_steps import generate, model_config
 
 
 def start(config: EngineConfig) -> Executor:

@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 import zmq
-from simulated_group import SimulatedRanks
-from simulated_rank import SimulatedRank
 
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import Directive, OperationPhase, RankPhase, TopologyStatus
+from support.elastic.simulated_group import SimulatedRanks
+from support.elastic.simulated_rank import SimulatedRank
 from support.waiting import eventually
 
 HOST = "127.0.0.1"

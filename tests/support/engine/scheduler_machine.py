@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
-from fake_runner import EOS, VOCAB_SIZE, FakeConnector, FakeRunner, beam_search, next_token
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
@@ -18,6 +17,14 @@ from baton_engine.scheduling.scheduler import RequestRefusedError, Scheduler
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 from baton_protocol.sampling import StructuredOutput
+from support.engine.fake_runner import (
+    EOS,
+    VOCAB_SIZE,
+    FakeConnector,
+    FakeRunner,
+    beam_search,
+    next_token,
+)
 
 BLOCK = 4
 NUM_BLOCKS = 12

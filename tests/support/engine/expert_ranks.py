@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from model_cases import CPU, DEADLINE_S, Meeting, ThreadGroup, chunk_batch, new_kv_cache
 from torch import Tensor
 
 from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
@@ -24,6 +23,14 @@ from baton_engine.worker.experts.generations import ExpertWorker, Generations
 from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_protocol.topology import Generation, Member, Placement
+from support.engine.model_cases import (
+    CPU,
+    DEADLINE_S,
+    Meeting,
+    ThreadGroup,
+    chunk_batch,
+    new_kv_cache,
+)
 from support.waiting import eventually
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wave_ranks import NONE, Key, Rank, Ranks, new_ranks
+from support.elastic.wave_ranks import NONE, Key, Rank, Ranks, new_ranks
 
 
 class State(NamedTuple):

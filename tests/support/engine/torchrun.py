@@ -12,6 +12,7 @@ from typing import Any
 from pocketkube.ports import free_ports
 
 WAIT_S = 180.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> list[dict[str, Any]]:
@@ -23,7 +24,7 @@ def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> lis
     ]
     process = subprocess.run(
         command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | ENVIRONMENT,
         timeout=WAIT_S,
         check=False,
         capture_output=True,
@@ -39,9 +40,8 @@ def run_without_an_agent(num_ranks: int, results: Path, *arguments: object) -> l
     environment = os.environ | {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
     }
-    environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    environment |= ENVIRONMENT | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     command = [
         sys.executable,
         str(Path(__file__).with_name("launched_rank.py")),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from fake_runner import EOS, FakeConnector, FakeRunner
-from scheduler_machine import FakeGrammars
-
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
+from support.engine.fake_runner import EOS, FakeConnector, FakeRunner
+from support.engine.scheduler_machine import FakeGrammars
 
 BLOCK = 4
 

@@ -9,8 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_fakes import FakeExecutor
-
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.elastic.rank.waves import StepVote
 from baton_engine.executor.base import ModelInfo
@@ -35,6 +33,7 @@ from baton_protocol.topology import (
     StartWave,
     Status,
 )
+from support.engine.engine_fakes import FakeExecutor
 from support.waiting import eventually
 
 DEADLINE_S = 60.0
