@@ -1,7 +1,8 @@
 """Configuration of one engine and of one gateway, as structs.
 
-The operator writes them as JSON into a ConfigMap; `baton-engine --config FILE` and `baton-gateway --config FILE` read them,
-and every field has a command-line flag that overrides it. What is not set has the default written here, and nowhere else.
+The operator writes them as JSON into a ConfigMap. `baton-engine --config FILE` and `baton-gateway
+--config FILE` read them, and command-line flags override single fields. Defaults are declared here
+only.
 """
 
 # Without `from __future__ import annotations`: lambdas in annotations need this module's names.
@@ -267,29 +268,32 @@ class EngineConfig(_Config, frozen=True):
 class DiscoveryConfig(_Config, frozen=True):
     """Where the gateway finds its engines: exactly one of file and service."""
 
+    #: JSON: {"engines": [{"name", "role", "host", "engine_port", "kv_port"}, ...]}. The gateway
+    #: reads it again when it changes.
     file: str = ""
-    """JSON: {"engines": [{"name", "role", "host", "engine_port", "kv_port"}, ...]}, read again when it changes."""
     namespace: str = ""
+    #: Pods labelled serving.baton.dev/service=<service> in the namespace, watched.
     service: str = ""
-    """Pods labelled serving.baton.dev/service=<service> in the namespace, watched."""
+    #: Seconds between full lists. A lost watch event has no effect for longer.
     resync_s: float = 30.0
-    """Full re-list: a lost watch event heals after this long at most."""
 
 
 class AccessConfig(_Config, frozen=True):
     """Who may ask the gateway, and for how much."""
 
+    #: Folder with one file per client. Its name is the client's, its content the API key. The
+    #: gateway reads it again when it changes. Empty: no API keys.
     api_keys_dir: str = ""
-    """Folder with one file per client, called as the client is: its content is the client's API key. Read again when it changes.
-    Empty: everybody may ask."""
+    #: Folder with tls.crt and tls.key for HTTPS, read again when they change. Empty: HTTP.
     tls_dir: str = ""
-    """Folder with tls.crt and tls.key, read again when they change: HTTPS instead of HTTP. Empty: HTTP."""
+    #: Sequences of one API key that a gateway serves at a time. Above it: 429 with Retry-After.
+    #: None: no limit per key.
     max_concurrent_per_client: int | None = None
-    """Sequences of one API key served at once, by each gateway. Beyond it: 429 with Retry-After. None: no limit of its own."""
+    #: Longer prompts are refused. None: the model's limit.
     max_prompt_tokens: int | None = None
-    """Of one prompt; longer ones are refused. None: what the model takes."""
+    #: Requests for more tokens are refused, and it is the default of others. None: the model's
+    #: limit.
     max_completion_tokens: int | None = None
-    """Of one answer: who asks for more is refused, who asks for none gets at most so many. None: what the model takes."""
 
 
 class GatewayConfig(_Config, frozen=True):
@@ -297,38 +301,41 @@ class GatewayConfig(_Config, frozen=True):
     discovery: DiscoveryConfig
     access: AccessConfig = AccessConfig()
     port: int = GATEWAY_PORT
+    #: Beyond it: 429 with Retry-After.
     max_concurrent_requests: int = 1024
-    """Beyond it: 429 with Retry-After."""
+    #: Prompts shorter than this are prefilled by the decode pod itself.
     prefill_threshold_tokens: int = 0
-    """Prompts shorter than this are prefilled by the decode pod itself."""
+    #: Seconds between PINGs. An engine silent for two intervals gets no new requests.
     heartbeat_interval_s: float = 0.5
-    """Engines are asked for a sign of life so often. One that is silent for two intervals gets no new requests."""
+    #: Seconds of silence after which an engine is dead, and its requests continue on another.
     heartbeat_timeout_s: float = 3.0
-    """An engine that is silent for so long counts as dead: its requests go on elsewhere."""
+    #: Seconds that new requests wait for a decode engine while none is ready; then 503 with
+    #: Retry-After.
     queue_wait_s: float = 10.0
-    """New requests wait so long for a decode engine if all are away for a moment; then 503 with Retry-After."""
+    #: Seconds that requests of a lost engine wait for one that can continue them.
     resume_wait_s: float = 30.0
-    """Requests whose engine was lost wait so long for one that can go on with them: a pod may be restarting."""
+    #: Seconds that new requests of a service scaled to zero wait for its first decode engine; then
+    #: 503 with Retry-After. 0: the service is never scaled to zero, see queue_wait_s.
     hold_s: float = 0.0
-    """Requests that come while no decode engine is there are held so long, for the service may be scaled to zero and one is being
-    started; then 503 with Retry-After. 0: it is not scaled to zero, see queue_wait_s."""
+    #: Beyond it: 503 with Retry-After.
     max_held_requests: int = 256
-    """Beyond it: 503 with Retry-After."""
     request_timeout_s: float = 600.0
+    #: File with the key of the service. Engines with a key refuse a gateway without it. Empty:
+    #: none.
     service_key_file: str = ""
-    """The engines' key; without it engines that have one refuse this gateway. Empty: none."""
+    #: Seconds after SIGTERM until running requests are ended.
     drain_timeout_s: float = 30.0
-    """After SIGTERM: what still runs then is ended."""
+    #: Seconds without a new request, after SIGTERM, until the gateway stops accepting them: load
+    #: balancers notice its departure late.
     drain_quiet_s: float = 5.0
-    """After SIGTERM requests are still served until nobody has sent one for so long: only then does everyone in front know."""
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One engine pod as discovery sees it."""
 
     name: str
+    #: prefill or decode.
     role: str
-    """prefill or decode."""
     host: str
     engine_port: int = ENGINE_PORT
     kv_port: int = KV_PORT
@@ -342,14 +349,15 @@ class EngineEndpoints(msgspec.Struct, kw_only=True):
 
 
 def pod_ip() -> str:
-    """The only address this process may bind: $POD_IP, else loopback."""
+    """Return the only address that this process may bind: $POD_IP, else loopback."""
     return os.environ.get("POD_IP") or "127.0.0.1"
 
 
 def container_path(path: str) -> Path:
-    """The host's path of `path` as the pod sees it.
+    """Return the host's path of a path in the pod.
 
-    In a container they are the same. A pod that runs as a plain process has its volumes under $POCKETKUBE_POD_ROOT.
+    In a container they are the same. A pod that is a plain process has its volumes under
+    $POCKETKUBE_POD_ROOT.
     """
     root = os.environ.get("POCKETKUBE_POD_ROOT")
     if root:
@@ -362,14 +370,16 @@ def container_path(path: str) -> Path:
 def compatibility_hash(
     model_files: dict[str, bytes], dtype: str, layout: str, quantization: str | None = None
 ) -> str:
-    """Equal on pods that may exchange KV blocks and continue each other's requests. Numbers that must agree for the first, such
-    as the block size, are compared one by one where pods meet: who is refused is told both values.
+    """Return a hash that is equal on pods with the same model, dtype and KV layout.
+
+    Such pods may exchange KV blocks and continue each other's requests. The hash leaves out
+    numbers like the block size: pods compare these one by one, so that a refusal names both values.
 
     Args:
         model_files: small files that identify the checkpoint (config.json, weight index), by name.
         dtype: of weights and KV cache.
         layout: name of the KV layout.
-        quantization: of weights; KV that rounded ones computed is not what exact ones would have.
+        quantization: of weights: KV computed with rounded weights differs.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compat")
     for name in sorted(model_files):
