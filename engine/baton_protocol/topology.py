@@ -4,12 +4,13 @@
     Status          ->                            every STATUS_INTERVAL_S, and when it changes
                     <-               Directive    the answer to each, and when it changes
 
-Both are whole states, never events. A side that missed one knows everything after the next, and a
-restarted coordinator learns its state from the ranks. A rank acts on a directive by its own state:
+Both are whole states, never events, so the next message repairs a lost one. A restarted
+coordinator recovers its state from the ranks' statuses. A rank acts on a directive by its own
+state:
 
     target None              drop a prepared generation that is not committed
     target, commit False     prepare it beside the serving one; report Status.prepared or .failure
-    target, commit True      adopt it: members of a living generation at one step that they agree
+    target, commit True      commit it: members of a living generation at one step that they agree
                              on (`elastic.rank.waves`), new members at once; all at once if `urgent`
 
 Between ranks only StartWave travels. The module also declares the HTTP resource `/topology`.
@@ -63,7 +64,7 @@ class Generation(_Wire, frozen=True):
     store_host: str
     store_port: int
     operation_id: str = ""
-    #: The last generation is broken, so its members adopt this one at once.
+    #: The previous generation is broken, so its members commit this one at once.
     urgent: bool = False
 
     @property
@@ -119,7 +120,7 @@ class Status(_Wire, frozen=True):
     num_redundant_experts: int = 0
     #: The generation that it serves in, or that broke.
     generation: Generation | None = None
-    #: Nonce of the prepared generation, until it is adopted.
+    #: Nonce of the prepared generation, until it is committed.
     prepared: str = ""
     #: Nonce of the generation whose commit it received.
     commit_seen: str = ""
@@ -137,7 +138,7 @@ class Status(_Wire, frozen=True):
     loads: ExpertLoads | None = None
     #: It is shutting down, refuses new requests and needs a generation without it.
     leaving: bool = False
-    #: The committed generation, until it is adopted.
+    #: The generation whose commit was received, until this rank has committed it.
     committed: Generation | None = None
     #: Number of exchanges of votes that it began, in all generations.
     step: int = 0

@@ -1,7 +1,7 @@
 """Process groups over torch's gloo and NCCL backends, built on a store without a default group.
 
 Each generation has its own keys in the store. The ranks of a new topology can connect while the
-old groups exist, and a late rank of an old generation cannot join a new group.
+old groups exist. A late rank of an old generation cannot join a new group.
 """
 
 from __future__ import annotations

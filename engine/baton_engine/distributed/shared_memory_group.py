@@ -10,8 +10,8 @@ Each rank has a word and two buffers. In exchange k a rank
 3. waits until all words are at least k + 1,
 4. reads all buffers.
 
-Two buffers are enough. A rank starts exchange k + 2 only when all words are at least k + 2, and a
-rank sets that only after it has read all buffers of exchange k.
+Two buffers are enough. A rank starts exchange k + 2 only when all words are at least k + 2. A rank
+sets its word to that only after it has read all buffers of exchange k.
 
 An all_to_all starts with an exchange of the counts. The rows are in the same exchange if they fit
 into every rank's buffer. Otherwise they follow in several exchanges, each with a share of every

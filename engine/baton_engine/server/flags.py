@@ -12,17 +12,17 @@ from baton_protocol.options import options
 
 
 def sizes(text: str) -> list[int]:
-    """Parse numbers with commas between them."""
+    """Parse numbers that are separated by commas."""
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"numbers with commas between them, like 1,2,4,8, got {text!r}"
+            f"must be numbers separated by commas, such as 1,2,4,8, got {text!r}"
         ) from None
 
 
 OPTIONS = list(options(EngineConfig))
-#: Parsers of the types of fields. The others are texts.
+#: Parsers by the type of a field. Other fields are strings.
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     int | None: int,
@@ -33,7 +33,7 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag per option, which sets the attribute named like the option's path."""
+    """Add a flag for each option. It sets the attribute with the name of the option's path."""
     for option in OPTIONS:
         how: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction}

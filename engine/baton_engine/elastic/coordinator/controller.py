@@ -190,9 +190,10 @@ class Controller:
         self._present = self._roster.present()
 
     def _has_settled(self, now: float) -> bool:
-        """Return whether all ranks have had time to report.
+        """Return whether all ranks have had time to report since the first status.
 
-        Members of a reported generation have `dead_after_s`, other ranks `settle_s`.
+        The time is `dead_after_s` while a member of the present generation is missing, else
+        `settle_s`.
         """
         if self._first_status_at is None:
             return False

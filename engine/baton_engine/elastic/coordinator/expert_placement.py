@@ -10,8 +10,8 @@ refine     swap one copy each between the heaviest and the lightest rank while t
 A rank holds two copies of one expert only if it has more slots than there are experts.
 
 `refine` bounds the result. Let w be the largest load of one copy. If two ranks with equally many
-slots differ by more than w, they have copies (a, b) with 0 < a - b <= w, and swapping those makes
-the heavier rank lighter. When no swap helps, heaviest - lightest <= w, and therefore
+slots differ by more than w, they have copies (a, b) with 0 < a - b <= w. Swapping those makes the
+heavier rank lighter. When no swap helps, heaviest - lightest <= w, and therefore
 
     heaviest rank <= mean + w <= 2 * max(mean, w)
 

@@ -159,7 +159,7 @@ def test_resume_answers_whoever_waits_for_the_pause(texts):
 def test_sleeping_engines_cannot_be_resumed_and_wake_in_parts(texts):
     texts.add("r1")
     texts.core.sleep(1, "keep")
-    with pytest.raises(RuntimeError, match=r"sleeps at level 1; wake_up\(\) first"):
+    with pytest.raises(RuntimeError, match=r"sleeps at level 1; call wake_up\(\) first"):
         texts.core.resume()
     with pytest.raises(
         ValueError, match="tags must be some of weights, kv_cache, scheduling, got gpu"

@@ -280,7 +280,7 @@ def test_what_cannot_be_read_is_refused_and_nothing_breaks(raw):
     raw.say(RequestType.ADD, instance_id, msgspec.msgpack.encode(["r1", "no tokens", []]))
     refused = raw.hear_refused()
     assert refused.request_id == "r1"
-    assert "ADD cannot be read" in refused.reason
+    assert "ADD cannot be decoded" in refused.reason
     raw.say(RequestType.ADD, instance_id, b"\xff\xff\xc1")
     assert raw.hear_refused().request_id == ""
     raw.say(RequestType.ADD, b"somebody-else", msgspec.msgpack.encode(request("r2", [1])))
