@@ -91,7 +91,7 @@ class StructuredOutput(_Params):
                 ) from error
             if not choices or "" in choices:
                 raise ValueError(
-                    "structured_output.spec of kind choice must be a list of non-empty strings"
+                    "structured_output.spec of kind choice must list one or more non-empty strings"
                 )
 
 

@@ -399,7 +399,8 @@ class DPEngineCore(EngineCore):
         """Exchange votes before a step. Start a wave if none runs.
 
         Raises:
-            GroupBrokenError, TimeoutError: a rank did not take part.
+            GroupBrokenError: a rank is gone.
+            TimeoutError: a rank did not vote within the timeout.
         """
         assert self._group is not None, "waves are a generation's, and so is the group"
         if not waves.running:
