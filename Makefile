@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 SUBJECT ?= kv_transfer
 
@@ -22,17 +24,24 @@ help:
 	@echo "make gpu            tests and benchmarks on a machine with a GPU, with its python3, torch and triton (PARTS=\"tests engine tune bench\")"
 	@echo "make gpu-wheels     downloads what make gpu needs on a machine without a network"
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard kernels/baton_kernels/cpu/source/*)
+# What serves. It is all that `make up` needs.
+$(SERVING): pyproject.toml constraints.txt $(wildcard kernels/baton_kernels/cpu/source/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python >= 3.11; set PYTHON=")'
 	@echo "installing into $(VENV): a minute or two the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engine,gateway,operator,local,fetch,ray,nixl,dev]"
+	@$(PIP) -e ".[engine,gateway,operator,local,fetch]"
 	@$(BIN)/python -m baton_kernels.cpu.build
-	@touch $(STAMP)
+	@touch $@
+
+# What checks, tests and benchmarks need besides.
+$(STAMP): $(SERVING)
+	@echo "installing the packages of checks and tests into $(VENV)"
+	@$(PIP) -e ".[ray,nixl,dev]"
+	@touch $@
 
 install: $(STAMP)
 
-up: $(STAMP)
+up: $(SERVING)
 	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
 
 test: $(STAMP)

@@ -16,8 +16,9 @@ from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc
-from baton_engine.server.flags import FLAGS, check_bounds
+from baton_engine.server.flags import OPTIONS, add_flags, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
+from baton_protocol.options import set_field
 
 #: sysexits.h: the configuration cannot work, so a restart without a change is pointless.
 EX_CONFIG = 78
@@ -48,15 +49,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
-    for flag in FLAGS:
-        if flag.type is bool:
-            parser.add_argument(
-                flag.name, dest=flag.path, action=argparse.BooleanOptionalAction, help=flag.help
-            )
-        else:
-            parser.add_argument(
-                flag.name, dest=flag.path, type=flag.type, help=flag.help, metavar="VALUE"
-            )
+    add_flags(parser)
     args = parser.parse_args(argv)
 
     fields: dict[str, Any] = {}
@@ -67,14 +60,9 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
             )
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigurationError("ConfigInvalid", f"{args.config}: {error}") from error
-    for flag in FLAGS:
-        value = getattr(args, flag.path)
-        if value is not None:
-            *sections, name = flag.path.split(".")
-            target = fields
-            for section in sections:
-                target = target.setdefault(section, {})
-            target[name] = value
+    for option in OPTIONS:
+        if (value := getattr(args, option.path)) is not None:
+            set_field(fields, option.path, value)
     model = fields.get("model", {})
     if isinstance(model, dict) and not model.get("path"):
         wanted = (

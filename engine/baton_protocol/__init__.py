@@ -1,4 +1,4 @@
-"""What crosses a process boundary: wire structs, configuration, block hashes, and the client of an engine.
+"""The protocol: wire structs, configuration, block hashes and the client of an engine.
 
-Torch-free; every component may import it, and it imports none of them.
+Every component may import it. It imports no other component, and no torch.
 """

@@ -1,4 +1,7 @@
-"""Kinds of command-line arguments, for argparse's `type`: a wrong one ends the command with 2 and a line that names the flag."""
+"""Types of command-line arguments for argparse.
+
+A wrong value ends the command with status 2 and a line that names the flag.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ MAX_PORT = 65535
 
 
 def port(text: str) -> int:
-    """Of TCP; 0 is for any free one."""
+    """Parse a TCP port; 0 stands for any free one."""
     try:
         value = int(text)
     except ValueError:
@@ -20,7 +23,7 @@ def port(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0: seconds of a wait that does end."""
+    """Parse a finite number above 0."""
     value = _finite(text)
     if value is None or value <= 0:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
@@ -28,7 +31,7 @@ def positive(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """A finite number, 0 or more."""
+    """Parse a finite number, 0 or more."""
     value = _finite(text)
     if value is None or value < 0:
         raise argparse.ArgumentTypeError(f"must be a number, 0 or more, got {text}")
@@ -36,7 +39,7 @@ def not_negative(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """An integer of 1 or more."""
+    """Parse an integer, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer, 1 or more, got {text}")
     return int(text)

@@ -1,6 +1,8 @@
-"""Chained hashes of KV blocks: equal hashes mean equal tokens from the start of the sequence, under the same keys.
+"""Chained hashes of KV blocks.
 
-Used by the prefix cache, by the KV hand-off (the right bytes of the wrong block must fail) and by routers.
+Equal hashes mean equal tokens from the start of the sequence, under the same keys. The prefix
+cache and routers find blocks by them. The KV hand-off binds checksums to them, so that the right
+bytes of the wrong block fail.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+#: 16 bytes of BLAKE2b.
 BlockHash = bytes
-"""16 bytes of BLAKE2b."""
 
 DIGEST_BYTES = 16
 
 
 def root_hash(model_key: str, cache_salt: str = "", lora_name: str = "") -> BlockHash:
-    """Parent of a sequence's first block: separates models, salts and adapters."""
+    """Return the parent of a sequence's first block. It separates models, salts and adapters."""
     encoded = [key.encode() for key in (model_key, cache_salt, lora_name)]
     keys = b"".join(
         struct.pack("<q", len(key)) + key for key in encoded
@@ -25,7 +27,12 @@ def root_hash(model_key: str, cache_salt: str = "", lora_name: str = "") -> Bloc
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Hash of a block, full or partial, that holds `token_ids` after the block hashed as `parent`."""
+    """Return the hash of a block, full or partial.
+
+    Args:
+        parent: hash of the block before it, or the root hash.
+        token_ids: of the block.
+    """
     packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return hashlib.blake2b(
         parent + packed, digest_size=DIGEST_BYTES, person=b"baton-block"
@@ -33,7 +40,7 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 
 def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids`, in order; a trailing partial block is left out."""
+    """Return the hashes of the full blocks of `token_ids`, in order."""
     hashes: list[BlockHash] = []
     parent = root
     for start in range(0, len(token_ids) - block_size + 1, block_size):

@@ -1,7 +1,8 @@
-"""The asyncio client of one engine instance: the gateway's and the offline API's way to an engine.
+"""The asyncio client of one engine instance, used by the gateway and the offline API.
 
-One DEALER per engine instance, never reconnected: when the connection goes, the instance counts as dead and every request in
-flight ends with `EngineDeadError`. A restarted pod is another instance, and gets another client.
+A client has one DEALER socket, which never reconnects. When the connection ends, the instance is
+dead, and every request in flight ends with `EngineDeadError`. A restarted pod is another instance
+and needs another client.
 """
 
 from __future__ import annotations
@@ -56,19 +57,23 @@ _readiness_numbers = itertools.count(1)
 
 
 class UtilityError(Exception):
-    """A utility method failed in the engine; the text is the engine's."""
+    """A utility method failed in the engine. The text is the engine's."""
 
 
 class EngineClient:
-    """See the module's text. Not thread-safe: all calls from the event loop that called `connect`.
+    """A client of one engine instance.
+
+    It is not thread-safe: all calls come from the event loop that called `connect`.
 
     Args:
-        host, port: of the engine's ROUTER.
+        host: of the engine's ROUTER.
+        port: of the engine's ROUTER.
         client_id: for the engine's log.
         service_key: the engine's; None if it has none.
-        on_kv_events: called with what the engine's prefix cache gained and lost, batch by batch; None: not subscribed. The first
-            batch may have any sequence number; after that, one that is not the last plus one means that batches were missed.
-        on_available: called whenever the engine may be one that `accepts_requests` again.
+        on_kv_events: called with each batch of changes of the engine's prefix cache. None: the
+            client does not subscribe. Batches were lost if a sequence number is not the last one
+            plus one; the first batch may have any number.
+        on_available: called whenever `accepts_requests` may have become true.
     """
 
     def __init__(
@@ -84,10 +89,12 @@ class EngineClient:
         on_available: Callable[[], None] | None = None,
     ) -> None:
         self.address = f"tcp://{host}:{port}"
+        #: The latest READY. An engine of an elastic group repeats it when its rank or the group's
+        #: size changes.
         self.ready: Ready | None = None
-        """The latest: an engine of an elastic group says it again when its rank or the group's size has changed."""
+        #: Changes each time the engine becomes ready, to a number unique in this process. Requests
+        #: that the engine refused may be sent again then.
         self.readiness = 0
-        """Another number, unique in this process, each time the engine becomes ready: who it sent away may come again then."""
         self.dead_reason: str | None = None
         self._client_id = client_id
         self._service_key = service_key
@@ -102,8 +109,8 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._socket: zmq.asyncio.Socket | None = None
+        #: The next message, until it is handled.
         self._arriving: asyncio.Future[list[bytes]] | None = None
-        """The next message, unless it was handled."""
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
         handlers: list[tuple[EngineCoreResponseType, type, Callable[[Any], None]]] = [
@@ -123,7 +130,7 @@ class EngineClient:
 
     @property
     def init(self) -> Init:
-        """The engine's latest INIT: the one before READY has the configuration hash, which is not known while it loads."""
+        """The engine's latest INIT. Its configuration hash is empty until the model is loaded."""
         if self._latest_init is None:
             raise RuntimeError("EngineClient.connect() has not succeeded yet")
         return self._latest_init
@@ -155,7 +162,13 @@ class EngineClient:
         return not (self._heartbeat.draining or self._heartbeat.suspect)
 
     async def connect(self, timeout_s: float) -> Init:
-        """HELLO -> INIT. Raises EngineDeadError (nobody listens, wrong version, HandshakeFailedError) or TimeoutError."""
+        """Send HELLO and wait for INIT.
+
+        Raises:
+            HandshakeFailedError: the two sides have different service keys.
+            EngineDeadError: nothing listens there, or it has another protocol version.
+            TimeoutError: no answer.
+        """
         loop = asyncio.get_running_loop()
         self._init = loop.create_future()
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -165,7 +178,7 @@ class EngineClient:
             zmq.SNDHWM, 0
         )  # sending never blocks; a peer that does not read is caught by the heartbeat
         socket.setsockopt(zmq.RCVHWM, 0)
-        # Never, in effect. To forbid it (-1) would make ZMQ drop what was received and not yet read when the connection ends.
+        # In effect never. With -1, ZMQ would drop received messages when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, 2**31 - 1)
         if self._service_key is not None:
             self._service_key.protect_client(socket)
@@ -199,7 +212,12 @@ class EngineClient:
         return init
 
     async def wait_ready(self, timeout_s: float) -> Ready:
-        """Waits until the engine accepts requests. Raises EngineDeadError or TimeoutError."""
+        """Wait until the engine accepts requests.
+
+        Raises:
+            EngineDeadError: the engine went away.
+            TimeoutError: it is still not ready.
+        """
         waits = [
             asyncio.ensure_future(self._ready_event.wait()),
             asyncio.ensure_future(self._dead_event.wait()),
@@ -216,7 +234,12 @@ class EngineClient:
         return self.ready
 
     def add(self, request: EngineCoreRequest) -> RequestStream:
-        """Sends ADD. Raises EngineDeadError if the engine is known to be gone, ValueError for an id already in flight."""
+        """Send ADD.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            ValueError: a request with this id is in flight.
+        """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if request.request_id in self._streams:
@@ -230,7 +253,10 @@ class EngineClient:
         return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Sends ABORT; the streams end with finish_reason ABORT once the engine confirms. Unknown ids are ignored."""
+        """Send ABORT. Streams end with finish_reason ABORT once the engine confirms it.
+
+        Unknown ids are ignored.
+        """
         ids = [request_id for request_id in request_ids if request_id in self._streams]
         if ids and self.dead_reason is None:
             self._send(EngineCoreRequestType.ABORT, ids)
@@ -240,12 +266,17 @@ class EngineClient:
             self._send(EngineCoreRequestType.PREFILL_RESULT, result)
 
     async def call(self, method: str, *args: object, timeout_s: float | None = 10.0) -> Any:
-        """Calls a utility method. Returns its msgpack value. Raises UtilityError, EngineDeadError or TimeoutError.
+        """Call a utility method and return its msgpack value.
 
         Args:
-            args: those left out at the end have the engine's defaults.
-            timeout_s: None: as long as it takes, which for `pause` and `sleep` is as long as the running requests do. An engine
-                that goes away ends the call in any case.
+            method: name, one of the engine's allow-list.
+            args: arguments left out at the end have the engine's defaults.
+            timeout_s: None: no limit. `pause` and `sleep` wait for the running requests.
+
+        Raises:
+            UtilityError: the method failed.
+            EngineDeadError: the engine went away.
+            TimeoutError: no answer in time.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
@@ -264,13 +295,13 @@ class EngineClient:
             self._calls.pop(call_id, None)
 
     async def wait_dead(self) -> str:
-        """Returns the reason once the engine is gone or the client was closed."""
+        """Wait until the engine is gone or the client was closed, and return the reason."""
         await self._dead_event.wait()
         assert self.dead_reason is not None
         return self.dead_reason
 
     async def close(self) -> None:
-        """Ends the connection; requests in flight end with EngineDeadError. Idempotent."""
+        """End the connection and all requests in flight, with EngineDeadError. Idempotent."""
         self._die("the client closed the connection")
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -305,7 +336,7 @@ class EngineClient:
             self._take_arrived()
 
     def _take_arrived(self) -> None:
-        """A message has left the socket's queue some time before the task that waits for it goes on."""
+        """Handle the message that was received for a task which has not run since."""
         if self._arriving is not None and self._arriving.done():
             frames, self._arriving = self._arriving.result(), None
             self._handle(frames)
@@ -341,7 +372,7 @@ class EngineClient:
             self._die(f"{self.address}: cannot connect ({zmq.Event(event['event']).name})")
 
     def _take_rest(self) -> None:
-        """What the engine said before its connection ended is still in the socket's queue: it counts."""
+        """Handle the messages that arrived before the connection ended."""
         assert self._socket is not None
         self._take_arrived()
         queue: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
@@ -365,7 +396,8 @@ class EngineClient:
         assert self._init is not None
         if init.protocol_version != PROTOCOL_VERSION:
             self._die(
-                f"{self.address} speaks protocol {init.protocol_version}, this client {PROTOCOL_VERSION}"
+                f"{self.address} speaks protocol {init.protocol_version}, "
+                f"this client {PROTOCOL_VERSION}"
             )
         else:
             self._latest_init = init
@@ -438,7 +470,7 @@ class EngineClient:
         error = kind(reason)
         if self._init is not None and not self._init.done():
             self._init.set_exception(error)
-            # connect() may be gone (cancelled): an exception that nobody reads is not worth a warning.
+            # connect() may have been cancelled: asyncio would warn of an exception never retrieved.
             self._init.exception()
         streams, self._streams = self._streams, {}
         for stream in streams.values():

@@ -1,22 +1,31 @@
 """Configuration of one engine and of one gateway, as structs.
 
-The operator writes them as JSON into a ConfigMap; `baton-engine --config FILE` and `baton-gateway --config FILE` read them,
-and every field has a command-line flag that overrides it. What is not set has the default written here, and nowhere else.
+The operator writes them as JSON into a ConfigMap. `baton-engine --config FILE` and `baton-gateway
+--config FILE` read them, and command-line flags override single fields. Defaults are declared here
+only.
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: lambdas in annotations need this module's names.
 import enum
 import hashlib
+import math
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+
+from baton_protocol.options import Bound, Option, at_least, choice
 
 ENGINE_PORT = 5557
 KV_PORT = 5558
 ENGINE_HTTP_PORT = 8000
 GATEWAY_PORT = 8080
+
+_PORT = Bound("in [0, 65535]", lambda value: 0 <= value < 65536)
+_QUALIFIED_NAME = Bound("a qualified name, package.module.Class", lambda value: "." in value)
+# NaN fails the comparisons.
+_SECONDS = Bound("a positive number of seconds", lambda value: 0 < value < math.inf)
 
 
 class KVRole(enum.StrEnum):
@@ -31,77 +40,115 @@ class _Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
 
 
 class ModelConfig(_Config, frozen=True):
-    path: str
-    """Folder with config.json, safetensors and tokenizer.json, as the container sees it."""
-    served_name: str = ""
-    """Name clients use; empty: the folder's name."""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16. auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively."""
-    quantization: str | None = None
-    """int8: a CPU multiplies by weights rounded to eight bits, a scale per output. None: by those of the checkpoint."""
-    max_model_len: int | None = None
-    """Prompt plus generated tokens. None: the model's own maximum."""
+    #: Has config.json, safetensors and tokenizer.json. A path as the container sees it.
+    path: Annotated[str, Option("folder of the checkpoint", flag="--model")]
+    #: Empty: the folder's name.
+    served_name: Annotated[str, Option("name clients use", flag="--served-model-name")] = ""
+    #: auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively.
+    dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
+    #: int8: weights are rounded to eight bits, with a scale per output. None: the checkpoint's.
+    quantization: Annotated[
+        str | None,
+        Option(
+            "int8: weights in eight bits, on a CPU",
+            Bound("int8 or not given", lambda value: value == "int8"),
+        ),
+    ] = None
+    #: None: the model's own maximum.
+    max_model_len: Annotated[int | None, Option("prompt plus generated tokens", at_least(1))] = None
 
 
 class CacheConfig(_Config, frozen=True):
-    block_size: int = 16
-    """Tokens per KV block."""
-    num_blocks: int | None = None
-    """None: what memory_bytes holds."""
-    memory_bytes: int = 256 * 2**20
-    """KV memory of one engine on a CPU."""
-    gpu_memory_utilization: float = 0.9
-    """Fraction of the GPU's memory that weights, activations and KV may take together."""
-    enable_prefix_caching: bool = True
-    swap_memory_bytes: int = 64 * 2**20
-    """Host memory for blocks of preempted groups; allocated when first needed. 0: they are recomputed."""
-    offload_memory_bytes: int = 0
-    """Host memory for prefix blocks that the cache evicts: found there again, they are copied back instead of computed. 0: none."""
-    watermark: float = 0.01
-    """Fraction of the blocks that admission leaves free for those already running."""
-    enable_kv_events: bool = False
-    """Tell clients that subscribe what the prefix cache gains and loses."""
+    block_size: Annotated[int, Option("tokens per KV block", at_least(1))] = 16
+    #: None: as many as memory_bytes holds.
+    num_blocks: Annotated[int | None, Option("KV blocks", at_least(1))] = None
+    #: On a CPU. A GPU has gpu_memory_utilization.
+    memory_bytes: Annotated[
+        int,
+        Option("KV memory, if --num-blocks is not given", at_least(1), "--kv-cache-memory-bytes"),
+    ] = 256 * 2**20
+    #: Of weights, activations and KV together.
+    gpu_memory_utilization: Annotated[
+        float,
+        Option("fraction of GPU memory to use", Bound("in (0, 1]", lambda value: 0 < value <= 1)),
+    ] = 0.9
+    enable_prefix_caching: Annotated[bool, Option("reuse KV blocks of earlier requests")] = True
+    #: Allocated when first needed. 0: the blocks are computed again.
+    swap_memory_bytes: Annotated[
+        int, Option("host memory for blocks of preempted groups", at_least(0))
+    ] = 64 * 2**20
+    #: Blocks found there are copied back instead of computed. 0: no such memory.
+    offload_memory_bytes: Annotated[
+        int, Option("host memory for evicted prefix blocks", at_least(0))
+    ] = 0
+    #: The free blocks are for requests that already run.
+    watermark: Annotated[
+        float,
+        Option(
+            "fraction of blocks that admission leaves free",
+            Bound("in [0, 1)", lambda value: 0 <= value < 1),
+        ),
+    ] = 0.01
+    enable_kv_events: Annotated[bool, Option("publish changes of the prefix cache")] = False
 
 
 class SchedulerConfig(_Config, frozen=True):
-    max_num_batched_tokens: int = 512
-    """Token budget of one step; longer prompts are chunked."""
-    max_num_seqs: int = 64
-    max_queue: int = 4096
-    """Waiting requests; more are refused as OVERLOADED."""
-    policy: str = "priority"
-    """priority (lower value first, then arrival) or fcfs (arrival alone)."""
-    enable_chunked_prefill: bool = True
-    """False: a prompt runs in one step, so it must fit the budget."""
-    long_prefill_token_threshold: int = 0
-    """A step runs at most so many tokens of one prompt, if shorter ones wait for the budget. 0: no limit."""
-    preemption_mode: str = "auto"
-    """recompute, swap, or auto: swap for groups with several running sequences, recompute for the others."""
-    async_scheduling: bool = False
-    """Schedule the next step while the model still runs this one."""
-    scheduler_class: str = "baton_engine.scheduling.scheduler.Scheduler"
-    """Qualified name."""
+    #: Longer prompts are chunked.
+    max_num_batched_tokens: Annotated[int, Option("token budget of one step", at_least(1))] = 512
+    max_num_seqs: Annotated[int, Option("running requests", at_least(1))] = 64
+    #: More are refused as OVERLOADED.
+    max_queue: Annotated[int, Option("waiting requests", at_least(1))] = 4096
+    #: priority: the lower value first, then arrival. fcfs: arrival alone.
+    policy: Annotated[str, choice("priority", "fcfs", flag="--scheduling-policy")] = "priority"
+    #: False: a prompt runs in one step, so it must fit the budget.
+    enable_chunked_prefill: Annotated[bool, Option("run long prompts in several steps")] = True
+    #: 0: no limit.
+    long_prefill_token_threshold: Annotated[
+        int,
+        Option("most tokens of one prompt in a step while shorter ones wait", at_least(0)),
+    ] = 0
+    #: auto: swap for groups with several running sequences, recompute for the others.
+    preemption_mode: Annotated[str, choice("auto", "recompute", "swap")] = "auto"
+    async_scheduling: Annotated[bool, Option("schedule a step while the last one runs")] = False
+    scheduler_class: Annotated[str, Option("qualified name", _QUALIFIED_NAME)] = (
+        "baton_engine.scheduling.scheduler.Scheduler"
+    )
 
 
 class ParallelConfig(_Config, frozen=True):
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    executor_class: str = "auto"
-    """auto (uniproc, or multiproc for more than one worker), uniproc, multiproc, external_launcher, ray, or a qualified name."""
-    worker_class: str = "baton_engine.worker.worker.Worker"
-    """Qualified name."""
-    enable_expert_parallel: bool = False
-    """The engine is a rank of a group over which a model's experts are spread; ranks step together. Needs a coordinator."""
-    coordinator: str = ""
-    """host:port of the group's coordinator."""
-    rank_name: str = ""
-    """What topologies call this rank; empty: $POD_NAME, else the host's name."""
-    num_redundant_experts: int = 0
-    """Copies of experts in each sparse layer of the group beyond one of each: for balance, and for when a rank dies."""
-    collective_timeout_s: float = 120.0
-    """A worker gives up an exchange with another that is silent for so long: more than ranks drift apart in a step."""
-    step_timeout_s: float = 300.0
-    """Workers that neither answer a step nor die for so long count as dead: more than the longest step takes."""
+    tensor_parallel_size: Annotated[int, Option("ranks that share each layer", at_least(1))] = 1
+    pipeline_parallel_size: Annotated[
+        int, Option("stages the layers are split into", at_least(1))
+    ] = 1
+    #: auto: uniproc, or multiproc for more than one worker. A class is a qualified name.
+    executor_class: Annotated[
+        str,
+        Option("auto, uniproc, multiproc, external_launcher, ray, or a class", flag="--executor"),
+    ] = "auto"
+    worker_class: Annotated[str, Option("qualified name", _QUALIFIED_NAME)] = (
+        "baton_engine.worker.worker.Worker"
+    )
+    #: Ranks of a group share the experts of a model and step together. Needs a coordinator.
+    enable_expert_parallel: Annotated[bool, Option("run as a rank of an expert-parallel group")] = (
+        False
+    )
+    coordinator: Annotated[str, Option("host:port of the group's coordinator")] = ""
+    #: Without $POD_NAME: the host's name.
+    rank_name: Annotated[str, Option("name of this rank in topologies; $POD_NAME if not given")] = (
+        ""
+    )
+    #: For balance, and for the death of a rank.
+    num_redundant_experts: Annotated[
+        int, Option("additional copies of experts in each layer of the group", at_least(0))
+    ] = 0
+    #: Longer than ranks drift apart in a step.
+    collective_timeout_s: Annotated[
+        float, Option("seconds that a worker waits for another one", _SECONDS)
+    ] = 120.0
+    #: Longer than the longest step takes.
+    step_timeout_s: Annotated[
+        float, Option("seconds after which a silent worker counts as dead", _SECONDS)
+    ] = 300.0
 
     @property
     def world_size(self) -> int:
@@ -111,51 +158,85 @@ class ParallelConfig(_Config, frozen=True):
 class CompilationConfig(_Config, frozen=True):
     """How the model runs: compiled by torch, replayed as CUDA graphs, both, or neither."""
 
-    enforce_eager: bool = False
-    """Neither, whatever the other fields say."""
-    mode: str = "auto"
-    """none, inductor, or eager: traced and cut at attention, but not compiled. auto: inductor on a GPU, none on a CPU."""
-    cudagraph_mode: str = "auto"
-    """none, piecewise (between attentions), full, full_decode_only or full_and_piecewise (full for decode steps). auto: the last
-    on a GPU, full_decode_only if the model is not compiled there."""
-    capture_sizes: tuple[int, ...] | None = None
-    """Numbers of tokens graphs are captured for; steps are padded to the next. None: up to 512, dense where decode steps are."""
-    compile_sizes: tuple[int, ...] = ()
-    """Numbers of tokens the model is compiled for once more, beside the code for any number."""
-    cache_dir: str = ""
-    """Where compiled code is kept for the next start, if this user can write there and not everybody. Empty:
-    $XDG_CACHE_HOME/baton/compile, or below ~/.cache."""
+    #: Overrides the other fields.
+    enforce_eager: Annotated[bool, Option("neither torch.compile nor CUDA graphs")] = False
+    #: eager: traced and cut at attention, but not compiled. auto: inductor on a GPU, none on a CPU.
+    mode: Annotated[str, choice("auto", "none", "eager", "inductor", flag="--compilation-mode")] = (
+        "auto"
+    )
+    #: piecewise: between attentions. full_and_piecewise: full for decode steps. auto: the last on a
+    #: GPU, full_decode_only if the model is not compiled there.
+    cudagraph_mode: Annotated[
+        str,
+        choice("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
+    ] = "auto"
+    #: Steps are padded to the next. None: up to 512, dense where decode steps are.
+    capture_sizes: Annotated[
+        tuple[int, ...] | None, Option("numbers of tokens to capture graphs for: 1,2,4,8")
+    ] = None
+    #: Besides the code for any number.
+    compile_sizes: Annotated[
+        tuple[int, ...], Option("numbers of tokens with compiled code of their own")
+    ] = ()
+    #: This user, but not everybody, must be able to write there. Empty:
+    #: $XDG_CACHE_HOME/baton/compile, or below ~/.cache.
+    cache_dir: Annotated[
+        str,
+        Option("folder for compiled code, reused by the next start", flag="--compile-cache-dir"),
+    ] = ""
 
 
 class ObservabilityConfig(_Config, frozen=True):
-    log_iterations: bool = False
-    """One log line per step: what ran, how long it took."""
-    count_nans_in_logits: bool = False
-    profiler_dir: str = ""
-    """Where start_profile writes torch traces; empty: profiling is refused."""
-    crash_dump_dir: str = ""
-    """Where the input of a failing step is written; empty: the system's temporary folder."""
+    #: What ran, and how long it took.
+    log_iterations: Annotated[bool, Option("one log line per step")] = False
+    count_nans_in_logits: Annotated[bool, Option("report NaNs per output")] = False
+    #: Empty: profiling is refused.
+    profiler_dir: Annotated[str, Option("folder for torch profiles")] = ""
+    #: Empty: the system's temporary folder.
+    crash_dump_dir: Annotated[str, Option("folder for the input of a failed step")] = ""
 
 
 class KVTransferConfig(_Config, frozen=True):
-    role: KVRole = KVRole.NONE
-    transport: str = "ucx"
-    """ucx, tcp, shm, auto or nixl."""
-    rdma: bool = False
-    """Refuse to start without an RDMA device and a UCX with verbs. With transport ucx or auto."""
-    port: int = KV_PORT
-    load_failure_policy: str = "recompute"
-    """recompute or fail."""
-    load_timeout_s: float = 30.0
-    """A consumer stops waiting for blocks after this long without progress."""
-    lease_s: float = 30.0
-    """A producer keeps unfetched blocks this long after the last sign of the consumer."""
-    mode: str = "pull"
-    """How this engine's loads get their blocks. pull: it reads what was published. push: the producer writes them."""
-    max_inflight_bytes: int = 64 * 2**20
-    """Of the transfers with one peer at a time; what is wanted beyond it queues, each request in its turn."""
-    staging_bytes: int = 256 * 2**20
-    """Host memory through which the KV of a GPU travels where the transport cannot reach it directly."""
+    role: Annotated[KVRole, Option(", ".join(KVRole), flag="--kv-role")] = KVRole.NONE
+    transport: Annotated[
+        str, choice("ucx", "tcp", "shm", "auto", "nixl", flag="--kv-transport")
+    ] = "ucx"
+    #: With transport ucx or auto.
+    rdma: Annotated[
+        bool,
+        Option("refuse to start without an RDMA device and a UCX with verbs", flag="--kv-rdma"),
+    ] = False
+    port: Annotated[int, Option("port of the KV side channel", _PORT, "--kv-port")] = KV_PORT
+    load_failure_policy: Annotated[
+        str, choice("recompute", "fail", flag="--kv-load-failure-policy")
+    ] = "recompute"
+    load_timeout_s: Annotated[
+        float,
+        Option("seconds that a consumer waits without progress", _SECONDS, "--kv-load-timeout-s"),
+    ] = 30.0
+    #: Counted from the last sign of the consumer.
+    lease_s: Annotated[
+        float, Option("seconds that a producer waits for its consumer", _SECONDS, "--kv-lease-s")
+    ] = 30.0
+    #: How this engine's loads get their blocks.
+    mode: Annotated[
+        str,
+        choice(
+            "pull",
+            "push",
+            help="pull (this engine reads blocks) or push (the producer writes them)",
+            flag="--kv-mode",
+        ),
+    ] = "pull"
+    #: Further transfers queue, each request in its turn.
+    max_inflight_bytes: Annotated[
+        int, Option("bytes in flight with one peer", at_least(1), "--kv-max-inflight-bytes")
+    ] = 64 * 2**20
+    #: Used where the transport cannot reach the GPU's memory directly.
+    staging_bytes: Annotated[
+        int,
+        Option("pinned host memory for KV transfers of a GPU", at_least(1), "--kv-staging-bytes"),
+    ] = 256 * 2**20
 
 
 class EngineConfig(_Config, frozen=True):
@@ -166,46 +247,53 @@ class EngineConfig(_Config, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     compilation: CompilationConfig = CompilationConfig()
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    num_threads: int | None = None
-    """Compute threads of each worker. None: one per core that it may use, a CPU limit of its container considered."""
-    bind_threads: bool = True
-    """Worker processes that share a host and compute on its CPU keep to their own cores, if possible of one NUMA node."""
-    engine_port: int = ENGINE_PORT
-    http_port: int = ENGINE_HTTP_PORT
-    service_key_file: str = ""
-    """File with the key that all processes of a service share (`service_key`). Empty: every door is open."""
-    drain_timeout_s: float = 30.0
-    """After SIGTERM, running requests may take this long to end."""
+    device: Annotated[str, choice("auto", "cpu", "cuda")] = "auto"
+    #: None: one per core that it may use, within a CPU limit of its container.
+    num_threads: Annotated[int | None, Option("compute threads of each worker", at_least(1))] = None
+    #: For workers that share a host and compute on its CPU. If possible, of one NUMA node.
+    bind_threads: Annotated[bool, Option("bind each worker process to cores of its own")] = True
+    engine_port: Annotated[int, Option("port of the engine's ROUTER", _PORT)] = ENGINE_PORT
+    http_port: Annotated[int, Option("port of health, metrics and drain", _PORT)] = ENGINE_HTTP_PORT
+    #: All processes of a service share the key (`service_key`). Empty: nothing is protected.
+    service_key_file: Annotated[str, Option("file with the key of the service")] = ""
+    drain_timeout_s: Annotated[
+        float,
+        Option(
+            "seconds for running requests to end after SIGTERM",
+            Bound("0 or more seconds", lambda value: 0 <= value < math.inf),
+        ),
+    ] = 30.0
 
 
 class DiscoveryConfig(_Config, frozen=True):
     """Where the gateway finds its engines: exactly one of file and service."""
 
+    #: JSON: {"engines": [{"name", "role", "host", "engine_port", "kv_port"}, ...]}. The gateway
+    #: reads it again when it changes.
     file: str = ""
-    """JSON: {"engines": [{"name", "role", "host", "engine_port", "kv_port"}, ...]}, read again when it changes."""
     namespace: str = ""
+    #: Pods labelled serving.baton.dev/service=<service> in the namespace, watched.
     service: str = ""
-    """Pods labelled serving.baton.dev/service=<service> in the namespace, watched."""
+    #: Seconds between full lists. A lost watch event has no effect for longer.
     resync_s: float = 30.0
-    """Full re-list: a lost watch event heals after this long at most."""
 
 
 class AccessConfig(_Config, frozen=True):
     """Who may ask the gateway, and for how much."""
 
+    #: Folder with one file per client. Its name is the client's, its content the API key. The
+    #: gateway reads it again when it changes. Empty: no API keys.
     api_keys_dir: str = ""
-    """Folder with one file per client, called as the client is: its content is the client's API key. Read again when it changes.
-    Empty: everybody may ask."""
+    #: Folder with tls.crt and tls.key for HTTPS, read again when they change. Empty: HTTP.
     tls_dir: str = ""
-    """Folder with tls.crt and tls.key, read again when they change: HTTPS instead of HTTP. Empty: HTTP."""
+    #: Sequences of one API key that a gateway serves at a time. Above it: 429 with Retry-After.
+    #: None: no limit per key.
     max_concurrent_per_client: int | None = None
-    """Sequences of one API key served at once, by each gateway. Beyond it: 429 with Retry-After. None: no limit of its own."""
+    #: Longer prompts are refused. None: the model's limit.
     max_prompt_tokens: int | None = None
-    """Of one prompt; longer ones are refused. None: what the model takes."""
+    #: Requests for more tokens are refused, and it is the default of others. None: the model's
+    #: limit.
     max_completion_tokens: int | None = None
-    """Of one answer: who asks for more is refused, who asks for none gets at most so many. None: what the model takes."""
 
 
 class GatewayConfig(_Config, frozen=True):
@@ -213,38 +301,41 @@ class GatewayConfig(_Config, frozen=True):
     discovery: DiscoveryConfig
     access: AccessConfig = AccessConfig()
     port: int = GATEWAY_PORT
+    #: Beyond it: 429 with Retry-After.
     max_concurrent_requests: int = 1024
-    """Beyond it: 429 with Retry-After."""
+    #: Prompts shorter than this are prefilled by the decode pod itself.
     prefill_threshold_tokens: int = 0
-    """Prompts shorter than this are prefilled by the decode pod itself."""
+    #: Seconds between PINGs. An engine silent for two intervals gets no new requests.
     heartbeat_interval_s: float = 0.5
-    """Engines are asked for a sign of life so often. One that is silent for two intervals gets no new requests."""
+    #: Seconds of silence after which an engine is dead, and its requests continue on another.
     heartbeat_timeout_s: float = 3.0
-    """An engine that is silent for so long counts as dead: its requests go on elsewhere."""
+    #: Seconds that new requests wait for a decode engine while none is ready; then 503 with
+    #: Retry-After.
     queue_wait_s: float = 10.0
-    """New requests wait so long for a decode engine if all are away for a moment; then 503 with Retry-After."""
+    #: Seconds that requests of a lost engine wait for one that can continue them.
     resume_wait_s: float = 30.0
-    """Requests whose engine was lost wait so long for one that can go on with them: a pod may be restarting."""
+    #: Seconds that new requests of a service scaled to zero wait for its first decode engine; then
+    #: 503 with Retry-After. 0: the service is never scaled to zero, see queue_wait_s.
     hold_s: float = 0.0
-    """Requests that come while no decode engine is there are held so long, for the service may be scaled to zero and one is being
-    started; then 503 with Retry-After. 0: it is not scaled to zero, see queue_wait_s."""
+    #: Beyond it: 503 with Retry-After.
     max_held_requests: int = 256
-    """Beyond it: 503 with Retry-After."""
     request_timeout_s: float = 600.0
+    #: File with the key of the service. Engines with a key refuse a gateway without it. Empty:
+    #: none.
     service_key_file: str = ""
-    """The engines' key; without it engines that have one refuse this gateway. Empty: none."""
+    #: Seconds after SIGTERM until running requests are ended.
     drain_timeout_s: float = 30.0
-    """After SIGTERM: what still runs then is ended."""
+    #: Seconds without a new request, after SIGTERM, until the gateway stops accepting them: load
+    #: balancers notice its departure late.
     drain_quiet_s: float = 5.0
-    """After SIGTERM requests are still served until nobody has sent one for so long: only then does everyone in front know."""
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One engine pod as discovery sees it."""
 
     name: str
+    #: prefill or decode.
     role: str
-    """prefill or decode."""
     host: str
     engine_port: int = ENGINE_PORT
     kv_port: int = KV_PORT
@@ -258,14 +349,15 @@ class EngineEndpoints(msgspec.Struct, kw_only=True):
 
 
 def pod_ip() -> str:
-    """The only address this process may bind: $POD_IP, else loopback."""
+    """Return the only address that this process may bind: $POD_IP, else loopback."""
     return os.environ.get("POD_IP") or "127.0.0.1"
 
 
 def container_path(path: str) -> Path:
-    """The host's path of `path` as the pod sees it.
+    """Return the host's path of a path in the pod.
 
-    In a container they are the same. A pod that runs as a plain process has its volumes under $POCKETKUBE_POD_ROOT.
+    In a container they are the same. A pod that is a plain process has its volumes under
+    $POCKETKUBE_POD_ROOT.
     """
     root = os.environ.get("POCKETKUBE_POD_ROOT")
     if root:
@@ -278,14 +370,16 @@ def container_path(path: str) -> Path:
 def compatibility_hash(
     model_files: dict[str, bytes], dtype: str, layout: str, quantization: str | None = None
 ) -> str:
-    """Equal on pods that may exchange KV blocks and continue each other's requests. Numbers that must agree for the first, such
-    as the block size, are compared one by one where pods meet: who is refused is told both values.
+    """Return a hash that is equal on pods with the same model, dtype and KV layout.
+
+    Such pods may exchange KV blocks and continue each other's requests. The hash leaves out
+    numbers like the block size: pods compare these one by one, so that a refusal names both values.
 
     Args:
         model_files: small files that identify the checkpoint (config.json, weight index), by name.
         dtype: of weights and KV cache.
         layout: name of the KV layout.
-        quantization: of weights; KV that rounded ones computed is not what exact ones would have.
+        quantization: of weights: KV computed with rounded weights differs.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compat")
     for name in sorted(model_files):

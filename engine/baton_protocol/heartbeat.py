@@ -1,29 +1,31 @@
-"""Heartbeats with one engine: whether it lives, as far as its silence can tell, and how loaded it says it is."""
+"""Heartbeats with one engine: how long it has been silent, and the load that it reported."""
 
 from __future__ import annotations
 
 from baton_protocol.messages import Ping, Pong
 
 HEARTBEAT_INTERVAL_S = 0.5
+#: Silence after which an engine counts as dead. A killed process is noticed at once, by its
+#: connection; this is for frozen ones.
 HEARTBEAT_TIMEOUT_S = 3.0
-"""Silence after which an engine counts as dead. A killed process is noticed at once, by its connection; this is for frozen ones."""
+#: An engine that loads its model may be silent for so many times longer: imports and weights hold
+#: its interpreter for seconds.
 LOADING_PATIENCE = 5
-"""An engine that loads its model may be silent for so many times longer: imports and weights hold its interpreter for seconds."""
 SUSPECT_AFTER_INTERVALS = 2
 
 
 class Heartbeat:
-    """Adds up how long the engine has been silent, in intervals that begin with a PING.
+    """A count of the engine's silence, in intervals that begin with a PING.
 
-    Time in which this process did not run itself (stopped, or short of CPU) says nothing about the engine: an interval that took
-    longer than it should counts as two at most.
+    Time in which this process did not run, because it was stopped or short of CPU, does not count:
+    a longer interval counts as two at most.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:
         self.interval_s = interval_s
         self.silence_s = 0.0
+        #: The latest.
         self.status: Pong | None = None
-        """The latest."""
         self._timeout_s = timeout_s
         self._heard = False
         self._sequence = 0
@@ -67,7 +69,10 @@ class Heartbeat:
         return self.silence_s >= self._timeout_s * (LOADING_PATIENCE if loading else 1)
 
     def num_requests(self, num_unfinished: int) -> int:
-        """At the engine, as far as known: those of all clients when it answered last, and what this client has sent since."""
+        """Return the number of requests at the engine.
+
+        These are those of all clients at its last answer, and those that this client sent later.
+        """
         if self.status is None:
             return num_unfinished
         reported = self.status.num_running + self.status.num_waiting

@@ -1,7 +1,8 @@
-"""What two engines must have in common to exchange KV blocks: part of the body of `GET /health` of an engine with a KV role.
+"""The values that two engines must share to exchange KV blocks: part of `GET /health`.
 
-The handshake of a transfer compares the same (`baton_kv_transfer.side_channel`, `config.compatibility_hash`); here it can be read
-before any request has tried, and by who has no key.
+The handshake of a transfer compares the same values (`baton_kv_transfer.side_channel`,
+`config.compatibility_hash`). `GET /health` shows them before the first transfer, and without the
+service key.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ import msgspec
 
 
 class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """Equal on engines that can exchange blocks. Numbers of blocks and of tensor-parallel ranks may differ."""
+    """Values that are equal on engines that can exchange blocks.
 
+    Numbers of blocks and of tensor-parallel ranks may differ.
+    """
+
+    #: Version of the side channel.
     version: int
-    """Of the side channel."""
+    #: Hash of the files that identify the model.
     checkpoint: str
-    """A hash over what identifies it."""
+    #: Dtype of weights and KV cache.
     dtype: str
-    """Of weights and KV cache."""
+    #: Quantization of weights; `none` if they are exact.
     quantization: str
-    """Of weights; `none` if they are exact."""
     layout: str
     block_size: int
     num_layers: int
+    #: The model's, over all ranks.
     num_kv_heads: int
-    """Of the model."""
     head_dim: int
 
 

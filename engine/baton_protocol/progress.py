@@ -1,4 +1,4 @@
-"""The body of `GET /health` on a pod's http port: how far it is on its way to serving, and with whom it can exchange KV blocks."""
+"""The body of `GET /health` on a pod's http port: progress, KV compatibility and KV bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 class LoadProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Bytes of the model that are there already."""
+    """Bytes of the model that were fetched or loaded."""
 
     done_bytes: int
+    #: 0: not known yet.
     total_bytes: int
-    """0: not known yet."""
 
     def __str__(self) -> str:
-        """`23 % of 14.0 GiB`: a text that changes a hundred times at most. Empty while nothing is known."""
+        """Return a text such as `23 % of 14.0 GiB`; empty while the total is not known."""
         if self.total_bytes <= 0:
             return ""
         size, unit = next(
@@ -31,13 +31,13 @@ class LoadProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """Body of `GET /health`."""
 
+    #: One CamelCase word; Fetching and Loading come before serving.
     reason: str
-    """One CamelCase word; Fetching and Loading are stations on the way."""
     message: str
     progress: LoadProgress | None = None
+    #: Set by a serving engine with a KV role.
     kv: KVCompatibility | None = None
-    """Of an engine that serves and has a KV role."""
+    #: Bytes of KV that an engine sent and received, by transport and lane: `ucx tcp/lo`.
     kv_bytes: dict[str, int] = {}
-    """Bytes of KV that an engine sent and received, by transport and lane: `ucx tcp/lo`."""
+    #: The last failure of an attempt that is repeated, until one makes progress.
     error: str = ""
-    """What failed last of something that is tried again, and has not got on since."""

@@ -1,4 +1,4 @@
-"""Outputs of one request as they come from an engine."""
+"""The outputs of one request, as a stream."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from baton_protocol.messages import EngineCoreOutput
 
 
 class EngineDeadError(Exception):
-    """The engine instance is gone or never answered; the text says how that was noticed."""
+    """The engine instance is gone, or never answered. The text names the evidence."""
 
 
 class HandshakeFailedError(EngineDeadError):
-    """Somebody listens, but did not take this client for one of its service. Once may be chance: it may have ended just then."""
+    """The server refused this client in the handshake.
+
+    A single failure is no proof of a wrong key: the server may have ended at that moment.
+    """
 
 
 class RequestStream:
-    """Outputs of one request, in order: an async iterator that ends after the finished output."""
+    """An async iterator over the outputs of one request. It ends after the finished output."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -28,7 +31,11 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> EngineCoreOutput:
-        """Raises EngineDeadError when the engine goes away first."""
+        """Return the next output.
+
+        Raises:
+            EngineDeadError: the engine went away before the request finished.
+        """
         if self._finished:
             raise StopAsyncIteration
         item = await self._queue.get()

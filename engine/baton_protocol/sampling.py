@@ -1,4 +1,4 @@
-"""Sampling parameters: what a client may ask of one sequence, checked once at the edge."""
+"""Sampling parameters of one sequence. The gateway and the offline API validate them once."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 64
+#: Length of a list of token ids or of logit_bias: a large vocabulary.
 MAX_TOKEN_IDS = 2**18
-"""Of one list of token ids, and of the entries of logit_bias: as many as a large vocabulary has."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 256
 MAX_PATTERN_SIZE = 256
 MAX_PATTERN_COUNT = 1024
+#: Characters of a structured output's specification.
 MAX_SPEC_LENGTH = 2**17
-"""Characters of a structured output's specification."""
 
 
 class _Params(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Options of what travels with every request; new fields go last, with a default."""
+    """Base of all parameters. New fields go last and have a default."""
 
 
 class RepetitionDetection(_Params):
-    """Ends a request when its last tokens are one pattern, `min_count` times in a row."""
+    """A condition that ends a request: the last tokens repeat one pattern `min_count` times."""
 
+    #: Longest pattern looked for, in tokens.
     max_pattern_size: int
-    """Longest pattern looked for, in tokens."""
     min_pattern_size: int = 1
     min_count: int = 2
 
     def validate(self) -> None:
-        """Raises ValueError naming the field and the bound."""
+        """Validate the parameters.
+
+        Raises:
+            ValueError: names the field and its bound.
+        """
         _bound("repetition_detection.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
         if not 1 <= self.min_pattern_size <= self.max_pattern_size:
             raise ValueError(
@@ -44,35 +48,39 @@ class RepetitionDetection(_Params):
 
 
 class StructuredOutputKind(enum.StrEnum):
+    #: `spec` is a JSON schema.
     JSON = "json"
-    """`spec` is a JSON schema."""
+    #: Any JSON object; `spec` is empty.
     JSON_OBJECT = "json_object"
-    """Any JSON object; `spec` is empty."""
     REGEX = "regex"
+    #: `spec` is a JSON list of strings.
     CHOICE = "choice"
-    """`spec` is a JSON list of strings."""
+    #: `spec` is a context-free grammar in Lark's or GBNF's notation.
     GRAMMAR = "grammar"
-    """`spec` is a context-free grammar in Lark's or GBNF's notation."""
 
 
 class StructuredOutput(_Params):
-    """What the text of the output must look like."""
+    """The form that the output text must have."""
 
     kind: StructuredOutputKind
     spec: str = ""
 
     def validate(self) -> None:
-        """Raises ValueError naming the field and the bound. What the specification says is checked when it is compiled."""
+        """Validate kind and size. The specification itself is checked when it is compiled.
+
+        Raises:
+            ValueError: names the field and its bound.
+        """
         if self.kind is StructuredOutputKind.JSON_OBJECT:
             if self.spec:
                 raise ValueError(
-                    "structured_output.spec must be empty for json_object; the kind for a schema is json"
+                    "structured_output.spec must be empty for json_object; kind json has a schema"
                 )
             return
         if not 1 <= len(self.spec) <= MAX_SPEC_LENGTH:
             raise ValueError(
-                f"structured_output.spec of kind {self.kind.value} must have 1 to {MAX_SPEC_LENGTH} characters, "
-                f"got {len(self.spec)}"
+                f"structured_output.spec of kind {self.kind.value} must have "
+                f"1 to {MAX_SPEC_LENGTH} characters, got {len(self.spec)}"
             )
         if self.kind is StructuredOutputKind.CHOICE:
             try:
@@ -83,56 +91,66 @@ class StructuredOutput(_Params):
                 ) from error
             if not choices or "" in choices:
                 raise ValueError(
-                    "structured_output.spec of kind choice must be a list of one or more non-empty strings"
+                    "structured_output.spec of kind choice must list one or more non-empty strings"
                 )
 
 
 class SamplingParams(_Params):
-    """Field names and meanings are OpenAI's and vLLM's.
+    """Sampling parameters, with OpenAI's and vLLM's names and meanings.
 
-    Sampling is a pure function of (logits, these params, prompt ids, generated ids, seed, sample index): nothing else.
+    Sampling is a pure function of the logits, these parameters, the prompt ids, the generated ids,
+    the seed and the sample index.
     """
 
+    #: 0 is greedy.
     temperature: float = 1.0
-    """0 is greedy."""
     top_p: float = 1.0
+    #: 0 or -1: all.
     top_k: int = 0
-    """0 or -1: all."""
+    #: Tokens less likely than min_p times the most likely one are left out.
     min_p: float = 0.0
-    """Tokens less likely than min_p times the most likely one are left out."""
+    #: Keys the noise. The gateway draws one when the client gives none, so that any pod can
+    #: continue the request.
     seed: int = 0
-    """Keys the noise. The gateway draws one when the client gives none, so that any pod can continue the request."""
+    #: Generated tokens in all, those of generated_token_ids included. None: up to max_model_len.
     max_tokens: int | None = None
-    """Generated tokens in all, those of generated_token_ids included. None: up to max_model_len."""
+    #: EOS and stop tokens are not sampled before this many tokens.
     min_tokens: int = 0
-    """EOS and stop tokens are not sampled before."""
+    #: In addition to the model's EOS.
     stop_token_ids: list[int] = []
-    """Besides the model's own EOS."""
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    #: How many of the most likely tokens to report per position; 0: only the sampled one; None:
+    #: nothing.
     logprobs: int | None = None
-    """How many of the most likely tokens to report per position; 0: only the sampled one; None: nothing."""
+    #: The same for the prompt's tokens, from the second on. Such a request reads no prefix cache:
+    #: every position is needed.
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, from the second on. Such a request reads no prefix cache: every position is needed."""
+    #: Only these tokens are sampled.
     allowed_token_ids: list[int] | None = None
-    """Nothing else is sampled."""
+    #: Token sequences that are never completed: their last token is masked where the others stand
+    #: before it.
     bad_words_token_ids: list[list[int]] | None = None
-    """Token sequences that are never completed: their last token is masked where the others stand before it."""
     repetition_detection: RepetitionDetection | None = None
     structured_output: StructuredOutput | None = None
+    #: Above 0: beam search with this many beams instead of sampling, and one output at the end.
     beam_width: int = 0
-    """Over 0: beam search with so many beams instead of sampling; the request has one output, at its end."""
+    #: Beam search: exponent of the length that cumulative log-probabilities are divided by.
     length_penalty: float = 1.0
-    """Beam search: exponent of the length that cumulative log-probabilities are divided by."""
+    #: Beam search: end with the first `beam_width` finished beams, also if a running one could
+    #: still beat them.
     early_stopping: bool = False
-    """Beam search: end with the first `beam_width` finished beams, also if a running one could still beat them."""
     return_routed_experts: bool = False
 
     def validate(self) -> None:
-        """Raises ValueError naming the field and the bound."""
+        """Validate the parameters.
+
+        Raises:
+            ValueError: names the field and its bound.
+        """
         _bound("temperature", self.temperature, 0.0, 1e6)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
@@ -165,14 +183,15 @@ class SamplingParams(_Params):
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise ValueError(
-                    "allowed_token_ids must not be empty: no token could be sampled; leave it out to allow all"
+                    "allowed_token_ids must not be empty; leave it out to allow all tokens"
                 )
             _bound_size("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_IDS)
         _bound_size("bad_words_token_ids", self.bad_words_token_ids or (), MAX_BAD_WORDS)
         for word in self.bad_words_token_ids or ():
             if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
                 raise ValueError(
-                    f"bad_words_token_ids must be words of 1 to {MAX_BAD_WORD_LENGTH} token ids, got one of {len(word)}"
+                    f"bad_words_token_ids must be words of 1 to {MAX_BAD_WORD_LENGTH} token ids, "
+                    f"got one of {len(word)}"
                 )
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
@@ -181,17 +200,11 @@ class SamplingParams(_Params):
         _bound("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)
         _bound("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.beam_width and self.repetition_detection is not None:
-            raise ValueError(
-                "repetition_detection ends a sampled sequence; it cannot be combined with beam_width"
-            )
+            raise ValueError("repetition_detection cannot be combined with beam_width")
         if self.beam_width and self.return_routed_experts:
-            raise ValueError(
-                "return_routed_experts reports one sequence; it cannot be combined with beam_width"
-            )
+            raise ValueError("return_routed_experts cannot be combined with beam_width")
         if self.beam_width and self.structured_output is not None:
-            raise ValueError(
-                "structured_output is followed by samples only; it cannot be combined with beam_width"
-            )
+            raise ValueError("structured_output cannot be combined with beam_width")
 
 
 def _bound_size(name: str, values: Collection[object], most: int) -> None:

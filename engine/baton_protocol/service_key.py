@@ -1,14 +1,15 @@
-"""The key that all processes of one service share, and what each of its doors derives from it.
+"""The key that all processes of one service share, and the secrets derived from it.
 
-The operator draws 32 random bytes per service and mounts them into the service's pods. Nothing sends the key itself:
+The operator draws 32 random bytes per service and mounts them into the service's pods. No process
+sends the key itself:
 
-    ZMQ sockets        CURVE: one key pair of all servers and one of all clients, both derived. A server lets in nobody else.
+    ZMQ sockets        CURVE, with one derived key pair for servers and one for clients
     HTTP admin         `Authorization: Bearer <derived>` on every request that changes something
-    KV handshake,      HMAC proofs over nonces, made with a secret derived for that purpose
+    KV handshake,      HMAC proofs over nonces, with a secret derived for this purpose
     store of ranks
 
-A derived secret tells nothing of the others: HMAC-SHA256(key, "baton/" + purpose). Without a key all doors are open, as on one's
-own machine; two sides of which only one has a key refuse each other.
+A secret is HMAC-SHA256(key, "baton/" + purpose), so one secret reveals no other. Without a key
+every client is accepted. If only one of two sides has a key, they refuse each other.
 """
 
 from __future__ import annotations
@@ -25,23 +26,27 @@ from baton_protocol.config import container_path
 from baton_protocol.zap import require_client_key
 
 MIN_KEY_BYTES = 16
+#: Events of a socket's monitor, on both sides, if their keys differ. Nothing else reports it.
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-"""Events of a socket's monitor: on both sides, when one of the two has another key or none. Nothing else tells."""
 
 
 class ServiceKeyError(ValueError):
-    """The key cannot be had; the text names the file."""
+    """The key cannot be loaded. The text names the file."""
 
 
 class ServiceKey:
     """The key of one service."""
 
     def __init__(self, key: bytes) -> None:
-        """Raises ValueError for a key that could be guessed because it is too short."""
+        """Create a key from its bytes.
+
+        Raises:
+            ValueError: the key is too short.
+        """
         if len(key) < MIN_KEY_BYTES:
             raise ValueError(
                 f"a service key has at least {MIN_KEY_BYTES} bytes, this one {len(key)}"
@@ -50,10 +55,16 @@ class ServiceKey:
 
     @classmethod
     def load(cls, file: str) -> ServiceKey | None:
-        """The key in `file`, without white space around it; None if no file is named.
+        """Load the key from a file, without white space around it.
+
+        Args:
+            file: path as the pod sees it; empty: none.
+
+        Returns:
+            None if no file is named.
 
         Raises:
-            ServiceKeyError: the file cannot be read, or holds no key; or this ZeroMQ has no CURVE.
+            ServiceKeyError: the file cannot be read or holds no key, or ZeroMQ has no CURVE.
         """
         if not file:
             return None
@@ -75,22 +86,22 @@ class ServiceKey:
         return "ServiceKey(...)"  # never in a log
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that only those with the key know; one purpose's tell nothing of another's."""
+        """Return the secret of a purpose, 32 bytes."""
         return hmac.digest(self._key, b"baton/" + purpose.encode(), hashlib.sha256)
 
     @property
     def bearer(self) -> str:
-        """Value of the Authorization header for HTTP admin requests."""
+        """The Authorization header's value for HTTP admin requests."""
         return f"Bearer {self.secret('http').hex()}"
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether an HTTP request with this Authorization header comes from someone with the key."""
+        """Return whether the sender of this Authorization header has the key."""
         return authorization is not None and hmac.compare_digest(
             authorization.encode(errors="replace"), self.bearer.encode()
         )
 
     def protect_server(self, socket: zmq.Socket[Any]) -> None:
-        """Before `bind`: from then on only clients with the key get through, and all that is said is encrypted."""
+        """Encrypt a server's socket and admit only clients with the key; before `bind`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("server")
         domain = (
@@ -99,18 +110,21 @@ class ServiceKey:
         require_client_key(socket, domain, z85.decode(self._curve_keys("client")[0]))
 
     def protect_client(self, socket: zmq.Socket[Any]) -> None:
-        """Before `connect`: speaks only with servers that have the key."""
+        """Encrypt a client's socket and accept only servers with the key; before `connect`."""
         socket.curve_serverkey = self._curve_keys("server")[0]
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("client")
 
     def _curve_keys(self, side: str) -> tuple[bytes, bytes]:
-        """Public and private, in Z85. Any 32 bytes are a private key of Curve25519."""
+        """Return the public and the private key, in Z85.
+
+        Any 32 bytes are a private key of Curve25519.
+        """
         private = z85.encode(self.secret(f"curve/{side}"))
         return zmq.curve_public(private), private
 
 
 def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> str:
-    """What a client says of a server; the server's name comes before it.
+    """Return a client's message about a failed handshake, to follow the server's name.
 
     Args:
         event: one of HANDSHAKE_FAILED, as zmq.utils.monitor parses it.
@@ -130,13 +144,16 @@ def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> s
         return f"does not speak our protocol (error {event['value']:#x})"
     if ours is None:
         return "wants a service key, and none is set here: see service_key_file"
-    return "does not accept our service key, or has none: service_key_file must hold the same one everywhere"
+    return (
+        "does not accept our service key, or has none: "
+        "service_key_file must hold the same one everywhere"
+    )
 
 
 def watch_handshakes(socket: zmq.Socket[Any]) -> zmq.Socket[bytes]:
-    """A socket that gets a message per client that was turned away since; see `count_refused`.
+    """Return a socket that gets a message per client that was refused; see `count_refused`.
 
-    It takes any number of them: ZeroMQ's thread would wait for room, and everyone with it.
+    Its queue has no limit, because a full one would block ZeroMQ's I/O thread.
     """
     address = f"inproc://handshakes-{socket.fileno()}"
     socket.monitor(address, HANDSHAKE_FAILED)
@@ -148,7 +165,7 @@ def watch_handshakes(socket: zmq.Socket[Any]) -> zmq.Socket[bytes]:
 
 
 def count_refused(handshakes: zmq.Socket[bytes]) -> int:
-    """Takes what lies there: clients turned away since the last call."""
+    """Return the number of clients refused since the last call."""
     count = 0
     try:
         while True:

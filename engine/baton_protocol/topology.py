@@ -1,18 +1,19 @@
-"""What the ranks of an expert-parallel group and their coordinator tell each other (msgspec over ZMQ), and the HTTP resource.
+"""Messages between the ranks of an expert-parallel group and their coordinator (msgspec over ZMQ).
 
     rank                             coordinator
-    Status          ->                                  every STATUS_INTERVAL_S, and at once when it changes
-                    <-               Directive          answer to each, and at once when it changes
+    Status          ->                            every STATUS_INTERVAL_S, and when it changes
+                    <-               Directive    the answer to each, and when it changes
 
-Both are whole states, never events: whoever missed one knows everything after the next, and a coordinator that was restarted
-learns from the ranks what it needs. Only what a rank does with a directive depends on its own state:
+Both are whole states, never events, so the next message repairs a lost one. A restarted
+coordinator recovers its state from the ranks' statuses. A rank acts on a directive by its own
+state:
 
-    target None              drop what is prepared and was not committed
-    target, commit False     prepare it beside what serves; say so in Status.prepared, or why not in Status.failure
-    target, commit True      adopt it. Members of a living generation do so at one step that all of them agree on (`elastic.rank.waves`);
-                             newcomers, and all members if `urgent`, at once
+    target None              drop a prepared generation that is not committed
+    target, commit False     prepare it beside the serving one; report Status.prepared or .failure
+    target, commit True      commit it: members of a living generation at one step that they agree
+                             on (`elastic.rank.waves`), new members at once; all at once if `urgent`
 
-Between ranks only StartWave travels.
+Between ranks only StartWave travels. The module also declares the HTTP resource `/topology`.
 """
 
 from __future__ import annotations
@@ -33,37 +34,38 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
 class Member(_Wire, frozen=True):
     """One rank's process. A restarted pod is another member of the same name."""
 
+    #: The pod's name. Topology requests use it.
     name: str
-    """Of the pod: what topologies are asked for by."""
     instance_id: str
     host: str
     engine_port: int
+    #: Where StartWave goes: a ROUTER of the rank's link.
     link_port: int
-    """Where StartWave goes: a ROUTER of the rank's link."""
+    #: The rank's own rendezvous store.
     store_port: int
-    """The rank's own rendezvous store."""
 
 
+#: [sparse layer][rank][slot]: the expert in the slot. Every rank has equally many slots; every
+#: expert has one or more.
 Placement = tuple[tuple[tuple[int, ...], ...], ...]
-"""[sparse layer][rank][slot]: the expert in the slot. Every rank has equally many slots; every expert has one or more."""
 
 
 class Generation(_Wire, frozen=True):
-    """A topology: who the ranks are and which experts each holds. Never changed; another one is another generation."""
+    """A topology: the ranks and the experts that each holds. It never changes."""
 
+    #: From 1. Messages that name an older one are refused.
     number: int
-    """From 1. What names an older one is refused."""
+    #: Two attempts at one number are two generations: process groups are named after both.
     nonce: str
-    """Two attempts at one number are two generations: process groups are named after both."""
+    #: In rank order.
     members: tuple[Member, ...]
-    """In rank order."""
     placement: Placement
+    #: Address of the rendezvous store of this generation's process groups: a member's.
     store_host: str
-    """Of the member in whose store the process groups of this generation meet."""
     store_port: int
     operation_id: str = ""
+    #: The previous generation is broken, so its members commit this one at once.
     urgent: bool = False
-    """The generation before it is broken: its members adopt this one without a step of theirs."""
 
     @property
     def size(self) -> int:
@@ -77,28 +79,31 @@ class Generation(_Wire, frozen=True):
 
 
 class RankPhase(enum.StrEnum):
+    #: Not ready to be a member.
     LOADING = "loading"
-    """Not ready to be a member."""
+    #: Loaded, without a generation: it serves nobody.
     STANDBY = "standby"
-    """Loaded, without a generation: it serves nobody."""
     SERVING = "serving"
+    #: Its generation lost a member. It keeps its requests and waits for the next generation.
     BROKEN = "broken"
-    """Of a generation that lost a member: it keeps its requests and waits for the next generation."""
 
 
 class Activity(enum.StrEnum):
-    """Of a rank's loop, as its link sees it: also while the loop stands still."""
+    """The activity of a rank's loop, as its link reports it, also while the loop stands still."""
 
+    #: Outside steps.
     RESTS = "rests"
-    """Outside steps."""
+    #: In the exchange of votes before a step.
     WAITS = "waits"
-    """In the exchange of votes before a step."""
+    #: A step, in which the ranks exchange tokens, too.
     RUNS = "runs"
-    """A step, in which the ranks exchange tokens, too."""
 
 
 class ExpertLoads(_Wire, frozen=True):
-    """Tokens routed since the generation began, as this rank's own requests chose: [sparse layer][expert]."""
+    """Tokens of this rank's own requests per expert, since the generation began.
+
+    Indexed by [sparse layer][expert].
+    """
 
     tokens: tuple[tuple[int, ...], ...]
 
@@ -108,50 +113,54 @@ class Status(_Wire, frozen=True):
 
     member: Member
     phase: RankPhase
+    #: Experts of each sparse layer; known once loaded.
     num_experts: int = 0
-    """Of each sparse layer; known once loaded."""
     num_sparse_layers: int = 0
+    #: The rank's configuration: least number of slots beyond one per expert.
     num_redundant_experts: int = 0
-    """As the rank is configured: slots beyond one per expert that the group should have at least."""
+    #: The generation that it serves in, or that broke.
     generation: Generation | None = None
-    """What it serves in, or served in when it broke."""
+    #: Nonce of the prepared generation, until it is committed.
     prepared: str = ""
-    """Nonce of the generation that is prepared and not adopted yet."""
+    #: Nonce of the generation whose commit it received.
     commit_seen: str = ""
-    """Nonce of the generation whose commit it was told."""
+    #: Nonce of the generation that could not be prepared.
     failed: str = ""
-    """Nonce of the generation that could not be prepared."""
+    #: The reason of `failed`, or of a broken generation.
     failure: str = ""
-    """Why it could not, or why the generation broke."""
+    #: Instance ids of members that do not answer.
     suspects: tuple[str, ...] = ()
-    """Instance ids of members that do not answer."""
     wave: int = 0
     wave_running: bool = False
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     loads: ExpertLoads | None = None
+    #: It is shutting down, refuses new requests and needs a generation without it.
     leaving: bool = False
-    """It was told to shut down, takes no new requests, and asks for a generation without it."""
+    #: The generation whose commit was received, until this rank has committed it.
     committed: Generation | None = None
-    """That it was told to adopt, and has not adopted yet."""
+    #: Number of exchanges of votes that it began, in all generations.
     step: int = 0
-    """Exchanges of votes that it has begun, in all generations."""
+    #: Activity in that step. If step and activity stay the same, the loop stands still.
     activity: Activity = Activity.RESTS
-    """Of that step. Who compares it with what was said before sees whether the loop stands still."""
 
 
 class Directive(_Wire, frozen=True):
+    #: Drawn at process start.
     coordinator_id: str
-    """Drawn at process start."""
     target: Generation | None = None
     commit: bool = False
+    #: The group continues or ends without this instance. It returns its requests and becomes
+    #: STANDBY.
     dismissed: bool = False
-    """The group goes on, or ends, without this instance: it gives its requests back and begins anew as STANDBY."""
 
 
 class StartWave(_Wire, frozen=True):
-    """Whoever gets work outside a wave wakes the others. Repeated until the wave's first exchange; harmless when late or lost."""
+    """Sent by a rank that gets work outside a wave, to wake the others.
+
+    It is repeated until the wave's first exchange, and harmless when late or lost.
+    """
 
     generation: int
     nonce: str
@@ -162,57 +171,60 @@ class StartWave(_Wire, frozen=True):
 
 
 class TopologyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """PUT /topology: what should be. The same operation id again changes nothing; a newer one supersedes what is not committed."""
+    """The body of PUT /topology: the topology that is wanted.
+
+    The same operation id again changes nothing. A newer one supersedes one that is not committed.
+    """
 
     operation_id: str
+    #: Names of pods, in no order.
     members: list[str]
-    """Names of pods, in no order."""
 
 
 class OperationPhase(enum.StrEnum):
+    #: For members that have not registered.
     WAITING = "waiting"
-    """For members that have not registered."""
     PREPARING = "preparing"
     COMMITTING = "committing"
     DONE = "done"
+    #: The coordinator retries the operation later, if it is still wanted.
     FAILED = "failed"
-    """Tried again after a while, if it is still what should be."""
     SUPERSEDED = "superseded"
 
 
 class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
+    #: Empty for operations without a request: recovery and rebalancing.
     operation_id: str
-    """Empty: nobody asked for it. The ranks recover, or place experts anew, by themselves."""
+    #: form, scale, recover or rebalance.
     kind: str
-    """form, scale, recover or rebalance."""
     phase: OperationPhase
+    #: Number of the generation that it leads to; 0: not known yet.
     generation: int
-    """That it leads to; 0: not drawn yet."""
     reason: str = ""
+    #: Seconds per phase; of the present one so far.
     seconds: dict[str, float] = {}
-    """How long each phase took, by its name; the present one so far."""
 
 
 class MemberStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     instance_id: str
     phase: RankPhase
+    #: None: not a member of the present generation.
     rank: int | None = None
-    """None: not of the present generation."""
     num_running: int = 0
     num_waiting: int = 0
     reason: str = ""
 
 
 class TopologyStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """GET /topology: what is."""
+    """The body of GET /topology: the present topology."""
 
+    #: 0: none yet.
     generation: int
-    """0: none yet."""
     desired: list[str]
+    #: All registered ones, ranks first.
     members: list[MemberStatus]
-    """All that are registered, ranks first."""
+    #: The running one, or the last.
     operation: OperationStatus | None = None
-    """The running one, or the last."""
+    #: host:port of the rendezvous store of the generation's process groups.
     store: str = ""
-    """host:port of the store in which the process groups of the generation have met."""

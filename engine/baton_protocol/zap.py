@@ -1,7 +1,8 @@
-"""ZeroMQ asks here whether a client that speaks CURVE may come in: ZAP, https://rfc.zeromq.org/spec/27.
+"""Admission of clients that use CURVE: ZAP, https://rfc.zeromq.org/spec/27.
 
-One handler per context, in a thread of its own, for all sockets of that context; it ends with the context. A server names a
-domain, and a domain has one client key. Who has another is refused, and so is everyone if nobody answers: `ZAP_ENFORCE_DOMAIN`.
+A context has one handler for all its sockets, in a thread that ends with the context. A server's
+socket names a domain, and a domain has one client key. Clients with another key are refused. With
+`ZAP_ENFORCE_DOMAIN`, all clients are refused if no handler answers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ _VERSION = b"1.0"
 
 
 class _Handler:
-    """Answers until the context is terminated."""
+    """The handler of one context. It answers until the context is terminated."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
-        """Raises zmq.ZMQError: someone else answers in this context already."""
+        """Start the thread.
+
+        Raises:
+            zmq.ZMQError: the context has another handler.
+        """
         self._client_keys: dict[bytes, bytes] = {}
         self._context = context
-        # Of a shadow: the given context may be asyncio's; and its destroy() closes its own sockets, also those in use elsewhere.
+        # A shadow, because the context may be asyncio's, and its destroy() closes all its sockets.
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -49,7 +54,11 @@ class _Handler:
             self._socket.close()
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        """Of (version, request id, domain, address, routing id, mechanism, credentials ...)."""
+        """Return the reply to a request.
+
+        Args:
+            request: version, request id, domain, address, routing id, mechanism, credentials.
+        """
         domain, mechanism, credentials = request[2], request[5], request[6:]
         expected = self._client_keys.get(domain)
         known = (
@@ -62,13 +71,13 @@ class _Handler:
         return [_VERSION, request[1], status, text, b"", b""]
 
 
+#: By the context's address, because several Python objects may share one context.
 _handlers: dict[int, _Handler] = {}
-"""By the address of the context: several Python objects may stand for one."""
 _lock = threading.Lock()
 
 
 def require_client_key(socket: zmq.Socket[Any], domain: str, client_key: bytes) -> None:
-    """Before `bind`: of clients that speak CURVE, only one with this public key (32 bytes) gets in.
+    """Admit only clients with this public key (32 bytes). Call it before `bind`.
 
     Raises:
         zmq.ZMQError: the context has a ZAP handler that is not ours.
@@ -84,7 +93,7 @@ def require_client_key(socket: zmq.Socket[Any], domain: str, client_key: bytes) 
 
 
 def _forget_handlers() -> None:
-    """In a forked child: it has none of its parent's threads and contexts, and somebody may have held the lock."""
+    """Forget the parent's handlers and lock in a forked child, which has none of its threads."""
     global _handlers, _lock
     _handlers, _lock = {}, threading.Lock()
 

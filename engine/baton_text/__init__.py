@@ -1,4 +1,4 @@
-"""Text: tokenizer, chat template, incremental detokenizer, stop strings, OpenAI schemas.
+"""Text: tokenizer, chat template, incremental detokenizer, stop strings and OpenAI schemas.
 
-Torch-free and without `transformers`. The gateway comes in from HTTP, the offline API from Python.
+The gateway and the offline API use it. It imports neither torch nor `transformers`.
 """

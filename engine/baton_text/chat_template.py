@@ -1,6 +1,7 @@
-"""Chat templates: messages to one prompt text, in the same sandboxed Jinja environment as transformers.
+"""Chat templates: messages to one prompt text, in the Jinja environment of transformers.
 
-A template is part of the checkpoint, that is, of untrusted origin: it runs in Jinja's immutable sandbox on plain JSON values.
+A template is part of the checkpoint, which is not trusted. It runs in Jinja's immutable sandbox,
+on plain JSON values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RENDER_FAILURES = (
 
 
 class ChatTemplateError(ValueError):
-    """The template refuses these messages, or cannot be rendered with them."""
+    """The template refuses the messages, or fails on them."""
 
 
 class ChatTemplate:
@@ -58,7 +59,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: object,
     ) -> str:
-        """Prompt text of `messages`; encode it without special tokens, for the template has written them.
+        """Render messages to a prompt text. Encode it without special tokens: it contains them.
 
         Args:
             messages: plain JSON values, each with `role` and `content`.
@@ -66,7 +67,7 @@ class ChatTemplate:
             variables: further template variables (`enable_thinking`, ...).
 
         Raises:
-            ChatTemplateError: what the template said, or what it stumbled over.
+            ChatTemplateError: the template refuses the messages, or fails on them.
         """
         values: dict[str, Any] = {
             "tools": None,
@@ -82,7 +83,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks assistant text for training masks; here it only has to render its body."""
+    """The tag `{% generation %}`, which marks assistant text for training. Its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 

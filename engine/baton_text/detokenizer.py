@@ -1,6 +1,6 @@
-"""Incremental detokenizer: token ids in, text out, piece by piece.
+"""Incremental detokenizer: token ids to pieces of text.
 
-The pieces put together equal the full decode of all tokens, and no piece ends inside a UTF-8 sequence.
+The pieces together equal the decoded text of all tokens. No piece ends inside a UTF-8 sequence.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ from collections.abc import Sequence
 from baton_text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+#: Tokens at which a window without a clean end is cut, because the cost is quadratic. Broken UTF-8
+#: has no clean end.
 _LONG_WINDOW = 16
-"""Tokens. A window that finds no clean end (a model that emits broken UTF-8) is cut at this size, else cost is quadratic."""
 
 
 class IncrementalDetokenizer:
-    """Decodes a window of recent tokens only: those since the last clean end, and the piece before as context.
+    """A decoder of a window of recent tokens.
 
-    Context matters because decoders treat the start of a text specially (a leading space goes away). While the
-    window ends with an incomplete UTF-8 sequence (U+FFFD), that character is held back: later bytes may complete it. All text
-    before it is final.
+    The window holds the tokens since the last clean end, and the piece before them as context:
+    decoders treat the start of a text specially, and drop a leading space. An incomplete UTF-8
+    sequence at the end (U+FFFD) is held back, because later bytes may complete it. All text before
+    it is final.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
+        #: Leading tokens of the window that were emitted before the last clean end.
         self._context = 0
-        """Leading tokens of the window that were emitted before the last clean end."""
+        #: Characters of the window's text already emitted.
         self._emitted = 0
-        """Characters of the window's text already emitted."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became final with `token_ids`."""
-        # Neither special tokens nor ids without a token leave a trace, so a run of bytes may go on across them.
+        """Add tokens and return the text that became final."""
+        # Special tokens and ids without a token have no text: a run of bytes continues across them.
         new_ids = [i for i in token_ids if i not in self._skipped and self._tokenizer.knows(i)]
         if not new_ids:
             return ""
@@ -55,7 +57,7 @@ class IncrementalDetokenizer:
         return delta
 
     def flush(self) -> str:
-        """What is still held back, at the end of the sequence: an incomplete UTF-8 sequence stays U+FFFD."""
+        """Return the text held back, at the end of the sequence. Incomplete UTF-8 stays U+FFFD."""
         text = self._decode(self._window)
         delta = text[self._emitted :]
         self._emitted = len(text)
@@ -65,7 +67,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
-        """Drops leading tokens where both parts decode alone to what they decode to together."""
+        """Drop leading tokens where the two parts decode to the same text as the whole."""
         for index in range(len(self._window) - 1, 0, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
             if head + tail == text and len(head) <= self._emitted:

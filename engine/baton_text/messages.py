@@ -22,8 +22,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
+    #: Any: only looked at to be refused.
     tool_calls: Any = None
-    """Any: only looked at to be refused."""
     function_call: Any = None
 
 
@@ -54,7 +54,8 @@ def _check_message(message: ChatMessage, where: str) -> None:
     for index, part in enumerate(message.content):
         if part.type != "text":
             raise RequestError(
-                f"{where}.content[{index}].type {part.type!r} is not supported by this server; use 'text'",
+                f"{where}.content[{index}].type {part.type!r} is not supported by this server; "
+                "use 'text'",
                 param=f"{where}.content[{index}].type",
                 code="unsupported_parameter",
             )

@@ -1,4 +1,4 @@
-"""Tokens to text for one sequence: detokenizer, stop strings, logprobs. Shared by the gateway and the offline API."""
+"""Tokens to text for one sequence: detokenizer, stop strings and logprobs."""
 
 from __future__ import annotations
 
@@ -27,29 +27,31 @@ from baton_text.tokenizer import Tokenizer
 
 @dataclass
 class TextOutput:
-    """What one engine output adds to the answer."""
+    """The part of the answer that one engine output adds."""
 
     text: str = ""
+    #: Includes tokens whose text is held back or left out.
     token_ids: list[int] = field(default_factory=list)
-    """Also those whose text is held back or left out."""
+    #: Without those of a token that ends the answer.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the tokens that are part of the answer: not of a token that ends it."""
+    #: stop, length or repetition.
     finish_reason: str | None = None
-    """stop, length or repetition."""
+    #: The stop string or token id that ended it; None for the model's own end.
     stop_reason: int | str | None = None
-    """The stop string or token id that ended it; None for the model's own end."""
+    #: From prompt position 1 on, with the first token, if the request wants them.
     prompt_logprobs: PromptLogprobs | None = None
-    """Of prompt positions 1 on; with the first token of a sequence that asked for them."""
 
 
 class OutputProcessor:
-    """Turns one sequence's outputs into text.
+    """The text of one sequence.
 
     Args:
+        tokenizer: of the model.
         stops: strings that end the text.
-        include_stop: what ends the text, a string or a token, is part of it.
-        stop_token_ids: the client's own, as opposed to the model's end tokens: they are told as stop_reason.
-        min_tokens: stop strings are not looked for in the text of the first so many tokens.
+        include_stop: the text includes the string or token that ends it.
+        skip_special_tokens: leave special tokens out of the text.
+        min_tokens: stop strings have no effect in the text of this many first tokens.
+        stop_token_ids: the client's. If one ends the text, it is the stop_reason.
     """
 
     def __init__(
@@ -69,18 +71,21 @@ class OutputProcessor:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stop_token_ids = frozenset(stop_token_ids or ())
+        #: Tokens of the answer: up to the one that completed a stop string.
         self.num_tokens = 0
-        """Tokens of the answer: up to the one that completed a stop string."""
+        #: Sum over these tokens, if logprobs are wanted.
         self.cumulative_logprob = 0.0
-        """Of these tokens, if logprobs are asked for."""
 
     @property
     def mean_logprob(self) -> float:
-        """Log-probability per token: what best_of orders sequences by."""
+        """Log-probability per token. `best_of` orders sequences by it."""
         return self.cumulative_logprob / max(1, self.num_tokens)
 
     def push(self, output: EngineCoreOutput) -> TextOutput:
-        """After a result with a finish_reason nothing more may be pushed; the engine may not have finished by itself."""
+        """Add an engine output and return its part of the answer.
+
+        A result with a finish_reason is the last one, also if the engine has not finished.
+        """
         result = TextOutput(prompt_logprobs=output.prompt_logprobs)
         for index, token_id in enumerate(output.new_token_ids):
             self.num_tokens += 1
@@ -107,7 +112,7 @@ class OutputProcessor:
         return result
 
     def push_beam(self, request_id: str, beam: BeamOutput) -> TextOutput:
-        """A finished beam, as if one sequence had ended with it."""
+        """Add a finished beam, as the only output of a sequence."""
         return self.push(beam_as_output(request_id, beam))
 
     def _scan(self, text: str) -> str:
@@ -115,7 +120,7 @@ class OutputProcessor:
 
 
 def beam_as_output(request_id: str, beam: BeamOutput) -> EngineCoreOutput:
-    """The output of a sequence that generated what the beam did."""
+    """Return a beam as the output of a sequence."""
     return EngineCoreOutput(
         request_id,
         beam.token_ids,
@@ -126,7 +131,10 @@ def beam_as_output(request_id: str, beam: BeamOutput) -> EngineCoreOutput:
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> ChatLogprobs:
-    """OpenAI's shape for chat completions; `bytes` are the token's own, also where its text is part of a character."""
+    """Return logprobs in the form of OpenAI's chat completions.
+
+    `bytes` are those of the token, also if they are part of a character.
+    """
     text = tokenizer.token_text
 
     return ChatLogprobs(
@@ -156,11 +164,13 @@ def completion_logprobs(
     *,
     first_token_id: int | None = None,
 ) -> CompletionLogprobs:
-    """OpenAI's older shape.
+    """Return logprobs in the form of OpenAI's completions.
 
     Args:
-        offset: characters of the tokens before the first of these.
-        first_token_id: a prompt's first token, which comes before all of them and has no logprob.
+        tokenizer: of the model.
+        logprobs: of consecutive tokens.
+        offset: characters before the first of these tokens.
+        first_token_id: the first token of a prompt, which has no logprob.
     """
     result = CompletionLogprobs()
     text = tokenizer.token_text
@@ -176,7 +186,7 @@ def completion_logprobs(
     if first_token_id is not None:
         add(first_token_id, None, None)
     for item in logprobs:
-        # The token itself is always there. Of tokens with one text (parts of characters), the most likely one is.
+        # The token itself is always in. Of tokens with the same text, the most likely one is.
         top: dict[str, float] = {}
         for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
             top.setdefault(text(token_id), logprob)
@@ -187,7 +197,12 @@ def completion_logprobs(
 def prompt_token_logprobs(
     tokenizer: Tokenizer, logprobs: PromptLogprobs
 ) -> list[dict[int, PromptTokenLogprob] | None]:
-    """vLLM's shape: per prompt token, by token id, the most likely ones and the prompt's own; nothing for the first."""
+    """Return logprobs of a prompt in vLLM's form.
+
+    Returns:
+        Per prompt token, by token id: the most likely ones and the prompt's own.
+        None for the first token.
+    """
     return [None, *(ranked_logprobs(tokenizer, item) for item in logprobs)]
 
 

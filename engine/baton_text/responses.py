@@ -10,8 +10,8 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    #: `cached_tokens`: prompt tokens taken from a prefix cache.
     prompt_tokens_details: dict[str, int] | None = None
-    """`cached_tokens`: prompt tokens taken from a prefix cache."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -35,8 +35,8 @@ class PromptTokenLogprob(msgspec.Struct, kw_only=True):
     """One candidate at one position, in vLLM's shape."""
 
     logprob: float
+    #: 1 for the most likely token.
     rank: int
-    """1 for the most likely token."""
     decoded_token: str
 
 
@@ -46,8 +46,8 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
+    #: Characters before each token, in the text as generated.
     text_offset: list[int] = []
-    """Characters before each token, in the text as generated."""
 
 
 class ChatResponseMessage(msgspec.Struct, kw_only=True):
@@ -72,8 +72,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    #: Logprobs of the rendered prompt's tokens (vLLM's extension).
     prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
-    """Of the rendered prompt's tokens (vLLM's extension)."""
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):

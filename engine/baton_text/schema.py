@@ -1,7 +1,7 @@
 """OpenAI requests: JSON bodies as structs, checked field by field.
 
-Fields this server does not know are ignored, as OpenAI-compatible servers do, so that clients of every version work. Fields
-that would change the answer and are not supported here are refused by name: an answer that silently ignores them would be wrong.
+Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of every version
+work. Known fields that would change the answer, but are not supported, are refused by name.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from baton_text.structured_outputs import StructuredOutputsParams, check_bad_wor
 
 MAX_N = 128
 MAX_STOPS = 4
+#: Characters: every piece of an answer is compared with the stop strings.
 MAX_STOP_LENGTH = 4096
-"""Characters: every piece of an answer is compared with the stop strings."""
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
+#: Log-probabilities of prompt tokens in one answer: some 50 MB of JSON.
 MAX_LOGPROB_ENTRIES = 2**19
-"""Log-probabilities of prompt tokens in one answer: some 50 MB of JSON."""
+#: OpenAI's default for /v1/completions; chat completions may fill the context.
 COMPLETION_DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; chat completions may fill the context."""
 
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
+#: Request fields by the engine's names, where they differ.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
-"""Where an engine's field has another name here."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -65,7 +65,10 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fie
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common. `None` is what JSON null and a missing field mean."""
+    """The fields that completions and chat completions share.
+
+    None stands for JSON null and for a missing field.
+    """
 
     model: str
     n: int | None = None
@@ -87,20 +90,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    #: Also answer with the generated ids, the one that ended it included (vLLM's extension).
     return_token_ids: bool | None = None
-    """Also answer with the generated ids, the one that ended it included (vLLM's extension)."""
     priority: int | None = None
+    #: The rank that is to serve it (vLLM's extension); None: any.
     data_parallel_rank: int | None = None
-    """The rank that is to serve it (vLLM's extension); None: any."""
     cache_salt: str | None = None
+    #: Number of samples, of which the n with the highest log-probability per token are returned.
     best_of: int | None = None
-    """Draw so many samples, answer with the n of the highest log-probability per token."""
     prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    #: Answer with the n best beams of a search of width n.
     use_beam_search: bool | None = None
-    """Answer with the n best beams of a search of width n."""
     length_penalty: float | None = None
     early_stopping: bool | None = None
     response_format: ResponseFormat | None = None
@@ -121,7 +124,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """What it asks for in all: the candidates of every prompt."""
+        """Sequences computed for the request: the candidates of every prompt."""
         return self.num_candidates
 
     @property
@@ -165,7 +168,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         longest = max(map(len, self.stops), default=0)
         if longest > MAX_STOP_LENGTH:
             raise RequestError(
-                f"stop must be strings of {MAX_STOP_LENGTH} characters at most, got one of {longest}",
+                f"stop must be strings of at most {MAX_STOP_LENGTH} characters, "
+                f"got one of {longest}",
                 param="stop",
             )
         if self.stream_options is not None and not self.stream:
@@ -210,7 +214,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 )
             if self.stream and self.best_of > self.num_samples:
                 raise RequestError(
-                    "best_of over n is not available with stream=true: the best are known at the end",
+                    "best_of over n is not available with stream=true",
                     param="best_of",
                 )
         if self.use_beam_search:
@@ -273,7 +277,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return params
 
     def refusal(self, message: str) -> RequestError:
-        """What the engine says against this request, which begins with its name of a field, in the request's own names."""
+        """Return the engine's refusal, with the engine's field name replaced by the request's."""
         match = _ENGINE_FIELD.match(message)
         theirs, root = (match[0], match[1]) if match else ("", "")
         field = (
@@ -299,8 +303,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         if num_entries > MAX_LOGPROB_ENTRIES:
             field = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
             raise RequestError(
-                f"{field}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities in each of n={self.num_samples} "
-                f"choices make {num_entries} entries, {MAX_LOGPROB_ENTRIES} at most; send a smaller n or {field}",
+                f"{field}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities "
+                f"in each of n={self.num_samples} choices make {num_entries} entries, "
+                f"{MAX_LOGPROB_ENTRIES} at most; send a smaller n or {field}",
                 param=field,
             )
 
@@ -394,8 +399,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    #: Variables of the template, such as enable_thinking.
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the template, such as enable_thinking."""
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -477,13 +482,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def num_prompts(self) -> int:
-        """Of a request that was validated; unlike `prompts` it takes no time."""
+        """Number of prompts of a validated request, without building `prompts`."""
         prompt = self.prompt
         return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
 
     def requested_max_tokens(self) -> int | None:
         if self.is_prompt_only:
-            return 1  # the engine has to run the prompt; what it samples is left out
+            return 1  # the engine needs one token to run the prompt; the answer leaves it out
         return COMPLETION_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -523,7 +528,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             prompts = [item for item in prompt if not isinstance(item, int)]
         else:
             raise RequestError(
-                "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+                "prompt must be a string, a list of strings, a list of token ids, "
+                "or a list of lists of token ids",
                 param="prompt",
             )
         if not prompts or any(len(item) == 0 for item in prompts if isinstance(item, list)):

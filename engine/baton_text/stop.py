@@ -1,4 +1,4 @@
-"""Stop strings: ends a text at the first of them, wherever token boundaries fall."""
+"""Stop strings: a text ends at the first of them, wherever token boundaries fall."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Passes text through, but holds back any end of it that may grow into a stop string.
+    """A filter that ends a text at a stop string.
 
-    The match that ends first wins, and of those that end together the longest: so the result does not depend on how the text was
-    cut into pieces.
+    It holds back an end of the text that may become a stop string. The match that ends first wins,
+    and the longest of those that end together. So the result does not depend on the pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = [stop for stop in stops if stop]
         self._include_stop = include_stop
         self._held = ""
+        #: The stop string that ended the text.
         self.matched: str | None = None
-        """The stop string that was found. Nothing comes out after it."""
 
     def push(self, text: str) -> str:
-        """Text that may be sent now."""
+        """Add a piece of text and return the text that is final."""
         if self.matched is not None:
             return ""
         buffer = self._held + text
@@ -35,7 +35,7 @@ class StopScanner:
         return buffer[: len(buffer) - keep]
 
     def flush(self) -> str:
-        """What was held back, once it is known that no more text comes."""
+        """Return the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
@@ -48,7 +48,7 @@ class StopScanner:
         return start, end
 
     def _possible_prefix(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that is a proper prefix of a stop string."""
+        """Return the length of the longest end of `buffer` that is a proper prefix of a stop."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(buffer)), 0, -1):
             tail = buffer[-length:]

@@ -1,4 +1,4 @@
-"""What the text of an answer must look like, in vLLM's field names, and bad words as token sequences."""
+"""Structured outputs in vLLM's field names, and bad words as token sequences."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import msgspec
 from baton_protocol.sampling import MAX_BAD_WORDS, StructuredOutput, StructuredOutputKind
 from baton_text.tokenizer import Tokenizer
 
+#: Bad words: each may be two token sequences, as it starts a text and as it follows a space.
 MAX_WORDS = MAX_BAD_WORDS // 2
-"""Bad words: each may be two token sequences, as it starts a text and as it follows a space."""
 MAX_WORD_LENGTH = 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Exactly one of the fields says what the text must be."""
 
+    #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | bool | None = None
-    """A JSON schema, as an object or as its text."""
+    #: The whole text matches it.
     regex: str | None = None
-    """The whole text matches it."""
+    #: The text is one of these.
     choice: list[str] | None = None
-    """The text is one of these."""
+    #: A context-free grammar in Lark's or GBNF's notation.
     grammar: str | None = None
-    """A context-free grammar in Lark's or GBNF's notation."""
+    #: True: any JSON object.
     json_object: bool | None = None
-    """True: any JSON object."""
 
     def given(self) -> list[str]:
         """Names of the fields that ask for something."""
@@ -39,10 +39,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         ]
 
     def to_structured_output(self) -> StructuredOutput | None:
-        """None if nothing is asked for.
+        """Return the engine's form; None if no field is set.
 
         Raises:
-            ValueError: several fields at once, or one whose value cannot be used; the message begins with its name.
+            ValueError: several fields are set, or one is wrong; the message begins with its name.
         """
         given = self.given()
         if not given:
@@ -78,7 +78,11 @@ def _schema_text(schema: dict[str, Any] | str | bool) -> str:
 
 
 def check_bad_words(words: list[str]) -> None:
-    """Before they are tokenized, for that takes time. Raises ValueError: too many, or one that is empty or too long."""
+    """Check number and lengths of bad words, before they are tokenized.
+
+    Raises:
+        ValueError: there are too many, or one is empty or too long.
+    """
     if len(words) > MAX_WORDS:
         raise ValueError(f"bad_words must have at most {MAX_WORDS} words, got {len(words)}")
     for word in words:
@@ -86,12 +90,13 @@ def check_bad_words(words: list[str]) -> None:
             raise ValueError("bad_words must not hold an empty string")
         if len(word) > MAX_WORD_LENGTH:
             raise ValueError(
-                f"bad_words must be words of {MAX_WORD_LENGTH} characters at most, got one of {len(word)}"
+                f"bad_words must be words of at most {MAX_WORD_LENGTH} characters, "
+                f"got one of {len(word)}"
             )
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """The token sequences of words that must not come: each as it starts a text and as it follows a space.
+    """Return the token sequences of bad words: at the start of a text, and after a space.
 
     Raises:
         ValueError: see `check_bad_words`.

@@ -16,8 +16,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    #: None: true for a prompt; false for messages, whose template has written them.
     add_special_tokens: bool | None = None
-    """None: true for a prompt; false for messages, whose template has written them."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face checkpoint folder, over the `tokenizers` library.
 
-Reads `tokenizer.json` and `tokenizer_config.json`; token ids equal those of `transformers.AutoTokenizer`. Encoding and
-decoding of what is long release the GIL, and both are safe to call from several threads.
+Token ids equal those of `transformers.AutoTokenizer`. Several threads may encode and decode at a
+time, and long texts do so without the GIL.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_text.chat_template import ChatTemplate
 
+#: Tokens from which on the library's batch call is used: it releases the GIL and costs a little
+#: more.
 _LONG_DECODE = 512
-"""Tokens. The library's plain decode keeps all other threads from running, its batch call costs a little more."""
+#: Factor by which normalizers may shorten a text; those of models shorten it by less.
 _MOST_SHORTENING = 4
-"""Normalizers may shorten a text (NFC composes, others strip or lower); none that models use does so by more."""
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -50,8 +51,8 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
+        #: Named special tokens ("eos_token", ...) as text; also visible to the chat template.
         self.special_tokens = _named_special_tokens(config)
-        """Named special tokens ("eos_token", ...) as text; also visible to the chat template."""
         self._token_texts: dict[int, str] = {}
         self._register_special_tokens(config)
         self.bos_token_id = self._id_of("bos_token")
@@ -62,8 +63,8 @@ class Tokenizer:
             if token.special
         )
         source = chat_template if chat_template is not None else _template_of(config)
+        #: None: the checkpoint has none, so chat requests cannot be served.
         self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
-        """None: the checkpoint has none, so chat requests cannot be served."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -97,11 +98,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Added tokens included."""
+        """Number of tokens, with added ones."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` those that tokenizer.json's post-processor adds.
+        """Return the token ids of a text.
+
+        Args:
+            text: any Unicode text.
+            add_special_tokens: also those that the post-processor of tokenizer.json adds.
 
         Raises:
             ValueError: the text cannot be written as UTF-8.
@@ -117,12 +122,15 @@ class Tokenizer:
         return list(encoding.ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of `len(encode(text))`, found without encoding."""
+        """Return a lower bound of `len(encode(text))`, without encoding."""
         shortening = 1 if self._backend.normalizer is None else _MOST_SHORTENING
         return len(text.encode(errors="replace")) // (self._longest_token_bytes * shortening)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Return the text of token ids.
+
+        Bytes that are not UTF-8 become U+FFFD. Ids outside the vocabulary have no text.
+        """
         if len(token_ids) > _LONG_DECODE:
             [text] = self._backend.decode_batch(
                 [list(token_ids)], skip_special_tokens=skip_special_tokens
@@ -131,22 +139,22 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone, a special one's too."""
+        """Return the text of one token, special or not."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def knows(self, token_id: int) -> bool:
-        """Whether the id is a token: models may have logits for more ids than their tokenizer has tokens."""
+        """Return whether the id has a token. Models may have logits for more ids."""
         return self._backend.id_to_token(token_id) is not None
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """True for tokens like <0xE4>, which decode as a run and not one by one."""
+        """Return whether the token is one like <0xE4>, which decodes as part of a run."""
         return token_id in self._byte_fallback_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes this token stands for: part of a UTF-8 sequence, if the token is one."""
+        """Return the bytes of a token. They may be part of a UTF-8 sequence."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -187,7 +195,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _register_special_tokens(self, config: dict[str, Any]) -> None:
-        """Tokens that only tokenizer_config.json names are added at the end of the vocabulary, as transformers does."""
+        """Add tokens that only tokenizer_config.json names, as transformers does."""
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         declared = config.get("added_tokens_decoder") or {}
         for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
@@ -209,7 +217,7 @@ class Tokenizer:
 
 
 def _token_text(token: object) -> str | None:
-    """tokenizer_config.json spells a token as text or as a serialized AddedToken."""
+    """Return the text of a token in tokenizer_config.json: a text or a serialized AddedToken."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -230,7 +238,7 @@ def _template_of(config: dict[str, Any]) -> str | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: character -> byte."""
+    """Return the bytes of GPT-2's printable characters for the 256 bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     chars = {chr(byte): byte for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in printable]

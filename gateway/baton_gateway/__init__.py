@@ -1,1 +1,17 @@
-"""The gateway: OpenAI HTTP in, tokens through prefill and decode engines, text out. Never torch."""
+"""The gateway: serves the OpenAI API over HTTP and runs requests on prefill and decode engines.
+
+It imports no torch.
+
+Rooms:
+    http: routes, request bodies, responses and streams, TLS.
+    requests: parse a request into sequences, run them, turn tokens into text.
+    limits: API keys, admission, the scale-from-zero queue, graceful shutdown.
+    routing: discovery, the pool of engines, the choice of an engine, retries.
+
+Beside the rooms:
+    cli: flags and configuration, the process's entry point.
+    server: one gateway from start to shutdown.
+    errors: failures as HTTP responses.
+    metrics: the Prometheus metrics.
+    offload: a thread pool that keeps long work off the event loop.
+"""

@@ -1,6 +1,7 @@
-"""`baton-gateway`: configuration from a file and flags, then the server until SIGTERM.
+"""`baton-gateway`: reads the configuration from a file and flags and runs the server.
 
-A wrong configuration ends the process with exit code 78 and `FATAL <Reason>: <message>` as the last line on stderr.
+An invalid configuration ends the process with exit code 78. The last line on stderr is then
+`FATAL <Reason>: <message>`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from baton_gateway.discovery import Discovery, make_discovery
+from baton_gateway.routing.discovery import Discovery
+from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
 from baton_protocol.arguments import MAX_PORT
-from baton_protocol.config import GatewayConfig, container_path, pod_ip
+from baton_protocol.config import DiscoveryConfig, GatewayConfig, container_path, pod_ip
+from baton_protocol.options import set_field
 from baton_protocol.service_key import ServiceKeyError
 from baton_text.tokenizer import Tokenizer
 
 EX_CONFIG = 78
+#: Heartbeats in a row that an engine must miss before it counts as dead.
 MIN_HEARTBEATS = 3
-"""In a row an engine must miss before it counts as dead."""
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model.path", str, "checkpoint folder with tokenizer.json"),
@@ -51,38 +54,38 @@ _FLAGS: dict[str, tuple[str, type, str]] = {
     "--heartbeat-interval-s": (
         "heartbeat_interval_s",
         float,
-        "engines are asked for a sign of life so often",
+        "interval of heartbeats to engines",
     ),
     "--heartbeat-timeout-s": (
         "heartbeat_timeout_s",
         float,
-        "an engine that is silent for so long counts as dead",
+        "an engine that sends nothing for this long counts as dead",
     ),
     "--queue-wait-s": (
         "queue_wait_s",
         float,
-        "new requests wait so long for a decode engine; then 503",
+        "new requests wait this long for a decode engine, then get 503",
     ),
     "--resume-wait-s": (
         "resume_wait_s",
         float,
-        "requests whose engine was lost wait so long for another",
+        "requests whose engine was lost wait this long for another",
     ),
     "--hold-s": (
         "hold_s",
         float,
-        "requests wait so long for a service that is scaled to zero; 0: it never is",
+        "requests wait this long for a service that is scaled to zero; 0: do not wait",
     ),
     "--max-held-requests": (
         "max_held_requests",
         int,
-        "requests that wait so at once; more get 503",
+        "requests that wait for it at once; more get 503",
     ),
     "--request-timeout-s": ("request_timeout_s", float, "a request that takes longer fails"),
     "--api-keys-dir": (
         "access.api_keys_dir",
         str,
-        "folder with one file per client, which holds its API key",
+        "folder with one file per client that contains its API key",
     ),
     "--tls-dir": ("access.tls_dir", str, "folder with tls.crt and tls.key: serve HTTPS"),
     "--max-concurrent-per-client": (
@@ -94,24 +97,29 @@ _FLAGS: dict[str, tuple[str, type, str]] = {
     "--max-completion-tokens": (
         "access.max_completion_tokens",
         int,
-        "longer answers are refused, or end there",
+        "requests for more tokens are refused, answers end there",
     ),
     "--service-key-file": ("service_key_file", str, "file with the engines' key"),
     "--drain-timeout-s": (
         "drain_timeout_s",
         float,
-        "after SIGTERM, running requests may take this long to end",
+        "running requests may take this long to end after SIGTERM",
     ),
     "--drain-quiet-s": (
         "drain_quiet_s",
         float,
-        "after SIGTERM, serve until nobody has sent a request for so long",
+        "serve after SIGTERM until no request has arrived for this long",
     ),
 }
 
 
 class ConfigurationError(Exception):
-    """`reason` is one CamelCase word, for a condition; the text says what to do."""
+    """An invalid configuration.
+
+    Args:
+        reason: one CamelCase word, used as a condition's reason.
+        message: what is wrong and what to do.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -119,7 +127,7 @@ class ConfigurationError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the gateway. Return the exit code."""
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -128,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
         tokenizer = load_tokenizer(config)
-        discovery = _discovery(config)
+        discovery = make_discovery(config.discovery)
         gateway = make_gateway(config, tokenizer, discovery)
     except ConfigurationError as error:
         print(f"FATAL {error.reason}: {error}", file=sys.stderr, flush=True)
@@ -138,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_config(argv: Sequence[str]) -> GatewayConfig:
-    """The file's content with the flags laid over it. Raises ConfigurationError."""
+    """Read the configuration file and apply the flags to it. Raises ConfigurationError."""
     parser = _Parser(prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines.")
     parser.add_argument("--config", metavar="FILE", help="GatewayConfig as JSON")
     for flag, (target, kind, text) in _FLAGS.items():
@@ -153,7 +161,7 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
             raise ConfigurationError("InvalidConfig", f"{path}: {error}") from error
     for target, value in arguments.items():
         if value is not None:
-            _set(content, target, value)
+            set_field(content, target, value)
     content.setdefault("discovery", {})
     try:
         config = msgspec.convert(content, GatewayConfig)
@@ -161,7 +169,7 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
         hint = "; set it in --config FILE or with --model" if "model" not in content else ""
         raise ConfigurationError("InvalidConfig", f"{error}{hint}") from error
     for name in ("max_concurrent_requests", "request_timeout_s", "heartbeat_interval_s"):
-        if not getattr(config, name) > 0:  # nor NaN
+        if not getattr(config, name) > 0:  # true for NaN
             raise ConfigurationError(
                 "InvalidConfig", f"{name} must be positive, got {getattr(config, name)}"
             )
@@ -190,24 +198,30 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     if config.access.max_concurrent_per_client is not None and not config.access.api_keys_dir:
         raise ConfigurationError(
             "InvalidConfig",
-            "access.max_concurrent_per_client needs access.api_keys_dir: without keys nobody is told apart",
+            "access.max_concurrent_per_client needs access.api_keys_dir: keys identify clients",
         )
     if not config.heartbeat_timeout_s >= MIN_HEARTBEATS * config.heartbeat_interval_s:
         raise ConfigurationError(
             "InvalidConfig",
-            f"heartbeat_timeout_s must be {MIN_HEARTBEATS} times heartbeat_interval_s at least, got "
-            f"{config.heartbeat_timeout_s} and {config.heartbeat_interval_s}: one late answer would end an engine",
+            f"heartbeat_timeout_s must be at least {MIN_HEARTBEATS} times heartbeat_interval_s, "
+            f"got {config.heartbeat_timeout_s} and {config.heartbeat_interval_s}: otherwise one "
+            "late heartbeat would disconnect an engine",
         )
     return config
 
 
 def load_tokenizer(config: GatewayConfig) -> Tokenizer:
-    """Raises ConfigurationError: ModelNotFound, or InvalidTokenizer."""
+    """Load the model's tokenizer.
+
+    Raises:
+        ConfigurationError: ModelNotFound or InvalidTokenizer.
+    """
     folder: Path = container_path(config.model.path)
     if not folder.is_dir():
         raise ConfigurationError(
             "ModelNotFound",
-            f"{config.model.path} does not exist: a model is the folder of a checkpoint on this machine; nothing is downloaded",
+            f"{config.model.path} does not exist: --model is the folder of a checkpoint on this "
+            "machine; nothing is downloaded",
         )
     try:
         return Tokenizer.from_folder(folder)
@@ -218,7 +232,12 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
 
 
 def make_gateway(config: GatewayConfig, tokenizer: Tokenizer, discovery: Discovery) -> Gateway:
-    """Raises ConfigurationError: InvalidAccess, for API keys or a certificate that cannot be read; ServiceKeyInvalid."""
+    """Build the gateway.
+
+    Raises:
+        ConfigurationError: InvalidAccess if API keys or the certificate cannot be read, or
+            ServiceKeyInvalid.
+    """
     try:
         return Gateway(config, tokenizer, discovery)
     except OSError as error:
@@ -227,25 +246,29 @@ def make_gateway(config: GatewayConfig, tokenizer: Tokenizer, discovery: Discove
         raise ConfigurationError("ServiceKeyInvalid", str(error)) from error
 
 
-def _discovery(config: GatewayConfig) -> Discovery:
-    try:
-        return make_discovery(config.discovery)
-    except ValueError as error:
-        raise ConfigurationError("InvalidConfig", str(error)) from error
+def make_discovery(config: DiscoveryConfig) -> Discovery:
+    """Build the configured discovery.
+
+    Raises:
+        ConfigurationError: InvalidConfig unless exactly one of file and service is set.
+    """
+    if bool(config.file) == bool(config.service):
+        raise ConfigurationError("InvalidConfig", "discovery: set exactly one of file and service")
+    if config.file:
+        return FileDiscovery(container_path(config.file))
+    # A slow import that file discovery does not need.
+    from baton_gateway.routing.kubernetes_discovery import KubernetesDiscovery
+
+    return KubernetesDiscovery(
+        config.namespace or "default", config.service, resync_s=config.resync_s
+    )
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wrong flags are a configuration error like any other."""
+    """A parser that reports wrong flags as ConfigurationError."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError("InvalidConfig", message)
-
-
-def _set(content: dict[str, Any], target: str, value: object) -> None:
-    *sections, name = target.split(".")
-    for section in sections:
-        content = content.setdefault(section, {})
-    content[name] = value
 
 
 if __name__ == "__main__":

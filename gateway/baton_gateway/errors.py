@@ -1,4 +1,4 @@
-"""Failures as HTTP answers, in OpenAI's shape."""
+"""Failures as HTTP responses, in the shape of OpenAI's errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ RETRY_AFTER_S = 1
 
 
 class APIError(Exception):
-    """A failure the client is told about.
+    """A failure that is reported to the client.
 
     Args:
-        status: HTTP status; in a stream that has begun only the body is sent.
+        status: HTTP status. In a stream that has begun, only the body is sent.
         message: what happened and what to do about it.
-        param: the request's field that is wrong, if one is.
-        code: machine-readable.
+        param: the request field that is wrong, if one is.
+        code: machine-readable reason.
         retry_after_s: set where the same request may succeed later.
     """
 
@@ -66,17 +66,20 @@ def context_length_exceeded(
 ) -> APIError:
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-        f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the completion). "
-        "Please reduce the length of the prompt or the completion."
+        f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the "
+        "completion). Please reduce the length of the prompt or the completion."
     )
     return APIError(400, message, param=param, code="context_length_exceeded")
 
 
 def prompt_too_long(max_model_len: int, fewest_tokens: int, param: str) -> APIError:
-    """Known before tokenizing: that takes long for a text that cannot fit anyway."""
+    """Return the error for a prompt whose length is known only as a lower bound.
+
+    Counting all tokens of a text that cannot fit would take long.
+    """
     message = (
-        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has at least {fewest_tokens} "
-        "tokens. Please reduce the length of the prompt."
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
+        f"at least {fewest_tokens} tokens. Please reduce the length of the prompt."
     )
     return APIError(400, message, param=param, code="context_length_exceeded")
 
@@ -98,7 +101,7 @@ def timed_out(timeout_s: float) -> APIError:
 
 
 def engine_failure(message: str, code: ErrorCode | None) -> APIError:
-    """What an engine's last word on a request means to the client."""
+    """Convert an engine's error output to a response."""
     if code is ErrorCode.INVALID:
         return APIError(400, message)
     if code is ErrorCode.LENGTH:

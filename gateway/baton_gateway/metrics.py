@@ -1,8 +1,17 @@
-"""Prometheus metrics of one gateway, under `baton:`."""
+"""The gateway's Prometheus metrics, under `baton:`.
+
+A name that an engine registers, too, has the prefix `gateway_` here: the gateway measures what
+clients observe, an engine measures its own part of it.
+"""
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+#: A longer silence of a stream is observed by `gateway_stream_gap_seconds`.
+GAP_S = 1.0
 
 _FIRST_TOKEN_BUCKETS = (
     0.005,
@@ -48,7 +57,7 @@ _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 6
 
 
 class GatewayMetrics:
-    """One registry per gateway, so that several may live in one process (tests)."""
+    """The metrics of one gateway, in a registry of its own: tests run several in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -60,7 +69,7 @@ class GatewayMetrics:
         )
         self.client_requests = Counter(
             "baton:client_requests",
-            "HTTP requests of each API key, by the key's name.",
+            "HTTP requests per API key, by the key's name.",
             ["client", "status"],
             registry=self.registry,
         )
@@ -69,42 +78,46 @@ class GatewayMetrics:
         )
         self.held = Gauge(
             "baton:requests_held",
-            "Of these: held until a decode engine has started.",
+            "Generation requests in the scale-from-zero queue.",
             registry=self.registry,
         )
         self.time_to_first_token = Histogram(
-            "baton:time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
+            "baton:gateway_time_to_first_token_seconds",
+            "From a request's arrival at the gateway to a sequence's first token.",
             registry=self.registry,
             buckets=_FIRST_TOKEN_BUCKETS,
         )
         self.inter_token_latency = Histogram(
-            "baton:inter_token_latency_seconds",
-            "Between two outputs of one sequence, per token.",
+            "baton:gateway_inter_token_latency_seconds",
+            "Between two outputs of one sequence at the gateway, per token.",
             registry=self.registry,
             buckets=_TOKEN_BUCKETS,
         )
         self.e2e_latency = Histogram(
-            "baton:e2e_request_latency_seconds",
-            "From a request's arrival to the end of its answer.",
+            "baton:gateway_e2e_request_latency_seconds",
+            "From a request's arrival at the gateway to the end of its response.",
             registry=self.registry,
             buckets=_REQUEST_BUCKETS,
         )
         self.prompt_tokens = Counter(
-            "baton:prompt_tokens", "Prompt tokens of sequences.", registry=self.registry
+            "baton:gateway_prompt_tokens",
+            "Prompt tokens of requests, each prompt counted once.",
+            registry=self.registry,
         )
         self.generation_tokens = Counter(
-            "baton:generation_tokens", "Tokens generated.", registry=self.registry
+            "baton:gateway_generation_tokens",
+            "Tokens received from engines for clients.",
+            registry=self.registry,
         )
-        self.prefill_legs = Counter(
-            "baton:prefill_legs",
-            "Sequences sent to a prefill engine: done, refused, failed or timed_out.",
+        self.prefill_stages = Counter(
+            "baton:prefill_stages",
+            "Prefill stages on prefill engines: done, refused, failed or timed_out.",
             ["outcome"],
             registry=self.registry,
         )
         self.prefill_fallbacks = Counter(
             "baton:prefill_fallbacks",
-            "Sequences whose decode engine prefilled although a prefill leg was wanted.",
+            "Sequences whose decode engine computed the prompt in place of a prefill engine.",
             ["reason"],
             registry=self.registry,
         )
@@ -116,35 +129,61 @@ class GatewayMetrics:
         )
         self.resumed = Counter(
             "baton:requests_resumed",
-            "Retries that went on after tokens already seen.",
+            "Retries of sequences that had already generated tokens.",
             ["reason"],
             registry=self.registry,
         )
         self.replayed_tokens = Counter(
             "baton:replayed_tokens",
-            "Generated tokens that were sent along to another engine, which computes their KV again.",
+            "Generated tokens sent to another engine on a retry, which recomputes their KV cache.",
             registry=self.registry,
         )
         self.stream_gap = Histogram(
-            "baton_gateway_stream_gap_seconds",
+            "baton:gateway_stream_gap_seconds",
             "Silences of more than a second between two outputs of one sequence.",
             registry=self.registry,
             buckets=_GAP_BUCKETS,
         )
         self.offset_errors = Counter(
             "baton:token_offset_errors",
-            "Outputs that left a gap or repeated a token.",
+            "Engine outputs that left out or repeated a token.",
             registry=self.registry,
         )
         self.engines_ready = Gauge(
-            "baton:engines_ready", "Engines that take requests.", ["role"], registry=self.registry
+            "baton:engines_ready", "Engines that accept requests.", ["role"], registry=self.registry
         )
         self.pair_mismatches = Counter(
             "baton:engine_pair_mismatches",
-            "Prefill and decode engines found with different config hashes; they are never paired.",
+            "Pairs of engines whose config hashes differ: they are never paired.",
             registry=self.registry,
         )
 
     def render(self) -> bytes:
-        """Text exposition format."""
+        """Return all metrics in the text exposition format."""
         return generate_latest(self.registry)
+
+
+class TokenTimer:
+    """Observes the token latencies of one sequence.
+
+    Args:
+        arrived: monotonic time at which the request arrived.
+    """
+
+    def __init__(self, metrics: GatewayMetrics, arrived: float) -> None:
+        self._metrics = metrics
+        self._last = arrived
+        self._has_tokens = False
+
+    def on_tokens(self, count: int) -> None:
+        """Observe `count` new tokens, all of one output."""
+        now = time.monotonic()
+        silence = now - self._last
+        if self._has_tokens:
+            self._metrics.inter_token_latency.observe(silence / count)
+            if silence > GAP_S:
+                self._metrics.stream_gap.observe(silence)
+        else:
+            self._metrics.time_to_first_token.observe(silence)
+        self._last, self._has_tokens = now, True
+        self._metrics.generation_tokens.inc(count)

@@ -1,9 +1,10 @@
-"""How a peer proves in the handshake that it knows the token all engines of a service share: its `ServiceKey.secret("kv")`.
+"""The proof in the handshake that a peer has the token of the service, `ServiceKey.secret("kv")`.
 
     proof = HMAC-SHA256(token, role, both nonces, both instance ids)
 
-Each side draws a nonce per handshake, so a proof seen once is of no use later; the role keeps a proof from being sent back to
-who made it. Without a token the proofs are made with an empty key: two sides of which only one has a token refuse each other.
+Each side draws a nonce per handshake, so an old proof is useless. The role prevents that a proof is
+sent back to its author. Without a token the key of the HMAC is empty: two sides of which only one
+has a token refuse each other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ NONCE_BYTES = 32
 
 
 def derive_token(service_key: ServiceKey | None) -> bytes:
+    """Return the token that all engines of a service share."""
     return service_key.secret("kv") if service_key is not None else b""
 
 
@@ -36,12 +38,15 @@ def compute_proof(
     consumer_id: str,
     producer_id: str,
 ) -> bytes:
-    """What the side in `role` sends to the other: 32 bytes.
+    """Return the 32 bytes that show the other side that the side in `role` has the token.
 
     Args:
-        role: PRODUCER or CONSUMER, of who proves.
-        consumer_nonce, producer_nonce: of HELLO and WELCOME.
-        consumer_id, producer_id: instance ids of the two engines.
+        token: see `derive_token`.
+        role: PRODUCER or CONSUMER, the side that sends the proof.
+        consumer_nonce: from HELLO.
+        producer_nonce: from WELCOME.
+        consumer_id: instance id of the consumer's engine.
+        producer_id: instance id of the producer's engine.
     """
     digest = hmac.new(token, digestmod=hashlib.sha256)
     for part in (
@@ -57,5 +62,5 @@ def compute_proof(
 
 
 def verify_proof(ours: bytes, theirs: bytes) -> bool:
-    """Whether the peer's proof is the one computed here; takes the same time wherever they differ."""
+    """Compare the peer's proof with the expected one in constant time."""
     return hmac.compare_digest(ours, theirs)

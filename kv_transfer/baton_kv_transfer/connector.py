@@ -1,15 +1,18 @@
-"""The KV connector: how an engine hands a request's blocks to another engine, or takes them.
+"""The KV connector: how an engine hands the KV blocks of a request to another engine.
 
-The scheduler side decides (no I/O, no torch) and describes its requests as a `ConnectorMetadata` that travels with the step to
-the worker side, which owns the memory and a thread that moves bytes. The worker answers with a `ConnectorOutput`.
+The scheduler side decides what to transfer, without I/O and without torch. It describes the work in
+a `ConnectorMetadata`, which travels with the step to the worker side. The worker side owns the
+memory and a thread that moves bytes. It answers with a `ConnectorOutput`.
 
-    producer   request prefills; each step that completes blocks carries a `BlockSave`; the worker publishes the blocks to the
-               consumer once the step has run. When the request ends, its blocks stay until the worker reports `finished_sending`.
-    consumer   request waits (WAITING_FOR_REMOTE_KV) with its blocks allocated; one `LoadRequest` starts the transfer; the worker
-               reports a `LoadResult` when all blocks arrived and were proved, or when it gave up.
+    producer   The request prefills. Each step that completes blocks carries a `BlockSave`, and the
+               worker publishes the blocks to the consumer after the step. After the request the
+               blocks stay allocated until the worker reports `finished_sending`.
+    consumer   The request waits in WAITING_FOR_REMOTE_KV with its blocks allocated. One
+               `LoadRequest` starts the transfer. The worker reports one `LoadResult`: all blocks
+               arrived and were verified, or the load failed.
 
-Life cycle of the blocks on both sides: a block that may be read or written by the transfer belongs to it until the worker says
-otherwise; cancelling only shortens the wait for that.
+On both sides a block that the transfer may read or write belongs to the transfer until the worker
+reports its end. Cancelling only shortens the wait for that report.
 """
 
 from __future__ import annotations
@@ -28,16 +31,20 @@ from baton_protocol.block_hash import BlockHash
 
 @dataclass(slots=True)
 class BlockSave:
-    """Producer: this step completes these blocks (and, with `last`, the partial one at the prompt's end)."""
+    """Producer: the blocks that a step completes.
+
+    With `last` they include the partial block at the end of the prompt.
+    """
 
     transfer_id: str
+    #: Index in the sequence of block_ids[0].
     first_block_index: int
-    """Index in the sequence of block_ids[0]."""
     block_ids: list[int]
+    #: Chained hash of the tokens of each block. A partial block has the hash of the tokens that it
+    #: holds.
     block_hashes: list[BlockHash]
-    """Chained hash of each block's tokens; of the tokens it holds for a partial one."""
+    #: Tokens of the sequence that are covered after these blocks.
     num_tokens: int
-    """Tokens of the sequence covered once these blocks are counted in."""
     last: bool
 
 
@@ -47,38 +54,43 @@ class LoadRequest:
 
     transfer_id: str
     remote_host: str
+    #: Port of the side channel of the producer's first worker, which names the other workers.
     remote_port: int
-    """Side channel of the producer's first worker: it names the others."""
     peer_instance_id: str
+    #: Index in the sequence of block_ids[0]. Earlier blocks were found in the local prefix cache.
     first_block_index: int
-    """Index in the sequence of block_ids[0]; earlier blocks were found in the local prefix cache."""
     block_ids: list[int]
+    #: Expected hash of each block. Compared with the hash that the producer publishes.
     block_hashes: list[BlockHash]
-    """What each block must hold: compared with what the producer says it is."""
 
 
 @dataclass(slots=True)
 class LoadWait:
-    """Consumer: a load has no memory yet. Until it begins, be it with no blocks, the producer is asked to keep its blocks."""
+    """Consumer: a load that has no memory yet.
+
+    The producer is asked to keep its blocks until a LoadRequest follows, possibly without blocks.
+    """
 
     remote_host: str
+    #: As in LoadRequest.
     remote_port: int
-    """As in LoadRequest."""
     peer_instance_id: str
 
 
 @dataclass(slots=True)
 class ConnectorMetadata:
-    """From the scheduler side to the worker side, with a step."""
+    """Work that travels with a step from the scheduler side to the worker side."""
 
     saves: list[BlockSave] = field(default_factory=list)
     loads: list[LoadRequest] = field(default_factory=list)
+    #: Producer: transfer id to the instance id of the only consumer that may fetch it. Sent when
+    #: the request is accepted.
     offers: dict[str, str] = field(default_factory=dict)
-    """Producer: transfer id -> instance id of the only consumer that may ask for it. Sent when the request is accepted."""
+    #: Transfer ids that the scheduler cancelled. Each still ends in finished_sending or
+    #: load_results.
     cancels: list[str] = field(default_factory=list)
-    """Transfer ids the scheduler no longer wants; each still ends in finished_sending or load_results."""
+    #: Consumer: waiting loads by transfer id. A LoadRequest follows each.
     waits: dict[str, LoadWait] = field(default_factory=dict)
-    """Consumer: by transfer id. A LoadRequest follows each."""
 
     def __bool__(self) -> bool:
         return bool(self.saves or self.loads or self.offers or self.cancels or self.waits)
@@ -86,81 +98,94 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class LoadResult:
+    #: Leading blocks that arrived and were verified. The other blocks hold nothing of use and are
+    #: no longer written to.
+    """The end of a load."""
+
     num_valid_blocks: int
-    """Leading blocks of the load that arrived whole and right. The rest holds nothing of use, and is no longer written to."""
+    #: Why blocks are missing; empty if none is.
     error: str = ""
-    """Non-empty: why not all."""
 
 
 @dataclass(slots=True)
 class ConnectorOutput:
-    """From the worker side to the scheduler side."""
+    """What ended since the last call, from the worker side to the scheduler side."""
 
+    #: Transfer ids whose blocks no consumer reads any more: fetched, cancelled, or the lease
+    #: expired.
     finished_sending: set[str] = field(default_factory=set)
-    """Transfer ids whose blocks nobody will read any more: fetched, cancelled, or the lease ended."""
+    #: By transfer id. Each LoadRequest has exactly one result.
     load_results: dict[str, LoadResult] = field(default_factory=dict)
-    """By transfer id; exactly one per LoadRequest."""
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.load_results)
 
 
 class FailureReason(enum.StrEnum):
-    """Why a load did not bring all its blocks: a label of the metrics. The text for people is LoadResult.error."""
+    """Why a load did not bring all its blocks; a label of the metrics.
 
+    LoadResult.error has the text.
+    """
+
+    #: This engine's scheduler cancelled the load.
     CANCELLED = "cancelled"
-    """By this engine's scheduler."""
+    #: The producer ended the transfer: the request was cancelled or never arrived, no slot became
+    #: free, or the lease expired.
     PRODUCER_CANCELLED = "producer_cancelled"
-    """It ended the transfer: its request was cancelled, never came, found no slots, or heard of no consumer in time."""
+    #: The handshake failed: the model, layout, release or token differs.
     REFUSED = "refused"
-    """The handshake: another model, layout, release or token."""
+    #: The connection or a transfer broke, or another instance answers at the producer's address.
     PEER_LOST = "peer_lost"
-    """Its connection, or a transfer to or from it, broke; or another instance answers at its address."""
     TIMEOUT = "timeout"
     CHECKSUM = "checksum"
+    #: The producer computed other tokens, or fewer, than requested: the engines were given
+    #: different requests.
     OTHER_PROMPT = "other_prompt"
-    """The producer computed other tokens, or fewer, than are asked for: the two engines were given different requests."""
+    #: The producer sent an invalid message.
     PROTOCOL = "protocol"
-    """The producer said something that cannot be."""
+    #: The connector's own thread failed.
     DEFECT = "defect"
-    """The connector's own thread failed."""
 
 
 class ConnectorStats(msgspec.Struct):
-    """Counters since start, and a few gauges; the engine's metrics read them. Those of several workers add up."""
+    """Counters since start and some gauges, for the engine's metrics.
 
+    `total` adds those of several workers.
+    """
+
+    #: Blocks published to a consumer. With push, blocks written into its memory.
     blocks_sent: int = 0
-    """Published to a consumer; with push also written into its memory."""
     blocks_received: int = 0
+    #: Bytes written by push.
     bytes_sent: int = 0
-    """Written by push."""
+    #: Verified bytes, read or written by push.
     bytes_received: int = 0
-    """Proved, read or written by push."""
+    #: Descriptors after merging.
     descriptors_posted: int = 0
-    """After merging."""
     transfers_completed: int = 0
     transfers_failed: int = 0
+    #: `transfers_failed` by FailureReason.
     failures: dict[str, int] = {}
-    """transfers_failed by FailureReason."""
     checksum_failures: int = 0
     leases_expired: int = 0
+    #: Descriptors of peers outside the memory that they may use.
     descriptors_refused: int = 0
-    """A peer named memory that it may not touch."""
     handshakes_refused: int = 0
+    #: Times that all peers were cut off, because one did not confirm the end of its writes.
     memory_fences: int = 0
-    """Times all peers were cut off because one did not confirm that it writes no more."""
+    #: Sum over loads of the time between start and end.
     receive_seconds: float = 0.0
-    """Time between a load's start and its end, summed."""
+    #: Sum over pushes of the time between the first write and the last.
     send_seconds: float = 0.0
-    """Time between a push's first write and its last, summed."""
+    #: Gauge: requested but not posted yet, because the peer's window is full.
     queued_bytes: int = 0
-    """Gauge: wanted, not posted yet, because a peer's window is full."""
+    #: Gauge: posted.
     inflight_bytes: int = 0
-    """Gauge: posted."""
+    #: Bytes sent and received by transport and lane, such as `ucx tcp/lo`. Blocks that failed
+    #: verification count.
     bytes_moved: dict[str, int] = {}
-    """Sent and received, by transport and transport: `ucx tcp/lo`. Blocks that failed verification count."""
+    #: Why the connector stopped working; empty while it works.
     failure: str = ""
-    """Why the connector moves nothing any more; empty while it works."""
 
     def count_failure(self, reason: FailureReason) -> None:
         self.transfers_failed += 1
@@ -168,7 +193,10 @@ class ConnectorStats(msgspec.Struct):
 
     @staticmethod
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
-        """Of several workers; transfers are counted once per worker that took part."""
+        """Return the sum over several workers.
+
+        A transfer counts once for each worker that had a part in it.
+        """
         total = ConnectorStats()
         for part in parts:
             for name in ConnectorStats.__struct_fields__:
@@ -184,38 +212,52 @@ class ConnectorStats(msgspec.Struct):
 
 
 class KVConnectorWorker(abc.ABC):
-    """Owns the transfer agent and its thread. All methods are called by the engine's thread and return at once."""
+    """Owner of the transfer agent and its thread.
 
+    The engine's thread calls all methods, and none waits.
+    """
+
+    #: Port of the side channel, bound on the pod's address; 0 if this engine only consumes.
     port: int
-    """Port of the side channel, bound on the pod's address; 0 if this engine only consumes."""
 
     @abc.abstractmethod
     def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
-        """Gives the memory to the agent and starts serving.
+        """Register the memory with the agent and start serving.
 
         Args:
-            ranks: all workers of this engine, this one included, in rank order; empty: there is only this one.
+            memory: KV memory of this worker.
+            ranks: addresses of all workers of this engine in rank order; empty if this is the only
+                one.
         """
 
     @abc.abstractmethod
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Begins offers, loads and cancels; called before the step's forward pass (and also in steps without one)."""
+        """Start offers, loads and cancels.
+
+        Called before the forward pass, and in steps without one.
+        """
 
     @abc.abstractmethod
     def save(self, metadata: ConnectorMetadata) -> None:
-        """Publishes the step's saves; called after the forward pass: the blocks are complete in memory."""
+        """Publish the blocks of the step.
+
+        Called after the forward pass, when the blocks are complete.
+        """
 
     @abc.abstractmethod
     def get_finished(self) -> ConnectorOutput:
-        """What ended since the last call."""
+        """Return what ended since the last call."""
 
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called from the transfer thread whenever get_finished would return something new."""
+        """Set a function to call when get_finished has something to return.
+
+        The transfer thread calls it.
+        """
 
     @abc.abstractmethod
     def stats(self) -> ConnectorStats: ...
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Ends the thread; peers see the connection go away."""
+        """End the thread. Peers see the connection close."""

@@ -1,4 +1,4 @@
-"""What both halves of a worker's connector share: the agent, the registered memory, the configuration."""
+"""What the consumer and the producer side of a connector share: configuration, agent and memory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from baton_protocol.service_key import ServiceKey
 
 @dataclass(slots=True, eq=False)
 class ConnectorContext:
+    """The shared state of a worker's connector."""
+
     config: KVTransferConfig
     instance_id: str
     compatibility_hash: str
+    #: Key that peers must have; None: peers must have none.
     service_key: ServiceKey | None
-    """PeerRegistry must have the same; None: they must have none."""
     agent: Agent
+    #: Registered with the agent.
     memory: KVMemory
-    """Registered with the agent."""
+    #: All workers of this engine, in rank order.
     ranks: list[RankAddress]
-    """All workers of this engine, in rank order."""
     stats: ConnectorStats
     clock: Callable[[], float] = time.monotonic
     _local: dict[HeadRange, DlistHandle] = field(default_factory=dict)
 
     def local_slots(self, heads: HeadRange) -> DlistHandle:
-        """Descriptors of these heads in each slot of the memory."""
+        """Return the descriptors of these heads in each slot of the memory."""
         if heads not in self._local:
             memory = self.memory
             rows = slot_rows(
@@ -46,10 +48,11 @@ class ConnectorContext:
         return self._local[heads]
 
     def renew(self) -> None:
-        """After a fence: descriptor lists are made again."""
+        """Drop the prepared descriptor lists after a fence. They are prepared again when needed."""
         self._local.clear()
 
     def describe_memory(self) -> MemoryDescription:
+        """Return the description of this worker's memory that a handshake sends."""
         memory = self.memory
         return MemoryDescription(
             self.agent.get_agent_metadata(),

@@ -1,23 +1,29 @@
-"""Messages of the side channel between a consumer's worker (DEALER) and a producer's worker (ROUTER); one msgpack frame each.
+"""Messages between a consumer's worker (DEALER) and a producer's worker (ROUTER).
 
-    consumer                          producer
-    HELLO      version, hash, ids, nonce  ->
-                                   <- WELCOME    nonce, proof of the shared token; or REFUSED naming both values
-    DESCRIBE   proof, layout, and memory if blocks are to be pushed ->
-                                   <- DESCRIPTION layout, memory, addresses of the engine's other workers; or REFUSED
-    then, per transfer
-    SUBSCRIBE  heads, how          ->            held until the producer's scheduler offers the transfer
-                                   <- PUBLISH    blocks of a step, with proof. With push it is the notification of the write that
-                                                 brought them, and the last word names all that were written once more
-    HEARTBEAT  (extends leases)    ->
-                                   <- PENDING    which of them are accepted and still wait, or are computed: no silence
-    RELEASE                        ->            the consumer wants no more: all proved, given up, or a cancel acknowledged
-                                   <- RELEASED   push only: no write to the consumer's memory is in flight or will be begun
-                                   <- CANCELLED  the producer's side ended; RELEASE acknowledges it
+Each message is one msgpack frame.
 
-A consumer's worker greets every worker of the producer whose heads it needs; the scheduler names the first one, whose DESCRIPTION
-names the others. Nothing of phase two is said or read before hash and token matched. No message carries a point in time. Messages
-about a transfer name the load's generation, drawn at random by the consumer: what belongs to another load is ignored.
+    consumer                                producer
+    HELLO      version, hash, ids, nonce ->
+                                         <- WELCOME      nonce, proof of the token; or REFUSED
+    DESCRIBE   proof, layout, memory     ->
+                                         <- DESCRIPTION  layout, memory, workers; or REFUSED
+    then, for each transfer
+    SUBSCRIBE  heads, slots              ->              held until the transfer is offered
+                                         <- PUBLISH      blocks of a step with their checksums
+    HEARTBEAT  renews leases             ->
+                                         <- PENDING      transfers that still wait or are computed
+    RELEASE    ends the subscription     ->
+                                         <- RELEASED     push: no write is in flight or will start
+                                         <- CANCELLED    the producer ended the transfer
+
+With push, DESCRIBE carries the consumer's memory. PUBLISH is then the notification of the write
+that brought the blocks, and the last PUBLISH names all written blocks again. RELEASE means that all
+blocks were verified, that the load failed, or that a CANCELLED was received.
+
+A consumer's worker connects to every worker of the producer whose heads it needs. The scheduler
+names the first one, whose DESCRIPTION names the others. Memory is described only after hash and
+token matched. No message carries a point in time. Messages about a transfer carry the generation of
+the load, a random number of the consumer: messages of another load are ignored.
 """
 
 from __future__ import annotations
@@ -31,8 +37,8 @@ from baton_protocol.block_hash import BlockHash
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
+#: Limit for messages before the proof of the token, because decoding takes memory.
 MAX_HANDSHAKE_BYTES = 2**18
-"""Of a message of a peer that has not proved the token: decoding one costs memory."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -40,7 +46,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
-    """A worker's memory for a peer's transfers; see `memory.KVMemory`."""
+    """A worker's memory for the transfers of a peer. See `memory.kv_memory.KVMemory`."""
 
     agent_metadata: bytes
     base_address: int
@@ -53,42 +59,43 @@ class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
 class Hello(_Message):
     version: int
     compatibility_hash: str
+    #: Instance of the consumer's engine.
     instance_id: str
-    """Of the consumer's engine."""
+    #: The engine that the consumer expects at this address.
     peer_instance_id: str
-    """Whom the consumer expects to meet."""
     nonce: bytes
 
 
 class Describe(_Message):
     proof: bytes
     layout: KVCacheLayout
+    #: None: blocks are only read.
     memory: MemoryDescription | None
-    """None: blocks are only read."""
 
 
 class Subscribe(_Message):
     transfer_id: str
     generation: int
     heads: HeadRange
+    #: Index of this worker among the consumer's workers that need heads of this producer's worker.
     subscriber: int
-    """Which of the consumer's workers this is, counting those that need heads of this producer's worker."""
+    #: Number of those workers. The transfer ends when all of them have released it.
     num_subscribers: int
-    """How many those are: the transfer ends when all of them released it."""
+    #: Index in the sequence of the first requested block.
     first_block_index: int
-    """In the sequence: blocks before it are not wanted."""
+    #: Slots of the consumer's memory for the blocks from first_block_index on. None: the consumer
+    #: reads.
     push_slots: list[int] | None
-    """Slots of the consumer's memory for the blocks from first_block_index on. None: the consumer reads."""
 
 
 class Release(_Message):
     transfer_id: str
     generation: int
     subscriber: int
+    #: As in SUBSCRIBE: a load without blocks releases without a subscription.
     num_subscribers: int
-    """As in SUBSCRIBE: a load that wants nothing releases without having subscribed."""
+    #: All requested blocks arrived and were verified.
     completed: bool
-    """All wanted blocks arrived and were proved."""
 
 
 class Heartbeat(_Message):
@@ -106,20 +113,20 @@ class Welcome(_Message):
 class Description(_Message):
     layout: KVCacheLayout
     memory: MemoryDescription
+    #: How long the producer keeps blocks after the last message of this consumer.
     lease_s: float
-    """How long the producer keeps blocks after the last sign of this consumer."""
+    #: All workers of the producer's engine, in rank order.
     ranks: list[RankAddress]
-    """All workers of the producer's engine, in rank order."""
 
 
 class PublishedBlock(msgspec.Struct, array_like=True, gc=False):
+    #: Index in the sequence.
     index: int
-    """In the sequence."""
+    #: Slot of the producer's memory.
     slot: int
-    """Of the producer's memory."""
     chain_hash: BlockHash
+    #: Checksum of the subscribed heads.
     checksum: int
-    """Of the heads subscribed to."""
 
 
 class Publish(_Message):
@@ -127,12 +134,12 @@ class Publish(_Message):
     generation: int
     blocks: list[PublishedBlock]
     last: bool
+    #: Push: the blocks are in the consumer's memory.
     written: bool
-    """With push: the blocks are in the consumer's memory."""
 
 
 class Pending(_Message):
-    """Answers HEARTBEAT; left out if there is none."""
+    """The answer to HEARTBEAT, unless no transfer is pending."""
 
     transfer_ids: list[str]
 
@@ -144,17 +151,17 @@ class Released(_Message):
 
 class Cancelled(_Message):
     transfer_id: str
+    #: 0: every load of this transfer.
     generation: int
-    """0: of every load of this transfer."""
     reason: str
 
 
 class Refused(_Message):
-    """Of a handshake: the consumer must not go on."""
+    """The end of a handshake: the consumer must not continue."""
 
     reason: str
+    #: Another instance has the address of the engine that the consumer expects.
     succeeded: bool = False
-    """The instance that the consumer asked for is gone: another one has its address."""
 
 
 ToProducer = Hello | Describe | Subscribe | Release | Heartbeat
@@ -172,22 +179,34 @@ def encode(message: ToProducer | ToConsumer) -> bytes:
 
 
 def decode_to_producer(frame: bytes) -> ToProducer:
-    """Raises msgspec.DecodeError on anything that is not a message to a producer."""
+    """Decode a message to a producer.
+
+    Raises:
+        msgspec.DecodeError: the frame is anything else.
+    """
     return _decode(_to_producer, frame)
 
 
 def decode_to_consumer(frame: bytes) -> ToConsumer:
-    """Raises msgspec.DecodeError on anything that is not a message to a consumer."""
+    """Decode a message to a consumer.
+
+    Raises:
+        msgspec.DecodeError: the frame is anything else.
+    """
     return _decode(_to_consumer, frame)
 
 
 def decode_notification(message: bytes) -> Publish:
-    """Of a producer's write. Raises msgspec.DecodeError on anything else."""
+    """Decode the notification of a producer's write.
+
+    Raises:
+        msgspec.DecodeError: the bytes are anything else.
+    """
     return _decode(_notification, message)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
     try:
         return decoder.decode(frame)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two pass as they are
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not convert these two
         raise msgspec.DecodeError(str(error)) from error

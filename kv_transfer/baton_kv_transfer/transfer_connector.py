@@ -1,7 +1,8 @@
-"""The worker side of the KV connector: one thread that runs the producer's and the consumer's half over one agent.
+"""The worker side of the KV connector.
 
-The engine's thread only queues commands and takes results; both under one lock, held for a moment. The connector's thread
-sleeps until a socket, the agent, a command or a deadline wakes it.
+One thread runs the consumer's and the producer's side over one agent. The engine's thread only
+queues commands and takes results, both under one short lock. The connector's thread sleeps until a
+socket, the agent, a command or a deadline wakes it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ MAX_SLEEP_S = 1.0
 
 
 class TransferConnector(KVConnectorWorker):
+    """The connector of a worker over a transfer agent."""
+
     def __init__(
         self,
         config: KVTransferConfig,
@@ -52,19 +55,21 @@ class TransferConnector(KVConnectorWorker):
         rank: int = 0,
         service_key: ServiceKey | None = None,
     ) -> None:
-        """Binds the side channel if the role produces; nothing is served before register_kv_cache.
+        """Bind the side channel if the role produces. Nothing is served before register_kv_cache.
 
         Args:
+            config: the engine's kv_transfer section.
             instance_id: of this engine process.
-            compatibility_hash: of what must agree with peers, see `baton_protocol.config.compatibility_hash`.
-            host: the pod's own address. The side channel of rank 0 binds config.port on it (0: any free port), those of the
-                others any free port: see `port`.
-            rank: of this worker among those of its engine; the transfer agent is called `<instance_id>/<rank>`.
-            service_key: peers that do not have it are refused. None: those that have one are.
+            compatibility_hash: of what must agree with peers; see `baton_protocol.config`.
+            host: the pod's own address. Rank 0 binds its side channel to config.port there (0: any
+                free port), the other ranks to any free port: see `port`.
+            rank: of this worker in its engine. The transfer agent is called `<instance_id>/<rank>`.
+            service_key: peers without it are refused. None: peers with one are refused.
 
         Raises:
-            ValueError: role none, unknown transport or mode, or rdma without verbs or a device.
-            OSError: the side channel's address is taken or not this machine's.
+            ValueError: the role is none, the transport or mode is unknown, or rdma lacks verbs or a
+                device.
+            OSError: the address of the side channel is in use or not of this machine.
             UCXError: UCX is missing or does not start.
         """
         if config.mode not in MODES:
@@ -93,9 +98,7 @@ class TransferConnector(KVConnectorWorker):
         self._stats = ConnectorStats()
         self._user_wakeup: Callable[[], None] = lambda: None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fd_lock = (
-            threading.Lock()
-        )  # the descriptor must not be closed, and reused, under a writer
+        self._fd_lock = threading.Lock()  # the descriptor must not be closed during a write
         self._num_blocks = 0
         self._running = False
         self._stopping = False
@@ -117,13 +120,13 @@ class TransferConnector(KVConnectorWorker):
 
     def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
         if self._running:
-            raise ValueError("the KV cache is registered already: one connector serves one memory")
+            raise ValueError("the KV cache is registered: one connector serves one memory")
         layout = memory.layout
         num_heads = sum(address.heads.count for address in ranks)
         if ranks and num_heads != layout.num_model_heads:
             raise ValueError(
-                f"the {len(ranks)} workers of this engine hold {num_heads} KV heads, the model has {layout.num_model_heads}: "
-                "workers that share a head cannot take part in a hand-off"
+                f"the {len(ranks)} workers of this engine have {num_heads} KV heads, the model has "
+                f"{layout.num_model_heads}: workers that share a head cannot hand KV over"
             )
         region = (
             memory.base_address,
@@ -192,7 +195,10 @@ class TransferConnector(KVConnectorWorker):
         )
 
     def _count_bytes(self) -> dict[str, int]:
-        """Return the bytes moved by transport and lane; of NIXL, which names no lane, those of verified and written blocks."""
+        """Return the bytes moved, by transport and lane.
+
+        NIXL names no lane, so its verified and written blocks count.
+        """
         moved = self._agent.bytes_moved
         total = self._stats.bytes_sent + self._stats.bytes_received
         return {"nixl unknown": total} if moved is None and total else moved or {}
@@ -216,12 +222,16 @@ class TransferConnector(KVConnectorWorker):
     def _check_blocks(
         self, transfer_id: str, block_ids: list[int], block_hashes: list[BlockHash]
     ) -> None:
-        """Block ids become addresses: a wrong one must not get further than here."""
+        """Check block ids before they become addresses.
+
+        Raises:
+            ValueError: an id is out of range, or a hash is missing.
+        """
         wrong = [block_id for block_id in block_ids if not 0 <= block_id < self._num_blocks]
         if wrong or len(block_ids) != len(block_hashes):
             raise ValueError(
-                f"transfer {transfer_id}: {len(block_ids)} block ids with {len(block_hashes)} hashes, "
-                f"ids outside [0, {self._num_blocks}): {wrong}"
+                f"transfer {transfer_id}: {len(block_ids)} block ids with {len(block_hashes)} "
+                f"hashes, ids outside [0, {self._num_blocks}): {wrong}"
             )
 
     # -- between the threads
@@ -230,9 +240,7 @@ class TransferConnector(KVConnectorWorker):
         self, command: Callable[[ConnectorMetadata], None], metadata: ConnectorMetadata
     ) -> None:
         if not self._running or self._stopping:
-            raise ValueError(
-                "the connector is not running: call register_kv_cache first, and nothing after shutdown"
-            )
+            raise ValueError("the connector is not running: call register_kv_cache first")
         self._commands.append((command, metadata))
         self._wake()
 
@@ -268,7 +276,9 @@ class TransferConnector(KVConnectorWorker):
         try:
             self._loop()
         except Exception as error:
-            logger.exception("the KV connector failed; its transfers end, later ones are refused")
+            logger.exception(
+                "the KV connector failed: its transfers end, later ones fail; restart the engine"
+            )
             self._stats.failure = f"the KV connector failed: {error!r}"
             self._fail_from_now_on(self._stats.failure)
         self._close()
@@ -279,13 +289,13 @@ class TransferConnector(KVConnectorWorker):
             while self._commands:
                 command, metadata = self._commands[0]
                 command(metadata)
-                self._commands.popleft()  # not before: if it fails, what it asked for is answered by _fail_from_now_on
+                self._commands.popleft()  # after it succeeded: _fail_from_now_on answers the others
             if self._producer is not None:
                 self._producer.advance(time.monotonic())
             if self._consumer is not None:
                 self._consumer.advance(time.monotonic())
             else:
-                self._agent.get_new_notifs()  # nobody has reason to send any: they are not kept
+                self._agent.get_new_notifs()  # discards them: none are expected
 
     def _sleep(self) -> None:
         poller = zmq.Poller()
@@ -330,7 +340,7 @@ class TransferConnector(KVConnectorWorker):
             self._producer.transfers.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
-        """After a defect in this thread: nothing moves any more, and every request is answered so."""
+        """Answer every request with a failure, after a defect in this thread."""
         self._agent.close()  # from here on nothing writes to the engine's memory
         if self._consumer is not None:
             self._consumer.fail_all(reason)

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "up", help="start a local cluster around one LLMService", allow_abbrev=False
     )
     up.add_argument("-f", "--file", type=Path, required=True, help="YAML with one LLMService")
-    up.add_argument("--model", type=Path, help="checkpoint folder; overrides spec.model.uri")
+    up.add_argument("--model", type=Path, help="folder served as the one in spec.model.uri")
     mode = up.add_mutually_exclusive_group()
     mode.add_argument(
         "--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed"

@@ -255,10 +255,6 @@ def as_kubectl_applies(document: Object) -> Object:
     return {**document, "metadata": {**metadata, "annotations": annotations}}
 
 
-def as_yaml(documents: list[Object]) -> str:
-    return yaml.safe_dump_all(documents, sort_keys=False)
-
-
 async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
     """Whether every gateway pod sends requests to every ready engine.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -30,7 +31,6 @@ from baton_local.service import (
     ServiceStatus,
     UnknownKindError,
     as_kubectl_applies,
-    as_yaml,
     ask_kv_bytes,
     format_kv_bytes,
     gateways_see_all_engines,
@@ -44,7 +44,7 @@ from pocketkube.cluster import Component, ComponentError, LocalCluster
 from pocketkube.kubeconfig import write_account_kubeconfig
 from pocketkube.networks import NetworksInUseError
 
-#: Placeholder of the sample. `baton up` replaces it by --model or a new checkpoint.
+#: The sample's model: a checkpoint that `baton up` creates, unless --model names another one.
 DEMO_MODEL_URI = "file:///models/demo"
 DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
@@ -82,6 +82,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
         control_plane=options.control_plane,
         ingress_port=options.ingress_port,
         node_name=NODE_NAME,
+        host_root=state.host_root,
     )
     try:
         return asyncio.run(_up(options, state, cluster, documents, service, console))
@@ -144,7 +145,7 @@ async def _bring_up(
     stopped: asyncio.Event,
 ) -> int:
     started = time.monotonic()
-    checkpoint = asyncio.create_task(_provide_model(options.model, service, state, console))
+    checkpoint = asyncio.create_task(provide_model(options.model, service, state, console))
     try:
         await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
         namespace, name = (
@@ -167,12 +168,7 @@ async def _bring_up(
             cluster.start(_operator(operator_kubeconfig))
             cluster.start_node()
             file = options.file.absolute()
-            stands_in = await checkpoint
-            # `kubectl apply` of the user's file would roll out the model that it names.
-            if stands_in:
-                file = state.root / "served.yaml"
-                file.touch(0o600)  # the user's file may contain Secrets
-                file.write_text(f"# {options.file} as `baton up` serves it\n{as_yaml(documents)}")
+            await checkpoint
             try:
                 await api.apply([as_kubectl_applies(document) for document in documents])
             except (KubeError, UnknownKindError) as error:
@@ -227,25 +223,37 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
     return documents, services[0]
 
 
-async def _provide_model(
+async def provide_model(
     model: Path | None, service: Object, state: StateDir, console: Console
-) -> bool:
-    """Set spec.model.uri to --model, or replace the placeholder by a demo checkpoint.
+) -> None:
+    """Let pods find --model, or the demo checkpoint, at the path of spec.model.uri.
 
-    Returns:
-        Whether the document has changed.
+    Raises:
+        UpError: --model is no checkpoint, or the service's model is not in a folder.
     """
-    spec_model = service.setdefault("spec", {}).setdefault("model", {})
-    if model is not None:
-        if not (model / "config.json").is_file():
-            raise UpError(
-                f"--model {model}: no config.json there; name a Hugging Face checkpoint folder"
-            )
-        spec_model["uri"] = f"file://{model.resolve()}"
-        return True
-    if spec_model.get("uri") != DEMO_MODEL_URI:
-        return False
-    demo = state.models / "demo"
+    shutil.rmtree(state.host_root, ignore_errors=True)  # links of the last cluster
+    uri = str(service.get("spec", {}).get("model", {}).get("uri"))
+    if model is None:
+        if uri != DEMO_MODEL_URI:
+            return
+        model = await _demo_checkpoint(state.models / "demo", console)
+    elif not (model / "config.json").is_file():
+        raise UpError(
+            f"--model {model}: no config.json there; name a Hugging Face checkpoint folder"
+        )
+    scheme, _, path = uri.partition("://")
+    link = state.host_root / path.lstrip("/")
+    if scheme != "file" or ".." in Path(path).parts or link == state.host_root:
+        raise UpError(
+            f"--model {model} takes the place of a model in a folder, but spec.model.uri is {uri}; "
+            f"write {DEMO_MODEL_URI}"
+        )
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(model.resolve())
+
+
+async def _demo_checkpoint(demo: Path, console: Console) -> Path:
+    """Return the folder of the demo checkpoint, which is created once."""
     if not (demo / "config.json").is_file():
         console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
         partial = demo.with_name("demo.partial")
@@ -272,8 +280,7 @@ async def _provide_model(
         if process.returncode != 0:
             raise UpError(f"`baton checkpoint create` failed:\n{output.decode(errors='replace')}")
         partial.rename(demo)
-    spec_model["uri"] = f"file://{demo}"
-    return True
+    return demo
 
 
 async def _wait_ready(

@@ -60,10 +60,17 @@ class LocalCluster:
         control_plane: "embedded" or "real".
         ingress_port: port of the Ingress proxy on 127.0.0.1; 0 picks a free one.
         node_name: name of the cluster's only node.
+        host_root: folder whose content hostPath volumes find at `/`, before this machine's.
     """
 
     def __init__(
-        self, state_dir: Path, *, control_plane: str, ingress_port: int, node_name: str
+        self,
+        state_dir: Path,
+        *,
+        control_plane: str,
+        ingress_port: int,
+        node_name: str,
+        host_root: Path | None = None,
     ) -> None:
         self.control_plane = control_plane
         self.kubeconfig = state_dir / "control-plane" / "kubeconfig"
@@ -71,6 +78,7 @@ class LocalCluster:
         self._state_dir = state_dir
         self._ingress_port = ingress_port
         self._node_name = node_name
+        self._host_root = host_root
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._components: dict[str, Component] = {}
         self._restarts: dict[str, _Restarts] = {}
@@ -109,6 +117,7 @@ class LocalCluster:
             *("--state-dir", str(self._state_dir / "kubelet")),
             *("--address-pool", self._networks.pods),
             *("--node-name", self._node_name),
+            *(("--host-root", str(self._host_root)) if self._host_root else ()),
         )
         if self.control_plane == "embedded":
             self._start_client("controllers")

@@ -16,7 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_processes import (
+
+from baton_protocol.client import EngineClient, EngineDeadError
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
+from support.chaos.chaos_processes import (
     HOST,
     LAYOUTS,
     START_S,
@@ -26,10 +30,6 @@ from chaos_processes import (
     free_port,
     tree,
 )
-
-from baton_protocol.client import EngineClient, EngineDeadError
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
-from baton_protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.chaos
 ROUNDS = int(os.environ.get("BATON_CHAOS_ROUNDS", "20"))

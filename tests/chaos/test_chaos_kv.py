@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kv_pair import (
+
+from baton_kv_transfer import side_channel
+from baton_protocol.messages import ErrorCode
+from support.chaos.kv_pair import (
     LEASE_S,
     At,
     AtPush,
@@ -20,9 +23,6 @@ from kv_pair import (
     start_pair,
     thaw,
 )
-
-from baton_kv_transfer import side_channel
-from baton_protocol.messages import ErrorCode
 from support.kv_transfer.side_channel_proxy import Passing, Verdict
 from support.pods import pods
 

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kv_pair import LEASE_S, PROMPT_TOKENS, At, AtPush, Pair, is_message, new_prompt, start_pair
 
 from baton_kv_transfer import side_channel
+from support.chaos.kv_pair import (
+    LEASE_S,
+    PROMPT_TOKENS,
+    At,
+    AtPush,
+    Pair,
+    is_message,
+    new_prompt,
+    start_pair,
+)
 from support.kv_transfer.side_channel_proxy import Passing
 from support.namespaces import Namespaces, namespaces
 from support.pods import Pod, pods

@@ -15,18 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from kv_pair import (
-    PROMPT_TOKENS,
-    At,
-    Pair,
-    PeerServer,
-    flip_bit,
-    is_first_publish,
-    is_message,
-    kill,
-    new_prompt,
-    start_pair,
-)
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.side_channel import (
@@ -39,13 +27,26 @@ from baton_kv_transfer.side_channel import (
 )
 from baton_protocol.config import KV_PORT
 from baton_protocol.messages import ErrorCode
+from support import chaos
+from support.chaos.kv_pair import (
+    PROMPT_TOKENS,
+    At,
+    Pair,
+    PeerServer,
+    flip_bit,
+    is_first_publish,
+    is_message,
+    kill,
+    new_prompt,
+    start_pair,
+)
 from support.kv_transfer.side_channel_proxy import Passing, SideChannelProxy, Verdict
 from support.pods import Pod, pods
 from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
 MODES = ("pull", "push")
-DAMAGE = Path(__file__).parent / "damage"
+DAMAGE = Path(chaos.__file__).parent / "damage"
 """Its sitecustomize runs in the engines."""
 
 

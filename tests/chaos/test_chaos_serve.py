@@ -10,8 +10,15 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from chaos_processes import ENGINE_FLAGS, LAYOUTS, TOLD_S, assert_port_is_free, free_port, tree
 
+from support.chaos.chaos_processes import (
+    ENGINE_FLAGS,
+    LAYOUTS,
+    TOLD_S,
+    assert_port_is_free,
+    free_port,
+    tree,
+)
 from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos

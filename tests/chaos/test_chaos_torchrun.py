@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from chaos_processes import START_S, TOLD_S, tree
 
+from support import chaos
+from support.chaos.chaos_processes import START_S, TOLD_S, tree
 from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
@@ -26,7 +27,7 @@ def test_kill_9_of_a_rank(checkpoint: Path, tmp_path: Path, victim: int) -> None
         ),
         *(
             "--local-addr=127.0.0.1",
-            str(Path(__file__).with_name("torchrun_rank.py")),
+            str(Path(chaos.__file__).with_name("torchrun_rank.py")),
             str(checkpoint),
             str(tmp_path),
         ),

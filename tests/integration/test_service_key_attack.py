@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from test_handoff import VOCAB, complete, generate
 
 from baton_kv_transfer import auth, side_channel
 from baton_protocol.client import EngineClient, EngineDeadError
@@ -46,6 +45,7 @@ from baton_protocol.messages import (
 )
 from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey
+from support.completions import VOCAB, complete, generate
 from support.parity import prompts
 from support.pods import Pod, Pods, pods
 from support.waiting import eventually

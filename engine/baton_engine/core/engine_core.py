@@ -103,8 +103,8 @@ class EngineCore:
         executor.set_failure_callback(self._on_executor_failure)
         self.info = executor.initialize()
         self.scheduler = self._make_scheduler(config)
-        #: The last step ran tokens, moved requests or sent metadata to the connector, so another
-        #: step may find work.
+        #: Whether the last step ran tokens, moved requests or sent metadata to the connector.
+        #: Another step may then find work.
         self.made_progress = False
         #: Runs one step, or starts one and ends the oldest. Returns the outputs for clients.
         self.step_fn = (
@@ -184,7 +184,7 @@ class EngineCore:
     def pause_state(self) -> PauseState:
         return self.scheduler.pause_state
 
-    # Requests come and go
+    # Requests
 
     def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
         """Queue a request. Return the output that refuses it, or None if it was accepted."""
@@ -224,13 +224,14 @@ class EngineCore:
             result = PrefillResult(
                 result.request_id,
                 [],
-                f"the prefill side sampled {result.token_ids}: no such tokens",
+                f"the prefill engine sampled token ids {result.token_ids}, outside the vocabulary "
+                f"of {self.info.vocab_size}; do both engines serve the same model?",
             )
         self.scheduler.add_prefill_result(result)
         self._collect_outputs()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """Return the outputs that no step has returned: of requests that ended between steps."""
+        """Return the outputs of requests that ended between steps."""
         self._collect_outputs()
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -249,7 +250,7 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule a step, run it and take in its results."""
+        """Schedule a step, run it and process its results."""
         self.made_progress = False
         if self._can_step():
             self._start_step()
@@ -285,13 +286,13 @@ class EngineCore:
         return self.scheduler.has_work and not self._pause.memory_dropped
 
     def _start_step(self) -> bool:
-        """Start a step. Return whether it has content; then another may be worth starting."""
+        """Start a step. Return whether it has content, so that another one may have some, too."""
         before = time.monotonic()
         step = self._schedule()
         has_content = bool(step.reaches_model_runner or step.connector)
         if not has_content and self._in_flight:
-            # All requests are in flight. An empty step would only collect ended transfers, as the
-            # steps in flight do.
+            # All requests are in flight. An empty step would only collect completed transfers,
+            # and the steps in flight do that.
             return False
         self._execute(step, time.monotonic() - before)
         return has_content
@@ -391,7 +392,7 @@ class EngineCore:
         return self.recent_stats(max_connector_age_s=0.0)
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
-        """Return the stats. The connector's part may be of this age in seconds.
+        """Return the stats. The connector's part may have this age in seconds.
 
         The connector runs in the workers, so reading its counters delays steps in flight.
         """
@@ -409,7 +410,7 @@ class EngineCore:
         """Clear the prefix cache.
 
         Args:
-            reset_running: running requests lose their blocks too, and compute them again.
+            reset_running: also drop the blocks of running requests, which compute them again.
 
         Returns:
             Whether the cache is empty.
@@ -419,7 +420,7 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache(reset_running)
 
     def drain(self) -> EngineStats:
-        """Refuse new requests from now on. Accepted requests continue. Idempotent."""
+        """Start to refuse new requests. Accepted requests continue. Idempotent."""
         if not self.scheduler.draining:
             self.scheduler.draining = True
             logger.info("draining: %d requests unfinished", self.scheduler.stats().num_unfinished)

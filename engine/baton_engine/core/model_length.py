@@ -21,15 +21,15 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     if asked is None:
         if capacity < info.max_position_embeddings:
             logger.warning(
-                "max_model_len is %d, limited by the KV memory; the model's own maximum is %d",
+                "max_model_len is %d, limited by the KV memory; the model's maximum is %d",
                 *(capacity, info.max_position_embeddings),
             )
         return min(info.max_position_embeddings, capacity)
     if asked > info.max_position_embeddings:
         logger.warning(
-            "max_model_len is the model's own maximum, %d, not %d",
-            info.max_position_embeddings,
+            "max_model_len %d exceeds the model's maximum; using %d",
             asked,
+            info.max_position_embeddings,
         )
     wanted = min(asked, info.max_position_embeddings)
     if wanted > capacity:

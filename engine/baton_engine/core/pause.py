@@ -40,7 +40,7 @@ class PausedEngine(Protocol):
     def abort_all(self) -> int: ...
 
     def finish_steps(self) -> None:
-        """Take in all steps in flight."""
+        """Wait for all steps in flight and process their results."""
 
     def num_running(self) -> int:
         """Return the number of requests that run, or are swapped out and will continue."""
@@ -65,7 +65,7 @@ class PauseControl:
         #: None: not paused.
         self._mode: PauseMode | None = None
         self._level = _NOT_ASLEEP
-        #: Those of weights and KV cache that are dropped.
+        #: Memory that is dropped: WEIGHTS, KV_CACHE or both.
         self._asleep: set[str] = set()
         self._paused_by_sleep = False
         #: Pending calls: the Future and the sleep level of each.
@@ -111,8 +111,8 @@ class PauseControl:
             and not (level == self._level and len(self._asleep) == len(_MEMORIES))
         ):
             raise RuntimeError(
-                f"the engine sleeps at level {self._level} already, wholly or in part; "
-                "wake_up() first"
+                f"the engine already sleeps at level {self._level}, or is partly awake; "
+                "call wake_up() first"
             )
         if self._level >= level:
             return None
@@ -121,13 +121,13 @@ class PauseControl:
         return self._begin(mode, level)
 
     def resume(self) -> None:
-        """Schedule again. Without a pause this does nothing.
+        """Resume scheduling. Without a pause this does nothing.
 
         Raises:
             RuntimeError: weights or KV cache are dropped.
         """
         if self._asleep:
-            raise RuntimeError(f"the engine sleeps at level {self._level}; wake_up() first")
+            raise RuntimeError(f"the engine sleeps at level {self._level}; call wake_up() first")
         self._cancel(_NOT_ASLEEP, "the engine was resumed before the pause was complete")
         self._level = _NOT_ASLEEP
         self._unpause()
@@ -135,7 +135,7 @@ class PauseControl:
     def wake_up(self, tags: list[str] | None = None) -> None:
         """End sleep, or a part of it.
 
-        Scheduling resumes once all memory is back, if sleep had stopped it.
+        If sleep stopped scheduling, it resumes when all memory is restored.
 
         Args:
             tags: some of TAGS. None: all of them.
@@ -161,9 +161,9 @@ class PauseControl:
             self._end_sleep()
 
     def advance(self) -> None:
-        """Complete what is pending, if possible.
+        """Complete the pending calls, if possible.
 
-        Call it whenever requests or steps have changed. It is cheap while nothing is pending.
+        Call it whenever requests or steps have changed. It is cheap without pending calls.
         """
         if not self._waiting or (self._mode == "wait" and self._engine.num_running() > 0):
             return
@@ -187,7 +187,7 @@ class PauseControl:
         self._answer(level)
 
     def _begin(self, mode: PauseMode, level: int) -> Future[None] | None:
-        if self._asleep:  # nothing runs anyway
+        if self._asleep:  # no request can run
             if mode == "abort":
                 self._engine.abort_all()
             return None

@@ -1,4 +1,4 @@
-"""Checks of a request before the scheduler sees it, so that later steps need not check again."""
+"""Validation of a request before it reaches the scheduler, so that no later code repeats it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def validate_request(
     """Check a request.
 
     Raises:
-        ValueError: a field is out of bounds; the message names both.
+        ValueError: a field is out of bounds; the message has its name and bounds.
         RequestRefusedError: the request is for another rank.
     """
     params = request.sampling_params
@@ -105,7 +105,7 @@ def validate_request(
 
 
 def _validate_group_member(request: EngineCoreRequest) -> None:
-    """Check what one sample of a group shows without the others. The scheduler compares prompts."""
+    """Check one sample of a group. The scheduler compares the prompts of all samples."""
     if len(request.group_id) > MAX_ID_LENGTH:
         raise ValueError(
             f"group_id must have at most {MAX_ID_LENGTH} characters, got {len(request.group_id)}"
@@ -120,7 +120,10 @@ def _validate_group_member(request: EngineCoreRequest) -> None:
 
 
 def _validate_beam_search(request: EngineCoreRequest) -> None:
-    """Check a beam search. It cannot be continued, handed over or be one of several samples."""
+    """Check a beam search.
+
+    It cannot be continued, use KV transfer, or be one of several samples.
+    """
     if request.kv_transfer is not None:
         raise ValueError(
             "kv_transfer cannot be combined with beam_width; "

@@ -1,13 +1,16 @@
-"""The TCP connections of one gloo group, which gloo does not name: so that they can be ended under an operation that waits, and
-those of strangers at once.
+"""The TCP connections of one gloo group, found among this process's sockets.
 
-Neither `abort` nor `shutdown` of torch's backend ends an operation that waits for a frozen member; the end of its connections does.
-A gloo device listens on a port of its own, and every connection of the group has the listening address of a member at one end.
+Gloo does not expose its connections. Baton needs them for two reasons:
 
-gloo asks nobody who he is, and takes the first that names a small number for a member. It listens as long as the group lives, and
-keeps what connects open until then. So members tell each other, over their store, from where they have connected; then all others
-are cut off, and nobody else gets in. What is left to strangers: to spoil the forming of a group, which is tried again, and to take
-descriptors while it goes on: gloo does not close what was cut off before the group ends.
+- Neither `abort` nor `shutdown` of torch's backend ends an operation that waits for a frozen
+  member. Shutting down its connections does. Each gloo device listens on its own port, so one end
+  of every connection of the group has the listening address of a member.
+- Gloo does not authenticate its peers, and listens until the group is closed. Members therefore
+  publish in their store the addresses from which they have connected. All other connections are
+  shut down, and new ones are dropped.
+
+An attacker in the network can still make the forming of a group fail, which is retried. It can
+also occupy descriptors, because gloo closes them only with the group.
 """
 
 from __future__ import annotations
@@ -37,14 +40,21 @@ Address = tuple[str, int]
 
 
 class Connection(NamedTuple):
-    """A socket of this process. The inode tells it from another one that got the same descriptor later."""
+    """A socket of this process. The inode identifies it if its descriptor is reused."""
 
     fd: int
     inode: int
 
 
 def open_device(host: str) -> tuple[Any, Address]:
-    """A gloo device and the address on which it listens."""
+    """Create a gloo device.
+
+    Returns:
+        The device, and the address on which it listens.
+
+    Raises:
+        RuntimeError: the address could not be determined.
+    """
     gloo: Any = dist.ProcessGroupGloo
     with _opening_device:
         for _ in range(MAX_ATTEMPTS):
@@ -55,17 +65,19 @@ def open_device(host: str) -> tuple[Any, Address]:
                 for _, inode, tcp in _tcp_sockets()
                 if inode not in before and tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             ]
-            if (
-                len(addresses) == 1
-            ):  # else another thread began to listen at the same time: which is whose?
+            # With several new listeners another thread has opened one, and the owner is unknown.
+            if len(addresses) == 1:
                 return device, addresses[0]
     raise RuntimeError(
-        f"no gloo device on {host} could be told from other listeners of this process"
+        f"a gloo device on {host} could not be distinguished from other listeners of this process"
     )
 
 
 def connections_among(listening: Collection[Address]) -> list[Connection]:
-    """This process's connections to or from these addresses. Ranks in threads of one process find each other's as well."""
+    """Return this process's connections to or from these addresses.
+
+    Ranks that are threads of one process find each other's connections, too.
+    """
     found = []
     for fd, inode, tcp in _tcp_sockets():
         with contextlib.suppress(OSError):  # not connected
@@ -75,7 +87,7 @@ def connections_among(listening: Collection[Address]) -> list[Connection]:
 
 
 def connected_from(listening: Collection[Address]) -> list[tuple[Address, Address]]:
-    """(own address, the other's) of this process's connections to these addresses."""
+    """Return (own address, peer's address) of this process's connections to these addresses."""
     found = []
     for _, _, tcp in _tcp_sockets():
         with contextlib.suppress(OSError):  # not connected
@@ -84,31 +96,34 @@ def connected_from(listening: Collection[Address]) -> list[tuple[Address, Addres
     return found
 
 
-def shut_out_strangers(own: Address, members: Collection[Address]) -> int:
-    """Once all members are connected: nobody else gets in, and who did is cut off.
+def reject_non_members(own: Address, members: Collection[Address]) -> int:
+    """Shut down connections that are not from members, and drop new ones.
+
+    Call it when all members are connected.
 
     Args:
-        own: the address on which a device of this process listens.
+        own: address on which a device of this process listens.
         members: addresses from which members have connected to it.
 
     Returns:
-        How many were cut off.
+        Number of connections that were shut down.
     """
     for _, _, tcp in _tcp_sockets():
         if _address(tcp.getsockname()) == own and tcp.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
-            _drop_all_that_arrives(tcp)
+            _drop_new_connections(tcp)
     accepted = []
     for fd, inode, tcp in _tcp_sockets():
         with contextlib.suppress(OSError):  # not connected
             if _address(tcp.getsockname()) == own:
                 accepted.append((_address(tcp.getpeername()), Connection(fd, inode)))
+    # With address translation the peers' addresses may differ, so an equal number is accepted.
     if len(accepted) == len(set(members)):
-        return 0  # as many as there should be. Where addresses are translated on the way they need not be the same
-    strangers = [connection for address, connection in accepted if address not in members]
-    end_connections(strangers)
-    return len(strangers)
+        return 0
+    rejected = [connection for address, connection in accepted if address not in members]
+    end_connections(rejected)
+    return len(rejected)
 
 
 class _Instruction(ctypes.Structure):
@@ -128,29 +143,35 @@ class _Program(ctypes.Structure):
     _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
 
 
-def _drop_all_that_arrives(listener: socket.socket) -> None:
-    """Who asks for a connection gets no answer. The listener stays gloo's, which would not notice that it was closed."""
-    program = _Program(
-        1, ctypes.pointer(_Instruction(BPF_RET, 0, 0, 0))
-    )  # keep 0 bytes of each packet
+def _drop_new_connections(listener: socket.socket) -> None:
+    """Drop all packets to a listener. It cannot be closed, because gloo owns it."""
+    keep_no_bytes = _Instruction(BPF_RET, 0, 0, 0)
+    program = _Program(1, ctypes.pointer(keep_no_bytes))
     try:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
-    except OSError as error:  # a sandbox that has no filters
-        logger.warning("others can still connect to gloo at %s: %s", listener.getsockname(), error)
+    except OSError as error:  # a sandbox without socket filters
+        logger.warning(
+            "gloo at %s still accepts connections, because no filter can be attached: %s",
+            listener.getsockname(),
+            error,
+        )
 
 
 def end_connections(connections: Collection[Connection]) -> None:
-    """Both sides' operations on them fail at once. The descriptors stay gloo's to close; those it has closed are left alone."""
+    """Shut connections down, so that operations fail on both sides. Gloo closes the descriptors."""
     for connection in connections:
         if tcp := _copy_of(connection.fd, connection.inode):
-            with tcp, contextlib.suppress(OSError):  # the other side has ended it already
+            with tcp, contextlib.suppress(OSError):  # the peer has closed it
                 tcp.shutdown(socket.SHUT_RDWR)
 
 
 def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
-    """(descriptor, inode, copy that is closed on the next step) of this process's sockets."""
+    """Yield (descriptor, inode, duplicate) of this process's TCP sockets.
+
+    The duplicate is closed when the next one is requested.
+    """
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # it was closed since the listing
             status = os.stat(f"/proc/self/fd/{name}")
             if stat.S_ISSOCK(status.st_mode) and (copy := _copy_of(int(name), status.st_ino)):
                 with copy:
@@ -162,11 +183,14 @@ def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
 
 
 def _copy_of(fd: int, inode: int) -> socket.socket | None:
-    """A socket's duplicate: what is asked of it or done to it cannot hit one that gets the same descriptor meanwhile."""
+    """Return a duplicate of a socket, or None if it is closed.
+
+    The duplicate stays this socket even if another thread closes and reuses the descriptor.
+    """
     try:
         status = os.stat(f"/proc/self/fd/{fd}")
         if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
-            return None  # and never copied: to close the copy of a file would drop the process's locks on it
+            return None  # closing a duplicate of a file would drop the process's locks on it
         copy = os.dup(fd)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EBADF):

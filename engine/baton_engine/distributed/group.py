@@ -1,4 +1,4 @@
-"""A process group as the layers see it: rank, size and operations on tensors."""
+"""The interface of a process group: rank, size and operations on tensors."""
 
 from __future__ import annotations
 
@@ -10,53 +10,54 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """Ranks that exchange tensors. Operations are collective: every member calls them in the same order.
+    """Ranks that exchange tensors.
 
-    Every operation raises GroupBrokenError when a member is gone or `abort` was called, and TimeoutError when a member does not
-    answer within the group's timeout.
+    Operations are collective: every member calls them in the same order. They raise
+    GroupBrokenError if a member is gone or `abort` was called, and TimeoutError if a member does
+    not respond within the group's timeout.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The members' sum, in place."""
+        """Sum the members' tensors in place."""
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The members' tensors, of equal shapes, joined along `dim` in rank order."""
+        """Concatenate the members' tensors, of equal shapes, along `dim` in rank order."""
 
     def all_to_all(
         self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Tensor:
-        """Sends consecutive runs of rows, one to each member, and receives one from each.
+        """Send consecutive runs of rows, one to each member, and receive one from each.
 
         Args:
             rows: [sum(send_counts), ...].
             send_counts: rows for each member, in rank order.
-            recv_counts: rows from each member; what that one's `send_counts` say.
+            recv_counts: rows from each member, equal to that member's `send_counts` for this one.
 
         Returns:
             [sum(recv_counts), ...], in rank order.
         """
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """To the member of rank `target`, which receives it into a tensor of the same shape and dtype."""
+        """Send a tensor to rank `target`, which calls `recv` with the same shape and dtype."""
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills `tensor` with what the member of rank `source` sends."""
+        """Fill `tensor` with the data that rank `source` sends."""
 
     def abort(self) -> None:
-        """Gives the group up: operations under way and to come raise GroupBrokenError at once. From any thread; idempotent.
+        """Make current and later operations raise GroupBrokenError at once.
 
-        For members that do not answer and are not known to be gone, such as frozen ones.
+        For members that may be frozen. Any thread may call it; it is idempotent.
         """
 
     def close(self) -> None:
-        """Leaves the group. Idempotent."""
+        """Leave the group. Idempotent."""
 
 
 class LoneGroup:
-    """A group of one: nothing to exchange."""
+    """A group of one rank, without communication."""
 
     rank = 0
     size = 1
@@ -73,10 +74,10 @@ class LoneGroup:
         return rows
 
     def send(self, tensor: Tensor, target: int) -> None:
-        raise RuntimeError("a group of one has nobody to send to")
+        raise RuntimeError("a group of one rank cannot send")
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        raise RuntimeError("a group of one has nobody to receive from")
+        raise RuntimeError("a group of one rank cannot receive")
 
     def abort(self) -> None:
         pass
@@ -87,11 +88,11 @@ class LoneGroup:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where a worker stands. Global rank = pipeline rank * tensor size + tensor rank."""
+    """The groups of a worker. Global rank = pipeline rank * tensor size + tensor rank."""
 
     tensor: Group = field(default_factory=LoneGroup)
+    #: The workers of the same tensor rank, one per stage.
     pipeline: Group = field(default_factory=LoneGroup)
-    """The workers of the same tensor rank, one per stage."""
 
     @property
     def is_first_stage(self) -> bool:

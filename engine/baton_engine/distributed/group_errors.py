@@ -1,7 +1,7 @@
-"""What can go wrong between ranks. Without torch, so that processes without a model can name it."""
+"""Errors of process groups. This module needs no torch, so a process without a model can use it."""
 
 from __future__ import annotations
 
 
 class GroupBrokenError(RuntimeError):
-    """A member of the group is gone, or the group was aborted: no operation of it will succeed any more."""
+    """A member of the group is gone, or the group was aborted. All later operations fail."""

@@ -1,7 +1,7 @@
-"""Process groups over torch's gloo and NCCL backends, each built directly on a store: there is no default group.
+"""Process groups over torch's gloo and NCCL backends, built on a store without a default group.
 
-A group lives in its generation's part of the store, so that the ranks of a new topology meet without tearing down the old one,
-and a straggler of an old generation can never join a new group.
+Each generation has its own keys in the store. The ranks of a new topology can connect while the
+old groups exist. A late rank of an old generation cannot join a new group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton_engine.distributed.gloo_connections import (
     connections_among,
     end_connections,
     open_device,
-    shut_out_strangers,
+    reject_non_members,
 )
 from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
@@ -38,21 +38,24 @@ from baton_protocol.config import ParallelConfig, pod_ip
 
 logger = logging.getLogger(__name__)
 
+#: ProcessGroupGloo or ProcessGroupNCCL. torch's stubs lack their methods.
 Backend = Any
-"""ProcessGroupGloo or ProcessGroupNCCL: torch's stubs do not know their methods."""
-End = Callable[[Backend], None]
-"""Makes a backend's operations under way fail, from any thread."""
+#: Makes a backend's current operations fail. Any thread may call it.
+Abort = Callable[[Backend], None]
+#: See `generation_store`.
 GENERATION_KEY = re.compile(r"generation-([0-9]{1,18})\b")
-"""See `generation_store`."""
 
 
 def generation_store(store: Store, number: int, nonce: str = "") -> Store:
-    """A generation's part of the store. Two attempts at one number have different nonces, and never meet."""
+    """Return a generation's part of the store.
+
+    Two attempts at one generation number have different nonces and share no key.
+    """
     return PrefixStore(f"generation-{number}-{nonce}" if nonce else f"generation-{number}", store)
 
 
 def is_before(number: int) -> Callable[[str], bool]:
-    """Of a key of the store: whether it is of a generation with a lower number."""
+    """Return a predicate: whether a key of the store is of a generation before `number`."""
 
     def is_outdated(key: str) -> bool:
         of_generation = GENERATION_KEY.match(key)
@@ -74,20 +77,25 @@ def create_group(
     join_timeout_s: float | None = None,
     host: str | None = None,
 ) -> Group:
-    """Joins a group; returns once all members have.
+    """Join a group and wait until all members have joined.
 
     Args:
-        name: the same for all members, unique within the generation.
-        store: reachable by all members. Its timeout is set: groups that are joined through it at the same time need the same.
-        device: what tensors will be on. cpu: gloo, and shared memory if all members are on one host; cuda: NCCL.
-        timeout_s: of every operation.
-        nonce: of the attempt at this generation; see `generation_store`.
-        join_timeout_s: of joining; None: as for operations.
-        host: this rank's own address, for gloo; None: the pod's.
+        name: equal for all members, unique within the generation.
+        rank: this member's rank.
+        size: number of members.
+        store: a store that all members can reach. This call sets its timeout, so groups that are
+            joined through it at the same time need the same timeout.
+        generation: number of the generation.
+        device: device of the tensors. cpu uses gloo, and shared memory if all members are on one
+            host. cuda uses NCCL.
+        timeout_s: timeout of an operation.
+        nonce: nonce of the generation; see `generation_store`.
+        join_timeout_s: timeout of the join; None means `timeout_s`.
+        host: this rank's address for gloo; None means the pod's.
 
     Raises:
-        TimeoutError: not all members came.
-        GroupBrokenError: one came and is gone.
+        TimeoutError: a member did not join.
+        GroupBrokenError: a member joined and is gone.
     """
     if size == 1:
         return LoneGroup()
@@ -97,12 +105,11 @@ def create_group(
     connect = _gloo if device.type == "cpu" else _nccl
     try:
         with contextlib.ExitStack() as undo:
-            backend, end = connect(part, rank, size, timedelta(seconds=join_timeout_s), host)
-            group = TorchGroup(name, rank, size, backend, join_timeout_s, end, store)
+            backend, abort = connect(part, rank, size, timedelta(seconds=join_timeout_s), host)
+            group = TorchGroup(name, rank, size, backend, join_timeout_s, abort, store)
             undo.callback(group.close)
-            group.all_reduce(
-                torch.zeros(1, device=device)
-            )  # NCCL connects here: a missing member shows now, not later
+            # NCCL connects in the first operation, so a missing member fails here.
+            group.all_reduce(torch.zeros(1, device=device))
             group.set_timeout(timeout_s)
             joined = (
                 over_shared_memory(group, name, part, timeout_s) if device.type == "cpu" else group
@@ -112,8 +119,8 @@ def create_group(
         raise
     except RuntimeError as error:
         raise TimeoutError(
-            f"group {name} of generation {generation}: rank {rank} waited {join_timeout_s:.0f} s for the other "
-            f"{size - 1} members ({error})"
+            f"group {name} of generation {generation}: rank {rank} waited {join_timeout_s:.0f} s "
+            f"for the other {size - 1} members ({error})"
         ) from error
     logger.info("group %s of generation %d: rank %d of %d joined", name, generation, rank, size)
     return joined
@@ -130,13 +137,18 @@ def create_parallel_context(
     host: str | None = None,
     secret: bytes = b"",
 ) -> ParallelContext:
-    """Joins the groups of global rank `rank`. Collective over all ranks of `parallel`; arguments as in `create_group`.
+    """Join the tensor and pipeline group of global rank `rank`.
+
+    All ranks of `parallel` call it. Arguments that are not listed are those of `create_group`.
 
     Args:
-        secret: the store's; see `store_proof`.
+        parallel: sizes of the groups.
+        rank: global rank.
+        store_address: address of the store.
+        secret: secret of the store; see `store.handshake`.
 
     Raises:
-        TimeoutError: the store does not answer, or not all ranks came.
+        TimeoutError: the store does not respond, or a rank did not join.
     """
     if parallel.world_size == 1:
         return ParallelContext()
@@ -163,22 +175,22 @@ class TorchGroup:
         size: int,
         backend: Backend,
         timeout_s: float,
-        end: End,
+        abort: Abort,
         store: Store,
     ) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self._backend: Backend | None = backend
+        #: Kept alive for NCCL, which uses it when two ranks first send. The backend holds only C++.
         self._store: Store | None = store
-        """In which NCCL connects two ranks when one first sends to the other: the backend keeps only the half that is C++."""
         self._timeout_s = timeout_s
-        self._end = end
+        self._abort = abort
         self._broken = ""
         self._closing = threading.Lock()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Of the operations to come."""
+        """Set the timeout of later operations."""
         assert self._backend is not None
         self._timeout_s = timeout_s
         self._backend.set_timeout(self._timeout)
@@ -229,10 +241,10 @@ class TorchGroup:
         return tensor
 
     def abort(self) -> None:
-        with self._closing:  # what is closed has no connections any more
+        with self._closing:
             if self._backend is not None and not self._broken:
                 self._broken = "the group was aborted"
-                self._end(self._backend)
+                self._abort(self._backend)
 
     def close(self) -> None:
         with self._closing:
@@ -256,12 +268,19 @@ class TorchGroup:
         start: Callable[[Backend], Any],
         timeout: timedelta | None = None,
     ) -> None:
-        """Starts an operation and waits for it. Its errors get to say who and where.
+        """Start an operation and wait for it. Add the operation and the ranks to its errors.
 
         Args:
-            timeout: None: the backend's own. (Between two ranks gloo would go by the one with which it connected.)
+            operation: name for errors.
+            peers: ranks for errors.
+            start: starts the operation and returns torch's work handle.
+            timeout: None means the backend's timeout. send and recv need one: gloo would use the
+                timeout of its connection.
         """
-        where = f"{operation} in group {self.name}, rank {self.rank} of {self.size}, with {_ranks(peers)}"
+        where = (
+            f"{operation} in group {self.name}, rank {self.rank} of {self.size}, "
+            f"with {_ranks(peers)}"
+        )
         if self._broken:
             raise GroupBrokenError(f"{where}: {self._broken}")
         backend = self._backend
@@ -274,17 +293,16 @@ class TorchGroup:
             if self._broken:
                 raise GroupBrokenError(f"{where}: {self._broken}") from error
             if "timed out" in reason or "timeout" in reason:
-                self._broken = f"an earlier operation, {operation}, had no answer in time"
+                self._broken = f"an earlier {operation} timed out"
                 raise TimeoutError(
-                    f"{where}: no answer within {self._timeout_s:.0f} s ({error})"
+                    f"{where}: no response within {self._timeout_s:.0f} s ({error})"
                 ) from error
             if "connection" in reason or "broken pipe" in reason:
                 raise GroupBrokenError(f"{where}: a member is gone ({error})") from error
             raise RuntimeError(f"{where}: failed ({error})") from error
         finally:
-            del (
-                backend
-            )  # an error that somebody keeps must not keep it, its sockets and its threads
+            # The traceback of a kept error must not keep the backend's sockets and threads alive.
+            del backend
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -293,8 +311,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _gloo(
     store: Store, rank: int, size: int, timeout: timedelta, host: str | None
-) -> tuple[Backend, End]:
-    """The backend, connected to all members, and what ends its connections."""
+) -> tuple[Backend, Abort]:
+    """Create a backend that is connected to all members and accepts no other connection."""
     gloo: Any = dist.ProcessGroupGloo
     device, (own_host, port) = open_device(host or pod_ip())
     options = gloo._Options()
@@ -303,38 +321,42 @@ def _gloo(
     store.set(f"listens-{rank}", f"{port} {own_host}")
     backend = gloo(store, rank, size, options)
     listening = store.multi_get([f"listens-{other}" for other in range(size)])
-    told = [f"connected-{other}" for other in range(size)]
+    connected = [f"connected-{other}" for other in range(size)]
     addresses = [address.decode().split(maxsplit=1) for address in listening]
     members = [(host, int(port)) for port, host in addresses]
     connections = connections_among(members)
-    assert len(connections) >= size - 1, "gloo connects every member with every other over TCP"
+    assert len(connections) >= size - 1, "gloo connects each pair of members over TCP"
     store.set(f"connected-{rank}", msgspec.json.encode(connected_from(members)).decode())
     others = [
         msgspec.json.decode(each, type=list[tuple[Address, Address]])
-        for each in store.multi_get(told)
+        for each in store.multi_get(connected)
     ]
     own = (own_host, port)
-    num_strangers = shut_out_strangers(
+    num_rejected = reject_non_members(
         own, {source for each in others for source, target in each if target == own}
     )
-    if num_strangers:
+    if num_rejected:
         logger.warning(
-            "cut off %d connections to gloo at %s:%d that are of no member", num_strangers, *own
+            "closed %d connections to gloo at %s:%d: they are not from members of the group; check "
+            "the NetworkPolicy",
+            num_rejected,
+            *own,
         )
     return backend, lambda _: end_connections(connections)
 
 
 def _nccl(
     store: Store, rank: int, size: int, timeout: timedelta, host: str | None
-) -> tuple[Backend, End]:
-    """The backend, which finds its own address, and what ends its operations.
+) -> tuple[Backend, Abort]:
+    """Create a backend, which chooses its own address.
 
-    They are ordered by the CUDA stream, and return before they are done: one that `abort` ends leaves unfinished data behind, so
-    who aborts must not use the results of the step. A lost member ends this process through NCCL's watchdog.
+    Its operations run on the CUDA stream and return before they are complete. After an abort
+    their data is incomplete, so the caller must discard the step. If a member is lost, NCCL's
+    watchdog ends this process.
     """
     if not dist.is_nccl_available():
         raise RuntimeError(
-            "this build of torch has no NCCL, which parallel workers on CUDA devices need; install one that has"
+            "parallel workers on CUDA devices need NCCL; install a build of torch that has it"
         )
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

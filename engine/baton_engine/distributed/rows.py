@@ -1,4 +1,4 @@
-"""An all_to_all of rows as one of bytes, which every backend can move whatever the dtype is."""
+"""Conversion of an all_to_all of rows to one of bytes, which backends can move for any dtype."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from torch import Tensor
 
 
 class RowBytes(NamedTuple):
-    received: Tensor
-    """[sum(recv_counts), ...], to be filled through `target`."""
-    source: Tensor
-    """[sum(send_nbytes)] uint8."""
-    target: Tensor
-    """[sum(recv_nbytes)] uint8: the memory of `received`."""
-    send_nbytes: list[int]
-    """By rank."""
-    recv_nbytes: list[int]
+    """The tensors and sizes of an all_to_all of bytes."""
+
+    received: Tensor  # [sum(recv_counts), ...]
+    source: Tensor  # [sum(send_nbytes)] uint8
+    target: Tensor  # [sum(recv_nbytes)] uint8: the memory of `received`
+    send_nbytes: list[int]  # by rank
+    recv_nbytes: list[int]  # by rank
 
 
 def row_bytes(
     rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], size: int
 ) -> RowBytes:
-    """Arguments as in `Group.all_to_all`; `size` is the group's.
+    """Return the views and sizes in bytes for an all_to_all of rows.
+
+    The arguments are those of `Group.all_to_all`, and the size of the group.
 
     Raises:
-        ValueError: the counts do not fit the group or the rows.
+        ValueError: the counts do not match the group or the rows.
     """
     if not len(send_counts) == len(recv_counts) == size or sum(send_counts) != len(rows):
         raise ValueError(
-            f"all_to_all of {len(rows)} rows among {size} ranks: send_counts {list(send_counts)} and recv_counts "
-            f"{list(recv_counts)} need an entry per rank, and send_counts must add up to the rows"
+            f"all_to_all of {len(rows)} rows among {size} ranks: send_counts {list(send_counts)} "
+            f"and recv_counts {list(recv_counts)} need an entry for each rank, and the sum of "
+            "send_counts must be the number of rows"
         )
     dense = rows.contiguous()
     received = dense.new_empty((sum(recv_counts), *dense.shape[1:]))

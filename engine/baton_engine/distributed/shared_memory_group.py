@@ -1,12 +1,21 @@
-"""Collective operations through shared memory, for CPU ranks of one host: some 50 us, where sockets take a millisecond.
+"""Collective operations through shared memory, for CPU ranks on one host.
 
-The memory is anonymous (memfd): rank 0 creates it, the others open it through /proc, and nothing is left behind. Every rank has a
-word and two buffers in it. In its k-th exchange a rank copies its data into its buffer k % 2, sets its word to k + 1, waits until
-all words are there, and reads all buffers. Two buffers are enough: who has begun exchange k + 2 has seen all words at k + 2, and a
-rank sets that only after it has read everything of exchange k.
+An operation takes about 50 us; over sockets it takes about 1 ms.
 
-An all_to_all begins with an exchange of how much each rank has for each, together with the rows themselves if they fit into the
-buffer at every rank. If not, they follow in as many exchanges as the rank with the most needs: a share of every run in each.
+Rank 0 creates anonymous memory (memfd), and the others map it through /proc, so no file remains.
+Each rank has a word and two buffers. In exchange k a rank
+
+1. copies its data into its buffer k % 2,
+2. sets its word to k + 1,
+3. waits until all words are at least k + 1,
+4. reads all buffers.
+
+Two buffers are enough. A rank starts exchange k + 2 only when all words are at least k + 2. A rank
+sets its word to that only after it has read all buffers of exchange k.
+
+An all_to_all starts with an exchange of the counts. The rows are in the same exchange if they fit
+into every rank's buffer. Otherwise they follow in several exchanges, each with a share of every
+run. The rank with the most rows determines the number of exchanges.
 """
 
 from __future__ import annotations
@@ -28,28 +37,32 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.rows import row_bytes
 
+#: Larger tensors are exchanged in pieces.
 BUFFER_NBYTES = 2**20
-"""Larger tensors go in pieces."""
 NUMBER_NBYTES = 8
+#: One cache line, so that a waiting rank does not slow down the writer.
 WORD_NBYTES = 64
-"""A cache line each: a rank that waits does not slow down the one it waits for."""
 TOKEN_NBYTES = 64
 SPIN_S = 1e-3
+#: Maximum that one round of waiting counts. A longer one means that this process was stopped.
 LONGEST_ROUND_S = 1.0
-"""A round of waiting that takes longer was spent stopped, perhaps together with the one waited for: it counts as this much."""
+#: Bit in the word of a rank that has closed or aborted the group. Its exchanges stay valid.
 LEFT = 2**63
-"""Set in the word of a rank that has closed the group or given it up. What it did before still counts."""
 
 
 def over_shared_memory(group: Group, name: str, store: Store, timeout_s: float) -> Group:
-    """`group`, with all but send and recv through shared memory if all its members are on one host. Collective.
+    """Return a group that uses shared memory if all members are on one host, else `group`.
+
+    All members call it. send and recv always use `group`.
 
     Args:
-        group: what is used for everything else, and between hosts.
-        store: the group's own part of the store.
+        group: the group over sockets.
+        name: name of the group, for errors.
+        store: the group's part of the store.
+        timeout_s: timeout of an operation.
 
     Raises:
-        GroupBrokenError: a member has died meanwhile.
+        GroupBrokenError: a member has died.
     """
     memory, pids = _share(group.rank, group.size, store)
     if memory is None:
@@ -69,20 +82,20 @@ class SharedMemoryGroup:
         self._group = group
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._counts_nbytes = -(-self.size * NUMBER_NBYTES // WORD_NBYTES) * WORD_NBYTES
+        #: Bytes of rows that fit into a buffer beside the counts.
         self._at_once_nbytes = BUFFER_NBYTES - self._counts_nbytes
-        """What fits into a buffer together with the counts."""
         self._timeout_s = timeout_s
         shared = torch.frombuffer(memory, dtype=torch.uint8)
         start = TOKEN_NBYTES + self.size * WORD_NBYTES
         self._buffers = shared[start:].view(self.size, 2, BUFFER_NBYTES)
         self._words = memoryview(memory)[TOKEN_NBYTES:start].cast("Q")
+        #: The buffers as numbers, for the counts of an all_to_all.
         self._numbers = memoryview(memory)[start:].cast("Q")
-        """The buffers again: what an all_to_all begins with."""
         self._exchanges = 0
         self._broken = ""
         self._closed = False
+        #: Held during an operation.
         self._operating = threading.Lock()
-        """Held by the operation under way."""
         self._word_lock = threading.Lock()
         self._pidfds: dict[int, int] = {}
         self._deaths = select.poll()
@@ -95,7 +108,7 @@ class SharedMemoryGroup:
             for piece in _pieces(dense):
                 first, *others = self._exchange(piece, "all_reduce")
                 piece.copy_(first)
-                for other in others:  # in rank order, so that every rank gets the same bits
+                for other in others:  # in rank order, so that all ranks compute the same bits
                     piece += other
         if dense is not tensor:
             tensor.copy_(dense)
@@ -147,7 +160,7 @@ class SharedMemoryGroup:
         return self._group.recv(tensor, source)
 
     def abort(self) -> None:
-        self._give_up("the group was aborted")
+        self._break("the group was aborted")
 
     def close(self) -> None:
         with self._word_lock:
@@ -155,7 +168,7 @@ class SharedMemoryGroup:
                 return
             self._closed = True
             self._words[self._word_of(self.rank)] |= LEFT
-        with self._operating:  # one in another thread sees that the group is closed
+        with self._operating:  # an operation in another thread fails first
             for fd in self._pidfds:
                 os.close(fd)
             self._words.release()
@@ -166,7 +179,11 @@ class SharedMemoryGroup:
     def _exchange_counts(
         self, half: int, send_nbytes: list[int], recv_nbytes: list[int]
     ) -> list[list[int]]:
-        """Ends the exchange with which an all_to_all begins. Returns [source][target]: bytes."""
+        """End the first exchange of an all_to_all.
+
+        Returns:
+            [source][target]: bytes.
+        """
         number = self._number_of(self.rank, half)
         self._numbers[number : number + self.size] = array("Q", send_nbytes)
         self._end_exchange("all_to_all")
@@ -174,25 +191,25 @@ class SharedMemoryGroup:
         runs = [self._numbers[number : number + self.size].tolist() for number in numbers]
         for rank, nbytes in enumerate(recv_nbytes):
             if runs[rank][self.rank] != nbytes:
-                self._give_up(
-                    "an earlier all_to_all got other counts than expected"
-                )  # the others may be in the middle
+                # The other ranks may continue with the exchange, so the group is unusable.
+                self._break("an earlier all_to_all had mismatched counts")
                 raise ValueError(
-                    f"{self._where('all_to_all')}: rank {rank} sends {runs[rank][self.rank]} bytes where recv_counts "
-                    f"say {nbytes}"
+                    f"{self._where('all_to_all')}: rank {rank} sends {runs[rank][self.rank]} "
+                    f"bytes, but recv_counts say {nbytes}"
                 )
         return runs
 
     def _exchange_in_rounds(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], runs: list[list[int]]
     ) -> None:
-        """Every rank's runs for the others; each round takes an equal share of every run.
+        """Exchange runs that do not fit into the buffers, with an equal share of each per round.
 
         Args:
-            sources, targets: by rank, [bytes] uint8.
-            runs: [source][target]: bytes; a rank has none for itself.
+            sources: by rank, [bytes] uint8.
+            targets: by rank, [bytes] uint8.
+            runs: [source][target]: bytes; 0 where source equals target.
         """
-        # Every share may be rounded up by a byte.
+        # A share may be rounded up by one byte.
         rounds = -(-max(map(sum, runs)) // (BUFFER_NBYTES - self.size))
         for turn in range(rounds):
             half = self._begin_exchange("all_to_all")
@@ -209,7 +226,7 @@ class SharedMemoryGroup:
                 share.copy_(self._buffers[rank, half, begin : begin + len(share)])
 
     def _exchange(self, piece: Tensor, operation: str) -> list[Tensor]:
-        """All ranks' pieces, in rank order, valid until the next exchange but one."""
+        """Return all ranks' pieces, in rank order. They are valid until the exchange after next."""
         half = self._begin_exchange(operation)
         self._buffers[self.rank, half, : piece.nbytes].view(piece.dtype).copy_(piece)
         self._end_exchange(operation)
@@ -218,14 +235,14 @@ class SharedMemoryGroup:
         ]
 
     def _begin_exchange(self, operation: str) -> int:
-        """Which of its buffers this rank may fill now."""
+        """Return the index of the buffer to fill."""
         self._check(operation)
         return self._exchanges % 2
 
     def _end_exchange(self, operation: str) -> None:
-        """Announces that this rank's buffer is filled, and returns when everybody's is."""
+        """Publish this rank's buffer, and wait until all ranks have published theirs."""
         self._exchanges += 1
-        self._fence()  # the data before the word that announces it
+        self._fence()  # the data must be visible before the word
         with self._word_lock:
             self._check(operation)
             self._words[self._word_of(self.rank)] = self._exchanges
@@ -235,7 +252,7 @@ class SharedMemoryGroup:
         self._fence()
 
     def _wait_for(self, rank: int, operation: str) -> None:
-        """Spins, giving way to others; after a while looks whether everybody still lives."""
+        """Wait for a rank's word: spin first, then poll for dead members and the timeout."""
         wanted, waited_s, before = self._exchanges, 0.0, time.monotonic()
         while self._done(rank) < wanted:
             self._check(operation)
@@ -250,20 +267,19 @@ class SharedMemoryGroup:
             for other, how in [(other, "died") for other in dead] + [
                 (other, "left") for other in left
             ]:
-                if self._done(other) < wanted:  # else it went later, and does not matter yet
+                if self._done(other) < wanted:  # else it has completed this exchange
                     raise GroupBrokenError(
                         f"{self._where(operation)}: a member is gone (rank {other} has {how})"
                     )
             if waited_s > self._timeout_s:
-                self._give_up(
-                    f"an earlier operation, {operation}, had no answer of rank {rank} in time"
-                )
+                self._break(f"an earlier {operation} timed out waiting for rank {rank}")
                 raise TimeoutError(
-                    f"{self._where(operation)}: no answer of rank {rank} within {self._timeout_s:.0f} s"
+                    f"{self._where(operation)}: no response from rank {rank} within "
+                    f"{self._timeout_s:.0f} s"
                 )
 
-    def _give_up(self, reason: str) -> None:
-        """The others see that this rank has left."""
+    def _break(self, reason: str) -> None:
+        """Make the group unusable, also for the other ranks."""
         with self._word_lock:
             if self._closed or self._broken:
                 return
@@ -272,7 +288,7 @@ class SharedMemoryGroup:
         self._group.abort()
 
     def _check(self, operation: str) -> None:
-        """Raises if the group can no longer be used."""
+        """Raise an error if the group is broken or closed."""
         if self._broken:
             raise GroupBrokenError(f"{self._where(operation)}: {self._broken}")
         if self._closed:
@@ -284,43 +300,48 @@ class SharedMemoryGroup:
         except ProcessLookupError as error:
             self.close()
             raise GroupBrokenError(
-                f"joining group {self.name}, rank {self.rank} of {self.size}: a member is gone (rank {rank} has died)"
+                f"joining group {self.name}, rank {self.rank} of {self.size}: a member is gone "
+                f"(rank {rank} has died)"
             ) from error
         self._pidfds[fd] = rank
         self._deaths.register(fd, select.POLLIN)
 
     def _done(self, rank: int) -> int:
-        """Exchanges for which its data is there."""
+        """Return the number of exchanges that a rank has published."""
         return self._words[self._word_of(rank)] & ~LEFT
 
     def _word_of(self, rank: int) -> int:
         return rank * WORD_NBYTES // NUMBER_NBYTES
 
     def _number_of(self, rank: int, half: int) -> int:
-        """Of the first number in a buffer."""
+        """Return the index of the first number in a buffer."""
         return (rank * 2 + half) * BUFFER_NBYTES // NUMBER_NBYTES
 
     def _where(self, operation: str) -> str:
         return f"{operation} in group {self.name}, rank {self.rank} of {self.size}"
 
     def _fence(self) -> None:
-        """Memory writes before it are seen before those after it: taking a lock is a barrier on every architecture."""
+        """Order memory writes. Taking a lock is a memory barrier on every architecture."""
         with self._word_lock:
             pass
 
 
 def _pieces(dense: Tensor) -> Iterator[Tensor]:
-    """Flat views of at most BUFFER_NBYTES."""
+    """Split a tensor into flat views of at most BUFFER_NBYTES."""
     return iter(dense.view(-1).split(BUFFER_NBYTES // dense.element_size()))
 
 
 def _share_of(nbytes: int, turn: int, rounds: int) -> slice:
-    """The part of a run that goes in one of several rounds."""
+    """Return the part of a run that one round exchanges."""
     return slice(nbytes * turn // rounds, nbytes * (turn + 1) // rounds)
 
 
 def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[int]]:
-    """The memory, mapped by every rank, and the ranks' process ids; None if one cannot map it."""
+    """Create or map the memory.
+
+    Returns:
+        The memory, None unless every rank has mapped it; and the process ids of the ranks.
+    """
     nbytes = TOKEN_NBYTES + size * (WORD_NBYTES + 2 * BUFFER_NBYTES)
     fd = -1
     try:
@@ -336,12 +357,12 @@ def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[i
         pids = [int(pid) for pid in store.multi_get([f"mapped-{other}" for other in range(size)])]
     finally:
         if fd >= 0:
-            os.close(fd)  # everybody who can has mapped it
+            os.close(fd)  # all ranks on this host have mapped it
     return (memory if all(pids) else None), pids
 
 
 def _on_this_host(path: str, token_hex: str) -> bool:
-    """Whether `path` is rank 0's memory, and not what another host has under the same name."""
+    """Return whether `path` is rank 0's memory, and not another host's file of the same name."""
     try:
         with open(path, "rb") as file:
             return file.read(TOKEN_NBYTES).hex() == token_hex

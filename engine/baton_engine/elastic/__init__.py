@@ -1,6 +1,6 @@
 """Expert-parallel groups that change size while they serve.
 
-coordinator/  the group as the coordinator sees it; a process of its own
-rank/         the group as a rank sees it
-rank_name.py  the form of a rank's name
+coordinator/  the coordinator, a process of its own
+rank/         the part of a rank: waves, and the connections to the coordinator and other ranks
+rank_name.py  the format of a rank's name
 """

@@ -1,4 +1,4 @@
-"""The form of a rank's name, which ranks and the coordinator check."""
+"""The format of a rank's name, which ranks and the coordinator validate."""
 
 import re
 

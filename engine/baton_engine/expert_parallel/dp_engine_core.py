@@ -139,10 +139,10 @@ class DPEngineCore(EngineCore):
         standby = self._standby
         return standby is not None and (standby.committed if standby.ready else not standby.failure)
 
-    # Messages of the coordinator and of other ranks
+    # Messages from the coordinator and from other ranks
 
     def on_directive(self, directive: Directive) -> None:
-        """Take in a message of the coordinator. Call it between steps."""
+        """Process a directive. Call it between steps."""
         target, standby = directive.target, self._standby
         if directive.dismissed:
             self._drop_standby()
@@ -159,7 +159,7 @@ class DPEngineCore(EngineCore):
         if rank is None if self.generation is None else target.number <= self.generation.number:
             return  # for other ranks, or older than the current generation
         if target.urgent and self.phase is RankPhase.SERVING and self.generation is not None:
-            self._break(f"the coordinator gave up generation {self.generation.number}")
+            self._break(f"the coordinator replaces generation {self.generation.number}")
             if standby is not None and standby.committed and standby.ready:
                 self.advance()  # others may have committed it, so it comes before the urgent one
                 self.on_directive(directive)
@@ -180,7 +180,7 @@ class DPEngineCore(EngineCore):
         self.advance()
 
     def on_start_wave(self, start: StartWave) -> None:
-        """Take in the start of a wave by another rank. Call it between steps."""
+        """Process the start of a wave by another rank. Call it between steps."""
         if self._waves is not None and self._is_in(start):
             self._waves.on_start(start)
         elif self._standby is not None and start.nonce == self._standby.generation.nonce:
@@ -188,7 +188,7 @@ class DPEngineCore(EngineCore):
             self.advance()
 
     def interrupt(self, directive: Directive) -> None:
-        """End the wait for ranks that will not answer, if the directive calls for it.
+        """End a wait for ranks that do not respond, if the directive requires it.
 
         Callable from any thread. `on_directive` follows.
         """
@@ -210,7 +210,7 @@ class DPEngineCore(EngineCore):
             generation.nonce,
         )
 
-    # Generations come and go
+    # Changes of the generation
 
     def advance(self) -> None:
         """Advance the preparation, and commit it if no step of the current generation is needed."""
@@ -236,7 +236,7 @@ class DPEngineCore(EngineCore):
             self._leave(f"generation {generation.number} continues without this rank")
             return
         with self._group_lock:
-            # Outside a step, so that workers change between two of them.
+            # This is between two steps of the workers.
             self.executor.collective_rpc(
                 "commit_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
             )
@@ -261,7 +261,7 @@ class DPEngineCore(EngineCore):
         )
 
     def _break(self, reason: str) -> None:
-        """Give up the current generation. Requests stay until the next one."""
+        """Mark the current generation as broken. Requests stay until the next one."""
         generation = self.generation
         assert generation is not None, "only a generation can break"
         self.phase, self._waves = RankPhase.BROKEN, None
@@ -274,7 +274,7 @@ class DPEngineCore(EngineCore):
         self._calls.end_start()
         with self._group_lock:
             group, self._group = self._group, None
-            # So that neither other ranks nor this engine's workers wait any longer.
+            # This ends the waits of other ranks and of this engine's workers.
             if group is not None:
                 group.abort()
                 group.close()
@@ -399,7 +399,8 @@ class DPEngineCore(EngineCore):
         """Exchange votes before a step. Start a wave if none runs.
 
         Raises:
-            GroupBrokenError, TimeoutError: a rank did not take part.
+            GroupBrokenError: a rank is gone.
+            TimeoutError: a rank did not vote within the timeout.
         """
         assert self._group is not None, "waves are a generation's, and so is the group"
         if not waves.running:

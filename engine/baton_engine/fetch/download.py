@@ -1,4 +1,4 @@
-"""Files one by one, several at a time: resumed where they were left, proved, and tried again while that may help."""
+"""Download of a model's files: several at a time, resumed, verified and retried."""
 
 from __future__ import annotations
 
@@ -19,58 +19,63 @@ from baton_engine.fetch.source import RemoteFile, Source, verify
 logger = logging.getLogger(__name__)
 
 WORKERS = 4
+#: Downloads of one file that may fail verification.
 CORRUPT_TRIES = 3
-"""Downloads of one file that may fail its proof."""
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a source that does not answer is asked again."""
+class RetryPolicy:
+    """Retries of a source that does not respond, with exponential backoff."""
 
+    #: Maximum time without a new byte.
     give_up_after_s: float = 300.0
-    """Without one new byte."""
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
 
     def retry(
         self, attempt: int, silent_since: float, error: TransientError, stop: threading.Event
     ) -> None:
-        """Waits before the next attempt. Raises FetchError when it is over."""
+        """Wait before the next attempt.
+
+        Raises:
+            FetchError: nothing was received for `give_up_after_s`.
+        """
         if time.monotonic() - silent_since > self.give_up_after_s:
-            text = f"nothing came for {self.give_up_after_s:g} s; last: {error}"
+            text = f"nothing was received for {self.give_up_after_s:g} s; last error: {error}"
             raise FetchError("ModelSourceUnavailable", text, temporary=True) from error
         delay_s = min(self.first_delay_s * 2**attempt, self.max_delay_s) * random.uniform(0.5, 1.0)
-        logger.warning("%s; trying again in %.1f s", error, delay_s)
+        logger.warning("%s; retrying in %.1f s", error, delay_s)
         stop.wait(delay_s)
 
 
 class Download:
-    """Brings the files of one listing into a partial folder."""
+    """Download of the files of one listing into a partial folder."""
 
     def __init__(
         self,
         source: Source,
         revision: str,
         partial: Partial,
-        patience: Patience,
+        retries: RetryPolicy,
         progress: Progress,
     ) -> None:
         self._source, self._revision = source, revision
-        self._partial, self._patience, self._progress = partial, patience, progress
+        self._partial, self._retries, self._progress = partial, retries, progress
         self._stop = threading.Event()
 
     def run(self, files: list[RemoteFile]) -> None:
-        """Returns when all are there and proved.
+        """Download and verify all files.
 
         Raises:
-            FetchError: the first that cannot be had; transfers that still run are left behind, in daemon threads.
+            FetchError: a file cannot be downloaded. Other transfers continue in daemon threads.
         """
         wanted: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        # Small files first, so that a problem of the model shows early.
         missing = sorted(
             (file for file in files if not self._partial.has(file)), key=lambda file: file.size
         )
-        for file in missing:  # small ones first: what is wrong with the model as such shows early
+        for file in missing:
             wanted.put(file)
         for _ in range(min(WORKERS, len(missing))):
             threading.Thread(
@@ -97,9 +102,7 @@ class Download:
                 return
             try:
                 self._fetch(file)
-            except (
-                Exception
-            ) as error:  # reported, whatever it is: the main thread waits for every file
+            except Exception as error:  # any error: the main thread waits for every file
                 outcomes.put(error)
                 return
             outcomes.put(None)
@@ -119,7 +122,7 @@ class Download:
                     target.flush()
                     if os.fstat(fd).st_size < file.size:
                         raise TransientError(
-                            f"{file.name}: {os.fstat(fd).st_size} of {file.size} bytes came"
+                            f"{file.name}: received {os.fstat(fd).st_size} of {file.size} bytes"
                         )
                 except TransientError as error:
                     target.flush()
@@ -128,7 +131,7 @@ class Download:
                         if size > reached:
                             attempt, reached, silent_since = 0, size, time.monotonic()
                         self._progress.fail(str(error))
-                        self._patience.retry(attempt, silent_since, error, self._stop)
+                        self._retries.retry(attempt, silent_since, error, self._stop)
                         attempt += 1
                         continue
             problem = verify(path, file)
@@ -140,7 +143,7 @@ class Download:
             if corrupt >= CORRUPT_TRIES:
                 raise FetchError(
                     "ModelCorrupt",
-                    f"{file.name} came {corrupt} times and {problem}",
+                    f"{file.name} was downloaded {corrupt} times, and {problem}",
                     temporary=True,
                 )
             logger.warning("%s: %s; fetching it again", file.name, problem)
@@ -148,9 +151,9 @@ class Download:
 
 
 def _disk_error(error: OSError) -> Exception:
-    """What stopped the writing, in the words of a condition if a person has to do something."""
+    """Return a FetchError with the reason of a condition if a user has to act, else `error`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return no_space(f"the cache is full: {error}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return FetchError("ModelCacheInvalid", f"the cache cannot be written: {error}")
+        return FetchError("ModelCacheInvalid", f"the cache is not writable: {error}")
     return error

@@ -1,4 +1,4 @@
-"""A model from its source into a folder, once, however many ask for it."""
+"""Download of a model into a folder, once for all fetchers that share a cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_engine.fetch.download import Download, Patience
+from baton_engine.fetch.download import Download, RetryPolicy
 from baton_engine.fetch.fetch_errors import TransientError, no_space
 from baton_engine.fetch.folder import Marker, Partial, read_complete
 from baton_engine.fetch.lock import FetchLock
@@ -22,73 +22,82 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to fetch, and where to."""
+class FetchRequest:
+    """The model to fetch, and the folder to create."""
 
     uri: str
     target: Path
     only: Only = "all"
+    #: Limit for the sum of the files' sizes.
     max_bytes: int | None = None
-    """The files taken may not be larger together."""
 
 
-def fetch(order: Order, progress: Progress, patience: Patience) -> Marker:
-    """Returns when the folder is complete: at once if it is already.
+def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Marker:
+    """Download the model, unless the folder is complete already.
 
     Raises:
-        FetchError: it cannot be had.
-        OSError: the folder cannot be written.
+        FetchError: the model cannot be downloaded.
+        OSError: the folder is not writable.
     """
-    if marker := read_complete(order.target, order.uri, order.only):
+    if marker := read_complete(request.target, request.uri, request.only):
         return marker
-    source = open_source(order.uri)
-    order.target.parent.mkdir(parents=True, exist_ok=True)
-    lock = FetchLock(order.target.with_name(f"{order.target.name}.lock"))
+    source = open_source(request.uri)
+    request.target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FetchLock(request.target.with_name(f"{request.target.name}.lock"))
     while not lock.try_acquire():
-        progress.tell(f"another pod fetches {order.uri} into the same cache")
+        progress.set_step(f"waiting for another pod that fetches {request.uri} into the same cache")
         time.sleep(POLL_S)
-        if marker := read_complete(order.target, order.uri, order.only):
+        if marker := read_complete(request.target, request.uri, request.only):
             return marker
     try:
         attempt, began = 0, time.monotonic()
         while True:
-            if marker := read_complete(order.target, order.uri, order.only):
+            if marker := read_complete(request.target, request.uri, request.only):
                 return marker
             try:
-                return _fetch_once(order, source, progress, patience)
+                return _fetch_once(request, source, progress, retries)
             except TransientError as error:
                 progress.fail(str(error))
-                patience.retry(attempt, began, error, threading.Event())
+                retries.retry(attempt, began, error, threading.Event())
                 attempt += 1
     finally:
         lock.release()
 
 
-def _fetch_once(order: Order, source: Source, progress: Progress, patience: Patience) -> Marker:
-    """Raises TransientError if all of it may be tried again."""
-    progress.tell(f"asking for the files of {order.uri}")
+def _fetch_once(
+    request: FetchRequest, source: Source, progress: Progress, retries: RetryPolicy
+) -> Marker:
+    """Fetch the listing and its files.
+
+    Raises:
+        FetchError: a retry does not help.
+        TransientError: the whole fetch may be retried.
+    """
+    progress.set_step(f"listing the files of {request.uri}")
     listing = source.listing()
-    files = _taken(listing, order.only)
+    files = _taken(listing, request.only)
     total = sum(file.size for file in files)
-    if order.max_bytes is not None and total > order.max_bytes:
+    if request.max_bytes is not None and total > request.max_bytes:
         raise no_space(
-            f"the model has {total} bytes, more than the cache's size limit of {order.max_bytes}"
+            f"the model has {total} bytes, more than the cache's size limit of "
+            f"{request.max_bytes} bytes"
         )
-    partial = Partial(order.target, order.uri, listing.revision)
+    partial = Partial(request.target, request.uri, listing.revision)
     try:
         partial.reuse_leftovers()
         lacking = total - sum(map(partial.size_of, files))
-        free = shutil.disk_usage(order.target.parent).free
+        free = shutil.disk_usage(request.target.parent).free
         if lacking > free:
             raise no_space(
-                f"the model still needs {lacking} bytes, the cache at {order.target.parent} has {free} left"
+                f"the model needs {lacking} bytes more, and the cache at {request.target.parent} "
+                f"has {free} bytes left"
             )
-        progress.tell(
-            f"fetching {order.uri} at {listing.revision}",
+        progress.set_step(
+            f"fetching {request.uri} at {listing.revision}",
             lambda: LoadProgress(sum(map(partial.size_of, files)), total),
         )
-        Download(source, listing.revision, partial, patience, progress).run(files)
-        return partial.commit(order.only, files)
+        Download(source, listing.revision, partial, retries, progress).run(files)
+        return partial.commit(request.only, files)
     finally:
         partial.close()
 

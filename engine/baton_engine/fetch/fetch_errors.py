@@ -1,15 +1,15 @@
-"""Why a model cannot be fetched. The process that sees one ends with `FATAL <reason>: <message>`."""
+"""Errors of a fetch. The process exits with `FATAL <reason>: <message>` as its last line."""
 
 from __future__ import annotations
 
 
 class FetchError(Exception):
-    """Another try without a change is pointless, but for one that is `temporary`."""
+    """The fetch failed. A retry without a change does not help unless the error is `temporary`."""
 
     def __init__(self, reason: str, message: str, *, temporary: bool = False) -> None:
         super().__init__(message)
+        #: Reason of a condition: one CamelCase word.
         self.reason = reason
-        """One CamelCase word, for conditions."""
         self.message = message
         self.temporary = temporary
 
@@ -27,14 +27,14 @@ def no_space(message: str) -> FetchError:
 
 
 def invalid(message: str) -> FetchError:
-    """What the source holds cannot be served, or is not safe to take."""
+    """Return the error for files that cannot be served or are not safe to download."""
     return FetchError("ModelInvalid", message)
 
 
 def source_invalid(message: str) -> FetchError:
-    """The settings that lead to the source cannot work."""
+    """Return the error for settings of the source that cannot work."""
     return FetchError("ModelSourceInvalid", message)
 
 
 class TransientError(Exception):
-    """The network, or what came over it, failed: the same request may succeed later."""
+    """The network or the source failed. The same request may succeed later."""

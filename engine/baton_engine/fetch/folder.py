@@ -1,9 +1,9 @@
 """The folder of one model on disk.
 
-DIR                        complete, with a marker; never changed after it appeared
-DIR.lock                   see lock.py
-DIR.partial-<random>/      of one fetcher: verified files by their names, `<name>.incomplete`, what it was begun for
-DIR.discarded-<random>/    being removed
+DIR                      complete, with a marker; does not change after it appears
+DIR.lock                 see lock.py
+DIR.partial-<random>/    one fetcher's download: verified files, `<name>.incomplete`, its state
+DIR.discarded-<random>/  being removed
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _STATE, _OWNER = ".baton-partial.json", ".baton-partial.lock"
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """Says that the folder is complete, and of what."""
+    """Content of a complete folder's marker file."""
 
     uri: str
     revision: str
     only: Only
+    #: Sizes in bytes.
     files: dict[str, int]
-    """Sizes in bytes."""
 
 
 class _State(msgspec.Struct):
-    """What a partial folder is for, and what of it was proved."""
+    """State of a partial folder: the model, and the files that are verified."""
 
     uri: str
     revision: str
@@ -49,10 +49,13 @@ class _State(msgspec.Struct):
 
 
 def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
-    """The marker of a folder that holds all of `uri`; None if it has to be fetched. A damaged folder is moved out of the way.
+    """Return the marker of a folder that holds all of `uri`, and remove a damaged folder.
+
+    Returns:
+        None if the model has to be fetched.
 
     Raises:
-        FetchError: ModelCacheInvalid, the folder belongs to something else.
+        FetchError: ModelCacheInvalid, the folder has other content.
     """
     try:
         marker = msgspec.json.decode((target / MARKER).read_bytes(), type=Marker)
@@ -60,20 +63,20 @@ def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
         if target.is_symlink() or (
             target.exists() and (not target.is_dir() or any(target.iterdir()))
         ):
-            raise _foreign(target, "holds something that baton-model did not put there") from None
+            raise _cache_invalid(target, "has content that baton-model did not write") from None
         return None
     except msgspec.DecodeError as error:
-        raise _foreign(target, f"has a marker that cannot be read ({error})") from error
+        raise _cache_invalid(target, f"has an unreadable marker ({error})") from error
     if (marker.uri, marker.only) != (uri, only):
-        raise _foreign(target, f"holds {marker.only} of {marker.uri}")
+        raise _cache_invalid(target, f"holds {marker.only} of {marker.uri}")
     if all(_is_file(target / name, size) for name, size in marker.files.items()):
         return marker
     discard(target)
     return None
 
 
-def _foreign(target: Path, what: str) -> FetchError:
-    return FetchError("ModelCacheInvalid", f"{target} {what}; remove it, or choose another cache")
+def _cache_invalid(target: Path, why: str) -> FetchError:
+    return FetchError("ModelCacheInvalid", f"{target} {why}; remove it, or choose another cache")
 
 
 def _is_file(path: Path, size: int) -> bool:
@@ -85,23 +88,30 @@ def _is_file(path: Path, size: int) -> bool:
 
 
 class Partial:
-    """A folder that becomes the model's. Only its maker writes in it. Methods may be called by one thread per file."""
+    """A partial folder, which one fetcher fills and renames to the model's folder.
+
+    One thread per file may call the methods.
+    """
 
     def __init__(self, target: Path, uri: str, revision: str) -> None:
-        """Makes it. Raises OSError."""
+        """Create the folder.
+
+        Raises:
+            OSError: the cache is not writable.
+        """
         self.path = target.with_name(f"{target.name}.partial-{secrets.token_hex(6)}")
         self._target = target
         self._state = _State(uri, revision, boot_id())
         self.path.mkdir(parents=True)
         self._owner = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._owner, fcntl.LOCK_EX)  # the kernel lets go of it when this process dies
+        fcntl.flock(self._owner, fcntl.LOCK_EX)  # the kernel releases it when this process dies
         self._write_state()
 
     def reuse_leftovers(self) -> None:
-        """Takes over what others began, and removes their folders, but for that of a fetcher that still lives on this machine; and
-        what somebody died removing.
+        """Move the files of other partial folders here, then remove those folders.
 
-        Verified files nobody writes to any more. One that is incomplete is taken only if its writer is dead for sure.
+        A folder whose fetcher lives on this machine stays. Verified files have no writer. An
+        incomplete file is moved only if its writer is known to be dead: from the same machine.
         """
         for other in sorted(self._target.parent.glob(f"{self._target.name}.partial-*")):
             if other != self.path and not other.is_symlink():
@@ -112,7 +122,7 @@ class Partial:
     def _reuse_leftover(self, other: Path) -> None:
         try:
             owner = os.open(other / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # killed before it got so far, or removed by another
+        except OSError:  # its fetcher was killed at the start, or another one removed it
             discard(other)
             return
         try:
@@ -140,7 +150,7 @@ class Partial:
         discard(other)
 
     def has(self, file: RemoteFile) -> bool:
-        """Whether the file is there and proved."""
+        """Return whether the file exists and is verified."""
         return self._state.verified.get(file.name) == file and _is_file(
             self.path / file.name, file.size
         )
@@ -149,7 +159,11 @@ class Partial:
         return self.path / f"{file.name}{INCOMPLETE}"
 
     def accept(self, file: RemoteFile) -> None:
-        """The incomplete file was proved: it is on disk for good under its name. Raises OSError."""
+        """Sync a verified file to disk and rename it to its final name.
+
+        Raises:
+            OSError: the file cannot be synced or renamed.
+        """
         path = self.incomplete(file)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -160,24 +174,24 @@ class Partial:
         self._state.verified[file.name] = file
 
     def save(self) -> None:
-        """So that a successor need not prove again what was accepted. Not for two threads at once."""
+        """Write the list of verified files, which a later fetcher reuses. Not thread-safe."""
         self._write_state()
 
     def size_of(self, file: RemoteFile) -> int:
-        """Bytes that are there."""
+        """Return the number of bytes on disk."""
         for path in (self.path / file.name, self.incomplete(file)):
             with contextlib.suppress(OSError):
                 return min(path.stat().st_size, file.size)
         return 0
 
     def commit(self, only: Only, files: list[RemoteFile]) -> Marker:
-        """The folder takes its name. If another fetcher was faster, its folder stays.
+        """Write the marker and rename the folder. If another fetcher did so first, keep its folder.
 
         Raises:
-            TransientError: another fetcher took this one for dead and took files away.
+            TransientError: another fetcher declared this one dead and moved its files.
         """
         if not all(self.has(file) for file in files):
-            raise TransientError(f"{self.path} was taken over by another fetcher")
+            raise TransientError(f"another fetcher moved files out of {self.path}")
         marker = Marker(
             self._state.uri, self._state.revision, only, {file.name: file.size for file in files}
         )
@@ -201,7 +215,7 @@ class Partial:
         return marker
 
     def close(self) -> None:
-        """Lets others take over what is there."""
+        """Allow other fetchers to reuse the files."""
         if self._owner >= 0:
             os.close(self._owner)
             self._owner = -1
@@ -213,7 +227,7 @@ class Partial:
 
 
 def discard(folder: Path) -> None:
-    """Removes it; under another name first, so that nobody takes half of it for the whole."""
+    """Remove a folder. Rename it first, so that no process reads a folder that is half removed."""
     doomed = folder.with_name(
         f"{folder.name.partition('.partial-')[0]}.discarded-{secrets.token_hex(6)}"
     )
@@ -233,7 +247,7 @@ def _write_durably(path: Path, content: bytes) -> None:
 def _sync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # not every file system syncs folders
+        with contextlib.suppress(OSError):  # some file systems cannot sync folders
             os.fsync(fd)
     finally:
         os.close(fd)

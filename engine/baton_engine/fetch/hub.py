@@ -1,4 +1,7 @@
-"""Models of a Hugging Face hub, by `huggingface_hub`. Environment: HF_TOKEN, HF_ENDPOINT and what else the library reads."""
+"""The source for hf://, a Hugging Face hub, through `huggingface_hub`.
+
+Environment: HF_TOKEN, HF_ENDPOINT and the other variables of the library.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ TIMEOUT_S = 20.0
 
 
 class HubSource:
-    """One repository at one revision. Every file is read at the commit that the listing was of."""
+    """One repository at one revision. Files are read at the commit of the listing."""
 
     def __init__(self, model: HubModel) -> None:
         self._model = model
@@ -36,13 +39,11 @@ class HubSource:
                 timeout=TIMEOUT_S,
             )
         if not info.sha:
-            raise invalid(f"{self._name}: the hub names no commit")
+            raise invalid(f"{self._name}: the hub returned no commit")
         files = []
         for entry in info.siblings or []:
             if entry.size is None:
-                raise invalid(
-                    f"{self._name}: the hub does not say how large {entry.rfilename!r} is"
-                )
+                raise invalid(f"{self._name}: the hub returned no size for {entry.rfilename!r}")
             if entry.lfs is not None:
                 digest = f"sha256:{entry.lfs.sha256}"
             else:
@@ -68,7 +69,7 @@ class HubSource:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """The library's errors as ours. Those of the network have no base class that outlives its versions."""
+        """Convert the library's errors. Its network errors have no stable base class."""
         try:
             yield
         except HfHubHTTPError as error:
@@ -77,7 +78,7 @@ class HubSource:
             raise invalid(f"{self._name}: {error}") from error
         except OSError as error:
             if error.errno is not None:
-                raise  # of the local disk
+                raise  # an error of the local disk
             raise TransientError(f"{self._name}: {error}") from error
         except Exception as error:
             raise TransientError(f"{self._name}: {type(error).__name__}: {error}") from error
@@ -90,7 +91,8 @@ class HubSource:
             )
         if status in (401, 403):
             return access_denied(
-                f"the hub answered {status} for {self._name}: it does not exist, or is not to be read without (another) HF_TOKEN"
+                f"the hub answered {status} for {self._name}: the repository does not exist, or "
+                "HF_TOKEN is missing or has no access"
             )
         if status == 404:
             return missing(f"the hub has no {self._name}")

@@ -1,7 +1,7 @@
-"""Of several fetchers that share a cache, one works and the others wait for what it brings.
+"""The lock of fetchers that share a cache: one downloads, the others wait for its folder.
 
-Only bandwidth depends on this: every fetcher writes into a folder of its own, and a rename decides. So a lock that a file system
-keeps badly between machines costs a second download and nothing else.
+The lock only saves bandwidth. Every fetcher writes into its own folder, and a rename decides. If
+a file system does not share locks between machines, the cost is a second download.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 import msgspec
 
 BEAT_S = 2.0
+#: A holder whose heartbeat has not changed for this time is dead, frozen or disconnected.
 DEAD_AFTER_S = 20.0
-"""A holder whose heartbeat has not changed for so long, by this process's clock, is dead, frozen or cut off."""
 
 
 class _Beat(msgspec.Struct):
     holder: str
+    #: Boot id of the holder's kernel. On the same kernel flock alone decides.
     machine: str
-    """Boot id of the holder's kernel: on the same one flock alone is the truth."""
     count: int
 
 
 class FetchLock:
-    """One try of one process for the lock at `path`. Not for use by several threads."""
+    """The lock at `path`. Not thread-safe."""
 
     def __init__(
         self, path: Path, *, beat_s: float = BEAT_S, dead_after_s: float = DEAD_AFTER_S
@@ -44,10 +44,13 @@ class FetchLock:
         self._thread: threading.Thread | None = None
 
     def try_acquire(self) -> bool:
-        """Takes the lock if it is free, or if its holder gives no sign of life any more. Does not wait.
+        """Take the lock without waiting, if it is free or its holder's heartbeat has stopped.
+
+        Returns:
+            Whether this process holds the lock.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder is not writable.
         """
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -58,7 +61,7 @@ class FetchLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if silent:  # frozen: it keeps its file, others start a new one
+                if silent:  # the holder is frozen and keeps its file; others create a new one
                     self._path.unlink(missing_ok=True)
                     self._seen = (b"", time.monotonic())
                 os.close(fd)
@@ -79,7 +82,10 @@ class FetchLock:
         return True
 
     def release(self) -> None:
-        """The file stays, empty: its removal would let two fetchers lock two files of one name."""
+        """Release the lock and empty the file.
+
+        The file stays: without it two fetchers could lock two files of the same name.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -101,7 +107,7 @@ class FetchLock:
         count = 0
         while not self._stop.wait(self._beat_s):
             count += 1
-            with contextlib.suppress(OSError):  # a full disk: who works fails by itself
+            with contextlib.suppress(OSError):  # on a full disk the download itself fails
                 self._beat(count)
 
     def _beat(self, count: int) -> None:
@@ -111,7 +117,7 @@ class FetchLock:
 
 
 def _decode(content: bytes) -> _Beat | None:
-    """None for a lock that was released, or whose holder died before its first beat."""
+    """Return None if the lock was released, or its holder died before its first heartbeat."""
     try:
         return msgspec.json.decode(content, type=_Beat)
     except msgspec.DecodeError:
@@ -119,7 +125,7 @@ def _decode(content: bytes) -> _Beat | None:
 
 
 def boot_id() -> str:
-    """Of the running kernel; containers of one machine share it."""
+    """Return the boot id of the running kernel, which all containers of a machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

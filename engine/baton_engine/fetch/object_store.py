@@ -1,7 +1,8 @@
-"""Models in an object store, by `obstore`: s3:// and gs://.
+"""The source for s3:// and gs://, object stores, through `obstore`.
 
-Environment of s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE
-(true for public buckets) and what else the library reads; of gs: GOOGLE_SERVICE_ACCOUNT_KEY and the like.
+Environment for s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION,
+AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE (true for public buckets). For gs:
+GOOGLE_SERVICE_ACCOUNT_KEY. The library reads further variables.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
 CHUNK_BYTES = 4 * 2**20
+#: Timeout of a connection, and of a read.
 TIMEOUT_S = 20
-"""Of connecting, and of silence while bytes come."""
 _MISSING = ("404 Not Found", "NoSuchBucket")
 _DENIED = (
     "401 Unauthorized",
@@ -51,15 +52,19 @@ _DENIED = (
 
 
 class ObjectStoreSource:
-    """The objects right below a prefix. Each is read as long as its ETag is the one that was listed."""
+    """The objects directly below a prefix. A read fails if an ETag is not the listed one."""
 
     def __init__(self, model: StoredModel) -> None:
-        """Raises FetchError: the environment's settings cannot work."""
+        """Create the client.
+
+        Raises:
+            FetchError: the settings in the environment cannot work.
+        """
         self._model = model
         client: ClientConfig = {
             "connect_timeout": timedelta(seconds=TIMEOUT_S),
             "read_timeout": timedelta(seconds=TIMEOUT_S),
-            "timeout": timedelta(days=1),  # of one object: large ones take long
+            "timeout": timedelta(days=1),  # for one object, which may be large
         }
         retry: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=TIMEOUT_S)}
         self._store: S3Store | GCSStore
@@ -71,7 +76,7 @@ class ObjectStoreSource:
                 self._store = S3Store(model.bucket, client_options=client, retry_config=retry)
         except BaseError as error:
             raise source_invalid(
-                f"settings of {model.scheme}:// in the environment: {_first_line(error)}"
+                f"invalid settings of {model.scheme}:// in the environment: {_first_line(error)}"
             ) from error
         self._tags: dict[str, str] = {}
 
@@ -87,7 +92,7 @@ class ObjectStoreSource:
             digest.update(f"{name}\0{entry['size']}\0{tag}\n".encode())
             files.append(RemoteFile(name, entry["size"]))
         if not files:
-            raise missing(f"there is no object right below {self._name}/")
+            raise missing(f"there is no object directly below {self._name}/")
         return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
@@ -115,11 +120,11 @@ class ObjectStoreSource:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """The library's errors as ours. What it has no class for is told by the answer that its text quotes."""
+        """Convert the library's errors. The text decides where the library has no class."""
         try:
             yield
         except PreconditionError as error:
-            text = f"an object of {self._name} was replaced while it was fetched"
+            text = f"an object of {self._name} was replaced during the download"
             raise FetchError("ModelChanged", text, temporary=True) from error
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise self._denied(error) from error
@@ -135,18 +140,24 @@ class ObjectStoreSource:
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            # The library's Rust gives up so, which is no Exception, on settings that it does not check.
-            text = f"{self._name}: the library failed on the settings in the environment: {_first_line(error)}"
-            raise source_invalid(text) from error
+            # The library panics on settings that it does not check; this is not an Exception.
+            raise source_invalid(
+                f"{self._name}: the library failed on the settings in the environment: "
+                f"{_first_line(error)}"
+            ) from error
 
     def _denied(self, error: Exception) -> FetchError:
         return access_denied(
-            f"the credentials' Secret does not open {self._name}: {_first_line(error)}"
+            f"the credentials in the Secret have no access to {self._name}: {_first_line(error)}"
         )
 
 
 def _endpoint() -> str:
-    """$AWS_ENDPOINT_URL, empty if it is not set. Raises FetchError."""
+    """Return $AWS_ENDPOINT_URL, empty if it is not set.
+
+    Raises:
+        FetchError: ModelSourceInvalid, it is no URL of an endpoint.
+    """
     url = os.environ.get("AWS_ENDPOINT_URL")
     if url is None:
         return ""
@@ -155,7 +166,7 @@ def _endpoint() -> str:
         usable = (
             url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
         )
-    except ValueError:  # of the port, or of brackets
+    except ValueError:  # an invalid port or host
         usable = False
     if not usable or not url.isascii() or not url.isprintable() or " " in url:
         raise source_invalid(

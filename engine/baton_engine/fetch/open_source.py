@@ -1,4 +1,4 @@
-"""Chooses the source that a URI names."""
+"""The source for a URI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from baton_engine.fetch.uri import HubModel, parse
 
 
 def open_source(uri: str) -> Source:
-    """Imports only the library that the URI needs. Raises FetchError."""
+    """Create the source, and import only the library that the URI needs.
+
+    Raises:
+        FetchError: the URI is invalid, or its library is not installed.
+    """
     model = parse(uri)
     try:
         if isinstance(model, HubModel):
@@ -19,5 +23,5 @@ def open_source(uri: str) -> Source:
 
         return ObjectStoreSource(model)
     except ImportError as error:
-        text = f"this image does not hold what {uri.partition(':')[0]}:// needs (pip install baton[fetch]): {error}"
+        text = f"{uri.partition(':')[0]}:// needs `pip install baton[fetch]` in this image: {error}"
         raise FetchError("ModelSourceUnsupported", text) from error

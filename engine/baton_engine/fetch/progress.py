@@ -1,4 +1,4 @@
-"""How far the fetcher is: on stderr, and over HTTP on the port that will be the engine's."""
+"""Progress of a fetch, in the log and over HTTP on the port that the engine will use."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ MAX_ERROR_CHARS = 1000
 
 
 class Progress:
-    """Written by the fetcher, read by the server's threads."""
+    """Progress of a fetch. The fetcher writes it, the server's threads read it."""
 
     def __init__(self) -> None:
         self._message = "starting"
         self._measure: Callable[[], LoadProgress | None] = lambda: None
+        #: The last error, and the progress at that time.
         self._failed: tuple[str, LoadProgress | None] | None = None
-        """An error, and how much there was when it came."""
 
-    def tell(self, message: str, measure: Callable[[], LoadProgress | None] | None = None) -> None:
-        """What is done now; `measure` says how much of it, whenever someone asks."""
+    def set_step(
+        self, message: str, measure: Callable[[], LoadProgress | None] | None = None
+    ) -> None:
+        """Start a step.
+
+        Args:
+            message: what the step does.
+            measure: returns the step's progress when it is requested.
+        """
         self._measure = measure or (lambda: None)
         if message != self._message:
             logger.info("%s", message)
@@ -37,21 +44,21 @@ class Progress:
         self._message = message
 
     def fail(self, error: str) -> None:
-        """What is done now failed, and is tried again; told until more is there, or something else is done."""
+        """Record the error of an attempt. Health reports it until the progress or step changes."""
         self._failed = (" ".join(error.split())[:MAX_ERROR_CHARS], self._measure())
 
     def health(self) -> Health:
         progress, failed = self._measure(), self._failed
-        stands = failed is not None and failed[1] == progress
+        is_current = failed is not None and failed[1] == progress
         return Health(
             "Fetching",
             self._message,
             progress,
-            error=failed[0] if failed is not None and stands else "",
+            error=failed[0] if failed is not None and is_current else "",
         )
 
-    def log_from_now_on(self) -> None:
-        """A line on stderr every few seconds, by a thread that ends with the process."""
+    def start_logging(self) -> None:
+        """Log the progress every LOG_EVERY_S seconds, in a daemon thread."""
         threading.Thread(target=self._log, name="progress", daemon=True).start()
 
     def _log(self) -> None:
@@ -73,12 +80,19 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             self._answer(200, msgspec.json.encode(self.server.progress.health()))
         else:
             self._send_reason(
-                404, "NotFound", "there is only GET /health: the model is being fetched"
+                404, "NotFound", "only GET /health exists while the model is being fetched"
             )
 
 
 def serve(progress: Progress, host: str, port: int) -> int:
-    """Answers `GET /health` from now on; returns the port. Raises OSError if the address is taken."""
+    """Serve `GET /health` in a daemon thread.
+
+    Returns:
+        The port.
+
+    Raises:
+        OSError: the address is in use.
+    """
     server = _Server((host, port), _Handler)
     server.progress = progress
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Which files of a model are taken, and under which names they may lie in its folder."""
+"""The files of a model to download, and the names that they may have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ Only = Literal["all", "tokenizer"]
 
 WEIGHTS_SUFFIX = ".safetensors"
 CONFIG_FILE = "config.json"
+#: Files that a gateway reads, at the top of the folder.
 TEXT_FILES = frozenset(
     {
         "added_tokens.json",
@@ -28,15 +29,16 @@ TEXT_FILES = frozenset(
         "vocab.txt",
     }
 )
-"""What a gateway reads, at the top of the folder."""
 
 
 def select(names: Iterable[str], only: Only) -> list[str]:
-    """The names to take, sorted. An allow-list: weights in safetensors, JSON, and the tokenizer's files at the top of the folder;
-    what holds code, pickles among them, is left behind.
+    """Return the names of the files to download, sorted.
+
+    This is an allow-list of files at the top of the folder: safetensors, JSON and the tokenizer's
+    files. Files that may hold code, such as pickles, are not downloaded.
 
     Raises:
-        FetchError: ModelInvalid, for a name that would leave the folder, or if there is nothing to serve.
+        FetchError: ModelInvalid, a name leads out of the folder, or config or weights are missing.
     """
     taken = []
     for name in sorted(set(names)):
@@ -47,14 +49,18 @@ def select(names: Iterable[str], only: Only) -> list[str]:
         if text or (engine and only == "all"):
             taken.append(name)
     if CONFIG_FILE not in taken:
-        raise invalid(f"there is no {CONFIG_FILE} among its files")
+        raise invalid(f"the model has no {CONFIG_FILE}")
     if only == "all" and not any(name.endswith(WEIGHTS_SUFFIX) for name in taken):
-        raise invalid(f"none of its files ends in {WEIGHTS_SUFFIX}; pickled weights are not loaded")
+        raise invalid(f"the model has no {WEIGHTS_SUFFIX} file; pickled weights are not loaded")
     return taken
 
 
 def check_name(name: str) -> None:
-    """Raises FetchError if `name` is no plain relative path."""
+    """Check that `name` is a plain relative path.
+
+    Raises:
+        FetchError: ModelInvalid, it is not.
+    """
     parts = name.split("/")
     hostile = (
         not name
@@ -63,4 +69,4 @@ def check_name(name: str) -> None:
         or not name.isprintable()
     )
     if hostile or PurePosixPath(name).is_absolute() or len(name) > 255:
-        raise invalid(f"it names a file {name!r}, which would not stay in the model's folder")
+        raise invalid(f"the file name {name!r} may lead out of the model's folder")

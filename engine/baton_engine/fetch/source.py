@@ -1,4 +1,4 @@
-"""Where a model's files come from."""
+"""The interface of a source of models, and the verification of files."""
 
 from __future__ import annotations
 
@@ -13,40 +13,51 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file as the source describes it."""
+    """One file of a model, as its source lists it."""
 
+    #: Path relative to the model's folder.
     name: str
-    """Relative to the model's folder."""
     size: int
+    #: `sha256:`, `git-sha1:` (a git blob) or `md5:` and hex digits. Empty if the source has none.
     digest: str = ""
-    """`sha256:`, `git-sha1:` (of git's blob) or `md5:` and hex digits; empty: the source says nothing that could be checked."""
 
 
 @dataclass(frozen=True)
 class Listing:
     """All files of a model at one revision."""
 
+    #: A commit, or a hash over the listing of an object store.
     revision: str
-    """Names the content: a commit, or a hash over what an object store says of its objects."""
     files: tuple[RemoteFile, ...]
 
 
 class Source(Protocol):
-    """A model at its source."""
+    """A model on a hub or in an object store."""
 
     def listing(self) -> Listing:
-        """Raises FetchError, TransientError."""
-
-    def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Appends the file's bytes from `offset` on to `target`. What was written before an error counts.
+        """Return all files.
 
         Raises:
-            FetchError, TransientError, OSError (of `target`).
+            FetchError: a retry does not help.
+            TransientError: a retry may help.
+        """
+
+    def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
+        """Append the bytes from `offset` on to `target`. The bytes before an error are valid.
+
+        Raises:
+            FetchError: a retry does not help.
+            TransientError: a retry may help.
+            OSError: `target` is not writable.
         """
 
 
 def verify(path: Path, file: RemoteFile) -> str:
-    """What is wrong with the local copy; empty if nothing that the source lets us see."""
+    """Compare a file's size and digest with the source's.
+
+    Returns:
+        The difference in words; empty if there is none.
+    """
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size} bytes instead of {file.size}"

@@ -1,4 +1,4 @@
-"""What a model's URI names."""
+"""The URIs of models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_REVISION = "main"
 
 @dataclass(frozen=True)
 class HubModel:
-    """A repository of a Hugging Face hub at a branch, tag or commit."""
+    """A repository on a Hugging Face hub, at a branch, tag or commit."""
 
     repo: str
     revision: str
@@ -29,12 +29,12 @@ class StoredModel:
 
     scheme: str
     bucket: str
+    #: Without leading and trailing slashes.
     prefix: str
-    """Without slashes at its ends."""
 
 
 def parse(uri: str) -> HubModel | StoredModel:
-    """`hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
+    """Parse `hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
 
     Raises:
         FetchError: ModelUriInvalid.

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from baton_protocol.config import EngineConfig
+from baton_protocol.options import options, set_field
 
 
 class EngineArgs(TypedDict, total=False):
@@ -53,59 +54,12 @@ class EngineArgs(TypedDict, total=False):
     crash_dump_dir: str
 
 
-_PATHS = {
-    "dtype": "model.dtype",
-    "quantization": "model.quantization",
-    "max_model_len": "model.max_model_len",
-    "tensor_parallel_size": "parallel.tensor_parallel_size",
-    "pipeline_parallel_size": "parallel.pipeline_parallel_size",
-    "executor": "parallel.executor_class",
-    "collective_timeout_s": "parallel.collective_timeout_s",
-    "step_timeout_s": "parallel.step_timeout_s",
-    "worker_class": "parallel.worker_class",
-    "block_size": "cache.block_size",
-    "num_blocks": "cache.num_blocks",
-    "kv_cache_memory_bytes": "cache.memory_bytes",
-    "gpu_memory_utilization": "cache.gpu_memory_utilization",
-    "enable_prefix_caching": "cache.enable_prefix_caching",
-    "swap_memory_bytes": "cache.swap_memory_bytes",
-    "offload_memory_bytes": "cache.offload_memory_bytes",
-    "watermark": "cache.watermark",
-    "max_num_seqs": "scheduler.max_num_seqs",
-    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
-    "enable_chunked_prefill": "scheduler.enable_chunked_prefill",
-    "long_prefill_token_threshold": "scheduler.long_prefill_token_threshold",
-    "scheduling_policy": "scheduler.policy",
-    "preemption_mode": "scheduler.preemption_mode",
-    "async_scheduling": "scheduler.async_scheduling",
-    "scheduler_class": "scheduler.scheduler_class",
-    "enforce_eager": "compilation.enforce_eager",
-    "compilation_mode": "compilation.mode",
-    "cudagraph_mode": "compilation.cudagraph_mode",
-    "capture_sizes": "compilation.capture_sizes",
-    "compile_sizes": "compilation.compile_sizes",
-    "compile_cache_dir": "compilation.cache_dir",
-    "device": "device",
-    "num_threads": "num_threads",
-    "bind_threads": "bind_threads",
-    "log_iterations": "observability.log_iterations",
-    "profiler_dir": "observability.profiler_dir",
-    "crash_dump_dir": "observability.crash_dump_dir",
+#: Options by the name of their argument, which is that of their flag.
+_OPTIONS = {
+    name: option
+    for option in options(EngineConfig)
+    if (name := option.flag[2:].replace("-", "_")) in EngineArgs.__annotations__
 }
-
-#: Limit of waiting requests. A caller in the same process may pass any number of prompts.
-_NO_LIMIT = 2**31 - 1
-_AT_LEAST_ONE = (
-    "max_model_len",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "block_size",
-    "num_blocks",
-    "kv_cache_memory_bytes",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_threads",
-)
 
 
 def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
@@ -115,25 +69,25 @@ def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
         TypeError: there is no such argument.
         ValueError: a value has the wrong type or is out of bounds; the message names the argument.
     """
-    fields: dict[str, Any] = {"model": {"path": str(model)}, "scheduler": {"max_queue": _NO_LIMIT}}
+    fields: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "scheduler": {"max_queue": 2**31 - 1},  # the caller may pass any number of prompts
+    }
     for name, value in args.items():
-        if name not in _PATHS:
+        if name not in _OPTIONS:
             raise TypeError(
-                f"LLM() has no argument {name!r}; there are {', '.join(sorted(_PATHS))}"
+                f"LLM() has no argument {name!r}; there are {', '.join(sorted(_OPTIONS))}"
             )
-        if value is None:
-            continue
-        if name in _AT_LEAST_ONE and isinstance(value, int) and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-        *sections, last = _PATHS[name].split(".")
-        target = fields
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[last] = value
+        if value is not None:
+            set_field(fields, _OPTIONS[name].path, value)
     try:
-        return msgspec.convert(fields, EngineConfig)
+        config = msgspec.convert(fields, EngineConfig)
     except msgspec.ValidationError as error:
         text = str(error)
-        for name, path in _PATHS.items():
-            text = text.replace(f"`$.{path}`", name)
+        for name, option in _OPTIONS.items():
+            text = text.replace(f"`$.{option.path}`", name)
         raise ValueError(text) from error
+    for name in args:
+        if problem := _OPTIONS[name].problem(config):
+            raise ValueError(f"{name} {problem}")
+    return config

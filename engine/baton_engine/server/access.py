@@ -22,7 +22,7 @@ Door = Literal["engine", "http"]
 
 
 class Access:
-    """Checks of the service key. Thread-safe."""
+    """Checks for the service key. Thread-safe."""
 
     def __init__(
         self, key: ServiceKey | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -39,8 +39,8 @@ class Access:
             self.refusals.labels(door)
         self._clock = clock
         self._lock = threading.Lock()
-        self._unsaid: dict[Door, int] = {"engine": 0, "http": 0}
-        self._said: dict[Door, float] = {}
+        self._not_logged: dict[Door, int] = {"engine": 0, "http": 0}
+        self._logged_at: dict[Door, float] = {}
 
     @classmethod
     def load(cls, service_key_file: str) -> Access:
@@ -62,10 +62,10 @@ class Access:
         self.refusals.labels(door).inc(count)
         now = self._clock()
         with self._lock:
-            self._unsaid[door] += count
-            if now - self._said.get(door, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
+            self._not_logged[door] += count
+            if now - self._logged_at.get(door, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
                 return
-            self._said[door], count, self._unsaid[door] = now, self._unsaid[door], 0
+            self._logged_at[door], count, self._not_logged[door] = now, self._not_logged[door], 0
         logger.warning(
             "%s port: refused %d connections or requests without the service key; "
             "check the clients' service_key_file",

@@ -46,7 +46,7 @@ CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Whether something holds, and why."""
+    """The health or readiness of the engine, with its reason."""
 
     ok: bool
     reason: str
@@ -67,7 +67,7 @@ class DrainStatus(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Result of a call that is accepted, but takes longer than a caller should wait."""
+    """The result of a call that continues after the response."""
 
 
 class EngineAdmin(Protocol):
@@ -105,11 +105,14 @@ class AdminServer:
         registry: CollectorRegistry,
         access: Access | None = None,
     ) -> None:
-        """Bind the port. Raise OSError if the address is taken.
+        """Bind the port.
 
         Args:
-            port: 0 selects any free port, see `port`.
+            port: 0 selects any free port; the attribute `port` has its number.
             access: checks the key of POST requests. None admits all of them.
+
+        Raises:
+            OSError: the address is in use.
         """
         self._server = _Server((host, port), _Handler)
         self._server.admin, self._server.registry = admin, registry
@@ -153,7 +156,7 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length") or "0"
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             self.close_connection = True  # the body is not read
-            message = f"Content-Length must be in [0, {MAX_BODY_BYTES}]; nothing here takes a body"
+            message = f"Content-Length must be in [0, {MAX_BODY_BYTES}]; no path reads a body"
             self._send_reason(400, "BadRequest", message)
             return
         self.rfile.read(int(length))
@@ -213,4 +216,4 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
             f"GET /health, /ready, /metrics, /drain, {names['GET']} "
             f"and POST /drain, {names['POST']}"
         )
-        self._send_reason(404, "NotFound", f"there is only {paths}")
+        self._send_reason(404, "NotFound", f"the paths are {paths}")

@@ -120,12 +120,12 @@ class EngineCoreProc:
             client_timeout_s=client_timeout_s,
         )
         self.request_metrics = RequestMetrics()
-        #: By kind of commit, see `topology_stats`. Empty for an engine that is no rank of a group.
+        #: Pauses by kind of commit, see `topology_stats`. Empty for an engine outside a group.
         self.commit_pauses: dict[str, Histogram] = {}
         self._stats = EngineStats()
         self._owners = RequestOwners(self.io.aborts)
         self._heartbeat = time.monotonic()
-        #: The loop runs a utility call.
+        #: Whether the loop is running a utility call.
         self._in_call = False
         self._failure = ""
         #: None while the model loads, and for an engine that exchanges no blocks.
@@ -223,12 +223,12 @@ class EngineCoreProc:
         transfer = self._stats.kv_transfer
         if transfer is not None and transfer.failure:
             return Condition(False, "KVTransferFailed", transfer.failure)
-        patience = (
+        limit_s = (
             CALL_STUCK_AFTER_S
             if self._in_call
             else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
         )
-        if self.state is State.SERVING and silence > patience:
+        if self.state is State.SERVING and silence > limit_s:
             return Condition(
                 False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s"
             )
@@ -270,7 +270,7 @@ class EngineCoreProc:
             self._drain_requested = True
         if self.state is not State.SERVING:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
-        # The loop answers, so that ADDs in the input queue are counted or refused.
+        # The loop runs the call after the ADDs in the input queue, so they are counted or refused.
         stats: EngineStats = self._ask_loop(EngineCore.drain if start else EngineCore.get_stats)
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
 
@@ -381,7 +381,7 @@ class EngineCoreProc:
         return True
 
     def _fail(self, reason: str) -> None:
-        """Send DEAD to all clients. Only the first reason counts. Callable from any thread."""
+        """Record the first failure and send DEAD to all clients. Any thread may call it."""
         if self.state is not State.FAILED:
             self._failure = reason
             self.state = State.FAILED
@@ -398,7 +398,7 @@ class EngineCoreProc:
         self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
 
     def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
-        """Take in all messages. If `wait`, wait up to `idle_interval_s` for the first one."""
+        """Process all messages. If `wait`, wait up to `idle_interval_s` for the first one."""
         try:
             message = (
                 self.io.input_queue.get(timeout=self.idle_interval_s)

@@ -2,7 +2,7 @@
 
 The thread decodes clients' messages, encodes outputs, and answers HELLO and PING itself. Two queues
 connect it with the engine's loop: `input_queue` (`Input`) and an outbox (`send_*`). No message can
-end this thread: one that cannot be read is answered with REFUSED.
+end this thread: the response to one that cannot be decoded is REFUSED.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from baton_protocol.service_key import count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
 
-#: A client that sends nothing for this long, not even PING, counts as gone: its requests are
+#: Time without a message, also without PING, after which a client is gone and its requests are
 #: aborted.
 CLIENT_TIMEOUT_S = 20.0
 CLIENT_FORGOTTEN_S = 600.0
 POLL_INTERVAL_S = 1.0
 CLOSE_LINGER_MS = 2000
-#: A client that sends a larger message is disconnected. A prompt of a million tokens has about 5
-#: MB.
+#: Limit of a message; a client that exceeds it is disconnected. A prompt of a million tokens has
+#: about 5 MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 _INSTANCE_FRAME_LIMIT = 256
@@ -73,12 +73,13 @@ class Input(NamedTuple):
 
 @dataclass(slots=True)
 class Abort:
-    """An ABORT. It travels in order through the input queue, and past it on the fast path."""
+    """An ABORT. It is in the input queue, in order, and on the fast path."""
 
     client: bytes
-    #: None: all requests of this client, which has gone.
+    #: None: all requests of a client that is gone.
     request_ids: list[str] | None
-    #: Taken in order. The fast path must not apply it again to a later request with the same id.
+    #: Set when the input queue has delivered it. The fast path then ignores it, because a later
+    #: request may have the same id.
     done: bool = False
 
 
@@ -120,7 +121,7 @@ class EngineIO:
         """Bind the port.
 
         Args:
-            port: 0 selects any free port, see `port`.
+            port: 0 selects any free port; the attribute `port` has its number.
             load: returns the engine's load for heartbeats. Its sequence number is overwritten.
             access: admits clients. None admits all of them.
 
@@ -182,7 +183,7 @@ class EngineIO:
         self._send(ResponseType.INIT, None, init)
 
     def send_ready(self, ready: Ready) -> None:
-        """Accept requests from now on."""
+        """Send READY to all clients and start to accept requests."""
         self._send(ResponseType.READY, None, ready)
 
     def send_outputs(self, client: bytes, outputs: EngineCoreOutputs) -> None:
@@ -308,7 +309,7 @@ class EngineIO:
         self._reply(client, ResponseType.REFUSED, Refused(reason, request_id))
 
     def _receive_all(self) -> None:
-        for _ in range(1000):  # then the outbox is sent
+        for _ in range(1000):  # a limit, so that outputs are not delayed
             try:
                 frames = self._router.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -346,7 +347,7 @@ class EngineIO:
             message = decoder.decode(payload)
         except _UNREADABLE as error:
             self._refuse(
-                client, f"{_kind_name(kind)} cannot be read: {error}", _request_id(kind, payload)
+                client, f"{_kind_name(kind)} cannot be decoded: {error}", _request_id(kind, payload)
             )
             return
         if state is not None:

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import zmq
 
-#: From this size on, sending without a copy is cheaper. Below, ZMQ's bookkeeping costs more.
+#: Minimum size to send without a copy. For smaller messages a copy costs less than the tracking.
 ZERO_COPY_BYTES = 32 * 2**10
-#: Buffers kept for reuse. A burst allocates more for a while.
+#: Number of free buffers to keep. A burst allocates more, and they are freed afterwards.
 MAX_BUFFERS = 32
 
 
@@ -25,11 +25,14 @@ class Payload:
         self.tracker: zmq.MessageTracker | None = None
         if len(buffer) >= ZERO_COPY_BYTES:
             self._frame = zmq.Frame(buffer, track=True, copy=False)
-            #: Reports when ZMQ has finished with the buffer. None if ZMQ copies.
             self.tracker = self._frame.tracker
 
     def send(self, socket: zmq.Socket[bytes]) -> None:
-        """Send it as the last frame. Raises zmq.ZMQError."""
+        """Send the message as the last frame.
+
+        Raises:
+            zmq.ZMQError: the client is gone, or its queue is full.
+        """
         socket.send(self._frame, zmq.DONTWAIT, copy=self.tracker is None)
 
 
@@ -60,9 +63,9 @@ class OutputBuffers:
             self._give_back(buffer)
 
     def _reclaim(self) -> None:
-        """Take back the buffers that ZMQ has finished with.
+        """Reclaim the buffers that ZMQ has finished with, up to the first that it still reads.
 
-        They are in order, nearly: messages leave in the order of their sends to each client.
+        ZMQ sends the messages to one client in order, so later buffers are rarely finished first.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])

@@ -1,4 +1,4 @@
-"""Owners of unfinished requests. Only its owner may end a request and gets the outputs."""
+"""Owners of unfinished requests. Only the owner may end a request and receives its outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RequestOwners:
         """Start without requests.
 
         Args:
-            aborts: the fast path. Its aborts overtake the messages in the input queue.
+            aborts: the fast path, whose aborts are read before the input queue.
         """
         self._aborts = aborts
         self._owners: dict[str, bytes] = {}
@@ -36,7 +36,7 @@ class RequestOwners:
         return self._owners.get(request_id, client) == client
 
     def of_abort(self, abort: Abort) -> list[str]:
-        """Return the ids of the abort that its client may end."""
+        """Return the request ids of an abort that its client owns."""
         if abort.request_ids is None:
             return [
                 request_id for request_id, owner in self._owners.items() if owner == abort.client

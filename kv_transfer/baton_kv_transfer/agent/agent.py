@@ -1,12 +1,15 @@
-"""The transfer agent: registered memory, peers by name, one-sided transfers with notifications. NIXL's names and semantics.
+"""The interface of a transfer agent: registered memory, peers by name, one-sided transfers.
 
-    one active post per handle, posted again only after DONE or ERR; no order among transfers; a transfer's notification
-    arrives after all its descriptors; adding a peer's metadata does not connect; removing a peer disconnects, its transfers in
-    flight end in ERR; the agent's own name is a peer that is always known; `make_prepped_xfer` merges runs that are adjacent on
-    both sides, `initialize_xfer` does not.
+Names and semantics are NIXL's:
 
-`create_agent` makes one: over a transport of ours (`transport_agent`), or the real library (`transports.nixl`).
-Every descriptor is checked against registered memory, the peer's against its metadata.
+- A handle has one active post. It is posted again only after DONE or ERR.
+- Transfers have no order. The notification of a transfer arrives after all its descriptors.
+- Adding a peer's metadata does not connect. Removing a peer disconnects it and ends its transfers
+  in ERR.
+- The agent's own name is a peer that always exists.
+- `make_prepped_xfer` merges runs that are adjacent on both sides; `initialize_xfer` does not.
+
+Every descriptor is checked: local ones against registered memory, a peer's against its metadata.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from baton_kv_transfer.transports.transfer import (
     XferState,
 )
 
+#: Agent name of the local side in prep_xfer_dlist.
 INIT_AGENT = "NIXL_INIT_AGENT"
-"""Agent name of the local side in prep_xfer_dlist."""
 
 
 class RegDescs:
-    """Registered memory, as register_memory returned it."""
+    """Memory that register_memory registered."""
 
     def __init__(self, regions: list[Region]) -> None:
         self.regions = regions
@@ -44,10 +47,12 @@ class DlistHandle:
     """A checked descriptor list, local or of one peer."""
 
     def __init__(self, agent: str, descs: XferDescs, known_peer: object) -> None:
-        """
+        """Keep the checked descriptors.
+
         Args:
-            agent: the peer's name; empty: this side.
-            known_peer: an object per metadata of the peer: another one after the metadata was replaced.
+            agent: name of the peer; empty for the local side.
+            descs: the descriptors.
+            known_peer: identifies the metadata of the peer. Replaced metadata has another object.
         """
         self.agent, self.descs, self.known_peer = agent, descs, known_peer
         self.released = False
@@ -57,15 +62,18 @@ class XferHandle:
     """A transfer that can be posted."""
 
     def __init__(self, peer: str, known_peer: object, num_descs: int, notif: bytes) -> None:
-        """
+        """Keep what a post needs.
+
         Args:
+            peer: name of the peer.
             known_peer: as in DlistHandle.
-            num_descs: after merging.
+            num_descs: number of descriptors after merging.
+            notif: notification for the peer; empty for none.
         """
         self.peer, self.known_peer, self.num_descs, self.notif = peer, known_peer, num_descs, notif
         self.released = False
+        #: The last post.
         self.post: Post | None = None
-        """The last one."""
 
     @property
     def state(self) -> XferState | None:
@@ -79,8 +87,11 @@ class XferHandle:
 
 
 class Agent(abc.ABC):
-    """Moves bytes between registered memory here and at peers. Methods may be called from any thread and return at once, save
-    those that register or deregister memory, fence and close."""
+    """Moves bytes between registered memory here and at peers.
+
+    Any thread may call the methods. They return at once, except those that register or deregister
+    memory, fence or close.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -89,32 +100,35 @@ class Agent(abc.ABC):
 
     @property
     def num_refused(self) -> int:
-        """Descriptors that peers named, this side was to execute, and refused: they were outside registered memory.
+        """Descriptors of peers that this side refused, because they were outside registered memory.
 
-        0 over NIXL, whose library refuses unseen.
+        0 with NIXL, whose library does not report them.
         """
         return 0
 
     @property
     def bytes_moved(self) -> dict[str, int] | None:
-        """Bytes sent and received so far, by transport and transport, such as `ucx tcp/lo`. None over NIXL, which counts none.
+        """Bytes sent and received, by transport and lane, such as `ucx tcp/lo`. None with NIXL.
 
-        A copy between processes of one host counts where it is made: at the side that receives.
+        A copy between processes of one host counts at the side that receives, because it copies.
         """
         return None
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called, from any thread, after a transfer ended or a notification arrived; but see `waiting`.
+        """Set a function that is called after a transfer ended or a notification arrived.
 
-        (Not in NIXL, where one polls.)
+        Any thread may call it. For the exception see `waiting`. NIXL has no such function: its
+        users poll.
         """
         self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        """Around a sleep until `wakeup` is called: no other thread has to wake up first, its work is the caller's.
+        """Return a context for a sleep until `wakeup` is called.
 
-        Gives a descriptor to poll within it beside the caller's own, or None; once it is readable, leave, and look for what ended
-        or arrived: `wakeup` is not called for what came up on leaving. (Not in NIXL.)
+        The caller does the agent's work in it, so no other thread has to wake up first. The context
+        gives a descriptor to poll beside the caller's own, or None. When it is readable, leave the
+        context and look for ended transfers and notifications: `wakeup` is not called for those
+        found on leaving. NIXL has no such function.
         """
         return contextlib.nullcontext()
 
@@ -122,7 +136,7 @@ class Agent(abc.ABC):
     def register_memory(
         self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
     ) -> RegDescs:
-        """Makes memory usable in transfers; it must stay allocated until deregister_memory.
+        """Make memory usable in transfers. It must stay allocated until deregister_memory.
 
         Args:
             reg_list: (address, length in bytes, device id, free text) of each region.
@@ -137,29 +151,33 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def get_agent_metadata(self) -> bytes:
-        """What a peer needs to reach this agent's memory as registered now."""
+        """Return what a peer needs to reach the memory that is registered now."""
 
     @abc.abstractmethod
     def add_remote_agent(self, metadata: bytes) -> str:
-        """Makes a peer known and returns its name. The same metadata twice is once; newer metadata replaces the older: transfers
-        made with the older are not posted any more, those in flight end in ERR.
+        """Add a peer and return its name.
+
+        Equal metadata is added once. Newer metadata replaces the older: transfers made with the
+        older cannot be posted any more, and those in flight end in ERR.
 
         Raises:
-            ValueError: damaged metadata, this agent's own, or of another version or transport.
-            TransportError: the peer is not reached, where the transport connects at once.
+            ValueError: the metadata is damaged, this agent's own, or of another version or
+                transport.
+            TransportError: the peer cannot be reached, if the transport connects at once.
         """
 
     @abc.abstractmethod
     def remove_remote_agent(self, agent: str) -> None:
-        """Disconnects and forgets a peer; its transfers in flight end in ERR."""
+        """Disconnect and remove a peer. Its transfers in flight end in ERR."""
 
     def get_xfer_descs(
         self, descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str = "DRAM"
     ) -> XferDescs:
-        """Descriptors from (address, length, device id) rows.
+        """Return descriptors from (address, length, device id) rows.
 
         Raises:
-            ValueError: not [n, 3], no row at all, a length below 1, or an unknown memory type.
+            ValueError: the shape is not [n, 3], there is no row, a length is below 1, or the memory
+                type is unknown.
         """
         return check_rows(descs, mem_type)
 
@@ -170,14 +188,17 @@ class Agent(abc.ABC):
         xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
         mem_type: str = "DRAM",
     ) -> DlistHandle:
-        """Checks descriptors once for use in many transfers.
+        """Check descriptors once for use in many transfers.
 
         Args:
-            agent_name: NIXL_INIT_AGENT or "" for the local side, else a peer's name, or this agent's own.
+            agent_name: NIXL_INIT_AGENT or "" for the local side, else the name of a peer or of this
+                agent.
+            xfer_list: rows as in get_xfer_descs.
+            mem_type: DRAM or VRAM.
 
         Raises:
-            KeyError: unknown peer.
-            ValueError: a descriptor is outside the memory that side registered.
+            KeyError: the peer is unknown.
+            ValueError: a descriptor is outside the memory that the side registered.
         """
 
     @abc.abstractmethod
@@ -190,10 +211,12 @@ class Agent(abc.ABC):
         remote_indices: Sequence[int] | NDArray[np.int64],
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        """A transfer between rows of two prepared lists, pairwise; runs adjacent on both sides become one descriptor.
+        """Return a transfer between rows of two prepared lists, pairwise.
+
+        Runs that are adjacent on both sides become one descriptor.
 
         Raises:
-            ValueError: rows that do not exist or cannot be paired, or a list that was released.
+            ValueError: rows do not exist or cannot be paired, or a list was released.
         """
 
     @abc.abstractmethod
@@ -205,16 +228,21 @@ class Agent(abc.ABC):
         remote_agent: str,
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        """A transfer between two descriptor lists, pairwise.
+        """Return a transfer between two descriptor lists, pairwise.
 
         Raises:
-            KeyError: unknown peer.
-            ValueError: lists of different shape, or a descriptor outside registered memory.
+            KeyError: the peer is unknown.
+            ValueError: the lists have different shapes, or a descriptor is outside registered
+                memory.
         """
 
     @abc.abstractmethod
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
-        """Posts a transfer: DONE, PROC or ERR. `notif_msg` replaces the handle's notification for this post.
+        """Post a transfer and return DONE, PROC or ERR.
+
+        Args:
+            handle: the transfer.
+            notif_msg: replaces the notification of the handle for this post.
 
         Raises:
             ValueError: the handle was released, or its last post has not ended.
@@ -222,17 +250,19 @@ class Agent(abc.ABC):
         """
 
     def check_xfer_state(self, handle: XferHandle) -> str:
-        """DONE, PROC or ERR of the last post; after DONE and ERR local memory is not touched any more.
+        """Return DONE, PROC or ERR of the last post.
+
+        After DONE and ERR local memory is not touched any more.
 
         Raises:
-            ValueError: never posted.
+            ValueError: the transfer was never posted.
         """
         if handle.state is None:
             raise ValueError("the transfer was not posted: call transfer first")
         return handle.state.value
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        """Notifications since the last call, by sender."""
+        """Return the notifications since the last call, by sender."""
         notifs: dict[str, list[bytes]] = {}
         for _ in range(len(self._notifs)):
             sender, message = self._notifs.popleft()
@@ -241,18 +271,19 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
-        """Sends a notification of its own, in no order with transfers.
+        """Send a notification without a transfer. It has no order with transfers.
 
         Raises:
-            KeyError: unknown peer.
+            KeyError: the peer is unknown.
             TransportError: the agent is closed.
         """
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
-        """Forgets a transfer; does not block.
+        """Release a transfer without waiting.
 
         Raises:
-            TransportError: it is active, its memory still in use; remove_remote_agent aborts it.
+            TransportError: the transfer is active and uses its memory. remove_remote_agent aborts
+                it.
         """
         if handle.state is XferState.PROC:
             raise TransportError(
@@ -261,15 +292,16 @@ class Agent(abc.ABC):
         handle.released = True
 
     def release_dlist_handle(self, handle: DlistHandle) -> None:
-        """Forgets a descriptor list; transfers made from it stay valid."""
+        """Release a descriptor list. Transfers made from it stay valid."""
         handle.released = True
 
     @abc.abstractmethod
     def fence(self) -> None:
-        """Cuts all peers off: when it returns, nothing that a peer began still reaches registered memory. (Not in NIXL.)
+        """Cut all peers off: no operation of a peer reaches registered memory afterwards.
 
-        TransferManager in flight ended in ERR, all peers are forgotten, and this agent's earlier metadata leads nowhere: peers need what
-        get_agent_metadata returns now. Memory stays registered.
+        Transfers in flight ended in ERR and all peers are removed. The earlier metadata of this
+        agent is useless: peers need what get_agent_metadata returns now. Memory stays registered.
+        NIXL has no such function.
 
         Raises:
             TransportError: the agent is closed.
@@ -277,11 +309,15 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the agent's thread and all transfers; peers see the connection go away. Idempotent."""
+        """End the agent's thread and all transfers. Peers see the connection close. Idempotent."""
 
 
 def check_post(handle: XferHandle) -> None:
-    """Raises ValueError unless the handle may be posted now."""
+    """Check that the handle may be posted now.
+
+    Raises:
+        ValueError: it may not.
+    """
     if handle.released:
         raise ValueError("the transfer was released: make it again")
     if handle.state is XferState.PROC:
@@ -295,7 +331,11 @@ def pair(
     remote: DlistHandle,
     theirs: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """The chosen rows of a list of this side and of one of a peer. Raises ValueError as make_prepped_xfer."""
+    """Return the selected rows of a local list and of a peer's list.
+
+    Raises:
+        ValueError: as in make_prepped_xfer.
+    """
     if local.released or remote.released:
         raise ValueError("a descriptor list of this transfer was released: prepare it again")
     if local.agent or not remote.agent:

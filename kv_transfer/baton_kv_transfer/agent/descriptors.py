@@ -1,4 +1,4 @@
-"""Lists of descriptors: their shape, where they lie in registered memory, and which of them make one run. Pure functions."""
+"""Lists of descriptors: shape checks, containment in registered memory, merging. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton_kv_transfer.transports.transfer import MEM_TYPES, Descriptors, Region
 
 @dataclass(frozen=True, slots=True)
 class XferDescs:
-    """Descriptors of one memory type, as get_xfer_descs checked them."""
+    """Descriptors of one memory type, checked by get_xfer_descs."""
 
     rows: Descriptors
     mem_type: str
@@ -29,12 +29,18 @@ def check_mem_type(mem_type: str) -> None:
 
 
 def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str) -> XferDescs:
-    """Raises ValueError: not [n, 3], no row at all, a length below 1, or an unknown memory type."""
+    """Return the rows as descriptors.
+
+    Raises:
+        ValueError: the shape is not [n, 3], there is no row, a length is below 1, or the memory
+            type is unknown.
+    """
     check_mem_type(mem_type)
     rows = np.ascontiguousarray(descs, dtype=np.int64)
     if rows.ndim != 2 or rows.shape[1] != 3 or not len(rows):
         raise ValueError(
-            f"descriptors must be [n, 3] (address, length, device id) with n >= 1, got shape {rows.shape}"
+            "descriptors must be [n, 3] (address, length, device id) with n >= 1, "
+            f"got shape {rows.shape}"
         )
     if (rows[:, 1] < 1).any():
         raise ValueError("descriptors must have lengths of at least 1 byte")
@@ -42,7 +48,11 @@ def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: st
 
 
 def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None:
-    """Raises ValueError unless the rows of the two sides can be moved pairwise."""
+    """Check that the rows of the two sides can be moved pairwise.
+
+    Raises:
+        ValueError: they cannot.
+    """
     if operation not in ("READ", "WRITE"):
         raise ValueError(f"operation must be READ or WRITE, got {operation!r}")
     if not len(local) or local[:, 1].tobytes() != remote[:, 1].tobytes():
@@ -53,7 +63,11 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 
 
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
-    """Rows by index: [n, 3]. Raises ValueError if there is no such row: an index counts from the start."""
+    """Return rows by index: [n, 3]. Indices count from the start.
+
+    Raises:
+        ValueError: there is no such row.
+    """
     if indices.ndim == 1 and not _any_negative(indices):
         try:  # contextlib.suppress and descs[indices] take twice as long for few rows
             return descs.take(indices, axis=0)
@@ -63,13 +77,17 @@ def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
 
 
 def locate(descs: XferDescs, regions: Sequence[Region], owner: str) -> NDArray[np.int64]:
-    """Index of the region that holds each descriptor whole: [n]. Raises ValueError if one is in none."""
+    """Return the index of the region that contains each descriptor: [n].
+
+    Raises:
+        ValueError: a descriptor is in no region.
+    """
     rows = descs.rows
     found = np.full(len(rows), -1, dtype=np.int64)
     for index, region in enumerate(regions):
         if region.mem_type != descs.mem_type:
             continue
-        # Compared as offset and room left, so that a hostile length cannot overflow the sum.
+        # Compares offset and remaining length: a sum could overflow for an untrusted length.
         offset = rows[:, 0] - region.address
         inside = (offset >= 0) & (offset <= region.length) & (rows[:, 1] <= region.length - offset)
         found[inside & (rows[:, 2] == region.device_id)] = index
@@ -89,7 +107,10 @@ def run_starts(
     local_regions: NDArray[np.int64] | None = None,
     remote_regions: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
-    """First rows of the runs that are adjacent on both sides and stay within one region on each (where regions are given)."""
+    """Return the first rows of the runs that are adjacent on both sides.
+
+    A run stays within one region on each side for which regions are given.
+    """
     lengths = local[:, 1]
     joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (
         remote[1:, 0] == remote[:-1, 0] + lengths[:-1]
@@ -102,7 +123,10 @@ def run_starts(
 
 
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
-    """Whether `merge` is worth its time: of few rows Python sees sooner that none are adjacent on both sides."""
+    """Return whether `merge` may join rows.
+
+    For few rows Python checks adjacency faster than arrays.
+    """
     if len(local) > FEW_RUNS:
         return True
     ours, theirs = local.tolist(), remote.tolist()
@@ -119,7 +143,11 @@ def merge(
     remote: Descriptors,
     remote_regions: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors, NDArray[np.int64]]:
-    """Joins the rows of each run: local and remote [runs, 3], and the remote region of each run [runs]."""
+    """Join the rows of each run.
+
+    Returns:
+        Local and remote rows [runs, 3], and the remote region of each run [runs].
+    """
     starts = run_starts(local, remote, local_regions, remote_regions)
     lengths = local[:, 1]
     local, remote = local[starts], remote[starts]

@@ -1,17 +1,22 @@
-"""The agent as the real library: nixl_cu12 with its UCX backend. Any NIXL program over UCX is a peer.
+"""An agent over the NIXL library: nixl_cu12 with its UCX backend.
 
-What is ours around it:
+Any NIXL program over UCX is a peer.
 
-- NIXL has to be polled, and its own progress thread spins. A thread here polls instead, with pauses between POLL_MIN_S and
-  POLL_BUSY_S while transfers are in flight, up to POLL_IDLE_S while peers may send or read, and not at all while nobody can:
-  before a peer was added or this agent's metadata was asked for.
-- NIXL 1.5.1 reports ERR at once for transfers to a removed peer, and releases a transfer in flight, but bytes still arrive
-  afterwards. So a peer's removal waits until its transfers ended; if they have not within REMOVE_GRACE_S, the library's agent is
-  destroyed and made anew. That ends all transfers in flight; handles, lists and other peers stay usable.
-- `fence` does the same and forgets all peers. It relies on this process taking part in what a peer writes, or on the network
-  refusing it afterwards. Shared memory transports do neither (cma lets a peer write by itself), so they are off; UCX_TLS in the
-  environment wins. GPU memory of peers on the same host (cuda_ipc) is not covered.
-- Metadata carries a digest behind NIXL's own bytes, which NIXL ignores: it takes damaged addresses and keys as they are.
+What Baton adds around the library:
+
+- NIXL must be polled, and its own progress thread spins. A thread here polls with pauses: between
+  POLL_MIN_S and POLL_BUSY_S while transfers are in flight, up to POLL_IDLE_S while peers may send
+  or read. Before a peer is added or this agent's metadata is requested it does not poll.
+- NIXL 1.5.1 reports ERR at once for transfers to a removed peer, and releases a transfer in flight,
+  but bytes still arrive afterwards. So the removal of a peer waits until its transfers ended. If
+  they have not within REMOVE_GRACE_S, the library's agent is destroyed and made again. That ends
+  all transfers in flight. Handles, lists and other peers stay usable.
+- `fence` does the same and removes all peers. It relies on this process having a part in what a
+  peer writes, or on the network refusing it afterwards. UCX's shared memory does neither (cma lets
+  a peer write by itself), so it is off. UCX_TLS in the environment overrides that. GPU memory of
+  peers on the same host (cuda_ipc) is not covered.
+- Metadata carries a digest after NIXL's bytes, which NIXL ignores. NIXL itself accepts damaged
+  addresses and keys.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ REMOVE_GRACE_S = 1.0
 
 
 class _Native:
-    """An object of the library, made anew when the library's agent was."""
+    """An object of the library, built again after the library's agent was made again."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -72,7 +77,9 @@ class _Native:
     def drop(self) -> None:
         if self.value is None:
             return
-        with contextlib.suppress(Exception):  # one in flight may refuse; it ends with the agent
+        with contextlib.suppress(
+            Exception
+        ):  # a transfer in flight may refuse; it ends with the agent
             self.value.release()
         # The wrapper would keep the library's agent alive, and log an error when it is collected.
         self.value._released, self.value._agent = True, None
@@ -80,7 +87,10 @@ class _Native:
 
 
 class _Peer:
-    """What is known of a peer by one metadata; handles hold on to it and so notice that it was replaced."""
+    """A peer by one version of its metadata.
+
+    Handles keep a reference and so detect a replacement.
+    """
 
     def __init__(self, metadata: bytes = b"") -> None:
         self.metadata = metadata
@@ -109,7 +119,7 @@ class _Xfer(XferHandle):
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
-        self.doomed = ""  # why it will be in ERR, once it ended
+        self.doomed = ""  # the error of the post after its end
 
     def begin(self) -> None:
         self.post, self.doomed = Post(), ""
@@ -120,23 +130,28 @@ class _Xfer(XferHandle):
 
 
 class NixlAgent(Agent):
+    """An agent of the NIXL library with a polling thread."""
+
     def __init__(self, name: str) -> None:
-        """
+        """Load the library and start the polling thread.
+
         Raises:
             ValueError: nixl-cu12 is not installed.
         """
         super().__init__(name)
         self._api, self._errors = nixl_library.load()
-        self._lock = threading.Condition(threading.RLock())  # of all below, and of the library
+        self._lock = threading.Condition(
+            threading.RLock()
+        )  # guards the library and all that follows
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
         self._self = _Peer()
         self._peers: dict[str, _Peer] = {}
         self._leaving: dict[
             str, float
-        ] = {}  # removed while transfers were in flight -> how long those may take
+        ] = {}  # removed with transfers in flight -> deadline of those
         self._in_flight: list[_Xfer] = []
-        self._known_outside = False  # somebody has this agent's metadata
+        self._known_outside = False  # this agent's metadata was requested
         self._pause_s = POLL_MIN_S
         self._nixl: Any = nixl_library.create(self._api, self.name)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
@@ -174,7 +189,7 @@ class NixlAgent(Agent):
         packed, name = nixl_library.unseal(metadata)
         if name == self.name:
             raise ValueError(
-                f"metadata of an agent called {self.name}, as this one is, which knows itself"
+                f"the metadata is of an agent called {self.name}, which is this agent's own name"
             )
         with self._lock:
             nixl = self._open()
@@ -365,13 +380,14 @@ class NixlAgent(Agent):
     # -- the library's agent
 
     def _destroy(self, reason: str) -> None:
-        """TransferManager in flight end, and memory is out of reach: nothing answers for it any more."""
+        """Destroy the library's agent.
+
+        Transfers in flight end, and no peer reaches memory any more.
+        """
         for native in list(self._natives):
             native.drop()
         if self._nixl is not None:
-            self._nixl.agent = (
-                None  # whoever still holds the wrapper (a traceback) does not hold the agent
-            )
+            self._nixl.agent = None  # a traceback may still hold the wrapper, but not the agent
             self._nixl = None
         for xfer in self._in_flight:
             xfer.end(xfer.doomed or reason)
@@ -379,7 +395,7 @@ class NixlAgent(Agent):
         self._leaving.clear()
 
     def _restart(self, reason: str) -> None:
-        """A new agent of the library with the same memory and peers."""
+        """Make a new agent of the library with the same memory and peers."""
         self._destroy(reason)
         self._nixl = nixl = nixl_library.create(self._api, self.name)
         for registered in self._registered:
@@ -428,7 +444,7 @@ class NixlAgent(Agent):
             self._get(native)
         except self._errors as error:
             raise ValueError(
-                f"a descriptor is outside the memory {owner} registered, says NIXL: {error}"
+                f"NIXL finds a descriptor outside the memory that {owner} registered: {error}"
             ) from None
 
     # -- the polling thread
@@ -459,7 +475,7 @@ class NixlAgent(Agent):
         return bool(self._in_flight or self._leaving or self._peers or self._known_outside)
 
     def _poll(self) -> bool:
-        """One round over all that may have happened; true if anything had."""
+        """Poll everything once and return whether anything happened."""
         moved = self._take_notifs()
         for xfer in list(self._in_flight):
             moved |= self._collect(xfer)
@@ -469,10 +485,10 @@ class NixlAgent(Agent):
                 self._nixl.remove_remote_agent(name)
             elif time.monotonic() >= deadline:
                 logger.warning(
-                    "transfers with %s did not end after its removal: NIXL's agent is made anew",
+                    "transfers with %s did not end after its removal: restarting NIXL's agent",
                     name,
                 )
-                self._restart("NIXL's agent was made anew")
+                self._restart("NIXL's agent was restarted")
                 return True
         return moved
 
@@ -483,7 +499,7 @@ class NixlAgent(Agent):
         return bool(news)
 
     def _collect(self, xfer: _Xfer) -> bool:
-        """True if the transfer ended."""
+        """Return whether the transfer ended."""
         error = ""
         try:
             state = self._nixl.check_xfer_state(self._get(xfer.native))

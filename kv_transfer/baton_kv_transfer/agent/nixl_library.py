@@ -1,4 +1,4 @@
-"""NIXL's library as the nixl transport finds it: loading it, making its agent, and its metadata with a digest behind it."""
+"""NIXL's library: loading it, making its agent, and sealing its metadata with a digest."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+#: UCX's settings, unless the environment has others. NIXL accepts no list as a value.
 BACKEND_CONFIG = "TLS=^sm,KEEPALIVE_INTERVAL=2s"
-"""UCX's settings, where the environment has none. (NIXL takes no list as a value.)"""
 _NAME_TAG = b"nixlSerDes|Agent"
+#: The end of every entry of NIXL's bytes, and so of the last one.
 _END = b"|"
-"""Of every entry of NIXL's bytes, so of the last."""
 _DIGEST_TAG = b"baton"
 _DIGEST_BYTES = 16
 
 
 def load() -> tuple[Any, tuple[type[Exception], ...]]:
-    """The library, and all its exceptions: they have no base of their own."""
+    """Return the library and all its exception types, which have no common base."""
     raise_exceptions = logging.raiseExceptions
     try:
         from nixl_cu12 import _api, _bindings
     except ImportError as error:
         raise ValueError(
-            f"transport nixl needs NIXL ({error}): pip install 'baton[nixl]' (package nixl-cu12), or use ucx"
+            f"transport nixl needs NIXL ({error}): pip install 'baton[nixl]' (package nixl-cu12), "
+            "or use ucx"
         ) from error
     finally:
         logging.raiseExceptions = raise_exceptions  # NIXL sets it for the whole process
@@ -41,7 +42,7 @@ def load() -> tuple[Any, tuple[type[Exception], ...]]:
 
 
 def create(api: Any, name: str) -> Any:
-    """An agent of the library that is polled by its user, with the UCX backend."""
+    """Return an agent of the library with the UCX backend, to be polled."""
     config = api.nixl_agent_config(
         enable_prog_thread=False,
         backends=[],
@@ -55,7 +56,10 @@ def create(api: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_ucx() -> Iterator[None]:
-    """UCX reads its log level when NIXL loads it; by default it warns of every request that its worker ends unfinished."""
+    """Set UCX's log level while NIXL loads it.
+
+    By default UCX warns of every request that its worker ends.
+    """
     if "UCX_LOG_LEVEL" in os.environ:
         yield
         return
@@ -67,12 +71,16 @@ def _quiet_ucx() -> Iterator[None]:
 
 
 def seal(packed: bytes) -> bytes:
-    """NIXL's bytes with their digest, which NIXL ignores."""
+    """Return NIXL's bytes with their digest, which NIXL ignores."""
     return packed + _DIGEST_TAG + _digest(packed)
 
 
 def unseal(metadata: bytes) -> tuple[bytes, str]:
-    """NIXL's bytes and the agent's name. Metadata of a plain NIXL program has no digest. Raises ValueError."""
+    """Return NIXL's bytes and the agent's name. Metadata of a plain NIXL program has no digest.
+
+    Raises:
+        ValueError: the metadata is damaged, or not NIXL's.
+    """
     packed = metadata
     tail = len(metadata) - len(_DIGEST_TAG) - _DIGEST_BYTES
     if metadata[max(tail, 0) :].startswith(_DIGEST_TAG):
@@ -91,14 +99,14 @@ def unseal(metadata: bytes) -> tuple[bytes, str]:
             raise ValueError("no name")
     except (ValueError, struct.error) as error:
         raise ValueError(
-            f"agent metadata of {len(metadata)} bytes is damaged, or not of a NIXL agent ({error}): "
-            f"both sides must run the same transport"
+            f"agent metadata of {len(metadata)} bytes is damaged, or not of a NIXL agent "
+            f"({error}): both sides must run the same transport"
         ) from None
     return packed, name
 
 
 def _digest(packed: bytes) -> bytes:
-    """As text, which never ends as NIXL's bytes do."""
+    """Return the digest as text, which never ends like NIXL's bytes."""
     return (
         hashlib.blake2b(packed, digest_size=_DIGEST_BYTES // 2, person=b"baton-nixl")
         .hexdigest()

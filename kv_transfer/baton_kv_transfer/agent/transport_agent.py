@@ -1,4 +1,7 @@
-"""The agent over kinds of ours: it keeps names, regions and handles; each transfer takes the first transport that can move it."""
+"""An agent over Baton's transports.
+
+It keeps names, regions and handles. Each transfer uses the first transport that can move it.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,15 @@ class AgentMetadata(msgspec.Struct, array_like=True):
     name: str
     transport: str
     address: bytes
+    #: (address, length, memory type, device id) of each registered region.
     regions: list[tuple[int, int, str, int]]
-    """(address, length, memory type, device id) of each registered region."""
 
 
 class _Peer:
-    """What is known of a peer by one metadata; handles hold on to it and so notice that it was replaced."""
+    """A peer by one version of its metadata.
+
+    Handles keep a reference and so detect a replacement.
+    """
 
     def __init__(self, regions: list[Region], digest: bytes = b"") -> None:
         self.regions = regions
@@ -79,14 +85,19 @@ class _Xfer(XferHandle):
 
 
 class TransportAgent(Agent):
+    """An agent over one or more transports, which share a thread."""
+
     def __init__(self, name: str, transport: str, host: str = "") -> None:
-        """
+        """Start the transports and their thread.
+
         Args:
+            name: peers know the agent by this name.
+            transport: see create_agent.
             host: see create_agent.
 
         Raises:
-            ValueError: unknown transport.
-            OSError: `host` is no address of this machine.
+            ValueError: the transport is unknown.
+            OSError: `host` is not an address of this machine.
             UCXError: UCX is missing or does not start.
         """
         super().__init__(name)
@@ -135,8 +146,9 @@ class TransportAgent(Agent):
         ]
         if not kinds:
             raise ValueError(
-                f"{' and '.join(self._transports)} cannot move {mem_type} here: GPU memory needs transport ucx or auto, an NVIDIA "
-                f"driver, and a UCX with CUDA (cuda_copy in UCX_TLS where that is set)"
+                f"{' and '.join(self._transports)} cannot move {mem_type} here: GPU memory needs "
+                "transport ucx or auto, an NVIDIA driver, and a UCX with CUDA (cuda_copy in "
+                "UCX_TLS if that is set)"
             )
         regions: list[Region] = []
         for address, length, device_id, _ in reg_list:
@@ -144,7 +156,7 @@ class TransportAgent(Agent):
         self._thread.mailbox.call(lambda: self._add_regions(regions, kinds))
         with self._lock:
             self._regions += regions
-            self._peers.pop(self.name, None)  # as it was
+            self._peers.pop(self.name, None)  # it is added again with the new regions
         return RegDescs(regions)
 
     def deregister_memory(self, dereg_list: RegDescs) -> None:
@@ -167,8 +179,8 @@ class TransportAgent(Agent):
         digest, packed = metadata[:_DIGEST_BYTES], metadata[_DIGEST_BYTES:]
         if _digest(packed) != digest:
             raise ValueError(
-                f"agent metadata of {len(metadata)} bytes is damaged, or not of an agent over {self._transport_name}: "
-                f"fetch it again from its agent"
+                f"agent metadata of {len(metadata)} bytes is damaged, or not of an agent over "
+                f"{self._transport_name}: fetch it again from its agent"
             )
         try:
             version, _, transport, *_ = msgspec.msgpack.decode(
@@ -176,8 +188,9 @@ class TransportAgent(Agent):
             )
             if (version, transport) != (_METADATA_VERSION, self._transport_name):
                 raise ValueError(
-                    f"an agent speaks metadata version {version} over {transport}, "
-                    f"this one version {_METADATA_VERSION} over {self._transport_name}: run the same release and transport"
+                    f"the agent has metadata version {version} over {transport}, this one version "
+                    f"{_METADATA_VERSION} over {self._transport_name}: run the same release and "
+                    "transport"
                 )
             decoded = msgspec.msgpack.decode(packed, type=AgentMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -186,10 +199,10 @@ class TransportAgent(Agent):
         if not all(
             0 <= region.address < region.address + region.length < 2**63 for region in regions
         ):
-            raise ValueError(f"agent {decoded.name} claims memory at addresses that cannot be")
+            raise ValueError(f"agent {decoded.name} claims memory at invalid addresses")
         if decoded.name == self.name:
             raise ValueError(
-                f"metadata of an agent called {self.name}, as this one is, which knows itself"
+                f"the metadata is of an agent called {self.name}, which is this agent's own name"
             )
         with self._lock:
             known = self._peers.get(decoded.name)
@@ -297,7 +310,7 @@ class TransportAgent(Agent):
             for transport in self._transports.values()
         ):
             raise TransportError(
-                f"agent {remote_agent_name} is gone, or is not reached: add_remote_agent again"
+                f"agent {remote_agent_name} is gone or cannot be reached: add_remote_agent again"
             )
 
     def fence(self) -> None:
@@ -309,7 +322,7 @@ class TransportAgent(Agent):
             )
 
     def close(self) -> None:
-        with self._closing:  # who comes second waits until it is done
+        with self._closing:  # a second caller waits for the first
             if not self._closed:
                 self._closed = True
                 self._thread.close()
@@ -334,7 +347,11 @@ class TransportAgent(Agent):
         )
 
     def _add_peer(self, name: str, address: bytes) -> None:
-        """Raises ValueError: not an address."""
+        """Add a peer to all transports that it has.
+
+        Raises:
+            ValueError: the address is invalid.
+        """
         try:
             addresses = msgspec.msgpack.decode(address, type=dict[str, bytes])
             for kind, transport in self._transports.items():
@@ -342,14 +359,14 @@ class TransportAgent(Agent):
                     transport.add_peer(name, addresses[kind])
         except msgspec.DecodeError as error:
             raise ValueError(
-                f"agent {name} has no address that this release understands: {error}"
+                f"agent {name} has an address that this release cannot decode: {error}"
             ) from error
 
     def _begin(self, transfer: Transfer, peer: _Peer) -> None:
-        """Over the first transport that moves memory of these types to the peer."""
+        """Begin a transfer on the first transport that moves this type of memory to the peer."""
         address = int(
             transfer.local[0, 0]
-        )  # rows of one list are of one memory type here; a peer's may be of several
+        )  # local rows have one memory type; a peer's may have several
         theirs = [index for index, region in enumerate(peer.regions) if region.mem_type != "DRAM"]
         on_device = bool(theirs) and bool(np.isin(transfer.regions, theirs).any())
         for region in self._regions:
@@ -360,8 +377,9 @@ class TransportAgent(Agent):
             for transport in self._transports.values()
         ):
             transfer.end(
-                f"{transfer.op} of {transfer.peer}'s memory ({mem_type}): none of {', '.join(self._transports)} leads there from "
-                f"{self.name}; both sides need one in common"
+                f"{transfer.op} of {transfer.peer}'s memory ({mem_type}): none of "
+                f"{', '.join(self._transports)} reaches it from {self.name}: both sides need one "
+                "in common"
             )
             self._wake()
 

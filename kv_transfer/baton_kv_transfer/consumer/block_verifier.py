@@ -1,4 +1,7 @@
-"""Moves published blocks into this engine's memory and proves them where they lie; the agent's thread moves bytes meanwhile."""
+"""Reads published blocks into this engine's memory and verifies them there.
+
+The agent's thread moves bytes while this thread verifies.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,28 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.transports.transfer import TransportError
 
+#: Verification yields to messages and deadlines after this time.
 VERIFY_SLICE_S = 0.02
-"""Proving lets messages and deadlines in after this long."""
 
 
 class BlockVerifier:
-    """A rank_transfer's blocks come in by `read` or `written`, and leave by `proved` or, once the load failed, silently."""
+    """Reads and verifies the blocks of all per-rank transfers.
+
+    Callers add blocks with `read()` or `written()`. Verified batches are reported through
+    `on_verified`, unless the load has failed.
+    """
 
     def __init__(
         self,
         context: ConnectorContext,
         on_verified: Callable[[RankTransfer, list[int]], None],
     ) -> None:
-        """
+        """Start without blocks.
+
         Args:
-            on_verified: takes the rank_transfer and those positions of a batch whose proof failed; the others are committed and counted.
+            context: shared by both sides of the connector.
+            on_verified: called with the per-rank transfer and the positions of a batch whose
+                checksums differ. The other blocks are committed and counted.
         """
         self._context = context
         self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
@@ -38,12 +48,12 @@ class BlockVerifier:
 
     @property
     def has_unverified(self) -> bool:
-        """There is something to prove: `move` is to be called again at once."""
+        """There are blocks to verify: call `advance` again at once."""
         return bool(self._arrived)
 
     @property
     def is_reading(self) -> bool:
-        """TransferManager into this engine's memory are in flight."""
+        """Transfers into this engine's memory are in flight."""
         handles = [batch.handle for batch in self._in_flight if batch.handle is not None]
         return any(self._agent.check_xfer_state(handle) == "PROC" for handle in handles)
 
@@ -56,7 +66,7 @@ class BlockVerifier:
         window.enqueue(rank_transfer, positions)
 
     def written(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
-        """The producer wrote them to the load's slots."""
+        """Add blocks that the producer wrote to the load's slots."""
         load, step = rank_transfer.load, blocks_per_batch(rank_transfer, self._memory)
         assert load.slots is not None
         for start in range(0, len(positions), step):
@@ -72,20 +82,23 @@ class BlockVerifier:
             )
 
     def drop(self, rank_transfer: RankTransfer) -> None:
-        """The load failed: what is not posted will not be."""
+        """Drop the queued reads of a failed load."""
         if rank_transfer.peer in self._windows:
             self._windows[rank_transfer.peer].drop(rank_transfer)
 
     def drop_peer(self, peer: Peer) -> None:
-        """Nothing more is read from this peer; its loads were forgotten. Reads in flight end by themselves."""
+        """Drop the queue of a peer whose loads have failed. Reads in flight end by themselves."""
         self._windows.pop(peer, None)
 
     def advance(self) -> None:
-        """Takes in reads that ended, posts others, proves what came; the windows are filled before each proof."""
+        """Collect ended reads, post others and verify blocks.
+
+        The windows are filled before each batch.
+        """
         until = self._context.clock() + VERIFY_SLICE_S
         self.collect()
         self.post()
-        self.collect()  # some transports end at once
+        self.collect()  # some transports end a read at once
         while self._arrived:
             self._verify(self._arrived.popleft())
             self.post()
@@ -94,7 +107,7 @@ class BlockVerifier:
                 return
 
     def collect(self) -> None:
-        """Takes in the reads that ended."""
+        """Collect the reads that ended."""
         in_flight = []
         for batch in self._in_flight:
             assert batch.handle is not None
@@ -111,7 +124,7 @@ class BlockVerifier:
         self._in_flight = in_flight
 
     def discard_all(self) -> None:
-        """Drops what is in hand; only once the agent touches no memory any more."""
+        """Drop all batches. Call only when the agent touches no memory any more."""
         for batch in self._in_flight:
             self._ended(batch)
             self._discard(batch)
@@ -120,7 +133,7 @@ class BlockVerifier:
             self._discard(self._arrived.popleft())
 
     def post(self) -> None:
-        """Posts what fits into the peers' windows."""
+        """Post what fits into the peers' windows."""
         for peer, window in self._windows.items():
             while not peer.error and (batch := window.take_batch(self._memory)) is not None:
                 assert peer.blocks is not None
@@ -156,7 +169,7 @@ class BlockVerifier:
         self._discard(batch)
 
     def _verify(self, batch: Batch) -> None:
-        """Commits and counts those blocks that are whole and the right ones."""
+        """Commit and count the blocks whose checksums match."""
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
         if load.state is not LoadState.LOADING:
             self._discard(batch)
@@ -191,7 +204,7 @@ class BlockVerifier:
         self._on_verified(rank_transfer, wrong)
 
     def _discard(self, batch: Batch) -> None:
-        """The batch is dealt with."""
+        """Give back the slots of a batch."""
         batch.rank_transfer.num_batches -= 1
         if batch.owns_slots:
             self._memory.release(batch.slots)

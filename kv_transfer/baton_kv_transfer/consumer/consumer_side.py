@@ -1,16 +1,13 @@
-"""The consumer's half of the connector, the conductor. Lives on the connector's thread.
+"""The consumer's side of the connector. It runs on the connector's thread.
 
-    load, loads   the states of a load and of its rank_transfers; what moves them along
-    peer, peers   the handshake with one of a producer's workers; all that are known
-    blocks, reads moves and proves blocks; what is read from a peer next
+`advance` does everything that can happen now: it receives messages, reads and verifies blocks, and
+moves each load through its states. It keeps these promises:
 
-`advance` does everything that can happen now, level-triggered: it hears the peers, moves and proves blocks, then moves each load
-along its states. The promises it keeps:
-
-    exactly one LoadResult per load; each wait has a deadline, each rank_transfer its own
-    a block counts only once each rank_transfer proved its heads, in the memory of this engine, against what this side expects
-    when the LoadResult is given nothing can write to the load's blocks: its reads ended, and a producer that might write said that
-    it does not any more (RELEASED, or its last block was proved), or a fence cut all peers off from the memory
+- Each load has exactly one LoadResult. Each wait and each per-rank transfer has a deadline.
+- A block counts when every per-rank transfer has verified its heads in this engine's memory.
+- At the LoadResult nothing can write to the load's blocks any more: its reads ended, and a
+  producer that might write confirmed the end of its writes (RELEASED, or the last block was
+  verified), or a fence cut all peers off from the memory.
 """
 
 from __future__ import annotations
@@ -35,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerSide:
+    """The loads of a worker and its connections to producers."""
+
     def __init__(
         self,
         context: ConnectorContext,
@@ -42,10 +41,12 @@ class ConsumerSide:
         on_finished: Callable[[str, LoadResult], None],
         on_fenced: Callable[[], None],
     ) -> None:
-        """
+        """Prepare the memory for handshakes.
+
         Args:
-            on_finished: takes each load's one result.
-            on_fenced: called after agent.fence(): the agent's metadata is new, it knows no peers.
+            context: shared with the producer's side.
+            on_finished: called with the one result of each load.
+            on_fenced: called after agent.fence(): the agent's metadata is new and it has no peers.
 
         Raises:
             ValueError: the workers' heads are replicated, or this worker is not among them.
@@ -54,8 +55,8 @@ class ConsumerSide:
         self._agent, self._clock = context.agent, context.clock
         self._on_finished = on_finished
         self._on_fenced = on_fenced
+        #: Loads that wait for memory: transfer id to the first worker of the producer.
         self._expected: dict[str, Peer] = {}
-        """By transfer id: the first worker of the producer, of loads that wait for memory."""
         self._peers = PeerRegistry(context)
         self._blocks = BlockVerifier(
             context,
@@ -69,20 +70,23 @@ class ConsumerSide:
     # -- from the scheduler
 
     def expect(self, transfer_id: str, wait: LoadWait) -> None:
-        """Heartbeats keep the transfer's blocks at the producer until its load begins, or the producer is lost."""
+        """Keep the transfer's blocks at the producer by heartbeats.
+
+        The heartbeats end when the load begins or the peer is lost.
+        """
         try:
             first = self._peers.connect(
                 wait.remote_host, wait.remote_port, wait.peer_instance_id, self._clock()
             )
         except zmq.ZMQError:
-            return  # the load will find it out
+            return  # the load will fail with the reason
         self._expected[transfer_id] = first
 
     def begin(self, request: LoadRequest) -> None:
         self._expected.pop(request.transfer_id, None)
         if self._loads.get(request.transfer_id) is not None:
             logger.error(
-                "transfer %s is being loaded already; the second load is ignored",
+                "transfer %s is loading already; ignoring the second load",
                 request.transfer_id,
             )
             return
@@ -91,7 +95,7 @@ class ConsumerSide:
             first = self._peers.connect(
                 request.remote_host, request.remote_port, request.peer_instance_id, now
             )
-        except zmq.ZMQError as error:  # no address, or no socket left
+        except zmq.ZMQError as error:  # not an address, or no socket is left
             self._context.stats.count_failure(FailureReason.PEER_LOST)
             reason = f"cannot connect to {request.remote_host}:{request.remote_port}: {error}"
             self._on_finished(request.transfer_id, LoadResult(0, reason))
@@ -106,7 +110,7 @@ class ConsumerSide:
             self._loads.step(load, now)
 
     def fail_all(self, reason: str) -> None:
-        """Ends every load at once; for use when the agent is closed and nothing writes to memory any more."""
+        """End every load at once. Call only after the agent was closed."""
         now = self._clock()
         self._blocks.discard_all()
         for load in self._loads:
@@ -123,14 +127,12 @@ class ConsumerSide:
         return list(self._peers)
 
     def advance(self, now: float) -> None:
-        """Everything that can happen now."""
+        """Do everything that can happen now."""
         if notifications := list(self._notifications()):
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
             self._blocks.advance()
-            self._loads.step_all(
-                now
-            )  # a load may end here: who waits for it comes before what others say
+            self._loads.step_all(now)  # a load that ends here is reported before new messages
         for peer in self._peers:
             for message in peer.receive(now):
                 self._loads.handle_message(peer, message, now)
@@ -146,7 +148,7 @@ class ConsumerSide:
         self._send_heartbeats(now)
 
     def next_deadline(self) -> float | None:
-        """When `advance` has to be called if nothing else happens; None: no need."""
+        """Return the time of the next `advance` if nothing else happens; None: not needed."""
         if self._blocks.has_unverified or any(peer.error for peer in self._peers):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]
@@ -157,7 +159,10 @@ class ConsumerSide:
     # -- peers
 
     def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
-        """Of producers' writes that ended. Whom they are from was not proved: what makes no sense is dropped and costs nobody."""
+        """Yield the notifications of producers' writes.
+
+        Their sender is not verified: invalid ones are dropped.
+        """
         for sender, messages in self._agent.get_new_notifs().items():
             for peer in self._peers:
                 if peer.is_ready and peer.agent_name == sender:
@@ -166,7 +171,7 @@ class ConsumerSide:
                             yield peer, side_channel.decode_notification(message)
 
     def _lose(self, peer: Peer, now: float) -> None:
-        """The peer is lost: its connection goes, loads that need it fail; the next load greets anew."""
+        """Disconnect a lost peer and fail the loads that need it. The next load connects again."""
         self._peers.remove(peer)
         self._expected = {
             transfer_id: first for transfer_id, first in self._expected.items() if first is not peer
@@ -177,12 +182,14 @@ class ConsumerSide:
         self._blocks.drop_peer(peer)
 
     def _fence_needed(self, now: float) -> str:
-        """Why peers must be cut off from this engine's memory now; empty if there is no need."""
+        """Return why peers must be cut off from this engine's memory now, or an empty string."""
         draining = [load for load in self._loads if load.state is LoadState.DRAINING]
         for load in draining:
             if now >= load.drain_deadline:
-                return f"transfer {load.transfer_id} did not drain: {load.error or 'its end was not confirmed'}"
-        # A lost peer confirms nothing any more. Others' loads that still run are given the time to end.
+                return (
+                    f"transfer {load.transfer_id} did not drain: {load.error or 'no confirmation'}"
+                )
+        # A lost peer confirms nothing any more. Running loads of other peers may end first.
         if len(draining) == len(self._loads):
             for load in draining:
                 for rank_transfer in load.rank_transfers:
@@ -191,14 +198,12 @@ class ConsumerSide:
         return ""
 
     def _fence(self, why: str, now: float) -> None:
-        """When this returns no peer reaches this engine's memory: all loads end, and peers are greeted anew."""
+        """Cut all peers off from this engine's memory, end all loads and connect to peers again."""
         logger.warning("cutting all peers off from the KV memory: %s", why)
         self._context.stats.memory_fences += 1
         self._agent.fence()
         if self._blocks.is_reading:
-            raise RuntimeError(
-                "transfers go on after a fence: the transport does not keep its promise"
-            )
+            raise RuntimeError("transfers continue after a fence: the transport is defective")
         self._blocks.discard_all()
         self._context.renew()
         for load in self._loads:

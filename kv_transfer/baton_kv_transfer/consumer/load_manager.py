@@ -1,4 +1,4 @@
-"""The loads under way: moves each along its states (see `load`) and takes in what producers say about it."""
+"""The running loads: moves each through its states (see `load_state`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.config import KVRole
 
+#: Limit for a load's wait without a block while the producer answers PENDING.
 MAX_PENDING_S = 600.0
-"""A load waits this long without a block at most, however often the producer says that it is pending."""
+#: A load with an outcome waits this long for its reads, then disconnects the peer. After the same
+#: time again it fences.
 DRAIN_TIMEOUT_S = 5.0
-"""A load whose outcome is known waits this long for its reads, then disconnects the peer; this long again, then it fences."""
+#: Longest interval between heartbeats. It is a third of the peer's lease or of this side's timeout,
+#: whichever is shorter.
 MAX_HEARTBEAT_S = 5.0
-"""Every third of the shorter of the peer's lease and this side's timeout, at least this often."""
 
 
 class LoadManager:
+    """The running loads of a worker."""
+
     def __init__(
         self,
         context: ConnectorContext,
@@ -34,7 +38,8 @@ class LoadManager:
         blocks: BlockVerifier,
         on_finished: Callable[[str, LoadResult], None],
     ) -> None:
-        """
+        """Check that this worker's heads can be exchanged.
+
         Raises:
             ValueError: the workers' heads are replicated, or this worker is not among them.
         """
@@ -44,7 +49,8 @@ class LoadManager:
         self._worker_heads = [rank.heads for rank in context.ranks]
         if len(context.ranks) > num_heads:
             raise ValueError(
-                f"{len(context.ranks)} workers share {num_heads} KV heads: blocks of replicated heads are not exchanged"
+                f"{len(context.ranks)} workers share {num_heads} KV heads: "
+                "blocks of replicated heads are not exchanged"
             )
         if heads not in self._worker_heads:
             raise ValueError(
@@ -54,16 +60,16 @@ class LoadManager:
         self._blocks = blocks
         self._on_finished = on_finished
         self._loads: dict[str, Load] = {}
+        #: Loads with push that wait for slots, the oldest first.
         self._want_slots: dict[str, Load] = {}
-        """Those to be pushed that wait for slots, the oldest first."""
+        #: To be sent after results were reported, because the engine waits for those.
         self._releases: list[tuple[Peer, side_channel.Release]] = []
-        """To be said once results were reported: those are waited for."""
 
     def __len__(self) -> int:
         return len(self._loads)
 
     def __iter__(self) -> Iterator[Load]:
-        """May be changed meanwhile."""
+        """Iterate over a copy: loads may end in the loop."""
         return iter(list(self._loads.values()))
 
     def get(self, transfer_id: str) -> Load | None:
@@ -82,11 +88,16 @@ class LoadManager:
         self.step(load, now)
 
     def workers(self, first: Peer, now: float) -> list[Peer]:
-        """The producer's workers whose heads are needed here, as far as its first one named them, greeted."""
+        """Return the producer's workers that have needed heads, connected.
+
+        The first worker names them.
+        """
         workers = []
         for rank, address in enumerate(first.ranks if first.is_ready else ()):
             if self._memory.layout.heads.overlap(address.heads).count:
-                with contextlib.suppress(zmq.ZMQError):  # no address: the load will find it out
+                with contextlib.suppress(
+                    zmq.ZMQError
+                ):  # not an address: the load will fail with the reason
                     known = first if rank == 0 else None
                     workers.append(
                         known
@@ -114,7 +125,7 @@ class LoadManager:
     # -- a load's states
 
     def step_all(self, now: float) -> None:
-        """Moves all loads on; those that end may make room for others."""
+        """Move all loads on. Those that end may free slots for others."""
         count = 0
         while count != len(self._loads):
             count = len(self._loads)
@@ -124,7 +135,7 @@ class LoadManager:
         self._blocks.post()
 
     def step(self, load: Load, now: float) -> None:
-        """Moves the load on as far as it can go."""
+        """Move the load on as far as possible."""
         self._step(load, now)
         self._send_releases()
 
@@ -141,7 +152,7 @@ class LoadManager:
                 if rank_transfer.is_complete and (
                     rank_transfer.is_last_write_over or not rank_transfer.quarantined
                 ):
-                    self.release(rank_transfer)  # its part is done, also if others' go on
+                    self.release(rank_transfer)  # also while other ranks go on
             if all(rank_transfer.is_complete for rank_transfer in load.rank_transfers):
                 load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
         if load.state is LoadState.DRAINING:
@@ -151,7 +162,7 @@ class LoadManager:
                 self.end(load, now)
 
     def _open_rank_transfers(self, load: Load, now: float) -> None:
-        """The first worker is ready and named the others."""
+        """Open the per-rank transfers. The first worker is ready and named the others."""
         first, heads = load.first_worker, self._memory.layout.heads
         if first.rank != 0:
             self.fail(
@@ -175,7 +186,8 @@ class LoadManager:
                     else first
                 )
             except zmq.ZMQError as error:
-                why = f"cannot connect to worker {rank} of {first.name} at {address.host}:{address.port}: {error}"
+                where = f"{address.host}:{address.port}"
+                why = f"cannot connect to worker {rank} of {first.name} at {where}: {error}"
                 self.fail(load, FailureReason.PEER_LOST, why, now)
                 return
             subscribers = [
@@ -201,15 +213,18 @@ class LoadManager:
         load.missing += len(rank_transfers)
 
     def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
-        """The rank_transfer's worker is ready. A load of nothing only frees the producer's side."""
+        """Subscribe at a ready worker. A load without blocks only frees the producer's side."""
         load, peer = rank_transfer.load, rank_transfer.peer
         heads = self._memory.layout.heads.overlap(peer.ranks[peer.rank].heads)
         if (peer.rank, heads) != (rank_transfer.rank, rank_transfer.heads):
-            why = f"{peer.name} is worker {peer.rank} with heads {heads}, not {rank_transfer.rank} with {rank_transfer.heads}"
+            why = (
+                f"{peer.name} is worker {peer.rank} with heads {heads}, "
+                f"not {rank_transfer.rank} with {rank_transfer.heads}"
+            )
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
         if load.num_blocks and load.push and load.slots is None and not self._accept(load):
-            return  # until its turn comes and enough slots are free, or the rank_transfer's deadline
+            return  # until enough slots are free, or its deadline
         rank_transfer.state = RankTransferState.OPEN
         rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s
         if load.num_blocks == 0:
@@ -231,9 +246,12 @@ class LoadManager:
         )
 
     def _accept(self, load: Load) -> bool:
-        """Gives a load that is to be pushed its slots, the oldest first; false if it has to wait."""
+        """Give a load with push its slots; return False if it has to wait.
+
+        The oldest load goes first.
+        """
         if load.num_blocks > self._memory.num_slots:
-            load.push = False  # it will never fit at once: read in parts
+            load.push = False  # it never fits at once, so read in parts
             return True
         self._want_slots.setdefault(load.transfer_id, load)
         if next(iter(self._want_slots.values())) is load:
@@ -243,7 +261,7 @@ class LoadManager:
         return load.slots is not None
 
     def release(self, rank_transfer: RankTransfer) -> None:
-        """Nothing more is wanted from the rank_transfer: says so once none of its blocks is in hand."""
+        """Queue a RELEASE when nothing more is needed and none of the blocks is in hand."""
         if (
             rank_transfer.state is RankTransferState.RELEASED
             or rank_transfer.num_batches
@@ -269,7 +287,7 @@ class LoadManager:
         self._releases.clear()
 
     def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
-        """The outcome is known; it is reported once the load has drained."""
+        """Set the outcome. It is reported after the load has drained."""
         if load.state is LoadState.DRAINING:
             return
         load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
@@ -299,7 +317,8 @@ class LoadManager:
             for rank_transfer in load.rank_transfers:
                 if not rank_transfer.is_complete and now >= rank_transfer.deadline:
                     silence_s = now - rank_transfer.last_block
-                    why = f"no progress from {rank_transfer.peer.name}: no block for {silence_s:.1f} s"
+                    peer = rank_transfer.peer.name
+                    why = f"no progress from {peer}: no block for {silence_s:.1f} s"
                     self.fail(load, FailureReason.TIMEOUT, why, now)
                     break
         elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
@@ -307,11 +326,12 @@ class LoadManager:
                 if (
                     rank_transfer.num_batches and not rank_transfer.peer.error
                 ):  # disconnecting aborts reads, and their ERR ends the load
-                    why = f"reads from {rank_transfer.peer.name} did not end within {DRAIN_TIMEOUT_S:g} s"
+                    peer = rank_transfer.peer.name
+                    why = f"reads from {peer} did not end within {DRAIN_TIMEOUT_S:g} s"
                     rank_transfer.peer.fail(FailureReason.PEER_LOST, why)
                     load.drain_deadline = now + DRAIN_TIMEOUT_S
 
-    # -- what a producer's worker says
+    # -- messages of a producer's worker
 
     def handle_message(self, peer: Peer, message: TransferMessage, now: float) -> None:
         if isinstance(message, side_channel.Pending):
@@ -331,10 +351,10 @@ class LoadManager:
             else None
         )
         if load is None or rank_transfer is None:
-            return  # of a load that ended
+            return  # the load has ended
         to_all = isinstance(message, side_channel.Cancelled) and message.generation == 0
         if message.generation != load.generation and not to_all:
-            return  # of an earlier load of this transfer
+            return  # an earlier load of this transfer
         match message:
             case side_channel.Publish() if (
                 load.state is LoadState.LOADING and rank_transfer.state is RankTransferState.OPEN
@@ -352,17 +372,20 @@ class LoadManager:
     ) -> None:
         load, request, new = rank_transfer.load, rank_transfer.load.request, []
         if message.written and load.slots is not None and not rank_transfer.quarantined:
-            why = f"{rank_transfer.peer.name} wrote blocks after it had said that it would write no more"
+            why = f"{rank_transfer.peer.name} wrote blocks after it had sent RELEASED"
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
         for block in message.blocks:
             position = block.index - request.first_block_index
             if block.index < 0 or not 0 <= block.slot < rank_transfer.peer.num_slots:
-                why = f"{rank_transfer.peer.name} published block {block.index} in slot {block.slot} of {rank_transfer.peer.num_slots}"
+                why = (
+                    f"{rank_transfer.peer.name} published block {block.index} in slot "
+                    f"{block.slot} of {rank_transfer.peer.num_slots}"
+                )
                 self.fail(load, FailureReason.PROTOCOL, why, now)
                 return
             if not 0 <= position < load.num_blocks or rank_transfer.slots_there[position] >= 0:
-                continue  # in the prefix cache already, past what is wanted, or known: the first publication counts
+                continue  # in the prefix cache, not requested, or published before
             if block.chain_hash != request.block_hashes[position]:
                 why = f"block {block.index} holds other tokens at {rank_transfer.peer.name}"
                 self.fail(load, FailureReason.OTHER_PROMPT, why, now)
@@ -375,7 +398,8 @@ class LoadManager:
         if message.last:
             rank_transfer.last = True
             if (num := rank_transfer.num_published) < load.num_blocks:
-                why = f"{rank_transfer.peer.name} published {num} of {load.num_blocks} blocks asked for"
+                name = rank_transfer.peer.name
+                why = f"{name} published {num} of the {load.num_blocks} requested blocks"
                 self.fail(load, FailureReason.OTHER_PROMPT, why, now)
                 return
         if message.written and load.slots is not None:
@@ -385,7 +409,7 @@ class LoadManager:
             self._blocks.read(rank_transfer, new)
 
     def on_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
-        """A batch was proved; blocks that differ are read once more, then given up."""
+        """Handle a verified batch. Blocks that differ are read once more, then the load fails."""
         load = rank_transfer.load
         self._progress(rank_transfer, now)
         if not wrong:
@@ -400,7 +424,8 @@ class LoadManager:
         self._blocks.read(rank_transfer, wrong)
 
     def _extend_deadlines(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
-        # Engines of both roles could wait in a ring, each for memory that the other's loads hold: there only blocks count.
+        # Engines of both roles could wait in a ring, each for memory that loads of the other hold.
+        # There only blocks extend the deadline.
         max_pending_s = MAX_PENDING_S if self._context.config.role is KVRole.CONSUMER else 0.0
         for transfer_id in transfer_ids:
             load = self._loads.get(transfer_id)

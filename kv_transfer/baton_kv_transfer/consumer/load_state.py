@@ -1,21 +1,24 @@
-"""The state of one load and of its rank_transfers: what is wanted, what came, what was proved. No I/O; `consumer` acts on it.
+"""The state of a load and of its per-rank transfers. No I/O; `load_manager` acts on it.
 
-A load
+Load
 
-    HANDSHAKE   the producer's first worker is greeted: it names the workers whose heads are needed here
-    LOADING    a rank_transfer per such worker; blocks that it publishes are read, or were written by it, and are proved
-    DRAINING   the outcome is known; nothing new is begun. The load ends, with its one LoadResult, when all rank_transfers are settled.
+    HANDSHAKE  connects to the producer's first worker, which names the workers with needed heads
+    LOADING    has one per-rank transfer for each of these workers. Blocks that a worker publishes
+               are read, or the worker wrote them. They are verified.
+    DRAINING   has an outcome and starts nothing new. It ends, with its one LoadResult, when all
+               per-rank transfers are settled.
 
-    HANDSHAKE -> LOADING     the first worker is ready
-    LOADING  -> DRAINING    all rank_transfers proved all blocks, or anything failed; failures come from HANDSHAKE, too
-    DRAINING -> (ended)     all rank_transfers are settled: no batch in hand, nothing the producer may still write
+    HANDSHAKE -> LOADING    the first worker is ready
+    LOADING   -> DRAINING   every per-rank transfer verified all blocks, or anything failed;
+                            HANDSHAKE -> DRAINING on failures
+    DRAINING  -> (ended)    no batch is in hand and the producer cannot write any more
 
-A rank_transfer
+Per-rank transfer
 
-    HANDSHAKE   its worker is greeted (with push: or the load waits for slots)
+    HANDSHAKE  connects to its worker; with push it also waits for slots
     OPEN       SUBSCRIBE was sent
-    RELEASED   RELEASE was sent, or the worker is lost; with push the slots stay in quarantine until it confirmed, or until a
-               fence cut it off
+    RELEASED   RELEASE was sent, or the worker is lost. With push the slots stay in quarantine until
+               the worker confirms, or until a fence cuts it off.
 """
 
 from __future__ import annotations
@@ -45,45 +48,48 @@ class RankTransferState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RankTransfer:
-    """What one load gets from one of the producer's workers. Positions count the load's blocks: [0, num_blocks)."""
+    """What a load gets from one worker of the producer.
+
+    Positions count the load's blocks from 0.
+    """
 
     load: Load
     peer: Peer
+    #: Rank of the producer's worker.
     rank: int
-    """Which of the producer's workers."""
+    #: Heads that both workers have.
     heads: HeadRange
-    """What both workers have."""
+    #: Bytes of these heads in a block.
     block_nbytes: int
-    """Of these heads."""
     subscriber: int
+    #: See side_channel.Subscribe.
     num_subscribers: int
-    """See side_channel.Subscribe."""
+    #: Time at which blocks were last published or verified.
     last_block: float
-    """When blocks were published or proved last."""
+    #: The load fails here without blocks, and without a message that more will come.
     deadline: float
-    """Without blocks or word that more will come, the load fails."""
+    #: [num_blocks]: slot of the producer's memory; -1: not published.
     slots_there: NDArray[np.int64]
-    """[num_blocks]: slot of the producer's memory; -1: not published."""
+    #: [num_blocks]: as published.
     checksums: list[int]
-    """[num_blocks]: as published."""
+    #: [num_blocks]: its verification failed once.
     reread: NDArray[np.bool_]
-    """[num_blocks]: its proof failed once."""
     state: RankTransferState = RankTransferState.HANDSHAKE
+    #: Positions to read, not posted yet.
     queued: list[int] = field(default_factory=list)
-    """Positions to read, not posted yet."""
+    #: Batches in hand: posted, or arrived and not verified yet.
     num_batches: int = 0
-    """In hand: posted, or there and not proved yet."""
     num_verified: int = 0
+    #: With push: blocks published as written.
     num_written: int = 0
-    """With push: published as written."""
+    #: PUBLISH(last) was received.
     last: bool = False
-    """PUBLISH(last) came."""
+    #: The producer's worker may write to the load's slots.
     quarantined: bool = False
-    """The producer's worker may write to the load's slots."""
 
     @property
     def is_complete(self) -> bool:
-        """Nothing more is needed from it."""
+        """All blocks were verified."""
         return self.state is not RankTransferState.HANDSHAKE and self.num_verified == len(
             self.checksums
         )
@@ -99,7 +105,7 @@ class RankTransfer:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing that belongs to it can write to this engine's memory."""
+        """Nothing of it can write to this engine's memory."""
         return (
             self.state is not RankTransferState.OPEN
             and self.num_batches == 0
@@ -109,22 +115,23 @@ class RankTransfer:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One LoadRequest under way."""
+    """A running LoadRequest."""
 
     request: LoadRequest
     generation: int
     first_worker: Peer
     started: float
     push: bool
+    #: [num_blocks]: number of per-rank transfers that have not verified it. Valid once there are
+    #: any.
     missing: NDArray[np.int32]
-    """[num_blocks]: how many rank_transfers have not proved it; only meaningful once there are rank_transfers."""
     state: LoadState = LoadState.HANDSHAKE
     rank_transfers: list[RankTransfer] = field(default_factory=list)
+    #: With push: a slot per block, from the first SUBSCRIBE to the end.
     slots: list[int] | None = None
-    """With push: a slot per block, of all rank_transfers, from the first SUBSCRIBE to the end."""
     drain_deadline: float = 0.0
+    #: None: no failure so far.
     reason: FailureReason | None = None
-    """None: all went well so far."""
     error: str = ""
 
     @property
@@ -137,7 +144,7 @@ class Load:
 
     @property
     def peers(self) -> list[Peer]:
-        """Whose loss fails this load: those from whom something is still needed."""
+        """Peers whose loss fails this load, because blocks of them are missing."""
         if self.state is LoadState.HANDSHAKE:
             return [self.first_worker]
         return [
@@ -147,7 +154,7 @@ class Load:
         ]
 
     def result(self) -> LoadResult:
-        """Leading blocks that every rank_transfer proved."""
+        """Return the number of leading blocks that every per-rank transfer verified."""
         if not self.rank_transfers:
             return LoadResult(0, self.error)
         unverified = np.flatnonzero(self.missing)

@@ -1,12 +1,12 @@
-"""A worker of a producer as its consumer sees it: the DEALER to its side channel, the handshake, and its memory in the agent.
+"""A worker of a producer: its side channel, the handshake with it, and its memory in the agent.
 
-    HELLO_SENT    HELLO was sent
-    AUTHENTICATED     WELCOME proved hash and token; DESCRIBE was sent
-    READY      DESCRIPTION fits: transfers may begin
-    (lost)     `error` is set, once and for all: refused, silent, disconnected, or it said something that cannot be
+    HELLO_SENT     HELLO was sent
+    AUTHENTICATED  WELCOME had the right hash and proof; DESCRIBE was sent
+    READY          DESCRIPTION fits: transfers may begin
+    (lost)         `error` is set for good: refused, silent, disconnected, or invalid messages
 
-Kept from one transfer to the next. A connection that broke is not made again: a producer that restarted, also at the same
-address, has another instance id and is another peer.
+A peer is kept from one transfer to the next. A lost connection is not made again: a producer that
+restarted has another instance id, also at the same address, and is another peer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MIN_LEASE_S = 0.05
+#: Limit for a peer's slots, and so for what a message can make this side allocate.
 MAX_SLOTS = 2**22
-"""Of a peer's memory: a limit for what a message may make this side allocate."""
 MAX_MESSAGES_PER_ROUND = 1024
+#: Limit of a peer's text in errors and logs.
 MAX_REASON_CHARACTERS = 500
-"""Of errors and logs that a peer's text goes into."""
+#: Interval of ZeroMQ's own probes. They find hosts that vanished without closing the connection.
 ZMQ_HEARTBEAT_MS = 2_000
-"""ZMQ's own probes between the I/O threads: finds hosts that vanished without closing the connection."""
 ZMQ_HEARTBEAT_TIMEOUT_MS = 10_000
 
 
@@ -60,6 +60,8 @@ class PeerState(enum.Enum):
 
 
 class Peer:
+    """A connection to one worker of a producer."""
+
     def __init__(
         self,
         context: ConnectorContext,
@@ -70,27 +72,33 @@ class Peer:
         peer_instance_id: str,
         now: float,
     ) -> None:
-        """Connects in the background and says HELLO.
+        """Connect in the background and send HELLO.
 
         Args:
-            offered: memory for a producer that is to push.
+            context: shared by both sides of the connector.
+            offered: memory for a producer that pushes; None with pull.
+            host: address of the side channel.
+            port: port of the side channel.
+            peer_instance_id: instance that is expected there.
+            now: the time.
 
         Raises:
-            zmq.ZMQError: host and port are no address, or no more sockets can be opened.
+            zmq.ZMQError: host and port are not an address, or no socket is left.
         """
         self.name = f"{peer_instance_id} at {host}:{port}"
         self.error = ""
+        #: Reason of the error.
         self.reason = FailureReason.PEER_LOST
-        """Of the error."""
+        #: The shared heads in each slot of the peer's memory; None if there are none, and before
+        #: READY.
         self.blocks: DlistHandle | None = None
-        """Per slot of the peer's memory the heads that this worker has, too; None if there are none, and before READY."""
         self.num_slots = 0
+        #: Rank among the workers of its engine.
         self.rank = -1
-        """Among the workers of its engine."""
+        #: All workers of its engine.
         self.ranks: list[RankAddress] = []
-        """All of them."""
+        #: How long the peer keeps blocks without a message of this engine.
         self.lease_s = 0.0
-        """How long the peer keeps blocks without a sign of this engine."""
         self.next_heartbeat = now
         self.handshake_deadline = now + HANDSHAKE_TIMEOUT_S
         self._state = PeerState.HELLO_SENT
@@ -98,19 +106,16 @@ class Peer:
         self._context = context
         self._offered = offered
         self._agent = context.agent
+        #: Empty before READY.
         self.agent_name = ""
-        """Empty before READY."""
         self._token = auth.derive_token(context.service_key)
         self.peer_instance_id = peer_instance_id
         self._nonce = auth.new_nonce()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(
-            zmq.LINGER, 1000
-        )  # what was said before closing (RELEASE) still goes out
+        self.socket.setsockopt(zmq.LINGER, 1000)  # a RELEASE sent before closing still goes out
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(
-            zmq.RECONNECT_IVL, -1
-        )  # a lost connection is a lost peer: its successor is greeted anew
+        # A lost connection is a lost peer: its successor needs a handshake of its own.
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(HANDSHAKE_TIMEOUT_S * 1000))
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
@@ -140,24 +145,22 @@ class Peer:
         return self._state is PeerState.READY and not self.error
 
     def send(self, message: side_channel.ToProducer) -> None:
-        """Queues a message; nothing is sent to a lost peer."""
+        """Queue a message. A lost peer is sent nothing."""
         if self.error:
             return
         try:
             self.socket.send(side_channel.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # no connection any more
-            if (
-                self._state is not PeerState.HELLO_SENT
-            ):  # else the monitor tells why, and the handshake has a deadline
+        except zmq.Again:  # not connected. Before WELCOME the monitor reports the reason.
+            if self._state is not PeerState.HELLO_SENT:
                 self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
 
     def fail(self, reason: FailureReason, error: str) -> None:
-        """Loses the peer; the first error stays."""
+        """Mark the peer as lost. The first error stays."""
         if not self.error:
             self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
 
     def receive(self, now: float) -> list[TransferMessage]:
-        """Messages about transfers; the handshake is handled here."""
+        """Handle the messages of the handshake and return those about transfers."""
         messages: list[TransferMessage] = []
         for _ in range(MAX_MESSAGES_PER_ROUND):
             try:
@@ -206,7 +209,7 @@ class Peer:
         return messages
 
     def close(self) -> None:
-        """Disconnects, for good: transfers in flight end in ERR."""
+        """Disconnect for good. Transfers in flight end in ERR."""
         if self.socket.closed:
             return
         self.fail(FailureReason.PEER_LOST, f"disconnected from {self.name}")
@@ -266,8 +269,8 @@ class Peer:
             return
         if len(description.ranks) > ours.num_model_heads:
             self._refuse(
-                f"{self.name} has {len(description.ranks)} workers for {ours.num_model_heads} KV heads: "
-                "blocks of replicated heads are not exchanged"
+                f"{self.name} has {len(description.ranks)} workers for {ours.num_model_heads} KV "
+                "heads: blocks of replicated heads are not exchanged"
             )
             return
         try:
@@ -278,19 +281,20 @@ class Peer:
             self.agent_name = self._agent.add_remote_agent(description.memory.agent_metadata)
             names = [f"{self.peer_instance_id}/{rank}" for rank in range(len(self.ranks))]
             if self.agent_name not in names:
-                raise ValueError(f"agent {self.agent_name} is none of {', '.join(names)}")
+                raise ValueError(f"agent {self.agent_name} is not one of {', '.join(names)}")
             self.rank = names.index(self.agent_name)
             if self.ranks[self.rank].heads != theirs.heads:
                 raise ValueError(
-                    f"{self.agent_name} has {theirs.heads}, is said to have {self.ranks[self.rank].heads}"
+                    f"{self.agent_name} has {theirs.heads}, "
+                    f"its ranks name {self.ranks[self.rank].heads}"
                 )
             rows = _slot_rows(description.memory, theirs, ours.heads)
             if len(rows):
                 self.blocks = self._agent.prep_xfer_dlist(
                     self.agent_name, rows, description.memory.mem_type
                 )
-        except TransportError as error:  # it died right after it had described itself
-            self.fail(FailureReason.PEER_LOST, f"{self.name} is not reached: {error}")
+        except TransportError as error:  # the producer died after its DESCRIPTION
+            self.fail(FailureReason.PEER_LOST, f"{self.name} cannot be reached: {error}")
             return
         except (
             ValueError,
@@ -300,30 +304,35 @@ class Peer:
             RuntimeError,
             msgspec.MsgspecError,
         ) as error:
-            self.fail(FailureReason.PROTOCOL, f"{self.name} described itself wrongly: {error}")
+            self.fail(FailureReason.PROTOCOL, f"{self.name} sent an invalid DESCRIPTION: {error}")
             return
         self.num_slots, self.lease_s = description.memory.num_slots, description.lease_s
         self._state = PeerState.READY
 
     def _refuse(self, why: str) -> None:
-        """This side does not go on with the handshake."""
+        """End the handshake from this side."""
         self._context.stats.handshakes_refused += 1
         self.fail(FailureReason.REFUSED, why)
 
     def _out_of_order(self, message: side_channel.ToConsumer) -> None:
         self.fail(
             FailureReason.PROTOCOL,
-            f"{self.name} sent {type(message).__name__} when it was not its turn",
+            f"{self.name} sent {type(message).__name__} out of turn",
         )
 
 
 def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
-    """Raises ValueError unless the workers, in order, hold each head of the model once."""
+    """Check that the workers, in order, have each head of the model once.
+
+    Raises:
+        ValueError: they do not.
+    """
     end = 0
     for rank, worker in enumerate(ranks):
         if worker.heads.first != end or not 0 < worker.heads.count <= num_heads - end:
             raise ValueError(
-                f"worker {rank} has heads {worker.heads}, {end} of {num_heads} are with those before it"
+                f"worker {rank} has heads {worker.heads}, the workers before it have {end} of "
+                f"{num_heads}"
             )
         end = worker.heads.end
     if end != num_heads:
@@ -333,15 +342,18 @@ def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
 def _slot_rows(
     memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRange
 ) -> NDArray[np.int64]:
-    """Descriptors of the wanted heads in each slot of a worker's memory: [num_slots, 3]; [0, 3] if it has none of them.
+    """Return the requested heads in each slot of a worker's memory.
+
+    Returns:
+        [num_slots, 3]; [0, 3] if the worker has none of the heads.
 
     Raises:
-        ValueError: sizes that cannot be.
+        ValueError: the described sizes are invalid.
     """
     if memory.slot_nbytes != layout.block_nbytes or not 0 < memory.num_slots <= MAX_SLOTS:
         raise ValueError(
-            f"{memory.num_slots} slots of {memory.slot_nbytes} bytes for blocks of {layout.block_nbytes} bytes "
-            f"(at most {MAX_SLOTS} slots)"
+            f"{memory.num_slots} slots of {memory.slot_nbytes} bytes for blocks of "
+            f"{layout.block_nbytes} bytes (the limit is {MAX_SLOTS} slots)"
         )
     return slot_rows(
         memory.base_address,

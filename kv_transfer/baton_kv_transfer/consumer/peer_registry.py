@@ -1,4 +1,4 @@
-"""The producers' workers this engine knows."""
+"""The producers' workers to which this engine is connected."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from baton_kv_transfer.context import ConnectorContext
 
 
 class PeerRegistry:
+    """Peers by address and instance id."""
+
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._known: dict[tuple[str, int, str], Peer] = {}
@@ -17,16 +19,19 @@ class PeerRegistry:
         return iter(list(self._known.values()))
 
     def describe_memory(self) -> None:
-        """Describes this worker's memory for handshakes from now on; again after a fence: the agent's metadata is new."""
+        """Describe this worker's memory for later handshakes.
+
+        A fence gives the agent new metadata.
+        """
         self._offered = (
             self._context.describe_memory() if self._context.config.mode == "push" else None
         )
 
     def connect(self, host: str, port: int, peer_instance_id: str, now: float) -> Peer:
-        """The peer at this address, greeted now if it is not known.
+        """Return the peer at this address, connecting to it if needed.
 
         Raises:
-            zmq.ZMQError: host and port are no address, or no more sockets can be opened.
+            zmq.ZMQError: host and port are not an address, or no socket is left.
         """
         key = (host, port, peer_instance_id)
         if key not in self._known:
@@ -41,6 +46,6 @@ class PeerRegistry:
         return self._known[key]
 
     def remove(self, peer: Peer) -> None:
-        """Disconnects it; the next load greets anew."""
+        """Disconnect a peer. The next load connects again."""
         self._known = {key: known for key, known in self._known.items() if known is not peer}
         peer.close()

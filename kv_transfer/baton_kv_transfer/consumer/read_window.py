@@ -1,4 +1,4 @@
-"""What is read from one peer next: batches of a few MiB within a window of bytes, each load in its turn."""
+"""The reads from one peer: batches of a few MiB within a window of bytes, loads in turns."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.consumer.load_state import RankTransfer
 from baton_kv_transfer.memory.kv_memory import KVMemory
 
+#: Size of a transfer, and of what is verified at once while the next batches travel.
 BATCH_BYTES = 4 * 2**20
-"""Of a transfer, and of what is proved at once: while one batch is proved the next ones travel."""
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Blocks of a rank_transfer that travel and are proved together."""
+    """Blocks of a per-rank transfer that travel and are verified together."""
 
     rank_transfer: RankTransfer
     positions: list[int]
+    #: Of this engine's memory.
     slots: list[int]
-    """Of this engine's memory."""
+    #: The slots are released with the batch. Otherwise they belong to the load (push).
     owns_slots: bool
-    """They are released with the batch; otherwise they are the load's (push)."""
+    #: Window whose bytes in flight these are; None: written by push.
     window: ReadWindow | None = None
-    """Whose bytes in flight these are; None: written by push."""
     handle: XferHandle | None = None
 
     @property
@@ -38,7 +38,10 @@ def blocks_per_batch(rank_transfer: RankTransfer, memory: KVMemory) -> int:
 
 
 def _accept(memory: KVMemory, block_ids: list[int]) -> list[int]:
-    """Slots for the first of the blocks; for fewer if too few are free for all: who waited for many would wait for ever."""
+    """Return slots for the leading blocks, for as many as there are free slots.
+
+    A load that waited for slots for all its blocks might never get them.
+    """
     while block_ids:
         slots = memory.accept(block_ids)
         if slots is not None:
@@ -48,12 +51,14 @@ def _accept(memory: KVMemory, block_ids: list[int]) -> list[int]:
 
 
 class ReadWindow:
+    """The reads from one peer."""
+
     def __init__(self, max_inflight_bytes: int, stats: ConnectorStats) -> None:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
         self._turns: deque[RankTransfer] = (
             deque()
-        )  # those that want something; the first one is next
+        )  # those with queued blocks; the first one is next
         self._stats = stats
 
     def enqueue(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
@@ -65,14 +70,16 @@ class ReadWindow:
         self._stats.queued_bytes += len(positions) * rank_transfer.block_nbytes
 
     def drop(self, rank_transfer: RankTransfer) -> None:
-        """Nothing more is posted for it."""
+        """Drop the queued blocks of a per-rank transfer."""
         if rank_transfer.queued:
             self._turns.remove(rank_transfer)
             self._stats.queued_bytes -= len(rank_transfer.queued) * rank_transfer.block_nbytes
             rank_transfer.queued.clear()
 
     def take_batch(self, memory: KVMemory) -> Batch | None:
-        """The next batch that fits into the window and for which the memory has slots; from now on it counts as in flight.
+        """Return the next batch that fits into the window and has slots.
+
+        It counts as in flight from now on.
 
         A batch larger than the window travels alone.
         """
@@ -111,6 +118,6 @@ class ReadWindow:
         return None
 
     def release(self, batch: Batch) -> None:
-        """Its transfer has: local memory is not touched any more."""
+        """Count a batch as ended: its transfer does not touch local memory any more."""
         self._inflight_bytes -= batch.nbytes
         self._stats.inflight_bytes -= batch.nbytes

@@ -1,16 +1,19 @@
-"""Checksum of a range of heads of a KV block: computed from the bytes where they lie, bound to the load and to the block's tokens.
+"""The checksum of a range of heads of a KV block, bound to the load and to the block's tokens.
 
     x_i   the run's i-th 64-bit little-endian word
-    y_i = x_i XOR (x_i >> 32)                     so that a flip of the highest bit meets more than one bit of the weight
-    w_i = u(i mod 8192) * u(2^32 + i div 8192)    position weights, odd: any change of a single word changes the sum;
-                                                  u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1, mix is splitmix64's finalizer
-    sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64      in any order: a parallel reduction gives the same
+    y_i = x_i XOR (x_i >> 32)                   a flip of the highest bit meets several weight bits
+    w_i = u(i mod 8192) * u(2^32 + i div 8192)  position weights, odd: any change of one word counts
+                                                u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1,
+                                                mix is splitmix64's finalizer
+    sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64    in any order, so a parallel reduction is equal
 
-    checksum = first 8 bytes, little-endian, of BLAKE2b(sum, generation, transfer id, heads; key = chain hash)
+    checksum = first 8 bytes, little-endian, of
+               BLAKE2b(sum, generation, heads, transfer id; key = chain hash)
 
-Two factors, because 64 KiB of weights stay in a core's cache beside any block: a CPU computes the sum as fast as it reads. The sum
-needs integer multiplication and addition only: numpy here, compiled and on a GPU in the engine's kernels; all give the same.
-It finds torn, stale and misplaced blocks; it is no defence against someone who forges them.
+Two factors keep 64 KiB of weights in a core's cache for any block size, so a CPU computes the sum
+as fast as it reads. The sum needs integer multiplication and addition only: numpy here, compiled
+code and GPU code in the engine's kernels, with equal results. The checksum finds torn, stale and
+misplaced blocks. It does not protect against forged blocks.
 """
 
 from __future__ import annotations
@@ -27,20 +30,20 @@ from baton_kv_transfer.memory.layout import HeadRange
 from baton_protocol.block_hash import BlockHash
 
 WORD_BYTES = 8
+#: Words after which the first factor of the weights repeats.
 PERIOD = 8192
-"""Words after which the first factor of the weights repeats."""
 _OUTER_OFFSET = 2**32
 
+#: (addresses [n], bytes of each run) -> word sums [n]; see `sum_runs`.
 SumRuns = Callable[[NDArray[np.int64], int], NDArray[np.uint64]]
-"""(addresses [n], bytes of each run) -> word sums [n]; see `sum_runs`."""
 
 
 def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
-    """Word sums of n runs of host memory.
+    """Return the word sums of n runs of host memory.
 
     Args:
         addresses: int64 [n].
-        nbytes: of each run, a multiple of 8.
+        nbytes: size of each run, a multiple of 8.
 
     Returns:
         uint64 [n].
@@ -68,11 +71,14 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
 def bind(
     word_sum: int, *, transfer_id: str, generation: int, chain_hash: BlockHash, heads: HeadRange
 ) -> int:
-    """The checksum that travels: right bytes of the wrong block, load or heads do not pass.
+    """Return the checksum that travels. It differs for another block, load or head range.
 
     Args:
+        word_sum: see `sum_runs`.
+        transfer_id: of the load.
         generation: of the load, drawn by the consumer: 0 to 2^64 - 1.
-        chain_hash: of the block's tokens and all before them.
+        chain_hash: hash of the tokens of the block and of all blocks before it.
+        heads: heads of the model that the sum covers.
     """
     digest = hashlib.blake2b(
         word_sum.to_bytes(8, "little"), digest_size=8, key=chain_hash, person=b"baton-kv"
@@ -88,7 +94,7 @@ def bind(
 
 @functools.lru_cache(maxsize=8)
 def _factors(start: int, count: int) -> NDArray[np.uint64]:
-    """u(k) for k in [start, start + count)."""
+    """Return u(k) for k in [start, start + count)."""
     z = np.arange(start, start + count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,12 +1,14 @@
-"""The KV memory of a worker as its connector sees it: where blocks lie for peers, and how they get there.
+"""The KV memory of a worker as its connector sees it: where peers find blocks.
 
-PeerRegistry reach *slots*: runs of `layout.block_nbytes` bytes from `base_address` on. In host memory, and in GPU memory that the
-transport reaches directly, a block's slot is the block itself. Otherwise slots are host memory through which blocks travel.
+Peers reach *slots*: runs of `layout.block_nbytes` bytes from `base_address` on. In host memory, and
+in GPU memory that the transport reaches directly, the slot of a block is the block itself.
+Otherwise slots are host memory through which blocks travel.
 
-    producer   expose(blocks) -> slots, published and read (or written from) until release(slots)
-    consumer   accept(blocks) -> slots, filled by transfers and proved by `block_sums`; commit(slots, blocks); release(slots)
+    producer   expose(blocks) -> slots, which peers read until release(slots)
+    consumer   accept(blocks) -> slots, which transfers fill and `block_sums` verifies;
+               commit(slots, blocks); release(slots)
 
-All methods are called by the connector's thread.
+The connector's thread calls all methods.
 """
 
 from __future__ import annotations
@@ -22,38 +24,45 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 
 
 class KVMemory(abc.ABC):
+    """KV memory of one worker."""
+
+    #: Layout of the blocks.
     layout: KVCacheLayout
-    """Of the blocks."""
+    #: Address of slot 0.
     base_address: int
-    """Of slot 0."""
     num_slots: int
+    #: Type of the slots: DRAM or VRAM.
     mem_type: str = "DRAM"
-    """Of the slots: DRAM or VRAM."""
     device_id: int = 0
 
     @abc.abstractmethod
     def expose(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Slots that hold what the blocks hold now; None: too few slots are free at present."""
+        """Return slots with the current content of the blocks; None if too few slots are free."""
 
     @abc.abstractmethod
     def accept(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Slots into which the blocks' new content may be written; None: too few slots are free at present."""
+        """Return slots for the new content of the blocks; None if too few are free."""
 
     @abc.abstractmethod
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
-        """What arrived and was proved of `heads` in the slots of `accept` is in the blocks when this returns."""
+        """Copy the verified `heads` from slots of `accept` into the blocks, before returning."""
 
     @abc.abstractmethod
     def release(self, slots: Sequence[int]) -> None:
-        """The slots of `expose` or `accept` are not used any more."""
+        """Free slots of `expose` or `accept`."""
 
     @abc.abstractmethod
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
-        """Word sums of these heads (of the model; all are this worker's) in each slot: [n]. See `checksum`."""
+        """Return the word sums of these heads in each slot: [n]. See `checksum`.
+
+        Args:
+            slots: slots in use.
+            heads: heads of the model, all of which this worker has.
+        """
 
 
 class HostKVMemory(KVMemory):
-    """KV memory that peers reach as it lies there."""
+    """KV memory that peers reach directly."""
 
     def __init__(
         self,
@@ -61,17 +70,20 @@ class HostKVMemory(KVMemory):
         layout: KVCacheLayout,
         sum_runs: checksum.SumRuns = checksum.sum_runs,
     ) -> None:
-        """
+        """Describe memory that the caller owns.
+
         Args:
             base_address: of block 0; block i begins at base_address + i * layout.block_nbytes.
-            sum_runs: computes checksums; the default is numpy's, a compiled one is faster.
+            layout: of the blocks.
+            sum_runs: computes checksums. The default uses numpy; a compiled function is faster.
 
         Raises:
-            ValueError: a head of a block is no multiple of 8 bytes.
+            ValueError: the size of a head of a block is not a multiple of 8 bytes.
         """
         if layout.head_nbytes % checksum.WORD_BYTES:
             raise ValueError(
-                f"a head of a KV block must be a multiple of {checksum.WORD_BYTES} bytes, this layout's has {layout.head_nbytes}"
+                f"a head of a KV block must be a multiple of {checksum.WORD_BYTES} bytes, "
+                f"this layout's has {layout.head_nbytes}"
             )
         self.layout = layout
         self.base_address = base_address
@@ -102,7 +114,11 @@ class HostKVMemory(KVMemory):
 def slot_rows(
     base_address: int, num_slots: int, layout: KVCacheLayout, heads: HeadRange, *, device_id: int
 ) -> NDArray[np.int64]:
-    """Descriptors of these heads of the model in each slot of a worker's memory: [num_slots, 3]; [0, 3] if there are no heads."""
+    """Return the descriptors of these heads in each slot of a worker's memory.
+
+    Returns:
+        [num_slots, 3]; [0, 3] without heads.
+    """
     if heads.count == 0:
         return np.zeros((0, 3), dtype=np.int64)
     rows = np.empty((num_slots, 3), dtype=np.int64)

@@ -16,13 +16,13 @@ class HeadRange(msgspec.Struct, frozen=True, array_like=True):
         return self.first + self.count
 
     def overlap(self, other: HeadRange) -> HeadRange:
-        """The heads that are in both; count 0 if there are none."""
+        """Return the heads in both ranges; count 0 if there are none."""
         first = max(self.first, other.first)
         return HeadRange(first, max(0, min(self.end, other.end) - first))
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where one worker of an engine answers about its heads."""
+    """Side channel address of one worker of an engine, and its heads."""
 
     host: str
     port: int
@@ -30,24 +30,26 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one worker's KV memory: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
+    """Shape of one worker's KV memory.
 
-    A range of heads of a block is one contiguous run, so workers of different tensor-parallel sizes exchange ranges of heads.
+    The memory is contiguous: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. A
+    range of heads of a block is one contiguous run, so workers of different tensor-parallel sizes
+    exchange ranges of heads.
     """
 
     num_blocks: int
+    #: Heads of this worker.
     num_kv_heads: int
-    """Of this worker."""
     num_layers: int
     block_size: int
     head_dim: int
+    #: torch's name without prefix: float32, bfloat16, float16.
     dtype: str
-    """torch's name without prefix: float32, bfloat16, float16."""
     name: str = "NHL2BD"
+    #: Index in the model of head 0 of this worker.
     first_kv_head: int = 0
-    """Which of the model's heads is head 0 here."""
+    #: Heads of the model, over all workers; 0: num_kv_heads.
     total_kv_heads: int = 0
-    """Of the model, over all workers; 0: num_kv_heads."""
 
     @property
     def head_nbytes(self) -> int:
@@ -69,7 +71,10 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain_layout_mismatch(ours: KVCacheLayout, theirs: KVCacheLayout) -> str:
-    """Why blocks of the two layouts cannot be exchanged; empty if they can. Number of blocks and heads per worker may differ."""
+    """Return why blocks of the two layouts cannot be exchanged; empty if they can.
+
+    The number of blocks and the heads per worker may differ.
+    """
     for field in ("name", "dtype", "num_layers", "num_model_heads", "block_size", "head_dim"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:

@@ -1,9 +1,9 @@
-"""KV memory that peers cannot reach where it lies: its blocks travel through slots of host memory, of which there are few.
+"""KV memory that peers cannot reach directly: its blocks travel through a few slots of host memory.
 
-    producer   expose: blocks -> slots, then peers read            release
-    consumer   accept: slots, peers write or transfers fill them   commit: slots -> blocks   release
+    producer   expose: blocks -> slots, which peers read                     release
+    consumer   accept: slots, which transfers fill   commit: slots -> blocks   release
 
-Where blocks lie, and how they are copied, only the engine knows: it brings both copies.
+Only the engine knows where blocks are and how to copy them, so it provides both copies.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 
 logger = logging.getLogger(__name__)
 
+#: (block ids, slots): copies each block into its slot before it returns.
 CopyOut = Callable[[Sequence[int], Sequence[int]], None]
-"""(block ids, slots): each block's content is in its slot when this returns."""
+#: (slots, block ids, heads of the model): copies these heads of each slot into its block before it
+#: returns. Other heads of the block do not change.
 CopyIn = Callable[[Sequence[int], Sequence[int], HeadRange], None]
-"""(slots, block ids, heads of the model): these heads of each slot are in its block when this returns; other heads of the block
-stay as they are."""
 
 
 class StagedKVMemory(KVMemory):
-    """A slot is handed out once until it is released."""
+    """KV memory with staging slots. A slot has one user until it is released."""
 
     def __init__(
         self,
@@ -41,18 +41,24 @@ class StagedKVMemory(KVMemory):
         copy_in: CopyIn,
         sum_runs: checksum.SumRuns = checksum.sum_runs,
     ) -> None:
-        """
+        """Divide host memory of the caller into slots.
+
         Args:
-            base_address: of slot 0, in host memory; slot i begins at base_address + i * layout.block_nbytes.
+            base_address: of slot 0 in host memory; slot i begins at base_address + i *
+                layout.block_nbytes.
+            num_slots: size of the host memory.
             layout: of the blocks.
-            sum_runs: computes checksums of what lies in slots.
+            copy_out: copies blocks into slots.
+            copy_in: copies slots into blocks.
+            sum_runs: computes checksums of slots.
 
         Raises:
-            ValueError: there is no slot, or a head of a block is no multiple of 8 bytes.
+            ValueError: there is no slot, or the size of a head of a block is not a multiple of 8
+                bytes.
         """
         if num_slots < 1:
             raise ValueError(
-                f"blocks of {layout.block_nbytes} bytes travel through host memory that has no room for one of them: "
+                f"the staging memory has no room for one block of {layout.block_nbytes} bytes: "
                 "raise kv_transfer.staging_bytes"
             )
         self._staging = HostKVMemory(base_address, layout, sum_runs)
@@ -63,9 +69,9 @@ class StagedKVMemory(KVMemory):
         self._copy_in = copy_in
         self._free = list(
             range(num_slots)
-        )  # a heap: low slots first, as adjacent ones travel as one descriptor
+        )  # a heap: adjacent slots merge into one descriptor, so low slots come first
         self._exposed: set[int] = set()
-        self._accepted: dict[int, int] = {}  # slot -> the block it is for
+        self._accepted: dict[int, int] = {}  # slot -> block
         self._warned = False
 
     @property
@@ -90,7 +96,11 @@ class StagedKVMemory(KVMemory):
         return slots
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
-        """Raises: ValueError: a slot was not accepted for its block."""
+        """See KVMemory.
+
+        Raises:
+            ValueError: a slot was not accepted for its block.
+        """
         for slot, block_id in zip(slots, block_ids, strict=True):
             if self._accepted.get(slot) != block_id:
                 raise ValueError(f"slot {slot} was not accepted for block {block_id}")
@@ -98,7 +108,11 @@ class StagedKVMemory(KVMemory):
             self._copy_in(slots, block_ids, heads)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Raises: ValueError: a slot is not in use, or named twice; none is released then."""
+        """See KVMemory.
+
+        Raises:
+            ValueError: a slot is free or named twice; no slot is released then.
+        """
         self._check_used(slots)
         if len(set(slots)) != len(slots):
             raise ValueError(f"a slot is named twice: {list(slots)}")
@@ -108,16 +122,23 @@ class StagedKVMemory(KVMemory):
         self._give_back(slots)
 
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
-        """Raises: ValueError: a slot is not in use."""
+        """See KVMemory.
+
+        Raises:
+            ValueError: a slot is free.
+        """
         self._check_used(slots)
         return self._staging.block_sums(slots, heads)
 
     def _take(self, count: int) -> list[int] | None:
-        """Slots that are in neither set yet. None also for more than there are: who waits has a deadline."""
+        """Return free slots; None if too few are free, also if there can never be enough.
+
+        Callers have deadlines.
+        """
         if count > self.num_slots and not self._warned:
             self._warned = True
             logger.warning(
-                "%d blocks at once do not fit into %d slots of host memory, transfers of so many fail: "
+                "a transfer of %d blocks at once fails, there are %d slots of host memory: "
                 "raise kv_transfer.staging_bytes",
                 count,
                 self.num_slots,
@@ -134,5 +155,5 @@ class StagedKVMemory(KVMemory):
         for slot in slots:
             if slot not in self._exposed and slot not in self._accepted:
                 raise ValueError(
-                    f"slot {slot} is not in use: it was never handed out, or was released already"
+                    f"slot {slot} is not in use: it was never taken, or it was released"
                 )

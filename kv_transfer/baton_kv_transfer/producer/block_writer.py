@@ -1,10 +1,11 @@
-"""Push: blocks on their way into consumers' memory. Lives on the connector's thread.
+"""Push: writes into consumers' memory. It runs on the connector's thread.
 
     queued      in Subscriber.queue; `stop` drops it
     in flight   posted to the agent; ends in DONE or ERR by itself, or because the peer was removed
-    written     reported, and forgotten here
+    written     reported and removed here
 
-Each peer has a window of bytes in flight; the transfers to one peer take turns, so that a long one does not starve a short one.
+Each peer has a window of bytes in flight. The transfers to one peer take turns, so that a long one
+does not delay a short one.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from baton_kv_transfer.producer.transfer_state import Subscriber
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_kv_transfer.transports.transfer import TransportError
 
+#: Limit of one write; it has at least one block.
 MAX_WRITE_BYTES = 4 * 2**20
-"""What one transfer writes in its turn, at least one block."""
 
 
 @dataclass(slots=True, eq=False)
 class _PeerWindow:
-    """To one peer's agent."""
+    """The writes to one peer's agent."""
 
     inflight_bytes: int = 0
+    #: Subscribers with queued blocks, the next one first.
     turns: deque[Subscriber] = field(default_factory=deque)
-    """Those with something queued, the next one first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,8 @@ class _Write:
 
 
 class BlockWriter:
+    """Queues and posts writes to all consumers."""
+
     def __init__(
         self,
         context: ConnectorContext,
@@ -51,10 +54,13 @@ class BlockWriter:
         written: Callable[[Subscriber, list[PublishedBlock]], None],
         failed: Callable[[Subscriber, str], None],
     ) -> None:
-        """
+        """Start without writes.
+
         Args:
-            written: these blocks are in the subscriber's memory. `subscriber.num_writes` counts this write no more.
-            failed: the same, but they are not, and will not be.
+            context: shared by both sides of the connector.
+            written: called when blocks are in the subscriber's memory; num_writes does not count
+                the write any more.
+            failed: called with the reason when the blocks are not there and will not be.
         """
         self._context = context
         self._agent, self._stats, self._clock = context.agent, context.stats, context.clock
@@ -73,23 +79,23 @@ class BlockWriter:
         self._stats.queued_bytes += len(blocks) * self._nbytes(subscriber)
 
     def stop(self, subscriber: Subscriber) -> None:
-        """What is queued is not begun any more; what is in flight ends as it may."""
+        """Drop what is queued. Writes in flight end by themselves."""
         if subscriber.queue:
             self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
             subscriber.queue.clear()
 
     def any_to(self, session: Session) -> bool:
-        """Whether something is in flight to it."""
+        """Return whether a write to the session is in flight."""
         return any(write.subscriber.session is session for write in self._in_flight)
 
     def advance(self) -> None:
-        """Reports what ended, posts what fits into the windows."""
+        """Report ended writes and post what fits into the windows."""
         for write in list(self._in_flight):
             state = self._agent.check_xfer_state(write.handle)
             if state != "PROC":
                 self._end(
                     write,
-                    write.handle.error or "the transport gave it up" if state == "ERR" else "",
+                    write.handle.error or "the transport gave no reason" if state == "ERR" else "",
                 )
         for name, window in list(self._windows.items()):
             self._post(window)
@@ -99,7 +105,7 @@ class BlockWriter:
     def _post(self, window: _PeerWindow) -> None:
         while window.turns:
             subscriber = window.turns[0]
-            if not subscriber.queue:  # stopped meanwhile
+            if not subscriber.queue:  # stopped
                 window.turns.popleft()
                 continue
             nbytes = self._nbytes(subscriber)
@@ -124,7 +130,7 @@ class BlockWriter:
             ValueError,
             LookupError,
             TransportError,
-        ) as error:  # the peer was removed, by a fence, too
+        ) as error:  # the peer was removed, possibly by a fence
             self._failed(subscriber, str(error))
             return
         if not subscriber.num_writes:
@@ -139,7 +145,7 @@ class BlockWriter:
     def _make(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> XferHandle:
         remote_side = subscriber.session.slots
         if remote_side is None:
-            raise ValueError("its memory is not known any more")
+            raise ValueError("the consumer's memory was removed")
         our_slots = [block.slot for block in blocks]
         their_slots = subscriber.slots[
             [block.index - subscriber.first_block_index for block in blocks]
@@ -168,5 +174,5 @@ class BlockWriter:
         self._written(subscriber, write.blocks)
 
     def _nbytes(self, subscriber: Subscriber) -> int:
-        """Of one block's heads."""
+        """Return the bytes of the subscriber's heads in one block."""
         return subscriber.heads.count * self._context.memory.layout.head_nbytes

@@ -1,4 +1,7 @@
-"""Subscriptions that came before the scheduler's offer: held for a lease, which heartbeats renew, then refused."""
+"""Subscriptions before the scheduler's offer.
+
+Heartbeats renew their lease; after it they are refused.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.producer.sessions import Send, Session
 
 MAX_EARLY = 16384
+#: Slots of consumers' memory that all early subscriptions may name together.
 MAX_EARLY_SLOTS = 2**22
-"""Of the consumers' memory, named by all early subscriptions together."""
 
+#: (ZMQ identity, subscriber).
 _Key = tuple[bytes, int]
-"""(ZMQ identity, subscriber)."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class _Early:
 
 
 class EarlyMessages:
+    """Subscriptions and releases by transfer, until the transfer is offered."""
+
     def __init__(self, lease_s: float, send: Send, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
         self._send = send
@@ -40,31 +45,31 @@ class EarlyMessages:
         self._early: dict[str, dict[_Key, _Early]] = {}  # by transfer id
         self._num_early = 0
         self._num_slots = 0
+        #: No lease ends before this time.
         self.next_expiry = math.inf
-        """Nothing is given up before."""
 
     def __len__(self) -> int:
         return self._num_early
 
     def add(self, session: Session, message: side_channel.Subscribe) -> str:
-        """Holds a subscription; returns why not, if so. One said twice is one."""
+        """Hold a subscription; return why not, or an empty string. A repeated one counts once."""
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is not None:
             if known.message.generation == message.generation and isinstance(
                 known.message, side_channel.Subscribe
             ):
                 return ""
-            return f"subscriber {message.subscriber} of transfer {message.transfer_id} came already"
+            return f"subscriber {message.subscriber} of transfer {message.transfer_id} came before"
         if (
             self._num_early >= MAX_EARLY
             or self._num_slots + len(message.push_slots or ()) > MAX_EARLY_SLOTS
         ):
-            return f"{self._num_early} subscriptions wait for their offers already: retry later"
+            return f"{self._num_early} subscriptions wait for their offers: retry later"
         self._put(session, message)
         return ""
 
     def release(self, session: Session, message: side_channel.Release) -> None:
-        """Takes the place of the subscription, and ends the transfer as soon as it is offered."""
+        """Replace the subscription by a release, which ends the transfer when it is offered."""
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is None:
             if self._num_early < MAX_EARLY:
@@ -82,7 +87,7 @@ class EarlyMessages:
     def take(
         self, transfer_id: str
     ) -> list[tuple[Session, side_channel.Subscribe | side_channel.Release]]:
-        """What came for a transfer, in order; it is not held any more."""
+        """Return and remove what arrived for a transfer, in order."""
         early = self._early.pop(transfer_id, {}).values()
         self._forget(early)
         return [(one.session, one.message) for one in early]
@@ -94,7 +99,7 @@ class EarlyMessages:
                     one.deadline = self._clock() + self._lease_s
 
     def drop(self, session: Session, reason: str) -> None:
-        """The session is lost."""
+        """Remove the subscriptions of a lost session."""
         for transfer_id, key, one in self._all():
             if one.session is session:
                 self._remove(transfer_id, key)
@@ -143,7 +148,7 @@ class EarlyMessages:
 def refuse_subscription(
     send: Send, session: Session, message: side_channel.Subscribe, reason: str
 ) -> None:
-    """With push also says that nothing was, or will be, written."""
+    """Send CANCELLED and, with push, confirm that nothing was or will be written."""
     send(session.identity, side_channel.Cancelled(message.transfer_id, message.generation, reason))
     if message.push_slots is not None:
         send(session.identity, side_channel.Released(message.transfer_id, message.generation))

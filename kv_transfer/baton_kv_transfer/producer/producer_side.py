@@ -1,12 +1,7 @@
-"""The producer's half of the connector: the ROUTER, and who handles what arrives there. Lives on the connector's thread.
+"""The producer's side of the connector: the ROUTER and the dispatch of its messages.
 
-    producer_sessions      handshakes; which consumers there are
-    producer_transfers     what is offered, published and held
-    producer_subscribers   for whom, and what each may ask for
-    producer_early         subscriptions that came before the offer
-    producer_writes        push: blocks on their way into consumers' memory
-
-A consumer's message may be anything at any time: what cannot be is refused or ignored there, and costs only who sent it.
+It runs on the connector's thread. A consumer may send any message at any time. An invalid one is
+refused or ignored, and affects only its sender.
 """
 
 from __future__ import annotations
@@ -29,33 +24,34 @@ from baton_protocol.service_key import ServiceKey, count_refused, watch_handshak
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_ROUND = 1024
+#: To one consumer. A consumer that does not read this many is treated as lost.
 MAX_QUEUED_MESSAGES = 16384
-"""To one consumer; who does not read them is as good as gone."""
 ZMQ_HEARTBEAT_MS = 5_000
+#: ZeroMQ's own probes find hosts that vanished. Leases end earlier; this only ends the session.
 ZMQ_HEARTBEAT_TIMEOUT_MS = 60_000
-"""ZMQ's own probes between the I/O threads: finds hosts that vanished. Leases end earlier; this only ends the session."""
+#: A connection that is not a ZeroMQ connection by then is closed.
 ZMQ_HANDSHAKE_MS = 10_000
-"""A connection that has not become one of ZMQ by then is closed."""
+#: After a pause of this length, messages sent in the pause may not have reached the socket yet.
 STALL_S = 2.0
-"""If the thread did not run for this long, what was sent meanwhile may not have reached the socket yet ..."""
+#: Leases do not expire for this time after such a pause.
 STALL_GRACE_S = 0.5
-"""... and is given this long."""
+#: Leases expire if the socket was not read empty for this long. Consumers are read in turn.
 MAX_UNREAD_S = 10.0
-"""If the socket was not read empty for this long, leases end all the same: it hears its consumers in turn."""
 
 
 def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[bytes]:
-    """A socket that consumers connect to, bound.
+    """Return a bound socket for consumers.
 
     Args:
-        service_key: consumers that do not have it are not let in. None: anyone is.
+        address: where to listen.
+        service_key: consumers without it cannot connect. None: anyone can.
 
     Raises:
-        zmq.ZMQError: the address is taken, or not this machine's.
+        zmq.ZMQError: the address is in use, or not of this machine.
     """
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
-    # A consumer that is gone, or reads nothing, is found out when it is sent to.
+    # Sending to a consumer that is gone or reads nothing must fail.
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     router.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
@@ -72,17 +68,21 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
 
 
 class ProducerSide:
+    """The transfers that a worker offers, and the consumers that fetch them."""
+
     def __init__(
         self,
         context: ConnectorContext,
         router: zmq.Socket[bytes],
-        finished: Callable[[str], None],
+        on_finished: Callable[[str], None],
     ) -> None:
-        """Handshakes are answered from now on.
+        """Answer handshakes from now on.
 
         Args:
-            router: of `open_router`; owned from now on.
-            finished: called exactly once per offer, with its transfer id: nobody reaches its blocks any more.
+            context: shared with the consumer's side.
+            router: from `open_router`; this object closes it.
+            on_finished: called exactly once per offer, with its transfer id, when no consumer
+                reaches its blocks any more.
         """
         self._router = router
         self._stats = context.stats
@@ -94,7 +94,7 @@ class ProducerSide:
             failed=self._write_failed,
         )
         self.transfers = TransferManager(
-            context, self._writes, send=self._send, finished=finished, cut_off=self._cut_off
+            context, self._writes, send=self._send, on_finished=on_finished, cut_off=self._cut_off
         )
         self._sessions = SessionRegistry(context, send=self._send, lost=self.transfers.session_lost)
         self._last_round = context.clock()
@@ -103,29 +103,32 @@ class ProducerSide:
 
     def close(self) -> None:
         if self._handshakes is not None:
-            self._router.monitor(None, 0)  # ends it
+            self._router.monitor(None, 0)  # ends the monitor
             self._handshakes.close()
         self._router.close(linger=0)
 
     def memory_fenced(self) -> None:
-        """The agent cut all peers off and forgot them: who is pushed to has to handle_hello anew."""
+        """End the sessions with push.
+
+        The agent cut off and removed all peers, so those must connect again.
+        """
         self._sessions.fail_all("the producer cut all its peers off")
 
     # -- from the thread's loop
 
     def advance(self, now: float) -> None:
-        """Everything that can happen now: messages, ended writes, new writes, leases."""
+        """Do everything that can happen now: messages, ended writes, new writes, leases."""
         if now - self._last_round > STALL_S:
             self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
         self._last_round = now
-        self._writes.advance()  # blocks of a step that just ended go first
+        self._writes.advance()  # blocks of the last step go first
         drained = self._receive(now)
         if drained:
             self._last_empty = now
         self._writes.advance()
         self.transfers.expose_waiting()
         self._writes.advance()
-        # Leases must not end while word of their consumers may lie unread.
+        # Leases must not end while messages of their consumers may be unread.
         if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
             self.transfers.expire(now)
             self._sessions.probe(now)
@@ -136,12 +139,12 @@ class ProducerSide:
             self._stats.handshakes_refused += count_refused(self._handshakes)
 
     def next_deadline(self) -> float | None:
-        """When `advance` has to be called if nothing else happens; None: no need."""
+        """Return the time of the next `advance` if nothing else happens; None: not needed."""
         deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
 
     def _receive(self, now: float) -> bool:
-        """Handles what consumers sent; false if more may be waiting."""
+        """Handle what consumers sent; return False if more may be waiting."""
         for _ in range(MAX_MESSAGES_PER_ROUND):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)

@@ -1,11 +1,13 @@
-"""The producer's consumers: their handshakes, and their memory in the agent. Lives on the connector's thread.
+"""The consumers' handshakes, and their memory in the agent. It runs on the connector's thread.
 
-    HELLO_SENT   HELLO agreed with this engine; WELCOME was sent. Nothing about memory was said.
-    OPEN      the token was proved and the layouts fit; DESCRIPTION was sent. TransferManager may be asked for.
-    FAILED    writing to its memory failed: its agent is removed. It is refused, and forgotten, once its writes have ended.
+    pending   HELLO was accepted and WELCOME sent. Memory was not described.
+    OPEN      The proof and the layout were right; DESCRIPTION was sent. Transfers may be requested.
+    FAILED    A write to its memory failed and its agent was removed. It is refused and removed when
+              its writes have ended.
 
-A session is forgotten when its connection is gone, when it greets again, or when too many greeted after it; the consumer's
-agent goes with the last session that uses it.
+A session is removed when its connection is gone, when the consumer sends HELLO again, or when too
+many consumers connected after it. The consumer's agent is removed with the last session that uses
+it.
 """
 
 from __future__ import annotations
@@ -24,41 +26,44 @@ from baton_kv_transfer.memory.layout import KVCacheLayout, explain_layout_mismat
 from baton_kv_transfer.side_channel import MemoryDescription
 
 MAX_HANDSHAKES = 1024
+#: Limit of open sessions. As with MAX_HANDSHAKES, the longest silent one goes first and has to
+#: connect again.
 MAX_OPEN = 4096
-"""SessionRegistry remembered in each state; the longest silent one goes first and has to handle_hello again."""
 MAX_ID_LENGTH = 512
+#: Of one consumer's memory.
 MAX_SLOTS = 2**22
-"""Of one consumer's memory."""
 _MAX_ADDRESS = 2**63
 
+#: (ZMQ identity, message).
 Send = Callable[[bytes, side_channel.ToConsumer], None]
-"""(ZMQ identity, message)."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
     """A consumer's worker on one connection."""
 
+    #: ZeroMQ's name of the connection.
     identity: bytes
-    """ZMQ's name of the connection."""
     instance_id: str
     consumer_nonce: bytes
     producer_nonce: bytes
     last_seen: float
+    #: None: the handshake is pending.
     layout: KVCacheLayout | None = None
-    """None: HELLO_SENT."""
+    #: None: its blocks are only read.
     memory: MemoryDescription | None = None
-    """None: its blocks are only read."""
+    #: Name of its memory in the agent; empty without memory.
     agent_name: str = ""
-    """Under which the agent knows its memory; empty without one."""
+    #: The shared heads in each slot of the memory that this session described. The agent may get
+    #: newer metadata under the same name.
     slots: DlistHandle | None = None
-    """The heads that both workers hold, in each slot of its memory: of just the memory it described, should the agent learn of a
-    newer one under the same name."""
+    #: Why the session FAILED.
     error: str = ""
-    """FAILED: why."""
 
 
 class SessionRegistry:
+    """The sessions by connection."""
+
     def __init__(
         self,
         context: ConnectorContext,
@@ -66,9 +71,12 @@ class SessionRegistry:
         send: Send,
         lost: Callable[[Session, str], None],
     ) -> None:
-        """
+        """Start without sessions.
+
         Args:
-            lost: (session, why): nothing may be begun for this session any more.
+            context: shared by both sides of the connector.
+            send: sends a message to a connection.
+            lost: (session, reason): nothing may be started for this session any more.
         """
         self._context = context
         self._agent, self._layout, self._lease_s = (
@@ -80,12 +88,12 @@ class SessionRegistry:
         self._send = send
         self._lost = lost
         self._pending: OrderedDict[bytes, Session] = OrderedDict()
-        self._open: OrderedDict[bytes, Session] = OrderedDict()  # longest silent first, as above
+        self._open: OrderedDict[bytes, Session] = OrderedDict()  # longest silent first
         self._failed: list[Session] = []
         self._next_probe = 0.0
 
     def find(self, identity: bytes, now: float) -> Session | None:
-        """The OPEN session of a connection that just gave a sign."""
+        """Return the OPEN session of a connection that sent a message."""
         session = self._open.get(identity)
         if session is not None:
             session.last_seen = now
@@ -93,17 +101,19 @@ class SessionRegistry:
         return session
 
     def refuse(self, identity: bytes, reason: str, *, succeeded: bool = False) -> None:
-        """Of a handshake or of anything before it; the connection has to handle_hello anew.
+        """Refuse a handshake, or a message before it. The consumer has to connect again.
 
         Args:
-            succeeded: the consumer asked for an engine that had this address before.
+            identity: the connection.
+            reason: sent to the consumer.
+            succeeded: the consumer expects an engine that had this address before.
         """
         self._context.stats.handshakes_refused += 1
         self.forget(identity, reason)
         self._send(identity, side_channel.Refused(reason, succeeded))
 
     def handle_hello(self, identity: bytes, hello: side_channel.Hello, now: float) -> None:
-        self.forget(identity, "the consumer greeted anew")
+        self.forget(identity, "the consumer sent HELLO again")
         ours = (side_channel.VERSION, self._context.compatibility_hash, self._context.instance_id)
         theirs = (hello.version, hello.compatibility_hash, hello.peer_instance_id)
         names = (
@@ -119,8 +129,8 @@ class SessionRegistry:
         if len(hello.nonce) != auth.NONCE_BYTES or not 0 < len(hello.instance_id) <= MAX_ID_LENGTH:
             self.refuse(
                 identity,
-                f"HELLO needs a nonce of {auth.NONCE_BYTES} bytes and an instance id of 1 to {MAX_ID_LENGTH} characters, "
-                f"got {len(hello.nonce)} and {len(hello.instance_id)}",
+                f"HELLO needs a nonce of {auth.NONCE_BYTES} bytes and an instance id of 1 to "
+                f"{MAX_ID_LENGTH} characters, got {len(hello.nonce)} and {len(hello.instance_id)}",
             )
             return
         session = Session(identity, hello.instance_id, hello.nonce, auth.new_nonce(), now)
@@ -141,19 +151,21 @@ class SessionRegistry:
         elif not auth.verify_proof(self._proof(session, auth.CONSUMER), message.proof):
             self.refuse(
                 identity,
-                "the consumer did not checksum_blocks the producer's token: service_key_file differs",
+                "the consumer's token is not the producer's: service_key_file differs",
             )
         elif mismatch := explain_layout_mismatch(
             self._layout, message.layout
         ) or _explain_invalid_layout(message.layout):
             self.refuse(identity, mismatch)
         elif wrong := self._register_memory(session, message.layout, message.memory):
-            self.refuse(identity, f"the consumer described its memory wrongly: {wrong}")
+            self.refuse(
+                identity, f"the consumer sent an invalid description of its memory: {wrong}"
+            )
         else:
             session.layout, session.memory, session.last_seen = message.layout, message.memory, now
             self._open[identity] = session
             if len(self._open) > MAX_OPEN:
-                self.forget(next(iter(self._open)), "too many consumers greeted after it")
+                self.forget(next(iter(self._open)), "too many consumers connected after it")
             ours = self._context.describe_memory()
             self._send(
                 identity,
@@ -161,7 +173,7 @@ class SessionRegistry:
             )
 
     def forget(self, identity: bytes, reason: str) -> None:
-        """The connection is gone or worth nothing: nothing more is sent or written to it."""
+        """Remove the session of a connection. Nothing more is sent or written to it."""
         self._pending.pop(identity, None)
         session = self._open.pop(identity, None)
         if session is None:
@@ -170,21 +182,24 @@ class SessionRegistry:
         if session.slots is not None:
             self._agent.release_dlist_handle(session.slots)
         if session.agent_name and not self._users(session.agent_name):
-            self._agent.remove_remote_agent(session.agent_name)  # writes in flight end in ERR
+            self._agent.remove_remote_agent(session.agent_name)  # ends writes in flight in ERR
         self._lost(session, session.error)
 
     def fail(self, session: Session, reason: str) -> None:
-        """Writing to its memory failed, or does not end: the agent lets go of it, and whoever shares that agent fails, too."""
+        """Remove the agent of a session after a failed write.
+
+        Sessions that share the agent fail as well.
+        """
         if session.agent_name:
             self._agent.remove_remote_agent(session.agent_name)
         self._fail(self._users(session.agent_name), reason)
 
     def fail_all(self, reason: str) -> None:
-        """The agent knows no peer any more."""
+        """Fail all sessions with memory: the agent has no peer any more."""
         self._fail([session for session in self._open.values() if session.agent_name], reason)
 
     def refuse_failed(self, busy: Callable[[Session], bool]) -> None:
-        """Lets failed sessions go, save those to which something is in flight."""
+        """Remove failed sessions, except those with writes in flight."""
         for session in [session for session in self._failed if not busy(session)]:
             self._failed.remove(session)
             if self._open.get(session.identity) is session:
@@ -192,7 +207,10 @@ class SessionRegistry:
                 self._send(session.identity, side_channel.Refused(session.error))
 
     def probe(self, now: float) -> None:
-        """Sends silent consumers an empty PENDING: to a connection that is gone it cannot be sent, which ends the session."""
+        """Send an empty PENDING to silent consumers.
+
+        It fails on a lost connection, which ends the session.
+        """
         if now < self._next_probe:
             return
         self._next_probe = now + self._lease_s
@@ -234,14 +252,14 @@ class SessionRegistry:
     def _register_memory(
         self, session: Session, layout: KVCacheLayout, memory: MemoryDescription | None
     ) -> str:
-        """Makes the consumer's memory known to the agent; returns what is wrong with it, if anything."""
+        """Add the consumer's memory to the agent; return what is wrong with it, if anything."""
         if memory is None:
             return ""
         nbytes = memory.num_slots * memory.slot_nbytes
         if memory.slot_nbytes != layout.block_nbytes:
             return f"slots of {memory.slot_nbytes} bytes for blocks of {layout.block_nbytes}"
         if not 0 < memory.num_slots <= MAX_SLOTS:
-            return f"{memory.num_slots} slots, at most {MAX_SLOTS} can be"
+            return f"{memory.num_slots} slots, the limit is {MAX_SLOTS}"
         if memory.base_address < 0 or memory.base_address + nbytes >= _MAX_ADDRESS:
             return f"{nbytes} bytes from address {memory.base_address:#x} on"
         if not 0 <= memory.device_id < 2**31:
@@ -275,16 +293,16 @@ class SessionRegistry:
                 self._agent.remove_remote_agent(name)
             return wrong
         for other in others:
-            # The agent knows the new memory under this name now; what was agreed about the older one must not reach it.
+            # The name now means the new memory. Sessions of the older memory must not reach it.
             if other.memory is not None and other.memory.agent_metadata != memory.agent_metadata:
                 other.agent_name = ""
-                self.forget(other.identity, "the consumer registered its memory anew")
+                self.forget(other.identity, "the consumer registered new memory")
         session.agent_name = name
         return ""
 
 
 def _explain_invalid_layout(layout: KVCacheLayout) -> str:
-    """What cannot be in a layout that `explain_layout_mismatch` passed."""
+    """Return what is invalid in a layout that `explain_layout_mismatch` passed."""
     heads = layout.heads
     if (
         layout.num_blocks < 1
@@ -293,7 +311,7 @@ def _explain_invalid_layout(layout: KVCacheLayout) -> str:
         or heads.end > layout.num_model_heads
     ):
         return (
-            f"the consumer's layout has {layout.num_blocks} blocks and KV heads [{heads.first}, {heads.end}) "
-            f"of {layout.num_model_heads}"
+            f"the consumer's layout has {layout.num_blocks} blocks and KV heads "
+            f"[{heads.first}, {heads.end}) of {layout.num_model_heads}"
         )
     return ""

@@ -1,12 +1,13 @@
-"""What the producer hands out. Lives on the connector's thread.
+"""The offered transfers. It runs on the connector's thread.
 
-A transfer begins with the scheduler's offer and ends, exactly once, in `finished`. Until then its blocks belong to it.
+A transfer begins with the scheduler's offer and ends exactly once, in `on_finished`. Its blocks
+belong to it until then.
 
-    OFFERED   accepted, no block yet: no lease, a request may wait in a busy engine's queue for long
-    HOLDING   blocks are held; each subscriber has a lease (see `producer_subscribers`), and those who have not come have one
-    CLOSED    cancelled, or somebody never came: nobody else is let in; it ends when those inside have left
+    OFFERED   Accepted, without blocks. It has no lease: the request may wait in a busy engine.
+    HOLDING   Blocks are held. Each subscriber has a lease, and so have the missing subscribers.
+    CLOSED    Cancelled, or a subscriber never came. No other subscriber is admitted.
 
-It ends when all subscribers have left, and no write to any of them is in flight.
+It ends when all subscribers have left and no write to any of them is in flight.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from baton_kv_transfer.side_channel import PublishedBlock
 
 logger = logging.getLogger(__name__)
 
+#: Ended transfers that are remembered, to answer late subscriptions at once.
 MAX_ENDED = 4096
-"""Ended transfers remembered, to answer late subscriptions at once."""
+#: Limit for heartbeats: they keep blocks for this long after the last block was published.
 MAX_HOLD_S = 600.0
-"""Heartbeats keep blocks for a consumer this long after it was told of the last one."""
+#: The same after the first block, for a load without memory. Its engine may have given all its
+#: memory to loads that wait for memory here; then one side must give up.
 MAX_WAIT_S = 120.0
-"""And this long after the first one came, if its load still has no memory. Its engine may give all its memory to loads of requests
-that find none here, because of such blocks: then neither side goes on before some are given up."""
+#: Writes to a subscriber that left must end within this time, or its memory is cut off.
 DRAIN_TIMEOUT_S = 5.0
-"""BlockWriter to a subscriber that left end within this, or its memory is cut off."""
 SLOT_RETRY_S = 0.02
+#: Blocks summed and published at once: they are read while the next ones are summed.
 PART_BYTES = 16 * 2**20
-"""Of blocks summed and published at once: they are read while the sums of the next ones are taken."""
 
 
 class _BlockWriter(Protocol):
@@ -59,38 +60,46 @@ class _BlockWriter(Protocol):
 
 
 class TransferManager:
+    """The transfers that this engine offers, and their subscribers."""
+
     def __init__(
         self,
         context: ConnectorContext,
         writes: _BlockWriter,
         *,
         send: Send,
-        finished: Callable[[str], None],
+        on_finished: Callable[[str], None],
         cut_off: Callable[[Session, str], None],
     ) -> None:
-        """
+        """Start without transfers.
+
         Args:
-            cut_off: (session, why): its writes in flight do not end.
+            context: shared by both sides of the connector.
+            writes: writes blocks to consumers.
+            send: sends a message to a connection.
+            on_finished: called exactly once per offer, with its transfer id.
+            cut_off: (session, reason): its writes in flight do not end.
         """
         self._writes = writes
         self._lease_s = context.config.lease_s
         self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
         self._send = send
-        self._finished = finished
+        self._on_finished = on_finished
         self._cut_off = cut_off
         self._transfers: dict[str, Transfer] = {}
         self._early = EarlyMessages(self._lease_s, send, self._clock)
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
+        #: Transfers that wait for slots, in the order in which they began to wait.
         self._waiting_for_slots: dict[str, Transfer] = {}
-        """Those that wait for slots, in the order in which they began to."""
+        #: No lease ends before this time. After heartbeats it may be too early, which costs one
+        #: check.
         self._next_expiry = math.inf
-        """No lease ends before; heartbeats make it too early, which costs one look."""
 
     # -- from the scheduler
 
     def offer(self, transfer_id: str, peer_instance_id: str) -> None:
         if transfer_id in self._transfers:
-            logger.warning("transfer %s was offered twice; the first offer stands", transfer_id)
+            logger.warning("transfer %s was offered twice; ignoring the second offer", transfer_id)
             return
         self._ended.pop(transfer_id, None)
         self._transfers[transfer_id] = Transfer(
@@ -103,7 +112,7 @@ class TransferManager:
                 self.release(session, message)
 
     def save(self, save: BlockSave) -> None:
-        """Publishes a step's blocks. A transfer that ended meanwhile takes no more."""
+        """Publish the blocks of a step. A transfer that has ended takes none."""
         transfer = self._transfers.get(save.transfer_id)
         if transfer is None or transfer.closed:
             return
@@ -114,11 +123,9 @@ class TransferManager:
         if transfer.num_blocks > (room := self._memory.num_slots):
             self._close(
                 transfer,
-                f"its {transfer.num_blocks} blocks do not fit into the producer's {room} slots for transfers",
+                f"its {transfer.num_blocks} blocks do not fit into the producer's {room} slots",
             )
-        elif (
-            transfer.blocks or not self._waiting_for_slots
-        ):  # who holds slots goes first: it is nearer to its end
+        elif transfer.blocks or not self._waiting_for_slots:  # one with slots ends earlier
             self._expose(transfer)
         else:
             self._wait_for_slots(transfer)
@@ -129,11 +136,11 @@ class TransferManager:
             self._close(transfer, "cancelled by the producer")
 
     def end_all(self, reason: str) -> None:
-        """Ends every transfer at once; for use when the agent is closed and nobody reaches the memory any more."""
+        """End every transfer at once. Call only after the agent was closed."""
         for transfer_id in list(self._transfers):
             del self._transfers[transfer_id]
             self._remember(transfer_id, reason)
-            self._finished(transfer_id)
+            self._on_finished(transfer_id)
 
     # -- from consumers
 
@@ -157,7 +164,7 @@ class TransferManager:
                 message.generation,
             ):
                 if known.state is not SubscriberState.LEFT or not known.is_idle:
-                    return  # said twice; once it has left, and nothing is written any more, it is told so
+                    return  # repeated
                 refusal = f"generation {message.generation} released transfer {transfer_id} already"
             else:
                 refusal = explain_refusal(transfer, session, message)
@@ -179,17 +186,17 @@ class TransferManager:
                 self._early.release(session, message)
             return
         subscriber = transfer.subscribers.get(message.subscriber)
-        if subscriber is None:  # a load that wants nothing
+        if subscriber is None:  # a load without blocks
             if explain_refusal(transfer, session, message):
                 return
             subscriber = self._add_subscriber(transfer, session, message, HeadRange(0, 0), 0, None)
         elif (subscriber.session, subscriber.generation) != (session, message.generation):
-            return  # of another load
+            return  # another load
         self._leave(subscriber)
         self._confirm_and_end(transfer)
 
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
-        """A request may wait in a busy engine's queue for long: the consumer is told that it is not lost."""
+        """Renew leases, and answer PENDING for transfers that still wait or are computed."""
         now = self._clock()
         pending = []
         for transfer_id in dict.fromkeys(transfer_ids):
@@ -204,16 +211,14 @@ class TransferManager:
                     elif (
                         not subscriber.num_writes or now < subscriber.writing_since + self._lease_s
                     ):
-                        pending.append(
-                            transfer_id
-                        )  # not while writes do not get on: it may give up
+                        pending.append(transfer_id)  # not while writes stall: it may give up
                     subscriber.deadline = max(subscriber.deadline, until)
             if (
                 transfer is not None
                 and not here
                 and session.instance_id == transfer.peer_instance_id
             ):
-                # Its load waits for memory over there.
+                # Its load waits for memory at the consumer.
                 limit = (transfer.held_since or now) + MAX_WAIT_S
                 transfer.deadline = max(transfer.deadline, min(now + self._lease_s, limit))
         self._early.extend(session, transfer_ids)
@@ -221,7 +226,10 @@ class TransferManager:
             self._send(session.identity, side_channel.Pending(pending))
 
     def session_lost(self, session: Session, reason: str) -> None:
-        """Nothing more is published or written to it; what it may be reading stays until its lease ends."""
+        """Stop publishing and writing to a session.
+
+        What it may be reading stays until its lease ends.
+        """
         self._early.drop(session, reason)
         for subscriber in self._subscribers():
             if subscriber.session is session:
@@ -231,7 +239,7 @@ class TransferManager:
     # -- from the writes
 
     def written(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
-        """A write ended, and these blocks are in the subscriber's memory: its notification says so over there."""
+        """Record an ended write. Its notification has reported the blocks to the consumer."""
         subscriber.written += blocks
         self._stats.blocks_sent += len(blocks)
         if subscriber.state is SubscriberState.ACTIVE:
@@ -241,17 +249,20 @@ class TransferManager:
     # -- from the thread's loop
 
     def expose_waiting(self) -> None:
-        """Publishes what waited for slots, as far as some are free now: for those who hold some, then for who waits longest."""
+        """Publish blocks that waited for slots.
+
+        Transfers that have slots go first, then the one that has waited longest.
+        """
         for transfer in sorted(
             self._waiting_for_slots.values(), key=lambda transfer: not transfer.blocks
         ):
             if transfer.transfer_id in self._waiting_for_slots:
                 self._expose(transfer)
             if transfer.transfer_id in self._waiting_for_slots and not transfer.blocks:
-                return  # small ones would always go before it
+                return  # otherwise small transfers would always overtake it
 
     def expire(self, now: float) -> None:
-        """Ends what nobody gave a sign for. Call only when the socket was read empty."""
+        """End what has sent no message in its lease. Call only when the socket was read empty."""
         self._early.expire(now)
         if now < self._next_expiry:
             return
@@ -271,7 +282,7 @@ class TransferManager:
         self._next_expiry = min(deadlines, default=math.inf)
 
     def next_deadline(self) -> float:
-        """When `expire` or `expose_waiting` has something to do if nothing else happens."""
+        """Return when `expire` or `expose_waiting` has work if nothing else happens."""
         deadline = min(self._next_expiry, self._early.next_expiry)
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
@@ -294,7 +305,7 @@ class TransferManager:
         elif transfer.waiting and now >= transfer.slots_deadline:
             self._close(
                 transfer,
-                f"no slot for transfers became free at the producer within {self._lease_s:g} s",
+                f"no slot became free at the producer within {self._lease_s:g} s",
             )
         else:
             self._confirm_and_end(transfer)
@@ -327,7 +338,7 @@ class TransferManager:
         return subscriber
 
     def _send_blocks(self, subscriber: Subscriber, blocks: Sequence[Block]) -> None:
-        """Publishes those of the blocks that it wants, or begins to write them."""
+        """Publish the blocks that the subscriber requested, or start to write them."""
         first = subscriber.first_block_index
         end = first + len(subscriber.slots) if subscriber.push else math.inf
         wanted = [block for block in blocks if first <= block.index < end]
@@ -343,10 +354,12 @@ class TransferManager:
     def _publish(
         self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
     ) -> None:
-        """Tells what is readable; the last time once everything is, or was written.
+        """Send PUBLISH for readable or written blocks, the last time when there are no more.
 
         Args:
-            more: of what is readable now the rest follows.
+            subscriber: receives the message.
+            blocks: readable blocks.
+            more: further readable blocks follow.
         """
         last = (
             not more
@@ -358,7 +371,7 @@ class TransferManager:
             return
         if last:
             subscriber.last_sent_at = self._clock()
-            blocks = blocks or subscriber.written  # notifications and messages come in no order
+            blocks = blocks or subscriber.written  # notifications and messages have no order
         transfer_id, generation = subscriber.transfer.transfer_id, subscriber.generation
         publish = side_channel.Publish(
             transfer_id, generation, blocks, last, written=subscriber.push
@@ -385,7 +398,7 @@ class TransferManager:
     # -- one transfer
 
     def _expose(self, transfer: Transfer) -> None:
-        """Publishes what waits, as far as slots are free."""
+        """Publish waiting blocks while slots are free."""
         while transfer.waiting:
             save = transfer.waiting[0]
             slots = self._memory.expose(save.block_ids)
@@ -411,7 +424,10 @@ class TransferManager:
         transfer.slots_deadline = transfer.slots_deadline or self._deadline_in(self._lease_s)
 
     def _close(self, transfer: Transfer, reason: str) -> None:
-        """Nobody else is let in; those inside are told, and have one more lease to release it."""
+        """Admit no other subscriber.
+
+        The present ones are sent CANCELLED and get one more lease to release.
+        """
         transfer.closed = reason
         transfer.waiting.clear()
         self._waiting_for_slots.pop(transfer.transfer_id, None)
@@ -422,7 +438,7 @@ class TransferManager:
         self._confirm_and_end(transfer)
 
     def _confirm_and_end(self, transfer: Transfer) -> None:
-        """Confirms to subscribers that nothing is written to them any more; ends the transfer once all have left."""
+        """Confirm ended writes to subscribers, and end the transfer when all have left."""
         if self._transfers.get(transfer.transfer_id) is not transfer:
             return
         subscribers = transfer.subscribers.values()
@@ -450,7 +466,7 @@ class TransferManager:
         self._remember(transfer.transfer_id, transfer.closed or "released")
         if transfer.blocks:
             self._memory.release([block.slot for block in transfer.blocks])
-        self._finished(transfer.transfer_id)
+        self._on_finished(transfer.transfer_id)
 
     def _remember(self, transfer_id: str, reason: str) -> None:
         self._ended[transfer_id] = reason
@@ -460,11 +476,13 @@ class TransferManager:
     def _expired(self, transfer: Transfer) -> None:
         self._stats.leases_expired += 1
         logger.warning(
-            "transfer %s: no sign of its consumer for %.1f s", transfer.transfer_id, self._lease_s
+            "transfer %s: no message of its consumer for %.1f s",
+            transfer.transfer_id,
+            self._lease_s,
         )
 
     def _deadline_in(self, seconds: float) -> float:
-        """A deadline; the thread will wake up for it."""
+        """Return a deadline for which the thread wakes up."""
         deadline = self._clock() + seconds
         self._next_expiry = min(self._next_expiry, deadline)
         return deadline

@@ -1,10 +1,11 @@
-"""Who takes a transfer's blocks, and what each may ask for.
+"""The data of transfers and of their subscribers, and the checks of what a subscriber may request.
 
 A subscriber is one worker of the consumer.
 
-    ACTIVE    told of every block; its heartbeats renew its lease
-    STOPPED   was told CANCELLED: nothing more is published or written. It may still read, until it releases or its lease ends
-    LEFT      released, or its lease ended; out of the way once none of its writes is in flight
+    ACTIVE    gets every block published; its heartbeats renew its lease
+    STOPPED   was sent CANCELLED: nothing more is published or written. It may still read, until it
+              releases or its lease ends.
+    LEFT      released, or its lease ended. It is done when none of its writes is in flight.
 """
 
 from __future__ import annotations
@@ -35,31 +36,33 @@ class SubscriberState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Subscriber:
+    """A worker of the consumer that fetches a transfer's blocks."""
+
     transfer: Transfer
     session: Session
     generation: int
     heads: HeadRange
     first_block_index: int
+    #: Push: slots of the consumer's memory for the blocks from first_block_index on.
     slots: NDArray[np.int64]
-    """Push: of the consumer's memory, for the blocks from first_block_index on."""
     push: bool
+    #: End of the lease. After LEFT, the deadline of its last writes.
     deadline: float
-    """End of the lease; of the time for its last writes once it LEFT."""
     state: SubscriberState = SubscriberState.ACTIVE
+    #: Time of PUBLISH(last); 0: not yet sent.
     last_sent_at: float = 0.0
-    """When it was told that there is nothing to come; 0: not yet."""
+    #: RELEASED was sent.
     confirmed: bool = False
-    """RELEASED was sent."""
+    #: Push: blocks to be written.
     queue: deque[PublishedBlock] = field(default_factory=deque)
-    """Push: to be written."""
+    #: Writes in flight.
     num_writes: int = 0
-    """In flight."""
+    #: Push: blocks in the consumer's memory.
     written: list[PublishedBlock] = field(default_factory=list)
-    """Push: in its memory."""
     first_write: float = 0.0
     last_write: float = 0.0
+    #: While writes are in flight: start of the first one, or end of the last one.
     writing_since: float = 0.0
-    """While writes are in flight: when the first of them was begun, or one ended last."""
 
     @property
     def is_idle(self) -> bool:
@@ -68,50 +71,54 @@ class Subscriber:
 
 @dataclass(slots=True)
 class Block:
+    """A published block."""
+
     index: int
     slot: int
     chain_hash: BlockHash
+    #: By the head ranges that subscribers requested.
     sums: dict[HeadRange, int] = field(default_factory=dict)
-    """Of the head ranges somebody subscribed to."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
+    """An offered transfer."""
+
     transfer_id: str
+    #: Instance whose workers may subscribe.
     peer_instance_id: str
-    """Whose workers may subscribe."""
+    #: HOLDING: subscribers that are missing at this time are not waited for.
     deadline: float
-    """HOLDING: those who have not come by then will not be waited for."""
+    #: Time at which its first blocks were saved; 0: not yet.
     held_since: float = 0.0
-    """When its first blocks were saved; 0: none yet."""
+    #: 0: no subscription yet.
     num_subscribers: int = 0
-    """0: nobody came yet."""
+    #: By the consumer's index of its workers.
     subscribers: dict[int, Subscriber] = field(default_factory=dict)
-    """By the consumer's own count of its workers."""
+    #: Published, in slots of the memory.
     blocks: list[Block] = field(default_factory=list)
-    """In slots of the memory, published."""
+    #: Saves that wait for free slots. Their blocks belong to the transfer as well.
     waiting: deque[BlockSave] = field(default_factory=deque)
-    """Saves for which no slots were free; their blocks belong to the transfer all the same."""
+    #: Deadline of the first waiting save.
     slots_deadline: float = 0.0
-    """Of the first of them."""
+    #: No more blocks will be published.
     last: bool = False
-    """No more blocks will be published."""
+    #: CLOSED: the reason.
     closed: str = ""
-    """CLOSED: why."""
 
     @property
     def num_blocks(self) -> int:
-        """Held, published or not."""
+        """Blocks held, published or waiting."""
         return len(self.blocks) + sum(len(save.block_ids) for save in self.waiting)
 
     @property
     def has_all_subscribers(self) -> bool:
-        """Everybody came."""
+        """All subscribers have come."""
         return len(self.subscribers) == self.num_subscribers > 0
 
     @property
     def is_waiting_for_subscribers(self) -> bool:
-        """HOLDING, and the lease of those who have not come runs."""
+        """HOLDING, and the lease of the missing subscribers runs."""
         return (
             bool(self.blocks or self.waiting or self.last)
             and not self.has_all_subscribers
@@ -125,42 +132,59 @@ def explain_invalid(
     message: side_channel.Subscribe | side_channel.Release,
     stats: ConnectorStats,
 ) -> str:
-    """What cannot be asked for, whatever the transfer; empty if nothing.
+    """Return why no transfer can have this request; empty if one can.
 
     Args:
         layout: of the producer's worker.
-        stats: counts descriptors_refused.
+        session: of the consumer's worker.
+        message: the request.
+        stats: descriptors_refused is counted there.
     """
     most = layout.num_kv_heads
     if not 0 < len(message.transfer_id) <= MAX_ID_LENGTH or not 0 < message.generation < 2**63:
-        return f"a transfer id of {len(message.transfer_id)} characters, or generation {message.generation}, cannot be"
+        return (
+            f"a transfer id of {len(message.transfer_id)} characters or generation "
+            f"{message.generation} is invalid"
+        )
     if not 0 <= message.subscriber < message.num_subscribers <= most:
-        return f"subscriber {message.subscriber} of {message.num_subscribers} cannot be, this worker has {most} KV heads"
+        return (
+            f"subscriber {message.subscriber} of {message.num_subscribers} is invalid: "
+            f"this worker has {most} KV heads"
+        )
     if isinstance(message, side_channel.Release):
         return ""
     assert session.layout is not None, "the session is OPEN"
     heads, shared = message.heads, layout.heads.overlap(session.layout.heads)
     if heads != shared or not heads.count:
         stats.descriptors_refused += 1
-        return f"KV heads [{heads.first}, {heads.end}) were asked for, the two workers share [{shared.first}, {shared.end})"
+        return (
+            f"KV heads [{heads.first}, {heads.end}) were requested, "
+            f"the two workers share [{shared.first}, {shared.end})"
+        )
     if message.first_block_index < 0:
-        return f"blocks from index {message.first_block_index} on cannot be"
+        return f"first block index {message.first_block_index} is invalid"
     if message.push_slots is None:
         return ""
     if session.memory is None:
-        return "blocks are to be pushed into memory that was not described"
+        return "a push was requested into memory that was not described"
     num_slots = session.memory.num_slots
     wrong = [slot for slot in message.push_slots if not 0 <= slot < num_slots]
     if wrong or len(set(message.push_slots)) != len(message.push_slots):
         stats.descriptors_refused += max(1, len(wrong))
-        return f"slots to push into must be different ones in [0, {num_slots}), got {wrong[:8] or 'one twice'}"
+        return (
+            f"push slots must be different numbers in [0, {num_slots}), "
+            f"got {wrong[:8] or 'one twice'}"
+        )
     return ""
 
 
 def explain_refusal(
     transfer: Transfer, session: Session, message: side_channel.Subscribe | side_channel.Release
 ) -> str:
-    """Why this worker is not let in; empty if it is: the offered peer's workers are, each once, and nobody else."""
+    """Return why a worker is refused; empty if it is admitted.
+
+    The workers of the instance in the offer are admitted, each once.
+    """
     if session.instance_id != transfer.peer_instance_id:
         return (
             f"transfer {transfer.transfer_id} is offered to instance {transfer.peer_instance_id}, "
@@ -169,11 +193,14 @@ def explain_refusal(
     if transfer.closed:
         return f"transfer {transfer.transfer_id} has ended: {transfer.closed}"
     if transfer.num_subscribers not in (0, message.num_subscribers):
-        return f"transfer {transfer.transfer_id} has {transfer.num_subscribers} subscribers, not {message.num_subscribers}"
+        return (
+            f"transfer {transfer.transfer_id} has {transfer.num_subscribers} subscribers, "
+            f"not {message.num_subscribers}"
+        )
     known = transfer.subscribers.get(message.subscriber)
     if known is not None:
         return (
-            f"subscriber {message.subscriber} of transfer {transfer.transfer_id} came already "
+            f"subscriber {message.subscriber} of transfer {transfer.transfer_id} came before "
             f"(generation {known.generation}, now {message.generation})"
         )
     return ""
@@ -182,7 +209,10 @@ def explain_refusal(
 def checksum_blocks(
     memory: KVMemory, subscriber: Subscriber, blocks: Sequence[Block]
 ) -> list[PublishedBlock]:
-    """The blocks as this subscriber is told of them. Sums of heads that nobody asked for before are computed now, in one call."""
+    """Return the blocks as published to this subscriber.
+
+    Missing sums of its heads are computed in one call.
+    """
     heads, transfer_id = subscriber.heads, subscriber.transfer.transfer_id
     unknown = [block for block in blocks if heads not in block.sums]
     if unknown:

@@ -1,7 +1,8 @@
-"""Runs of memory as the kernel takes them: struct iovec, packed, the address and the bytes of each run. Pure functions.
+"""Runs of memory as packed struct iovecs: address and length of each run. Pure functions.
 
-So they travel in requests, are kept, and are handed to readv, writev and process_vm_readv. Few runs are looked at as Python's
-numbers: arrays are slower until there are many, and several times as slow in a process that has just woken up.
+Requests carry them in this form, and readv, writev and process_vm_readv take them as they are. A
+few runs are handled as Python integers: arrays are slower until there are many, and several times
+as slow in a process that has just woken up.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ MAX_TRANSFER_BYTES = 2**40
 
 
 def pack(rows: Descriptors) -> bytes:
-    """`rows`: [n, 2 or more]: address, length."""
+    """Return the iovec of rows [n, 2 or more]: address, length."""
     return rows[:, :2].tobytes()
 
 
 def pack_run(address: int, nbytes: int) -> bytes:
-    """Raises OverflowError: not an address."""
+    """Return the iovec of one run.
+
+    Raises:
+        OverflowError: the address is invalid.
+    """
     return address.to_bytes(8, "little", signed=True) + nbytes.to_bytes(8, "little", signed=True)
 
 
 def check(iovec: bytes) -> None:
-    """Raises ValueError: not of whole runs, without any, or for more than one transfer may move."""
+    """Check a request's iovec.
+
+    Raises:
+        ValueError: it has no run, a part of a run, or more bytes than one transfer may move.
+    """
     if not iovec or len(iovec) % RUN_BYTES:
         raise ValueError(f"a request with {len(iovec)} bytes of runs of {RUN_BYTES} bytes")
     if total_bytes(iovec) > MAX_TRANSFER_BYTES:
@@ -43,20 +52,23 @@ def lengths_of(iovec: bytes | bytearray) -> memoryview:
 
 
 def total_bytes(iovec: bytes | bytearray) -> int:
-    """Exact up to 2^53. Of lengths below 0 it says nothing: `count_outside` finds them."""
+    """Return the sum of the lengths, exact up to 2^53.
+
+    Negative lengths give no useful sum: `count_outside` finds them.
+    """
     if _are_few(iovec):
         return sum(lengths_of(iovec))
     return int(_as_array(iovec)[:, 1].sum(dtype=np.float64))
 
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
-    """Bytes up to and with each run."""
+    """Return the number of bytes up to the end of each run."""
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]
     return ends
 
 
 def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
-    """How many runs do not lie whole in one of the regions. Safe for any numbers."""
+    """Return how many runs are not inside one of the regions. Safe for any numbers."""
     if _are_few(iovec):
         outside = 0
         for address, length in _RUN.iter_unpack(iovec):
@@ -66,9 +78,8 @@ def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
             else:
                 outside += 1
         return outside
-    unsigned = _as_array(iovec).view(
-        np.uint64
-    )  # what is negative, or before a region, becomes huge
+    # Negative numbers and offsets become huge.
+    unsigned = _as_array(iovec).view(np.uint64)
     addresses, lengths = unsigned[:, 0], unsigned[:, 1]
     inside = np.zeros(len(unsigned), dtype=bool)
     for region in regions:
@@ -78,7 +89,7 @@ def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
 
 
 def split(iovec: bytes, max_bytes: int) -> bytes:
-    """The same bytes, runs longer than `max_bytes` in pieces."""
+    """Return the same bytes with runs longer than `max_bytes` cut into pieces."""
     rows = _as_array(iovec)
     lengths = rows[:, 1]
     if lengths.max() <= max_bytes:

@@ -1,4 +1,4 @@
-"""What other threads want of a progress thread: commands, run there in order, and answers to those who wait for one."""
+"""Commands of other threads for a progress thread, run in order, and their results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ _T = TypeVar("_T")
 
 class Mailbox:
     def __init__(self, signal: Callable[[], None]) -> None:
-        """`signal` wakes the thread; never called any more once `close` returned."""
+        """Start empty.
+
+        Args:
+            signal: wakes the thread. It is not called any more after `close` returned.
+        """
         self._signal = signal
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self.closed = False
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Raises TransportError if closed."""
+        """Queue a command.
+
+        Raises:
+            TransportError: the mailbox is closed.
+        """
         with self._lock:
             if self.closed:
                 raise TransportError("the transport is closed")
@@ -32,17 +40,17 @@ class Mailbox:
             self._signal()
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Runs `function` on the thread; returns or raises what it does.
+        """Run `function` on the thread; return its result or raise its exception.
 
         Raises:
-            TransportError: closed, or no answer within CALL_TIMEOUT_S.
+            TransportError: the mailbox is closed, or there is no answer within CALL_TIMEOUT_S.
         """
         future: Future[_T] = Future()
 
         def command() -> None:
             try:
                 future.set_result(function())
-            except Exception as error:  # whatever it is belongs to the caller
+            except Exception as error:  # raised again in the caller
                 future.set_exception(error)
 
         self.submit(command)
@@ -54,12 +62,12 @@ class Mailbox:
             ) from None
 
     def run(self) -> None:
-        """The thread's part: runs what was submitted."""
+        """Run what was submitted. Called by the thread."""
         while self._commands:
             self._commands.popleft()()
 
     def close(self) -> bool:
-        """Takes no more commands and wakes the thread; false if it was closed before."""
+        """Refuse further commands and wake the thread; return False if it was closed before."""
         with self._lock:
             if self.closed:
                 return False
@@ -68,7 +76,10 @@ class Mailbox:
             return True
 
     def finish(self) -> None:
-        """The thread's last part: runs what is left. When this returns, `signal` is not called any more."""
-        with self._lock:  # whoever closes has signalled
+        """Run what is left.
+
+        After it returns, `signal` is not called any more. Called by the thread.
+        """
+        with self._lock:  # `close` has signalled
             self.closed = True
         self.run()

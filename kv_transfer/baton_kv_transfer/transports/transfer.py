@@ -1,4 +1,4 @@
-"""What agents and transports have in common: memory, the states of transfers, errors."""
+"""Memory regions, transfers and errors: what agents and transports share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+#: [n, 3]: address, length in bytes, device id (0: host).
 Descriptors = NDArray[np.int64]
-"""[n, 3]: address, length in bytes, device id (0: host)."""
 
+#: NIXL's names for host memory and GPU memory.
 MEM_TYPES = ("DRAM", "VRAM")
-"""NIXL's names: host memory, GPU memory."""
 
 
 class TransportError(RuntimeError):
@@ -24,7 +24,7 @@ class CopyError(RuntimeError):
 
 
 class XferState(enum.StrEnum):
-    """NIXL's names."""
+    """States of a transfer, with NIXL's names."""
 
     DONE = "DONE"
     PROC = "PROC"
@@ -33,12 +33,12 @@ class XferState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered piece of memory."""
+    """A registered range of memory."""
 
     address: int
     length: int
+    #: One of MEM_TYPES.
     mem_type: str = "DRAM"
-    """One of MEM_TYPES."""
     device_id: int = 0
 
 
@@ -46,20 +46,23 @@ class Post:
     """A transfer that was posted."""
 
     def __init__(self) -> None:
+        #: Set before the state becomes ERR.
         self.error = ""
-        """Set before the state becomes ERR."""
+        #: Never PROC again after another value. From then on the local memory is not touched.
         self.state = XferState.PROC
-        """Never PROC again once it left it; then the local memory is not touched any more."""
 
     def end(self, error: str = "") -> None:
-        """Only the first call counts; by whoever moves the bytes, once the local memory is not touched any more."""
+        """Set the final state. The caller moves the bytes and touches the local memory no more.
+
+        Only the first call counts.
+        """
         if self.state is XferState.PROC:
             self.error = error
             self.state = XferState.ERR if error else XferState.DONE
 
 
 class Transfer(Post):
-    """A posted batch of reads or writes, whichever way it goes."""
+    """A posted batch of reads or writes."""
 
     def __init__(
         self,
@@ -70,12 +73,15 @@ class Transfer(Post):
         regions: NDArray[np.int64],
         notif: bytes,
     ) -> None:
-        """
+        """Describe what to move.
+
         Args:
             op: READ or WRITE.
-            local, remote: [n, 3], rows of equal length.
-            regions: [n], index of the peer's region that holds each remote row.
-            notif: follows once all of them ended well; empty: none.
+            peer: name of the peer.
+            local: [n, 3].
+            remote: [n, 3], rows as long as the local ones.
+            regions: [n], index of the peer's region that contains each remote row.
+            notif: sent when all rows were moved; empty for none.
         """
         super().__init__()
         self.op, self.peer, self.notif = op, peer, notif

@@ -1,4 +1,7 @@
-"""Lanes: ways to move bytes to peers, of which an agent has one or more on one thread."""
+"""The interface of a transport: a way to move bytes to peers.
+
+An agent has one or more transports, which share a thread.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from baton_kv_transfer.transports.transport_thread import TransportThread
 
 
 class TransportContext:
-    """What a transport has of its agent: the thread, the memory that peers may use, and where news goes."""
+    """What an agent gives each of its transports: the thread, the memory, and where events go."""
 
     def __init__(
         self,
@@ -22,11 +25,12 @@ class TransportContext:
         deliver: Callable[[str, bytes], None],
         wakeup: Callable[[], None],
     ) -> None:
-        """
+        """Start without memory.
+
         Args:
             thread: not started yet.
             name: of the agent.
-            host: address to listen at, and to be reached at.
+            host: address at which to listen and to be reached.
             deliver: called by the thread with (sender, notification).
             wakeup: called after a transfer ended.
         """
@@ -34,11 +38,14 @@ class TransportContext:
         self.deliver, self.wakeup = deliver, wakeup
         self.regions: list[Region] = []
         self.num_refused = 0
+        #: Bytes by lane: by the device or mechanism that moved them.
         self.moved: Counter[str] = Counter()
-        """Bytes, by what carried them."""
 
     def refuse(self, iovec: bytes) -> str:
-        """Why a peer's request is refused; empty: all its runs are in registered memory."""
+        """Return why a peer's request is refused, or an empty string.
+
+        All its runs must be in registered memory.
+        """
         outside = count_outside(iovec, self.regions)
         self.num_refused += outside
         count = len(iovec) // RUN_BYTES
@@ -50,12 +57,15 @@ class TransportContext:
 
 
 class Transport(abc.ABC):
-    """`forget_region`, `fence` and `end` belong to the thread, the others are for any."""
+    """A transport.
 
+    The thread calls `forget_region`, `fence` and `end`; any thread calls the others.
+    """
+
+    #: Types of memory that it moves.
     mem_types: tuple[str, ...] = ("DRAM",)
-    """What it moves."""
+    #: What a peer needs to connect, packed.
     address: bytes
-    """What a peer needs to connect."""
 
     def __init__(self, context: TransportContext) -> None:
         self._context = context
@@ -63,27 +73,38 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def forget_region(self, region: Region) -> None:
-        """It was deregistered: when this returns, nothing of a peer reaches it any more."""
+        """Stop the use of a deregistered region.
+
+        After this returns, no operation of a peer reaches it.
+        """
 
     @abc.abstractmethod
     def add_peer(self, name: str, address: bytes) -> None:
-        """Raises ValueError or msgspec.DecodeError: not an address."""
+        """Add a peer or replace its address.
+
+        Raises:
+            ValueError: the address is invalid.
+            msgspec.DecodeError: the address is not one.
+        """
 
     @abc.abstractmethod
     def remove_peer(self, name: str) -> None: ...
 
     @abc.abstractmethod
     def begin(self, transfer: Transfer) -> bool:
-        """False: it does not reach the peer; the transfer is as it was."""
+        """Begin a transfer; return False if the peer cannot be reached.
+
+        The transfer is unchanged then.
+        """
 
     @abc.abstractmethod
     def send_notif(self, name: str, message: bytes) -> bool:
-        """False: it does not reach the peer."""
+        """Send a notification; return False if the peer cannot be reached."""
 
     @abc.abstractmethod
     def fence(self) -> None:
-        """See Agent."""
+        """Cut all peers off. See Agent.fence."""
 
     @abc.abstractmethod
     def end(self) -> None:
-        """The thread's last act."""
+        """Close everything. Called last, by the thread."""

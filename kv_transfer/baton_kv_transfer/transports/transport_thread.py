@@ -1,7 +1,8 @@
-"""The work of the transports: waits on sockets, runs what others want of it and what is due, and copies in turns of one batch.
+"""The work of the transports: sockets, commands, timers, and copies in turns of one batch.
 
-A thread does it, except while a user of the transport waits in `waiting`: then the user does what comes up, for nobody has to wake
-up before it then. The thread steps in for what is left when there is news for the user, and when the user stays away.
+A thread does the work, except while a user of the agent waits in `waiting`. Then the user does it,
+so that no other thread has to wake up before the user. The thread resumes the work that is left
+when the user has news, and when the user stays away.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from baton_kv_transfer.transports.transfer import CopyError
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+#: A user that waits again within this time keeps the work, because waking the thread costs more.
 AWAY_S = 0.001
-"""A user who waits again within this time keeps the work: waking the thread would cost more."""
+#: How long a user without news goes on with work that needs more than a turn.
 HELP_S = 0.005
-"""How long a user goes on with what needs more than a turn, while there is no news for it."""
+#: How late a timer may be while a user waits.
 MAX_PARKED_S = 1.0
-"""How late something that is due may be while a user waits."""
 
 
 class SteppedCopy(Protocol):
-    """A copy in steps."""
+    """A copy in steps of one batch."""
 
     target: bytes
 
@@ -50,13 +51,15 @@ class SteppedCopy(Protocol):
 
 
 class Job:
-    """A copy this process makes: a read of its own, or a peer's write."""
+    """A copy that this process makes: a read of its own, or a write of a peer."""
 
     def __init__(self, copy: SteppedCopy, finish: Callable[[str], None], owner: object) -> None:
-        """
+        """Describe the copy.
+
         Args:
+            copy: the copy.
             finish: called with the error or "".
-            owner: who asked for it.
+            owner: whatever requested the copy.
         """
         self.copy = copy
         self.finish = finish
@@ -64,7 +67,10 @@ class Job:
 
 
 class _Waiting:
-    """A user's time in `waiting`. A class, since entering and leaving a generator takes longer, twice per message."""
+    """The context that `waiting` returns.
+
+    A class, because a generator takes longer, twice per message.
+    """
 
     def __init__(
         self, borrow: Callable[[], bool], leave: Callable[[bool], None], epoll: select.epoll
@@ -83,62 +89,75 @@ class _Waiting:
 
 
 class _State(enum.Enum):
-    """Of the thread."""
+    """States of the thread."""
 
     WORKING = enum.auto()
     POLLING = enum.auto()
+    #: A user does the work.
     PARKED = enum.auto()
-    """A user does the work."""
 
 
 class TransportThread:
-    """`mailbox`, `waiting`, `start` and `close` are for any thread; the rest belongs to who does the work, the handlers."""
+    """The shared thread of an agent's transports.
+
+    Any thread may call `mailbox`, `waiting`, `start` and `close`. The other methods are for the
+    handlers, in whichever thread does the work.
+    """
 
     def __init__(self, name: str) -> None:
-        """`name`: of the thread."""
+        """Prepare the thread without starting it.
+
+        Args:
+            name: of the thread.
+        """
         self.jobs: deque[Job] = deque()
+        #: By descriptor: the events to wait for, and the handler.
         self._handlers: dict[int, tuple[int, Callable[[], None]]] = {}
-        """Events waited for and what to call, by descriptor."""
         self._progress: Callable[[], bool] = lambda: False
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._epoll = select.epoll()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._event_fd, lambda: None)
+        #: Interrupts the poll of the thread, and of no user.
         self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Gets the thread, and nobody else, out of its poll."""
         self._news = False
+        #: Identity of the thread that does the work at the moment. It runs its own commands before
+        #: it waits.
         self._worker: int | None = None
-        """The thread that does the work at the moment: what it submits, it runs before it waits."""
         self.mailbox = Mailbox(self._signal)
+        #: Held while the work is done.
         self._work = threading.Lock()
-        """Held by who does the work."""
+        #: Guards the attributes below.
         self._lock = threading.Lock()
-        """Guards what follows."""
         self._state = _State.WORKING
+        #: Number of waits so far. It tells one wait from the next.
         self._waits = 0
-        """How many times a user began to wait: tells one time from the next."""
+        #: A user is waiting and does the work.
         self._lent = False
-        """A user waits now."""
+        #: Users in `waiting`, with or without the work.
         self._users = 0
-        """In `waiting`, with or without the work."""
+        #: Time at which the last user left.
         self._left_at = 0.0
-        """When the last one ceased to."""
+        #: The thread sleeps until it is woken, however short a user's absence is.
         self._long = False
-        """The thread sleeps on, however short the user's absence."""
+        #: The user left work that can be done at once.
         self._more = False
-        """The user left work that does not wait."""
         self._resume = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, at_end: Callable[[], object]) -> None:
-        """`at_end`: the thread's last act, after `close` or a failure of its own."""
+        """Start the thread.
+
+        Args:
+            at_end: called by the thread last, after `close` or a failure.
+        """
         self._at_end = at_end
         self._thread.start()
 
     def progress_also(self, progress: Callable[[], bool]) -> None:
-        """Calls `progress` in every turn; it returns whether it has more to do that no descriptor tells of."""
+        """Call `progress` in every turn. It returns whether it has more work without any event."""
         self._progress = progress
 
     def close(self) -> None:
@@ -149,27 +168,30 @@ class TransportThread:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def on_news(self) -> bool:
-        """There is something for users to look at: one that does the transports' work meanwhile goes back to that.
+        """Record news for the users. A user that does the work returns to it.
 
         Returns:
-            Whether users are to be woken: not where it came up in the `waiting` of the only one.
+            Whether users must be woken. They need not if the only user found the news itself.
         """
         self._news = True
         me = threading.get_ident()
         return self._users > 1 or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        """See Transport.waiting."""
+        """Return a context in which the caller does the work. See Agent.waiting."""
         return _Waiting(self._borrow, self._leave, self._epoll)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
-        """Calls `handler` whenever something can be read, and see `watch_writable`."""
+        """Call `handler` when the descriptor is readable, and see `watch_writable`."""
         if fd >= 0:
             self._epoll.register(fd, select.EPOLLIN)
             self._handlers[fd] = select.EPOLLIN, handler
 
     def watch_writable(self, fd: int, writable: bool) -> None:
-        """Whether the handler is called whenever something can be written, too; nothing happens where none watches."""
+        """Set whether the handler is also called when the descriptor is writable.
+
+        Nothing happens if the descriptor has no handler.
+        """
         events, handler = self._handlers.get(fd, (0, None))
         wanted = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
         if handler is not None and events != wanted:
@@ -177,7 +199,7 @@ class TransportThread:
             self._handlers[fd] = wanted, handler
 
     def unwatch(self, fd: int) -> None:
-        """Before it is closed."""
+        """Remove the handler of a descriptor, before it is closed."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
@@ -185,13 +207,13 @@ class TransportThread:
         heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._serial), command))
 
     def take_jobs(self, of: object) -> list[Job]:
-        """Removes the copies that it asked for."""
+        """Remove and return the copies that an owner requested."""
         taken = [job for job in self.jobs if job.owner is of]
         for job in taken:
             self.jobs.remove(job)
         return taken
 
-    # -- users that wait
+    # -- waiting users
 
     def _borrow(self) -> bool:
         with self._lock:
@@ -218,7 +240,7 @@ class TransportThread:
             with self._work:
                 while more and not (self._news or self.mailbox.closed or time.monotonic() > until):
                     more = self._turn()
-        except Exception as error:  # the thread's to report: who waits did not cause it
+        except Exception as error:  # reported by the thread: the user did not cause it
             self._failure = error
         with self._lock:
             self._lent = False
@@ -248,7 +270,7 @@ class TransportThread:
         self._close()
 
     def _wait(self) -> None:
-        """Until there may be work, and no user does it."""
+        """Wait until there may be work that no user does."""
         with self._lock:
             self._state = _State.POLLING
         poller = select.poll()
@@ -266,10 +288,13 @@ class TransportThread:
             if asleep and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
                     self._turn()
-                os.eventfd_write(self._event_fd, 1)  # the user does what the turn has left
+                os.eventfd_write(self._event_fd, 1)  # the user does the rest
 
     def _take_back(self, asleep: bool) -> bool:
-        """Whether the work is the thread's. If not, it is about to sleep: until it is woken if `asleep`."""
+        """Return whether the thread does the work now.
+
+        If not, it is about to sleep: until it is woken if `asleep`, else for AWAY_S.
+        """
         with self._lock:
             away = not self._lent and (self._more or time.monotonic() - self._left_at >= AWAY_S)
             self._resume.clear()
@@ -290,22 +315,21 @@ class TransportThread:
                 os.close(self._event_fd)
                 os.close(self._kick_fd)
                 return
-            os.eventfd_write(
-                self._event_fd, 1
-            )  # for a user that was woken when the last turn had used up what woke it
+            # The last turn may have consumed the event that woke a user.
+            os.eventfd_write(self._event_fd, 1)
             if not self._resume.wait(CLOSE_TIMEOUT_S):
-                return  # a user still polls these descriptors: they must not become others
+                return  # a user still polls these descriptors, so their numbers must not be reused
 
     # -- the work
 
     def _turn(self) -> bool:
-        """What there is to do at once; whether there is more."""
+        """Do what can be done at once; return whether there is more."""
         self._worker = threading.get_ident()
         try:
             for fd, _ in self._epoll.poll(0):
                 if fd == self._event_fd:
                     os.eventfd_read(fd)
-                elif handler := self._handlers.get(fd):  # an earlier one may have closed it
+                elif handler := self._handlers.get(fd):  # an earlier handler may have closed it
                     handler[1]()
             self._copy_batch()
             self._run_due()
@@ -316,7 +340,7 @@ class TransportThread:
         return bool(more or self.jobs or self._epoll.poll(0))
 
     def _signal(self) -> None:
-        if threading.get_ident() != self._worker:  # whose turn ends with running what was submitted
+        if threading.get_ident() != self._worker:  # a worker runs commands at the end of its turn
             os.eventfd_write(self._event_fd, 1)
 
     def _time_left_s(self, at_most_s: float) -> float:

@@ -51,6 +51,7 @@ class Services:
     refresh_s: float
     host_ip: str
     allocatable: dict[str, str]
+    host_root: Path | None  # hostPath volumes are looked for below it first
 
     @property
     def api_host_port(self) -> tuple[str, int]:

@@ -98,6 +98,7 @@ class PodVolumes:
         lookup: Lookup,
         addresses: Mapping[str, str],
         capacity: Mapping[str, str],
+        host_root: Path | None = None,
     ):
         self.pod = pod  # the owner keeps it current, because labels and annotations may change
         self._folder = folder
@@ -106,6 +107,7 @@ class PodVolumes:
         self._lookup = lookup
         self._addresses = addresses
         self._capacity = capacity
+        self._host_root = host_root
         self._tokens: dict[tuple[str, str], _Token] = {}
         self._written: dict[str, Payload] = {}
 
@@ -190,7 +192,7 @@ class PodVolumes:
         if "emptyDir" in volume:
             path.mkdir(exist_ok=True)
         elif source := volume.get("hostPath"):
-            host = Path(source["path"])
+            host = self._host_path(source["path"])
             _check_host_path(host, source.get("type") or "")
             if not path.is_symlink():
                 path.symlink_to(host)
@@ -201,6 +203,17 @@ class PodVolumes:
                 "emptyDir, configMap, secret, projected "
                 "or downwardAPI"
             )
+
+    def _host_path(self, path: str) -> Path:
+        """Return where a path of the node is on this machine: below the host root, if it is there.
+
+        The root itself does not replace `/`, and `..` does not lead out of it.
+        """
+        if self._host_root is not None and ".." not in PurePosixPath(path).parts:
+            below = self._host_root / path.lstrip("/")
+            if below != self._host_root and below.exists():
+                return below
+        return Path(path)
 
     async def _payload(self, volume: Object) -> Payload | None:
         """Return the files of a volume made from API objects; None for a folder."""

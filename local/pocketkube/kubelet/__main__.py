@@ -32,6 +32,11 @@ def main() -> None:
         ),
     )
     parser.add_argument(
+        "--host-root",
+        type=Path,
+        help="folder whose content hostPath volumes find at /, before this machine's",
+    )
+    parser.add_argument(
         "--backoff-base",
         type=float,
         default=1.0,
@@ -62,6 +67,7 @@ def main() -> None:
         state_dir=args.state_dir.absolute(),
         node_name=args.node_name,
         address_pool=args.address_pool,
+        host_root=args.host_root and args.host_root.absolute(),
         backoff=BackoffPolicy(args.backoff_base, args.backoff_cap),
         refresh_s=args.refresh,
         shutdown_grace_s=args.shutdown_grace,

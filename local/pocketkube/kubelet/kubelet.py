@@ -38,6 +38,7 @@ class KubeletConfig:
     state_dir: Path
     node_name: str
     address_pool: str = "127.77.0.0/16"
+    host_root: Path | None = None  # hostPath volumes are looked for below it first
     backoff: BackoffPolicy = field(default_factory=BackoffPolicy)
     refresh_s: float = 10.0  # between refreshes of configMap, secret and token files
     shutdown_grace_s: float = 5.0  # for running containers when the kubelet stops
@@ -98,6 +99,7 @@ class Kubelet:
             config.refresh_s,
             pool.node_address,
             capacity,
+            config.host_root,
         )
         server = KubeletServer(self._workers)
         port = await server.start(pool.node_address)

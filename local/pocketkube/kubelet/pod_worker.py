@@ -155,6 +155,7 @@ class PodWorker:
             self._services.lookup,
             addresses,
             self._services.allocatable,
+            self._services.host_root,
         )
         context = PodContext(
             self._services,

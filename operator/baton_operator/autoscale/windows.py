@@ -24,6 +24,8 @@ REFUSALS = ("400", "401", "403", "404", "405", "408", "413", "415", "422")
 
 TTFT = "baton:time_to_first_token_seconds"
 ITL = "baton:inter_token_latency_seconds"
+CLIENT_TTFT = "baton:gateway_time_to_first_token_seconds"
+CLIENT_ITL = "baton:gateway_inter_token_latency_seconds"
 QUEUE_TIME = "baton:request_queue_time_seconds"
 PREFILL_TIME = "baton:request_prefill_time_seconds"
 RUNNING = "baton:num_requests_running"
@@ -38,8 +40,15 @@ HTTP_REQUESTS = "baton:http_requests"
 ENGINE_GAUGES = (RUNNING, WAITING, WAITING_FOR_REMOTE_KV, KV_USAGE)
 ENGINE_HISTOGRAMS = (TTFT, ITL, QUEUE_TIME, PREFILL_TIME)
 GATEWAY_GAUGES = (IN_FLIGHT, HELD)
-GATEWAY_HISTOGRAMS = (TTFT, ITL)
-_METRICS = (*ENGINE_GAUGES, *ENGINE_HISTOGRAMS, *GATEWAY_GAUGES, BUSY, HTTP_REQUESTS)
+GATEWAY_HISTOGRAMS = (CLIENT_TTFT, CLIENT_ITL)
+_METRICS = (
+    *ENGINE_GAUGES,
+    *ENGINE_HISTOGRAMS,
+    *GATEWAY_GAUGES,
+    *GATEWAY_HISTOGRAMS,
+    BUSY,
+    HTTP_REQUESTS,
+)
 #: Lines of a scrape that are parsed: a tenth of them, because parsing is slow.
 _READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ]")
 
@@ -295,8 +304,8 @@ def window(
         active_at=max(
             (at for line in gateways for at in (*line.answered, *line.occupied)), default=None
         ),
-        client_ttft_s=_total(gateways, TTFT).quantile(quantile),
-        client_itl_s=_total(gateways, ITL).quantile(quantile),
+        client_ttft_s=_total(gateways, CLIENT_TTFT).quantile(quantile),
+        client_itl_s=_total(gateways, CLIENT_ITL).quantile(quantile),
     )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import helm_python as helm
 import pytest
 from kubernetes.client.exceptions import NotFoundException
-from release_cluster import CRD, RELEASE, Cluster
 
 from pocketkube.control_plane.interface import ControlPlane
+from support.install.release_cluster import CRD, RELEASE, Cluster
 from support.waiting import eventually
 
 

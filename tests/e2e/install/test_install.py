@@ -10,8 +10,8 @@ from typing import Any
 import helm_python as helm
 import pytest
 import yaml
-from release_cluster import CHART, RELEASE, ROOT, Cluster
 
+from support.install.release_cluster import CHART, RELEASE, ROOT, Cluster
 from support.waiting import eventually
 
 CRD_SPEC = yaml.safe_load((ROOT / "manifests/crd/llmservices.yaml").read_text())["spec"]

@@ -13,7 +13,6 @@ from typing import Any
 import helm_python as helm
 import pytest
 from kubernetes.client import ApiException
-from release_cluster import CHART, RELEASE, Cluster
 
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.names import GROUP, PLURAL, VERSION
@@ -21,6 +20,7 @@ from baton_operator.revisions import LIMIT
 from pocketkube.control_plane.real import RealControlPlane, find_assets, missing_assets
 from support.audit import Audit, Right, granted
 from support.http_routes import ROUTES
+from support.install.release_cluster import CHART, RELEASE, Cluster
 from support.waiting import eventually
 
 Object = dict[str, Any]

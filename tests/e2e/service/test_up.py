@@ -107,6 +107,7 @@ def test_the_file_it_names_can_be_edited_and_applied(home, checkpoints):
     assert done.returncode == 0, done.stdout + home.component_logs()
     [line] = [line for line in done.stdout.splitlines() if "kubectl apply" in line]
     file = Path(line.split()[-1])
+    assert file == home.home / "demo.yaml"
     applied = home.kubectl("apply", "-f", str(file), check=False)
     assert applied.endswith("/demo unchanged\n")
     assert "Warning" not in applied
@@ -120,7 +121,7 @@ def test_the_file_it_names_can_be_edited_and_applied(home, checkpoints):
     assert spec["progressDeadlineSeconds"] == 600, (
         "what was taken out of the file has its default again"
     )
-    assert spec["model"]["uri"] == f"file://{model}"
+    assert spec["model"]["uri"] == service["spec"]["model"]["uri"]
     home.baton("down")
     assert_nothing_left(home)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine_process import EngineProcess
+
+from support.engine.engine_process import EngineProcess
 
 
 @pytest.fixture

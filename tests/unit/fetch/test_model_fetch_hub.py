@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import fetcher
 import pytest
 
 from baton_engine.fetch.folder import INCOMPLETE, MARKER
 from support.fake_hub import TOKEN, FakeHub, fake_hub
+from support.fetch import fetcher
 from support.waiting import eventually
 
 URI = "hf://org/model"

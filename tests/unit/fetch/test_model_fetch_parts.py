@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import fetcher
 import msgspec
 import pytest
 from hypothesis import given
@@ -21,6 +20,7 @@ from baton_engine.fetch.selection import select
 from baton_engine.fetch.source import RemoteFile
 from baton_protocol.progress import LoadProgress
 from support.fake_hub import fake_hub
+from support.fetch import fetcher
 from support.waiting import eventually
 
 URI = "hf://org/model"

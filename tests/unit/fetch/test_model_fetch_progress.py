@@ -7,12 +7,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import fetcher
-
 from baton_engine.fetch.progress import MAX_ERROR_CHARS, Progress
 from baton_protocol.progress import LoadProgress
 from pocketkube.ports import free_ports
 from support.fake_hub import fake_hub
+from support.fetch import fetcher
 from support.waiting import eventually
 
 URI = "hf://org/model"
@@ -21,7 +20,7 @@ URI = "hf://org/model"
 def test_an_error_is_told_until_more_of_the_model_is_there() -> None:
     done = 4
     progress = Progress()
-    progress.tell("fetching", lambda: LoadProgress(done, 10))
+    progress.set_step("fetching", lambda: LoadProgress(done, 10))
     assert progress.health().error == ""
     progress.fail("x.safetensors:\n  connection reset")
     assert progress.health().error == "x.safetensors: connection reset"
@@ -32,11 +31,11 @@ def test_an_error_is_told_until_more_of_the_model_is_there() -> None:
 
 def test_an_error_is_told_through_attempts_at_the_same_and_not_of_what_comes_next() -> None:
     progress = Progress()
-    progress.tell("asking for the files")
+    progress.set_step("listing the files")
     progress.fail("connection refused")
-    progress.tell("asking for the files")
+    progress.set_step("listing the files")
     assert progress.health().error == "connection refused"
-    progress.tell("fetching")
+    progress.set_step("fetching")
     assert progress.health().error == ""
 
 
@@ -67,7 +66,7 @@ def test_a_hub_that_refuses_connections_is_told_over_http(tmp_path: Path) -> Non
             what="the refused connection",
         )
         assert health(port)["reason"] == "Fetching"
-        assert health(port)["message"] == f"asking for the files of {URI}"
+        assert health(port)["message"] == f"listing the files of {URI}"
     finally:
         process.kill()
         fetcher.finish(process)

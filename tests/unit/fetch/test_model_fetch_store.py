@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import fetcher
 import pytest
 
 from baton_engine.fetch.folder import MARKER
 from support.fake_store import ACCESS_KEY, FakeStore, fake_store
+from support.fetch import fetcher
 
 URI = "s3://models/team/small"
 PREFIX = "team/small/"

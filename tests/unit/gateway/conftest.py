@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_fakes import EOS_ID, MakeStand, Stand
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton_text.tokenizer import Tokenizer
+from support.gateway.fake_engine import EOS_ID
+from support.gateway.gateway_rig import GatewayRig, MakeRig
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -57,20 +58,20 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture
-async def make_stand(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[MakeStand]:
-    stands: list[Stand] = []
+async def make_rig(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[MakeRig]:
+    rigs: list[GatewayRig] = []
 
-    def make(**config: Any) -> Stand:
-        folder = tmp_path / str(len(stands))
+    def make(**config: Any) -> GatewayRig:
+        folder = tmp_path / str(len(rigs))
         folder.mkdir()
-        stands.append(Stand(folder, tokenizer, **config))
-        return stands[-1]
+        rigs.append(GatewayRig(folder, tokenizer, **config))
+        return rigs[-1]
 
     yield make
-    for stand in stands:
-        await stand.close()
+    for rig in rigs:
+        await rig.close()
 
 
 @pytest.fixture
-async def stand(make_stand: MakeStand) -> Stand:
-    return make_stand()
+async def rig(make_rig: MakeRig) -> GatewayRig:
+    return make_rig()

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from gateway_fakes import FakeEngine, until
 
-from baton_gateway.cli import ConfigurationError, load_config, main
+from baton_gateway.cli import ConfigurationError, load_config, main, make_discovery
+from baton_protocol.config import DiscoveryConfig
+from support.gateway.fake_engine import FakeEngine
+from support.gateway.gateway_rig import until
 
 
 def test_flags_override_the_file(tmp_path: Path):
@@ -63,7 +65,7 @@ def test_flags_override_the_file(tmp_path: Path):
         (
             ["--model", "/m", "--heartbeat-timeout-s", "1"],
             "InvalidConfig",
-            "heartbeat_timeout_s must be 3 times",
+            "heartbeat_timeout_s must be at least 3 times",
         ),
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
     ],
@@ -80,6 +82,12 @@ def test_an_unknown_field_of_the_file_is_named(tmp_path: Path):
     path.write_text('{"model": {"path": "/m"}, "discovery": {"file": "f"}, "prot": 1}')
     with pytest.raises(ConfigurationError, match="prot"):
         load_config(["--config", str(path)])
+
+
+def test_exactly_one_discovery_must_be_configured():
+    for config in (DiscoveryConfig(), DiscoveryConfig(file="x", service="y")):
+        with pytest.raises(ConfigurationError, match="exactly one"):
+            make_discovery(config)
 
 
 def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys):

@@ -16,7 +16,7 @@ from baton_protocol.topology import TopologyStatus
 from support.install.rendered_chart import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
-NAME = re.compile(r"baton(:|_gateway_|_operator_)[a-z_0-9]+")
+NAME = re.compile(r"baton(:|_operator_)[a-z_0-9]+")
 KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
 
 
@@ -59,6 +59,22 @@ def test_no_metric_is_made_that_the_page_does_not_name() -> None:
     assert len(found) > 40
     missing = {name: where for name, where in found.items() if name not in documented()}
     assert missing == {}
+
+
+def test_no_engine_registers_a_name_of_the_gateway() -> None:
+    sections = PAGE.read_text().split("\n## ")
+    engine, gateway = (
+        {
+            name
+            for section in sections
+            if section.startswith(component)
+            for name in re.findall(r"^\| `(baton[a-z_:0-9]+)` \|", section, re.MULTILINE)
+        }
+        for component in ("Engine", "Gateway")
+    )
+    assert len(engine) > 40
+    assert len(gateway) > 10
+    assert engine & gateway == set()
 
 
 def test_the_page_says_the_types_that_scrapes_say() -> None:

@@ -164,7 +164,7 @@ def test_fewer_blocks_than_asked_for_is_an_error(pair: tuple[Engine, Engine]) ->
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2, 3])
     producer.save("t", 0, [5], last=True)
-    assert "1 of 3 blocks" in consumer.result("t").error
+    assert "1 of the 3 requested blocks" in consumer.result("t").error
     assert consumer.call("stats").failures == {"other_prompt": 1}
 
 

@@ -207,7 +207,7 @@ def test_a_producer_that_describes_nonsense_fails_its_loads_only(
     liar = LyingProducer(**lie)
     try:
         consumer.load("t", liar.port, peer="L")
-        assert "described itself wrongly" in consumer.result("t").error
+        assert "invalid DESCRIPTION" in consumer.result("t").error
     finally:
         liar.close()
     hand_over(producer, consumer, "next")

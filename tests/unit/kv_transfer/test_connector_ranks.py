@@ -159,7 +159,7 @@ def test_workers_that_share_a_head_are_refused_naming_both_numbers() -> None:
     memory = np.zeros(layout.block_nbytes, dtype=np.uint8)
     ranks = [RankAddress(HOST, 1, HeadRange(rank // 2, 1)) for rank in range(4)]
     try:
-        with pytest.raises(ValueError, match=r"4 workers.*hold 4 KV heads, the model has 2"):
+        with pytest.raises(ValueError, match=r"4 workers.*have 4 KV heads, the model has 2"):
             connector.register_kv_cache(HostKVMemory(memory.ctypes.data, layout), ranks)
     finally:
         connector.shutdown()

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -28,7 +29,7 @@ from baton_local.service import (
     with_pids,
 )
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
-from baton_local.up import UpOptions, run_up
+from baton_local.up import UpError, UpOptions, provide_model, run_up
 from pocketkube.containers.process import CONTAINER_MARKER
 from support.waiting import eventually
 
@@ -153,6 +154,38 @@ def test_up_names_what_is_wrong_with_the_spec_before_it_starts_anything(
     assert run_up(options, state, Console(width=1000)) == 1
     assert capsys.readouterr().out == f"baton up: {path}: {complaint}\n"
     assert not state.root.exists()
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+async def test_up_links_the_model_at_the_path_of_the_uri_and_drops_earlier_links(tmp_path):
+    state = StateDir(tmp_path / "home")
+    demo, other = model_folder(state.models / "demo"), model_folder(tmp_path / "other")
+    links = {
+        "file:///models/demo": (None, demo),
+        "file:///models/a/b/": (other, other),
+        "hf://owner/model": (None, None),
+    }
+    for uri, (model, linked) in links.items():
+        service = {"spec": {"model": {"uri": uri}}}
+        await provide_model(model, service, state, Console())
+        assert service == {"spec": {"model": {"uri": uri}}}
+        found = [path for path in state.host_root.rglob("*") if path.is_symlink()]
+        assert found == ([state.host_root / uri.removeprefix("file:///")] if linked else [])
+        assert [path.readlink() for path in found] == [linked] * len(found)
+
+
+@pytest.mark.parametrize("uri", ["hf://owner/model", "file:///../../etc", "file:///", None])
+async def test_up_refuses_a_model_for_a_uri_that_is_no_folder(tmp_path, uri):
+    state = StateDir(tmp_path / "home")
+    model = model_folder(tmp_path / "other")
+    with pytest.raises(UpError, match=f"spec.model.uri is {uri}; write file:///models/demo"):
+        await provide_model(model, {"spec": {"model": {"uri": uri}}}, state, Console())
+    assert not state.host_root.exists()
 
 
 @pytest.mark.parametrize(

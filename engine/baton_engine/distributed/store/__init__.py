@@ -1,4 +1,4 @@
-"""The rendezvous store: keys and values through which the ranks of a process group exchange addresses.
+"""The rendezvous store, through which the ranks of a process group exchange addresses.
 
 server.py             the store, in a thread of the process that opens it; without torch
 client_connection.py  one client's connection, on the server

@@ -1,11 +1,15 @@
-"""One connection of a store's client, as the store sees it: its bytes, and what it is owed."""
+"""One client's connection, on the server: its buffers and its pending request."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 
-from baton_engine.distributed.store.handshake import MAX_PROOF_MESSAGE_BYTES, Admission, Challenge
+from baton_engine.distributed.store.handshake import (
+    MAX_PROOF_MESSAGE_BYTES,
+    Authentication,
+    Challenge,
+)
 from baton_engine.distributed.store.wire import (
     MAX_MESSAGE_BYTES,
     MAX_REQUEST_BYTES,
@@ -17,49 +21,54 @@ from baton_engine.distributed.store.wire import (
 
 
 class StoreClient:
-    """One thread of a client at a time uses it: it asks, and is answered before it asks again."""
+    """A client. It sends one request and reads the answer before it sends the next one."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
-        """`secret`: empty: who connects is a client."""
+        """Create the state of a connection.
+
+        Args:
+            connection: the socket, non-blocking.
+            secret: secret that the client must prove; empty if it need not authenticate.
+        """
         self.socket = connection
-        self.admission = Admission(secret) if secret else None
-        """None: it is admitted."""
+        #: None once the client is authenticated.
+        self.authentication = Authentication(secret) if secret else None
+        #: Keys of a pending Get.
         self.waits_for: list[str] | None = None
-        """Keys, until all are there."""
+        #: The first of those keys that was missing at the last check.
         self.missing = ""
-        """The first of them that was not there when it was last looked."""
         self.outgoing = bytearray()
         self._incoming = bytearray()
 
     @property
     def num_buffered(self) -> int:
-        """Bytes that are kept for it."""
+        """Number of bytes in its buffers."""
         return len(self._incoming) + len(self.outgoing)
 
     def receive(self) -> bytes | None:
-        """One message, once all of it is there.
+        """Return the next message, None until it is complete.
 
         Raises:
-            EOFError: the client is gone.
-            OSError: so is its connection.
-            ValueError: what it sends is no request, or not its turn.
+            EOFError: the client has closed the connection.
+            OSError: the connection failed.
+            ValueError: the message is too long, or came before the answer to the last one.
         """
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
             raise EOFError
         self._incoming += data
-        limit = MAX_REQUEST_BYTES if self.admission is None else MAX_PROOF_MESSAGE_BYTES
+        limit = MAX_REQUEST_BYTES if self.authentication is None else MAX_PROOF_MESSAGE_BYTES
         payload = None
         if self.waits_for is None and not self.outgoing:
             payload = take_payload(self._incoming, limit)
             if payload is None:
                 return None
         if payload is None or self._incoming:
-            raise ValueError("it asks before it is answered")
+            raise ValueError("it sent a request before it received the last answer")
         return payload
 
     def send(self, answer: Answer | Challenge) -> None:
-        """As much as the socket takes; `flush` the rest."""
+        """Send as much as the socket accepts. `flush` sends the rest."""
         self.outgoing += frame(answer, MAX_MESSAGE_BYTES)
         self.flush()
 

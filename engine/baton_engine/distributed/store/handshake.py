@@ -1,13 +1,14 @@
-"""How a store and its client show each other that they have the same secret, before any command. Nothing says the secret itself.
+"""The handshake: a store and its client prove to each other that they have the same secret.
 
-    client                                          store
-    Hello(nonce)                    ->
-                                    <-              Challenge(nonce, HMAC(secret, "store" + both nonces))
-    Proof(HMAC(secret, "client" + both nonces))  ->
-                                    <-              Answer
+    client                                       store
+    Hello(nonce)                             ->
+                                             <-  Challenge(nonce, HMAC(secret, "store" + nonces))
+    Proof(HMAC(secret, "client" + nonces))   ->
+                                             <-  Answer
 
-Whoever is not convinced closes the connection. What follows is neither encrypted nor signed: this keeps out who has no key, not
-who sits on the wire between two that have it.
+The secret itself is not sent. A side that receives a wrong proof closes the connection. Later
+messages are neither encrypted nor signed. The handshake refuses clients without the key, but does
+not protect against an attacker on the network path.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_PROOF_MESSAGE_BYTES = 256
 
 
 def store_secret(key: ServiceKey | None) -> bytes:
-    """Of the stores of a service; empty without a key."""
+    """Derive the secret of a service's stores; empty without a key."""
     return b"" if key is None else key.secret("store")
 
 
@@ -44,21 +45,25 @@ class Proof(msgspec.Struct, tag=True):
     proof: bytes
 
 
-class Admission:
-    """A store's side of one client."""
+class Authentication:
+    """The store's side of the handshake with one client."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._nonces: tuple[bytes, bytes] | None = None
+        #: Whether the client has shown that it has the secret.
         self.is_complete = False
-        """The client has proved that it has the secret."""
 
     def answer(self, payload: bytes) -> Challenge | Answer:
-        """Raises ValueError: this is no client that has the secret."""
+        """Return the answer to a message of the handshake.
+
+        Raises:
+            ValueError: the client does not have the secret.
+        """
         try:
-            message = _strangers.decode(payload)
+            message = _decoder.decode(payload)
         except (ValueError, RecursionError):
-            raise ValueError("it does not say that it has the service's key") from None
+            raise ValueError("its first message is no handshake with the service's key") from None
         if (
             isinstance(message, Hello)
             and self._nonces is None
@@ -71,20 +76,21 @@ class Admission:
                 message.proof, _proof(self._secret, b"client", *self._nonces)
             )
         if not self.is_complete:
-            raise ValueError("it does not prove that it has the service's key")
+            raise ValueError("it has another service's key")
         return Answer()
 
 
-def introduce(connection: socket.socket, secret: bytes, deadline: float) -> None:
-    """A client's side.
+def authenticate(connection: socket.socket, secret: bytes, deadline: float) -> None:
+    """Perform the client's side of the handshake.
 
     Raises:
-        OSError, ValueError: the other side does not have the secret, or does not believe that this one has it.
+        OSError: the store does not have the secret, or refused this client's proof.
+        ValueError: the store's answer is no Challenge.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     challenge = exchange(connection, frame(Hello(nonce)), Challenge, deadline)
     if not hmac.compare_digest(challenge.proof, _proof(secret, b"store", nonce, challenge.nonce)):
-        raise ConnectionError("it does not prove that it has the service's key")
+        raise ConnectionError("the store has another service's key")
     exchange(
         connection,
         frame(Proof(_proof(secret, b"client", nonce, challenge.nonce))),
@@ -93,7 +99,7 @@ def introduce(connection: socket.socket, secret: bytes, deadline: float) -> None
     )
 
 
-_strangers = msgspec.msgpack.Decoder(Hello | Proof)
+_decoder = msgspec.msgpack.Decoder(Hello | Proof)
 
 
 def _proof(secret: bytes, side: bytes, client_nonce: bytes, store_nonce: bytes) -> bytes:

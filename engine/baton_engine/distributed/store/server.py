@@ -1,8 +1,9 @@
-"""The store in which ranks meet: keys and values, held by a thread of the process that opens it. Needs no torch.
+"""The store's server, a thread of the process that opens it. Needs no torch.
 
-It tells a client that waits for keys when the last of them comes. Deadlines are the clients': who gives up closes its connection.
-The thread shares its process with an engine, so no client gets more of its time or memory than the constants here say; who wants
-more is dropped, or told so.
+A Get is answered when the last of its keys is set. Clients have the deadlines, and close the
+connection when one has passed. The thread shares its process with an engine, so the constants
+here limit the time and memory of each client. A request over a limit is refused, or its client is
+disconnected.
 """
 
 from __future__ import annotations
@@ -39,36 +40,36 @@ from baton_protocol.config import pod_ip
 
 logger = logging.getLogger(__name__)
 
+#: Pause before the next accept when the process has no free descriptor.
 ACCEPT_PAUSE_S = 0.1
-"""Without a descriptor for it, a connection is left where it is so long."""
+#: Limit of connections; a lower one is half of the process's descriptors.
 MAX_CLIENTS = 4096
-"""And at most half of the descriptors that the process may have."""
-MAX_STRANGERS = 1024
-"""Connections that have not shown yet that they have the secret, and at most half of the clients. If more come, the oldest go."""
-PROOF_TIMEOUT_S = 15.0
-"""It takes a moment, or two on a machine that is very busy."""
+#: Limit of unauthenticated clients; a lower one is MAX_CLIENTS / 2. The oldest is dropped.
+MAX_UNAUTHENTICATED = 1024
+#: Long enough for a handshake on a busy machine.
+HANDSHAKE_TIMEOUT_S = 15.0
+#: Limit of all buffers. Above it the client with the largest buffers is dropped.
 MAX_BUFFERED_BYTES = 2**28
-"""Of messages that are not complete, and of answers that are not fetched. If there is more, the client with most of it goes."""
+#: Bytes of pending answers to send before other events are handled.
 TURN_BYTES = 2**22
-"""Of answers to clients that have waited, after which the others have their turn."""
 
 
 def open_store(host: str | None = None, *, port: int = 0, secret: bytes = b"") -> StoreServer:
-    """Starts a store.
+    """Start a store.
 
     Args:
-        host: the one address to listen on; None: the pod's.
-        port: 0: any free one.
-        secret: who does not have it, too, is no client; see `store_proof`. Empty: everybody is.
+        host: the address to listen on; None means the pod's.
+        port: 0 means any free port.
+        secret: secret that clients must prove; see `handshake`. Empty: no authentication.
 
     Raises:
-        OSError: the address is not free, or none of this host's.
+        OSError: the address is in use, or is not this host's.
     """
     return StoreServer(host or pod_ip(), port, secret)
 
 
 class StoreServer:
-    """Lives, with its keys, until it is closed. Its clients' calls fail at once then."""
+    """A store, which keeps its keys until it is closed. Pending calls of its clients fail then."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._secret = secret
@@ -80,80 +81,78 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        #: When the listener is watched again; None while it is watched.
         self._accept_again_at: float | None = None
-        """The listener is not watched until then."""
         self._values = Values()
+        #: Bytes in the buffers of each client.
         self._clients: dict[StoreClient, int] = {}
-        """With the bytes that are kept for each."""
         self._num_buffered = 0
-        self._strangers: dict[StoreClient, float] = {}
-        """Those that are to prove something, until when; the oldest first."""
+        #: Deadlines of handshakes, the oldest first.
+        self._unauthenticated: dict[StoreClient, float] = {}
+        #: Waiting clients by the first key that they miss.
         self._waiting: dict[str, set[StoreClient]] = {}
-        """By the first key that each misses."""
+        #: Clients to check again, because their missing key was set.
         self._due: deque[StoreClient] = deque()
-        """Whose key has come."""
         self._log = SparseLog(logger)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_clients = min(MAX_CLIENTS, descriptors // 2)
-        self._max_strangers = min(MAX_STRANGERS, self._max_clients // 2)
+        self._max_unauthenticated = min(MAX_UNAUTHENTICATED, self._max_clients // 2)
         self._decoder = msgspec.msgpack.Decoder(Request)
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
-        """Removes the keys of which that is true, in a moment. From any thread; idempotent."""
+        """Remove keys for which the predicate is true, asynchronously. Thread-safe."""
         self._outdated.append(is_outdated)
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the store is closed
             self._wake.send(b"\0")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the store and its connections. Idempotent."""
         self._wake.close()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             while True:
-                for key, events in self._selector.select(self._patience()):
+                for key, events in self._selector.select(self._select_timeout_s()):
                     if key.fileobj is self._wakes:
                         if not self._wakes.recv(RECEIVE_BYTES):
-                            return  # it is closed
+                            return  # `close` was called
                         while self._outdated:
                             self._values.forget(self._outdated.popleft())
                     elif key.fileobj is self._listener:
                         self._accept()
-                    elif key.data in self._clients:  # else it was dropped for what another one did
-                        self._attend(key.data, events)
-                self._answer_those_due()
-                self._look_at_the_clock(time.monotonic())
+                    elif key.data in self._clients:  # not dropped since `select`
+                        self._handle(key.data, events)
+                self._answer_due_clients()
+                self._check_deadlines(time.monotonic())
         finally:
             for client in self._clients:
                 client.socket.close()
             for own in (self._listener, self._wakes, self._selector):
                 own.close()
 
-    def _patience(self) -> float | None:
-        """Seconds until there is something to do though nobody says anything."""
+    def _select_timeout_s(self) -> float | None:
+        """Return the time until the next deadline, None if there is none."""
         if self._due:
             return 0.0
         times = [
             *([] if self._accept_again_at is None else [self._accept_again_at]),
-            *list(self._strangers.values())[:1],
+            *list(self._unauthenticated.values())[:1],
         ]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _look_at_the_clock(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         if self._accept_again_at is not None and now >= self._accept_again_at:
             self._accept_again_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-        for client, deadline in list(self._strangers.items()):
+        for client, deadline in list(self._unauthenticated.items()):
             if now < deadline:
                 break
             self._drop(
                 client,
-                TimeoutError(
-                    f"it has not shown within {PROOF_TIMEOUT_S:g} s that it has the service's key"
-                ),
+                TimeoutError(f"it did not authenticate within {HANDSHAKE_TIMEOUT_S:g} s"),
             )
 
     # Connections
@@ -162,14 +161,14 @@ class StoreServer:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
-            return  # it is gone again
+            return  # the client has disconnected
         except OSError as error:
-            self._log.warning("a store cannot take a connection: %s", error)
-            self._selector.unregister(self._listener)  # it would be ready all the time
+            self._log.warning("the store cannot accept a connection: %s", error)
+            self._selector.unregister(self._listener)  # it would stay ready
             self._accept_again_at = time.monotonic() + ACCEPT_PAUSE_S
             return
         if len(self._clients) >= self._max_clients:
-            self._log.warning("a store refused a client: it has %s already", self._max_clients)
+            self._log.warning("the store refused a client: the limit is %s", self._max_clients)
             connection.close()
             return
         try:
@@ -181,29 +180,27 @@ class StoreServer:
         client = StoreClient(connection, self._secret)
         self._clients[client] = 0
         self._selector.register(connection, selectors.EVENT_READ, client)
-        if client.admission is not None:
-            self._strangers[client] = time.monotonic() + PROOF_TIMEOUT_S
-            if len(self._strangers) > self._max_strangers:
+        if client.authentication is not None:
+            self._unauthenticated[client] = time.monotonic() + HANDSHAKE_TIMEOUT_S
+            if len(self._unauthenticated) > self._max_unauthenticated:
                 self._drop(
-                    next(iter(self._strangers)),
-                    OverflowError("others came that had no key to show either"),
+                    next(iter(self._unauthenticated)),
+                    OverflowError("it is the oldest of too many unauthenticated clients"),
                 )
 
-    def _attend(self, client: StoreClient, events: int) -> None:
+    def _handle(self, client: StoreClient, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 client.flush()
             if events & selectors.EVENT_READ and (payload := client.receive()) is not None:
                 self._take(client, payload)
-        except (
-            Exception
-        ) as error:  # whatever it is, it comes of this client's bytes, and the others must go on
+        except Exception as error:  # caused by this client's bytes; the others must continue
             self._drop(client, error)
         else:
-            self._watch(client)
+            self._update(client)
 
-    def _watch(self, client: StoreClient) -> None:
-        """After anything was received from it or is to be sent to it."""
+    def _update(self, client: StoreClient) -> None:
+        """Update the selector and the sum of the buffers after a read or write."""
         if client not in self._clients:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outgoing else 0)
@@ -216,15 +213,15 @@ class StoreServer:
             self._drop(
                 heaviest,
                 OverflowError(
-                    f"of {self._num_buffered} bytes that are kept for clients most are its"
+                    f"its buffers are the largest, and all clients' have {self._num_buffered} bytes"
                 ),
             )
 
     def _drop(self, client: StoreClient, error: Exception) -> None:
         if not isinstance(error, EOFError | ConnectionError):
-            self._log.warning("a store dropped a client: %s", error)
+            self._log.warning("the store dropped a client: %s", error)
         self._num_buffered -= self._clients.pop(client)
-        self._strangers.pop(client, None)
+        self._unauthenticated.pop(client, None)
         self._forget_waiting(client)
         self._selector.unregister(client.socket)
         client.socket.close()
@@ -232,11 +229,11 @@ class StoreServer:
     # Requests
 
     def _take(self, client: StoreClient, payload: bytes) -> None:
-        if client.admission is not None:
-            client.send(client.admission.answer(payload))
-            if client.admission.is_complete:
-                client.admission = None
-                del self._strangers[client]
+        if client.authentication is not None:
+            client.send(client.authentication.answer(payload))
+            if client.authentication.is_complete:
+                client.authentication = None
+                del self._unauthenticated[client]
             return
         request = self._decoder.decode(payload)
         if isinstance(request, Get):
@@ -252,7 +249,7 @@ class StoreServer:
             for key in request.values if isinstance(request, Set) else [request.key]:
                 self._due.extend(self._waiting.pop(key, ()))
 
-    def _answer_those_due(self) -> None:
+    def _answer_due_clients(self) -> None:
         sent = 0
         while self._due and sent < TURN_BYTES:
             client = self._due.popleft()
@@ -262,10 +259,14 @@ class StoreServer:
                 except (OSError, ValueError) as error:
                     self._drop(client, error)
                 else:
-                    self._watch(client)
+                    self._update(client)
 
     def _answer_or_wait(self, client: StoreClient) -> int:
-        """Returns the bytes of the answer's values."""
+        """Answer a Get if all keys exist, else wait.
+
+        Returns:
+            Number of bytes of the values.
+        """
         assert client.waits_for is not None
         try:
             missing = self._values.missing(client.waits_for)

@@ -1,7 +1,7 @@
-"""A client of a store, as torch's process groups want it.
+"""The client of a store, as a torch Store.
 
-torch's own TCPStore asks a name server who its peers are, on every connection and, in the server, in the one thread that serves
-all ranks: a lost answer stops everybody for seconds.
+torch's own TCPStore resolves the name of its peer on every connection. Its server does so in the
+thread that serves all ranks, so a lost DNS response blocks all ranks for seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from baton_engine.distributed.store.handshake import introduce
+from baton_engine.distributed.store.handshake import authenticate
 from baton_engine.distributed.store.wire import (
     Add,
     Answer,
@@ -41,36 +41,38 @@ RETRY_S = 0.05
 
 
 def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") -> Store:
-    """Waits for a store that is not open yet.
+    """Connect to a store, and wait until it is open.
 
     Args:
-        timeout_s: of this, and of the store's calls.
-        secret: the store's; see `store_proof`. Empty: it has none.
+        address: address of the store.
+        timeout_s: timeout of this call, and of the store's methods.
+        secret: secret of the store; see `handshake`. Empty if the store has none.
 
     Raises:
-        TimeoutError: no store that has the secret answers there in time.
+        TimeoutError: no store with this secret responded.
     """
     return SocketStore(address, timeout_s, secret)
 
 
 class SocketStore(Store):
-    """A `StoreServer` from outside. Any number of threads may call: who waits is in nobody's way.
+    """A client of a `StoreServer`. Thread-safe; a call that waits does not block others.
 
-    A call that needs longer than the timeout raises DistStoreError, one whose store is gone DistNetworkError, at once. C++ calls
-    it as long as this object lives, which a PrefixStore does not keep alive, and some methods by their names there.
+    Methods raise DistStoreError after the timeout, and DistNetworkError at once if the store is
+    gone. torch's C++ code calls some methods by their C++ names. A PrefixStore does not keep this
+    object alive, so the caller must.
     """
 
+    #: Set by torch in `set_timeout`.
     timeout: timedelta
-    """What `set_timeout` has set; torch keeps it."""
 
     def __init__(self, address: StoreAddress, timeout_s: float, secret: bytes) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
         self._secret = secret
         self._lock = threading.Lock()
+        #: Connections that are not in use.
         self._idle: list[socket.socket] = []
-        """Connections that no call uses."""
-        self._address, connection = _meet(address, timeout_s, secret)
+        self._address, connection = _connect_first(address, timeout_s, secret)
         self._idle.append(connection)
         weakref.finalize(self, _close_all, self._idle)
 
@@ -78,7 +80,7 @@ class SocketStore(Store):
         self._ask(Set({key: _as_bytes(value)}))
 
     def get(self, key: str) -> bytes:
-        """Waits for the key."""
+        """Wait for a key and return its value."""
         return self._ask(Get([key])).values[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -106,7 +108,7 @@ class SocketStore(Store):
         self._ask(Append(key, _as_bytes(value)))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Waits for all keys."""
+        """Wait for all keys and return their values."""
         return self._ask(Get(list(keys))).values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -124,7 +126,7 @@ class SocketStore(Store):
                 answer = exchange(connection, message, Answer, deadline)
         except TimeoutError as error:
             raise DistStoreError(
-                f"{where} had no answer to {request!r:.200} within {timeout_s:g} s"
+                f"{where} did not answer {request!r:.200} within {timeout_s:g} s"
             ) from error
         except (OSError, ValueError) as error:  # a DecodeError is a ValueError
             raise DistNetworkError(f"{where} is gone: {error}") from error
@@ -134,11 +136,14 @@ class SocketStore(Store):
 
     @contextlib.contextmanager
     def _connection(self, deadline: float) -> Iterator[socket.socket]:
-        """One for this call alone. It is closed after an error: an answer that comes too late must not be another call's."""
+        """Return a connection for one call.
+
+        It is closed after an error, so that the next call does not receive a late answer.
+        """
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
-            connection = _enter(self._address, self._secret, deadline)
+            connection = _connect(self._address, self._secret, deadline)
         try:
             yield connection
         except BaseException:
@@ -148,29 +153,39 @@ class SocketStore(Store):
             self._idle.append(connection)
 
 
-def _meet(
+def _connect_first(
     address: StoreAddress, timeout_s: float, secret: bytes
 ) -> tuple[StoreAddress, socket.socket]:
-    """The address in numbers, and the first connection."""
+    """Resolve the address and connect, with retries until the timeout.
+
+    Returns:
+        The numeric address and the connection.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             address = StoreAddress(numeric(address.host), address.port)
-            return address, _enter(address, secret, deadline)
+            return address, _connect(address, secret, deadline)
         except (OSError, ValueError) as error:
             if time.monotonic() + RETRY_S > deadline:
                 raise TimeoutError(
-                    f"no store answers at {address.host}:{address.port} within {timeout_s:g} s ({error})"
+                    f"no store responded at {address.host}:{address.port} within {timeout_s:g} s "
+                    f"({error})"
                 ) from error
         time.sleep(RETRY_S)
 
 
-def _enter(address: StoreAddress, secret: bytes, deadline: float) -> socket.socket:
-    """Raises OSError or ValueError: nobody is there, or it is a store with another secret or none."""
+def _connect(address: StoreAddress, secret: bytes, deadline: float) -> socket.socket:
+    """Connect and authenticate.
+
+    Raises:
+        OSError: no store listens there, or it has another secret.
+        ValueError: the store's answer is no handshake.
+    """
     connection = connect(address, left_s(deadline))
     if secret:
         try:
-            introduce(connection, secret, deadline)
+            authenticate(connection, secret, deadline)
         except BaseException:
             connection.close()
             raise

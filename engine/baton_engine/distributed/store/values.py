@@ -1,4 +1,4 @@
-"""What a store holds, and how much of it at most: keys, values, and what one request may do."""
+"""The keys and values of a store, and their limits."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ from baton_engine.distributed.store.wire import (
 )
 
 MAX_KEYS = 2**20
+#: Size of all keys and values.
 MAX_BYTES = 2**28
-"""Of all keys and values."""
+#: Keys in one request. Other clients wait while the store reads them.
 MAX_KEYS_AT_ONCE = 2**14
-"""In one request: whoever looks for them all keeps the others waiting."""
+#: Length of a number. The time to parse one grows with the square of its length.
 MAX_DIGITS = 30
-"""Of a number: to read a longer one takes time that grows with its square."""
 
 
 class Values:
+    """Keys and values in memory."""
+
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._nbytes = 0
 
     def apply(self, request: Request) -> Answer:
-        """Anything but a Get. Raises ValueError: it cannot be done, and nothing was."""
+        """Apply a request other than Get.
+
+        Raises:
+            ValueError: the request is refused; nothing has changed.
+        """
         values = self._values
         match request:
             case Set():
@@ -60,27 +66,35 @@ class Values:
         return Answer()
 
     def missing(self, keys: Sequence[str]) -> str | None:
-        """The first that is not there; None: all are. Raises ValueError if these are too many at once."""
+        """Return the first key that is missing, None if there is none.
+
+        Raises:
+            ValueError: too many keys for one request.
+        """
         if len(keys) > MAX_KEYS_AT_ONCE:
             raise ValueError(f"one request may name {MAX_KEYS_AT_ONCE} keys, not {len(keys)}")
         return next((key for key in keys if key not in self._values), None)
 
     def get(self, keys: Sequence[str]) -> Answer:
-        """Of keys that are there. Raises ValueError if their values are more than a message holds."""
+        """Return the values of existing keys.
+
+        Raises:
+            ValueError: the values do not fit into one message.
+        """
         nbytes = sum(len(self._values[key]) for key in keys)
         if nbytes > MAX_MESSAGE_BYTES - 16 * (len(keys) + 1):
             raise ValueError(
-                f"the values have {nbytes} bytes, and messages at most {MAX_MESSAGE_BYTES}"
+                f"the values have {nbytes} bytes; a message holds at most {MAX_MESSAGE_BYTES}"
             )
         return Answer([self._values[key] for key in keys])
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
-        """Removes the keys of which that is true."""
+        """Remove all keys for which the predicate is true."""
         for key in [key for key in self._values if is_outdated(key)]:
             self._remove(key)
 
     def _remove(self, key: str) -> bool:
-        """Returns whether it was there."""
+        """Remove a key and return whether it existed."""
         removed = self._values.pop(key, None)
         if removed is None:
             return False
@@ -107,10 +121,10 @@ class Values:
 
 def _number(value: bytes) -> int:
     if len(value) > MAX_DIGITS:
-        raise ValueError("what is there is no number")
+        raise ValueError("the value is not a number")
     return int(value)
 
 
 def _size(key: str, value: bytes) -> int:
-    """As it counts against `MAX_BYTES`; a key's characters, not its bytes, which would have to be counted."""
+    """Return the size for MAX_BYTES. A key counts by characters, which need no encoding."""
     return len(key) + len(value)

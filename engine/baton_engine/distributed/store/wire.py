@@ -1,7 +1,7 @@
-"""What a store and its clients say to each other, and the sockets over which they do.
+"""Messages between a store and its clients, and their sockets.
 
-A message is its length (4 bytes, the most significant first) and msgpack. On one connection a client asks for one thing at a time.
-Addresses are numbers: a connection is never kept waiting by a name server.
+A message is its length (4 bytes, big-endian) and msgpack. A connection carries one request at a
+time. Connections use numeric addresses, so that no connection waits for DNS.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+#: Limit of an answer.
 MAX_MESSAGE_BYTES = 2**24
-"""Of an answer."""
+#: Limit of a request. Other clients wait while the store reads one.
 MAX_REQUEST_BYTES = 2**20
-"""Short enough that reading one keeps nobody waiting."""
+#: Limit of one read from a socket.
 RECEIVE_BYTES = 2**16
-"""At once."""
 LENGTH = struct.Struct("!I")
 
 T = TypeVar("T")
@@ -32,30 +32,36 @@ class StoreAddress(NamedTuple):
 
 
 class Set(msgspec.Struct, tag=True):
+    """Set the values of keys."""
+
     values: dict[str, bytes]
-    """By key."""
 
 
 class Get(msgspec.Struct, tag=True):
-    """Answered with the values once all keys are there."""
+    """Wait until all keys exist; the answer has their values."""
 
     keys: list[str]
 
 
 class Add(msgspec.Struct, tag=True):
-    """To a decimal number; answered with the sum. A key that is not there counts as 0."""
+    """Add to a decimal number; the answer has the sum. A missing key counts as 0."""
 
     key: str
     amount: int
 
 
 class Append(msgspec.Struct, tag=True):
+    """Append to a value. A missing key counts as empty."""
+
     key: str
     value: bytes
 
 
 class CompareSet(msgspec.Struct, tag=True):
-    """Answered with what is there afterwards. A key that is not there is set if `expected` is empty, else answered with that."""
+    """Set a value if it equals `expected`; the answer has the new value.
+
+    A missing key is set if `expected` is empty; otherwise the answer has `expected`.
+    """
 
     key: str
     expected: bytes
@@ -63,19 +69,19 @@ class CompareSet(msgspec.Struct, tag=True):
 
 
 class Check(msgspec.Struct, tag=True):
-    """Answered with whether all keys are there."""
+    """Return whether all keys exist."""
 
     keys: list[str]
 
 
 class Delete(msgspec.Struct, tag=True):
-    """Answered with whether the key was there."""
+    """Remove a key; the answer has whether it existed."""
 
     key: str
 
 
 class CountKeys(msgspec.Struct, tag=True):
-    pass
+    """Return the number of keys."""
 
 
 Request = Set | Get | Add | Append | CompareSet | Check | Delete | CountKeys
@@ -84,33 +90,35 @@ Request = Set | Get | Add | Append | CompareSet | Check | Delete | CountKeys
 class Answer(msgspec.Struct):
     values: list[bytes] = []
     number: int = 0
+    #: Why the request was refused; empty if it was not.
     error: str = ""
-    """Empty: it was done."""
 
 
 def frame(message: msgspec.Struct, limit: int = MAX_REQUEST_BYTES) -> bytes:
-    """Raises ValueError if it is larger than `limit` bytes."""
+    """Encode a message with its length.
+
+    Raises:
+        ValueError: it is longer than `limit` bytes.
+    """
     payload = _encoder.encode(message)
     if len(payload) > limit:
         raise ValueError(
-            f"a store takes messages of at most {limit} bytes; this one has {len(payload)}"
+            f"a store accepts messages of at most {limit} bytes; this one has {len(payload)}"
         )
     return LENGTH.pack(len(payload)) + payload
 
 
 def take_payload(data: bytearray, limit: int) -> bytes | None:
-    """Removes the first message from what was received; None if not all of it is there.
+    """Remove the first message from the received bytes and return it, None until it is complete.
 
     Raises:
-        ValueError: it is larger than `limit` bytes.
+        ValueError: it is longer than `limit` bytes.
     """
     if len(data) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack_from(data)
     if length > limit:
-        raise ValueError(
-            f"a message of {length} bytes was announced; there are none of more than {limit}"
-        )
+        raise ValueError(f"the length of a message is {length} bytes; the limit is {limit}")
     end = LENGTH.size + length
     if len(data) < end:
         return None
@@ -120,11 +128,12 @@ def take_payload(data: bytearray, limit: int) -> bytes | None:
 
 
 def exchange(connection: socket.socket, message: bytes, answer: type[T], deadline: float) -> T:
-    """A client's question and its answer.
+    """Send a request and return the answer.
 
     Raises:
-        TimeoutError: at the deadline.
-        OSError, ValueError: the store is gone, or makes no sense.
+        TimeoutError: the deadline has passed.
+        OSError: the store is gone.
+        ValueError: the answer cannot be decoded.
     """
     connection.settimeout(left_s(deadline))
     connection.sendall(message)
@@ -133,44 +142,59 @@ def exchange(connection: socket.socket, message: bytes, answer: type[T], deadlin
         connection.settimeout(left_s(deadline))
         data = connection.recv(RECEIVE_BYTES)
         if not data:
-            raise ConnectionError("it has closed the connection")
+            raise ConnectionError("the store has closed the connection")
         received += data
     return msgspec.msgpack.decode(payload, type=answer)
 
 
 def left_s(deadline: float) -> float:
-    """Raises TimeoutError if nothing is left."""
+    """Return the seconds until the deadline.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the time is up")
+        raise TimeoutError("the deadline has passed")
     return left
 
 
 def numeric(host: str) -> str:
-    """The address of a host. Only a name is looked up. Raises OSError if nobody knows it."""
+    """Return the numeric address of a host, with a DNS lookup if it is a name.
+
+    Raises:
+        OSError: the name is unknown.
+    """
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """On one address only. Raises OSError if that is not free, or none of this host's."""
+    """Open a listener on one address.
+
+    Raises:
+        OSError: the address is in use, or is not this host's.
+    """
     address = numeric(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=128)
 
 
 def connect(address: StoreAddress, timeout_s: float) -> socket.socket:
-    """A connection over which nothing was said. Args: address: in numbers. Raises OSError if nobody listens there."""
+    """Open a connection to a numeric address.
+
+    Raises:
+        OSError: no process listens there.
+    """
     connection = socket.create_connection(address, timeout_s)
-    if (
-        connection.getsockname() == connection.getpeername()
-    ):  # the kernel chose the very port that nobody listens on
+    # The kernel may choose the target's own port as the source port and connect to itself.
+    if connection.getsockname() == connection.getpeername():
         connection.close()
-        raise ConnectionRefusedError(f"nobody listens at {address.host}:{address.port}")
+        raise ConnectionRefusedError(f"no process listens at {address.host}:{address.port}")
     prepare(connection)
     return connection
 
 
 def prepare(connection: socket.socket) -> None:
-    """What either side does with a new connection."""
+    """Set the socket options of both sides."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,19 +1,19 @@
-"""The group as the coordinator sees it. The coordinator is a process of its own and needs no torch.
+"""The coordinator of an expert-parallel group: a process of its own, without torch.
 
 coordinator_cli.py      `baton-coordinator`
 coordinator.py          the process: sockets, controller, HTTP
 coordinator_http.py     topology, health and metrics over HTTP
 coordinator_metrics.py  Prometheus metrics
-checks.py               requests and statuses that are refused
+checks.py               validation of requests and statuses
 controller.py           desired members and statuses to at most one operation
 controller_config.py    deadlines and thresholds
 roster.py               the latest status of each rank
 observation.py          the change that is needed now
 operation.py            one change of the topology
-operation_progress.py   how far the ranks are with it
-expert_placement.py     which rank holds which experts
-balance.py              when a new placement is worth its cost
+operation_progress.py   progress of the ranks with an operation
+expert_placement.py     the placement of experts on ranks
+balance.py              load of the experts, and when to rebalance
 retries.py              delays after failures
-stalls.py               engine loops that are stalled
+stalls.py               detection of stalled engine loops
 topology_report.py      the answer to GET /topology
 """

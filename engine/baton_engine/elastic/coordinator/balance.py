@@ -1,4 +1,4 @@
-"""Where experts go, given what ranks report of their use, and when it is worth while to move them."""
+"""Placement of experts by their reported load, and the decision to rebalance."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from baton_engine.elastic.coordinator.expert_placement import TOLERANCE, imbalan
 from baton_engine.elastic.coordinator.roster import Roster, key_of
 from baton_protocol.topology import ExpertLoads, Generation, Member, Placement
 
+#: An automatic rebalance must reduce the imbalance to this fraction.
 WORTHWHILE = 0.95
-"""Experts are moved by themselves only if that lowers the imbalance to this part of it."""
 
+#: [sparse layer][expert]: tokens.
 Loads = list[list[int]]
-"""[sparse layer][expert]: tokens."""
 
 
 def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
-    """Over ranks; those without a report count nothing. Empty if there is none."""
+    """Sum the loads over ranks. Return an empty list if no rank has a report."""
     total: Loads = []
     for report in reports:
         if report is None:
@@ -31,25 +31,37 @@ def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
 
 
 class Balance:
+    """Loads of the experts, from which placements are computed."""
+
     def __init__(self, roster: Roster, threshold: float, window_s: float) -> None:
-        """`threshold` 0: nothing is moved by itself."""
+        """Create it without a measured load.
+
+        Args:
+            roster: source of the reports.
+            threshold: imbalance above which experts are moved; 0 disables automatic rebalancing.
+            window_s: time over which the imbalance is measured.
+        """
         self._roster = roster
         self._threshold = threshold
         self._window_s = window_s
+        # The current window: nonce of its generation, its start, and the loads at its start.
         self._nonce = ""
         self._since = 0.0
         self._start: Loads = []
-        """Of the window that runs: the generation, when, and the loads since the generation began."""
 
     def place(
         self, members: tuple[Member, ...], present: Generation | None, *, keep: bool = False
     ) -> Placement:
-        """
+        """Compute a placement for these members.
+
         Args:
-            keep: only what is lost moves: the group waits for it. Balance and redundant copies come with the next change.
+            members: ranks of the new generation.
+            present: the current generation.
+            keep: move only lost experts, because the group waits for them. Balance and redundant
+                copies follow with the next change.
 
         Raises:
-            ValueError: the experts cannot be placed so.
+            ValueError: no such placement exists.
         """
         statuses = [self._roster.living[member.instance_id] for member in members]
         num_experts = statuses[0].num_experts
@@ -71,7 +83,7 @@ class Balance:
         )
 
     def is_worthwhile(self, present: Generation, now: float) -> bool:
-        """Another placement would be much better for the tokens of the window that ends now, if one does."""
+        """Return whether a window ends now and a rebalance would help for its tokens."""
         if not self._threshold:
             return False
         loads = self._window(present, now)
@@ -81,14 +93,14 @@ class Balance:
         return _mean(imbalance(self.place(present.members, present), loads)) < WORTHWHILE * found
 
     def _loads(self, present: Generation) -> Loads:
-        """Since the generation began."""
+        """Return the loads since the start of the generation."""
         key = key_of(present)
         return summed_loads(
             status.loads for status, own in self._roster.serving() if key_of(own) == key
         )
 
     def _window(self, present: Generation, now: float) -> Loads:
-        """Of the window that ends now; empty if none does."""
+        """Return the loads of the window that ends now, empty if none does."""
         same = present.nonce == self._nonce and bool(self._start)
         if same and now - self._since < self._window_s:
             return []
@@ -103,7 +115,7 @@ class Balance:
 
 
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
-    """A placement with the instance ids of its ranks, as `placement` takes it."""
+    """Return a placement with the instance ids of its ranks, in the form of `plan_placement`."""
     if generation is None:
         return None
     return generation.placement, [member.instance_id for member in generation.members]

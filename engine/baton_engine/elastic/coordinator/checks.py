@@ -1,4 +1,4 @@
-"""What is refused at the edge: requests for a topology, and statuses that contradict themselves."""
+"""Validation of topology requests and of statuses."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from baton_protocol.topology import Member, Placement, Status, TopologyRequest
 MAX_EXPERTS = 2**16
 MAX_LAYERS = 2**12
 MAX_MEMBERS = 2**10
+#: Characters of a rank's reason; the rest is truncated.
 MAX_FAILURE = 2**12
-"""Characters of a rank's reason; what is beyond them is left out."""
 OPERATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-WORD = re.compile(r"[!-~]{1,255}")
-"""Of an id or an address: no white space, nothing that is not ASCII."""
+#: An id or address: printable ASCII without white space.
+PRINTABLE = re.compile(r"[!-~]{1,255}")
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    field: str
-    """Of the request."""
+    """Why a request is invalid."""
+
+    field: str  # of the request
     message: str
 
 
 def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Refusal | None:
-    """`last`: the one that was accepted before."""
+    """Validate a request, given the last accepted one."""
     if not OPERATION_ID.fullmatch(request.operation_id):
         return Refusal(
             "operation_id", "must be 1 to 64 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'"
@@ -39,10 +40,10 @@ def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Ref
     ):
         return Refusal(
             "members",
-            f"must be 1 to {MAX_MEMBERS} names of pods, each a DNS label of at most 63 characters",
+            f"must be 1 to {MAX_MEMBERS} pod names, each a DNS label of at most 63 characters",
         )
     if len(set(request.members)) != len(request.members):
-        return Refusal("members", "names a pod twice")
+        return Refusal("members", "contains a pod name twice")
     if (
         last is not None
         and last.operation_id == request.operation_id
@@ -55,19 +56,25 @@ def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Ref
 
 
 def check_status(status: Status) -> None:
-    """Raises ValueError: its parts do not fit each other, so that nothing can be concluded from it."""
+    """Validate a status.
+
+    Raises:
+        ValueError: its fields contradict each other or exceed a limit.
+    """
     member = status.member
     _check_member(member)
     if len(status.suspects) > MAX_MEMBERS:
         raise ValueError(f"{member.name}: {len(status.suspects)} suspects")
     if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
         raise ValueError(
-            f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} experts"
+            f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} "
+            "experts are over the limit"
         )
     shape = [status.num_experts] * status.num_sparse_layers
     if status.loads is not None and [len(layer) for layer in status.loads.tokens] != shape:
         raise ValueError(
-            f"{member.name}: loads are not of {status.num_sparse_layers} layers, {status.num_experts} experts"
+            f"{member.name}: the shape of the loads is not {status.num_sparse_layers} layers of "
+            f"{status.num_experts} experts"
         )
     if status.num_redundant_experts < 0:
         raise ValueError(f"{member.name}: {status.num_redundant_experts} redundant experts")
@@ -79,27 +86,27 @@ def check_status(status: Status) -> None:
             or not 1 <= generation.number < 10**MAX_DIGITS
             or not generation.nonce
         ):
-            raise ValueError(f"{member.name}: a generation without members, number or nonce")
+            raise ValueError(f"{member.name}: a generation has no members, number or nonce")
         if len(generation.members) > MAX_MEMBERS or not (
-            WORD.fullmatch(generation.nonce) and WORD.fullmatch(generation.store_host)
+            PRINTABLE.fullmatch(generation.nonce) and PRINTABLE.fullmatch(generation.store_host)
         ):
             raise ValueError(
-                f"{member.name}: a generation with too many members, or words that are none"
+                f"{member.name}: a generation has too many members, or an invalid nonce or host"
             )
         if generation.operation_id and not OPERATION_ID.fullmatch(generation.operation_id):
             raise ValueError(
-                f"{member.name}: generation {generation.number} has an operation id that is none"
+                f"{member.name}: generation {generation.number} has an invalid operation id"
             )
         for each in generation.members:
             _check_member(each)
         if not _fits(generation.placement, generation.size, status):
             raise ValueError(
-                f"{member.name}: generation {generation.number} has a placement for something else"
+                f"{member.name}: generation {generation.number} has a placement of another shape"
             )
 
 
-def without_excess(status: Status) -> Status:
-    """With a reason of bounded length."""
+def truncate_failure(status: Status) -> Status:
+    """Return the status with a failure of at most MAX_FAILURE characters."""
     if len(status.failure) <= MAX_FAILURE:
         return status
     return msgspec.structs.replace(status, failure=status.failure[:MAX_FAILURE] + "...")
@@ -107,13 +114,13 @@ def without_excess(status: Status) -> Status:
 
 def _check_member(member: Member) -> None:
     if not RANK_NAME.fullmatch(member.name):
-        raise ValueError(f"the name of a rank must be a DNS label, and {member.name!r} is none")
-    if not (WORD.fullmatch(member.instance_id) and WORD.fullmatch(member.host)):
-        raise ValueError(f"{member.name}: an instance id or address that is none")
+        raise ValueError(f"the name of a rank must be a DNS label, got {member.name!r}")
+    if not (PRINTABLE.fullmatch(member.instance_id) and PRINTABLE.fullmatch(member.host)):
+        raise ValueError(f"{member.name}: an invalid instance id or address")
     if not all(
         0 <= port < 2**16 for port in (member.engine_port, member.link_port, member.store_port)
     ):
-        raise ValueError(f"{member.name}: a port that is none")
+        raise ValueError(f"{member.name}: an invalid port")
 
 
 def _fits(placement: Placement, num_ranks: int, status: Status) -> bool:

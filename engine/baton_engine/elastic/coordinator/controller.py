@@ -1,10 +1,11 @@
-"""Desired names x statuses of ranks x time -> at most one operation, and from it what each rank is told.
+"""The controller: desired names, statuses and time to at most one operation and its directives.
 
-Level-triggered: every decision follows from what the ranks say they are, never from what was done before, so a controller that
-knows nothing goes on where another one ended. The one thing remembered is a commit that was shown: it is never taken back, for
-a rank may act on it at any moment. If it cannot be completed, an urgent generation above it is made.
+It is level-triggered. Each decision depends on the reported statuses and not on earlier actions,
+so a restarted controller continues where another one ended. It remembers only a commit that it
+has sent. That is never revoked, because a rank may act on it at any time. If it cannot be
+completed, the controller creates an urgent generation above it.
 
-No sockets and no clock: time comes in seconds with every call.
+The controller has no sockets and no clock. Every call has the time in seconds.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from baton_engine.elastic.coordinator.operation import Ended, Need, Operation, r
 from baton_engine.elastic.coordinator.operation_progress import (
     commit_obstacle,
     is_partly_committed,
+    latest_commit,
     lost_members,
     not_committed,
     not_retired,
     overtaken,
     preparation_failures,
-    shown,
     unprepared,
 )
 from baton_engine.elastic.coordinator.retries import FEW_FAILURES, Retries
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """Of one group. Not for several threads."""
+    """The controller of one group. Not thread-safe."""
 
     def __init__(
         self, coordinator_id: str, draw_nonce: Callable[[], str], config: ControllerConfig
@@ -58,30 +59,30 @@ class Controller:
         self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
         self._stalls = Stalls(self._roster, config)
         self._request: TopologyRequest | None = None
+        #: Highest generation that another controller committed, desired until the first request.
         self._inferred: Generation | None = None
-        """The highest generation that another controller committed: what is desired until a request comes."""
         self._first_status_at: float | None = None
         self._settled = False
         self._last_tick: float | None = None
         self._present: Generation | None = None
         self._operation: Operation | None = None
+        #: A generation whose commit was sent and cannot be completed.
         self._stranded_commit: Generation | None = None
-        """Its commit was shown and cannot be completed."""
+        #: Nonces of generations whose commits need no attention.
         self._nonces: set[str] = set()
-        """Of generations whose commits are not to be looked after any more."""
         self._highest_target = 0
         self._first_ready_at: float | None = None
         self._retries = Retries(config)
         self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
+        #: Id of the last completed request. Later automatic operations have no id.
         self._acknowledged = ""
-        """Id of the last request that was fulfilled: what the group does by itself afterwards has none."""
+        #: Whether a rebalance is due.
         self._rebalance = False
-        """Experts shall be placed anew."""
+        #: Whether the group ends, and all its ranks are dismissed.
         self._released = False
-        """The group ends: all that serve may go."""
         self._ended: list[Ended] = []
 
-    # What comes in
+    # Input
 
     def on_status(self, status: Status, now: float) -> None:
         self._roster.on_status(status, now)
@@ -97,13 +98,13 @@ class Controller:
                 self._inferred = generation
 
     def on_request(self, request: TopologyRequest, now: float) -> Refusal | None:
-        """PUT /topology. The same request again changes nothing."""
+        """Handle PUT /topology. A repeated request changes nothing."""
         refusal = check_request(request, self._request)
         if refusal is None and (
             self._request is None or request.operation_id != self._request.operation_id
         ):
             logger.info(
-                "operation %s: members %s are asked for",
+                "operation %s: requested members %s",
                 request.operation_id,
                 ", ".join(request.members),
             )
@@ -112,24 +113,24 @@ class Controller:
         return refusal
 
     def on_rebalance(self) -> None:
-        """POST /rebalance."""
+        """Handle POST /rebalance."""
         self._rebalance = True
 
     def tick(self, now: float) -> list[Ended]:
-        """Decides. Returns the operations that have ended since the last call."""
+        """Advance the operation. Return the operations that have ended since the last call."""
         if (
             self._last_tick is not None
             and now - self._last_tick > self._config.suspect_dead_after_s / 2
         ):
-            self._roster.forgive(now - self._last_tick, now)
+            self._roster.discount_gap(now - self._last_tick, now)
         self._last_tick = now
-        self._look(now)
+        self._update_roster(now)
         self._settled = self._settled or self._has_settled(now)
         if self._settled:
             committed = self._operation is not None and self._operation.committed
             self._released = not committed and self._observe(now).ends()
             if self._released:
-                self._stranded_commit = None  # who should adopt it leaves
+                self._stranded_commit = None  # its members leave
             if self._operation is not None and self._operation.committed:
                 self._follow_commit(self._operation, now)
             elif self._operation is not None and self._operation.phase is OperationPhase.PREPARING:
@@ -139,10 +140,10 @@ class Controller:
         ended, self._ended = self._ended, []
         return ended
 
-    # What goes out
+    # Output
 
     def directive_for(self, instance_id: str) -> Directive | None:
-        """What the rank shall be told; None: nothing yet."""
+        """Return the directive for a rank, None before the first decision."""
         if not self._settled:
             return None
         if self._released and any(
@@ -154,7 +155,7 @@ class Controller:
             self._stranded_commit is not None
             and self._stranded_commit.number == self._highest_target
         ):
-            target = self._stranded_commit  # nothing has come after it yet
+            target = self._stranded_commit  # no later target exists yet
         if operation is not None and operation.active and operation.target is not None:
             target, commit = operation.target, operation.committed
         if target is not None and instance_id not in self._roster.replaced:
@@ -162,34 +163,38 @@ class Controller:
             legitimate = {key_of(each) for each in (target, self._present) if each is not None}
             status = self._roster.living.get(instance_id)
             generation = None if status is None else serves_in(status)
-            has_a_say = generation is not None and key_of(generation) in {previous, *legitimate}
-            if has_a_say or target.rank_of(instance_id) is not None:
+            is_voter = generation is not None and key_of(generation) in {previous, *legitimate}
+            if is_voter or target.rank_of(instance_id) is not None:
                 return Directive(self._id, target, commit)
         return Directive(
             self._id, dismissed=self._roster.is_left_behind(instance_id, self._present)
         )
 
     def leaving(self) -> list[bool]:
-        """Of each rank that serves, whether it was told to shut down."""
+        """Return whether each serving rank is shutting down."""
         return [status.leaving for status, _ in self._roster.serving()]
 
-    def knows(self, instance_id: str) -> bool:
+    def is_registered(self, instance_id: str) -> bool:
         return instance_id in self._roster.ranks
 
     def status(self, now: float) -> TopologyStatus:
-        """GET /topology."""
+        """Handle GET /topology."""
         return topology_status(self._observe(now), self._operation, now)
 
-    # What is there
+    # State
 
-    def _look(self, now: float) -> None:
+    def _update_roster(self, now: float) -> None:
         self._roster.update(now)
-        self._stalls.look(self._roster.present(), now)
+        self._stalls.update(self._roster.present(), now)
         self._roster.update(now)
         self._present = self._roster.present()
 
     def _has_settled(self, now: float) -> bool:
-        """All ranks have had time to report: those that are known to exist as long as it takes to be dead."""
+        """Return whether all ranks have had time to report since the first status.
+
+        The time is `dead_after_s` while a member of the present generation is missing, else
+        `settle_s`.
+        """
         if self._first_status_at is None:
             return False
         members = () if self._present is None else self._present.members
@@ -224,11 +229,11 @@ class Controller:
             and self._operation.target is not None
         )
 
-    # Beginning
+    # Start of an operation
 
     def _resume(self, now: float) -> bool:
-        """Shows the commit of a generation again that another controller committed and some ranks have not adopted yet."""
-        target = shown(self._roster, self._present)
+        """Continue a commit that another controller sent and some ranks have not completed."""
+        target = latest_commit(self._roster, self._present)
         if target is None or target.nonce in self._nonces or self._stranded_commit is not None:
             return False
         if not is_partly_committed(self._roster, target):
@@ -242,7 +247,7 @@ class Controller:
         operation = self._operation = resumed(target, previous, now)
         self._nonces.add(target.nonce)
         self._highest_target = max(self._highest_target, target.number)
-        logger.info("%s: its commit is shown again", operation.words)
+        logger.info("%s: continues the commit of another coordinator", operation.label)
         return True
 
     def _begin(self, now: float) -> None:
@@ -253,7 +258,7 @@ class Controller:
         if waiting is not None and (
             need is None or (waiting.kind, waiting.wanted) != (need.kind, need.wanted)
         ):
-            self._end(waiting, OperationPhase.SUPERSEDED, now, "something else is asked for")
+            self._end(waiting, OperationPhase.SUPERSEDED, now, "the desired members changed")
             waiting = None
         if need is None:
             self._acknowledge(now)
@@ -261,24 +266,23 @@ class Controller:
         if not self._retries.may_begin(need.kind, now):
             return
         if waiting is None:
-            operation_id = (
-                self._operation_id() if need.kind in ("form", "scale") else ""
-            )  # nobody asked for the others
+            # Other kinds of operation are automatic.
+            operation_id = self._operation_id() if need.kind in ("form", "scale") else ""
             waiting = self._operation = Operation(need.kind, operation_id, need.wanted, now)
             logger.info(
-                "%s: begins %s",
-                waiting.words,
-                f"since {one_line(need.reason, MAX_FAILURE)}" if need.reason else "",
+                "%s: started, because %s",
+                waiting.label,
+                one_line(need.reason, MAX_FAILURE) or "members were requested",
             )
-        waiting.reason = f"waits for {', '.join(need.missing)}" if need.missing else need.reason
-        if self._is_patient(waiting, need, now):
+        waiting.reason = f"waiting for {', '.join(need.missing)}" if need.missing else need.reason
+        if self._waits_for_members(waiting, need, now):
             return
         if need.members and not self._is_present(need):
             self._prepare(waiting, need, now)
 
     def _need(self, now: float) -> Need | None:
         observation, present = self._observe(now), self._present
-        need = observation.need(self._forced())
+        need = observation.need(self._defect())
         if present is not None and (need is None or self._is_present(need)):
             self._rebalance = self._rebalance or self._balance.is_worthwhile(present, now)
             if self._rebalance:
@@ -286,21 +290,24 @@ class Controller:
                     "rebalance",
                     observation.wanted(),
                     present.members,
-                    reason="experts shall be placed anew",
+                    reason="a rebalance is due",
                 )
         return need
 
-    def _forced(self) -> str:
-        """Why the present generation has to be replaced though it may look whole: a commit that cannot be completed."""
+    def _defect(self) -> str:
+        """Return why the present generation must be replaced although all its members serve.
+
+        The reason is a stranded commit or a stall; empty if there is none.
+        """
         if self._stranded_commit is not None:
-            return f"generation {self._stranded_commit.number} was committed and cannot be adopted by all"
+            return f"not all members can commit generation {self._stranded_commit.number}"
         for status, generation in self._roster.serving():
             seen = status.commit_seen
             if seen and seen != generation.nonce and seen not in self._nonces:
-                return f"{status.member.name} was told to adopt {seen}, which not all can"
+                return f"{status.member.name} received the commit of {seen}; others cannot commit"
         return self._stalls.reason
 
-    def _is_patient(self, operation: Operation, need: Need, now: float) -> bool:
+    def _waits_for_members(self, operation: Operation, need: Need, now: float) -> bool:
         if not need.missing:
             return False
         if need.kind != "form":
@@ -313,7 +320,7 @@ class Controller:
         return now < self._first_ready_at + self._config.form_after_s
 
     def _is_present(self, need: Need) -> bool:
-        """Nobody came: the group that could be made is there already."""
+        """Return whether the missing members did not come, so that nothing would change."""
         return (
             need.kind == "scale"
             and self._present is not None
@@ -321,7 +328,7 @@ class Controller:
         )
 
     def _acknowledge(self, now: float) -> None:
-        """A request for what is there already is done."""
+        """Complete a request for the present members."""
         operation_id = self._operation_id()
         if self._present is None or self._request is None or self._acknowledged == operation_id:
             return
@@ -345,7 +352,7 @@ class Controller:
             and self._present is not None
             and placement == self._present.placement
         ):
-            self._end(operation, OperationPhase.DONE, now, "every expert is where it should be")
+            self._end(operation, OperationPhase.DONE, now, "the placement is already balanced")
             return
         operation.target = Generation(
             number=number,
@@ -368,42 +375,45 @@ class Controller:
         self._first_ready_at = None
         operation.enter(OperationPhase.PREPARING, now, need.reason)
         logger.info(
-            "%s: prepares generation %d (%s)",
-            operation.words,
+            "%s: preparing generation %d (%s)",
+            operation.label,
             number,
             ", ".join(each.name for each in need.members),
         )
 
-    # Going on
+    # Progress of an operation
 
     def _follow_preparation(self, operation: Operation, now: float) -> None:
-        """Until the commit is shown the target can be taken back, and the generation before it goes on."""
+        """Send the commit when all members are prepared, or revoke the target.
+
+        If it is revoked, the previous generation continues.
+        """
         target = operation.target
         assert target is not None
         observation = self._observe(now)
         broken = ""
         if self._present is not None and not target.urgent:
-            broken = self._forced() or observation.breakage()
+            broken = self._defect() or observation.breakage()
         lost = lost_members(self._roster, target)
         if self._released:
             self._end(operation, OperationPhase.SUPERSEDED, now, "all members leave")
         elif stalled := self._stalls.exclude_stalled(target, operation.since, now):
-            self._look(now)
+            self._update_roster(now)
             self._end(
                 operation,
                 OperationPhase.SUPERSEDED,
                 now,
-                f"{stalled} answers, but its loop stands still",
+                f"{stalled} sends statuses, but its loop is stalled",
             )
         elif broken or lost or overtaken(self._roster, target):
             reason = broken or (
                 f"{', '.join(lost)} cannot prepare it"
                 if lost
-                else "a rank has adopted another generation"
+                else "a rank has committed another generation"
             )
             self._end(operation, OperationPhase.SUPERSEDED, now, reason)
         elif not target.urgent and operation.wanted != observation.wanted():
-            self._end(operation, OperationPhase.SUPERSEDED, now, "something else is asked for")
+            self._end(operation, OperationPhase.SUPERSEDED, now, "the desired members changed")
         elif failures := preparation_failures(self._roster, target):
             self._fail(operation, now, "; ".join(failures.values()), failures)
         elif late := unprepared(self._roster, target):
@@ -414,10 +424,10 @@ class Controller:
         else:
             operation.progress, operation.progress_at = 0, now
             operation.enter(OperationPhase.COMMITTING, now, operation.reason)
-            logger.info("%s: commits generation %d", operation.words, target.number)
+            logger.info("%s: committing generation %d", operation.label, target.number)
 
     def _follow_commit(self, operation: Operation, now: float) -> None:
-        """From here on there is only forward."""
+        """End the operation when its commit is complete, or is stranded. It is never revoked."""
         target = operation.target
         assert target is not None
         waiting = not_committed(self._roster, target)
@@ -430,7 +440,7 @@ class Controller:
         if obstacle or (waiting and stuck):
             names = ", ".join(waiting)
             reason = (
-                obstacle or f"{names} did not adopt it within {self._config.commit_timeout_s:g} s"
+                obstacle or f"{names} did not commit it within {self._config.commit_timeout_s:g} s"
             )
             if target.urgent and not obstacle:
                 self._retries.exclude(
@@ -447,7 +457,7 @@ class Controller:
     def _fail(
         self, operation: Operation, now: float, reason: str, culprits: Collection[str]
     ) -> None:
-        """The generation before it goes on. Tried again after a while."""
+        """End an operation before its commit. It is retried after a delay."""
         failures = self._retries.on_failure(operation.kind, now)
         if operation.target is not None:
             self._retries.on_store_failure(operation.target, now)
@@ -456,7 +466,8 @@ class Controller:
             and operation.target is not None
             and self._present is not None
         ):
-            # Nobody is served meanwhile: it must not fail for newcomers, nor for ever for the same survivors.
+            # The group is down during a recovery. Exclude failing newcomers at once, and failing
+            # survivors after some failures.
             newcomers = {each for each in culprits if self._present.rank_of(each) is None}
             left_out = newcomers or (set(culprits) if failures > FEW_FAILURES else set())
             if left_out and any(
@@ -478,7 +489,7 @@ class Controller:
         logger.log(
             logging.INFO if done else logging.WARNING,
             "%s: %s: %s",
-            operation.words,
+            operation.label,
             outcome,
-            one_line(reason, MAX_FAILURE) or "whole",
+            one_line(reason, MAX_FAILURE) or "all members serve in it",
         )

@@ -7,32 +7,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
-    """Deadlines, in seconds."""
+    """Deadlines in seconds, and thresholds."""
 
+    #: Time from the first status to the first decision, in which all ranks can report.
     settle_s: float = 1.0
-    """After the first status, before anything is decided: all ranks can report."""
+    #: Time without a status after which a rank is dead.
     dead_after_s: float = 1.5
-    """Silence that makes a rank dead."""
+    #: The same for a rank that other ranks cannot reach.
     suspect_dead_after_s: float = 0.4
-    """The same for a rank that others miss."""
+    #: Time after which a rank is stalled although it sends statuses: the others wait for its vote,
+    #: or it ignores an urgent generation. Must exceed the time between two steps, and that of one
+    #: layer.
     stall_after_s: float = 5.0
-    """A rank is given up though its process answers: when the others have waited for it so long in an exchange of votes, or when it
-    does not heed an urgent generation for so long. No member may need more between two steps, nor for one layer of a step."""
+    #: Duration of a step after which it is interrupted to find a stalled rank. Must exceed the
+    #: longest step. A slower step is run again with twice the limit.
     step_stall_after_s: float = 30.0
-    """A step that runs for so long is interrupted, to see who still answers. Longer than the longest step there is: a slower one is
-    run again, and given twice the time."""
+    #: Time that the first generation waits for further ranks after the first one.
     form_after_s: float = 30.0
-    """A first generation waits so long after the first rank for the others."""
+    #: Time that scaling waits for missing ranks.
     wait_s: float = 60.0
-    """Scaling waits so long for ranks that are not there."""
     prepare_timeout_s: float = 120.0
+    #: Time without progress of a commit.
     commit_timeout_s: float = 20.0
-    """Without progress."""
+    #: Delay after the first failure; it doubles with each further one in a row.
     retry_s: float = 1.0
-    """After the first failure in a row; twice as long after each further one."""
+    #: Maximum delay. A rank that could not be prepared is excluded for this time.
     retry_max_s: float = 60.0
-    """So long at most. A rank that is left out because it cannot be prepared is tried again after it, too."""
+    #: Tokens of the busiest rank over the average, above which experts move; 0: only on request.
     rebalance_threshold: float = 0.0
-    """Tokens of the busiest rank over those of the average one that make experts move; 0: only when asked."""
+    #: Time over which the imbalance is measured.
     rebalance_window_s: float = 300.0
-    """Over which that is measured."""

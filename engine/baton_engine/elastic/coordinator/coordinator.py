@@ -1,7 +1,8 @@
-"""The coordinator's process: a ROUTER that ranks talk to, the controller, HTTP. It keeps nothing that the ranks cannot give back.
+"""The coordinator's process: a ROUTER for the ranks, the controller, and HTTP.
 
-A rank sends its Status in one frame, as MessagePack, from a DEALER; every answer is a Directive in one frame. Ranks are known by
-the instance id in the Status, never by their connection, which may be another one after every break.
+A rank sends its Status from a DEALER, as one frame of MessagePack. Every answer is a Directive in
+one frame. A rank is identified by the instance id in its Status and not by its connection, which
+changes when it reconnects. The coordinator stores nothing: ranks report all of its state.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 import msgspec
 import zmq
 
-from baton_engine.elastic.coordinator.checks import Refusal, check_status, without_excess
+from baton_engine.elastic.coordinator.checks import Refusal, check_status, truncate_failure
 from baton_engine.elastic.coordinator.controller import Controller
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
@@ -30,18 +31,20 @@ logger = logging.getLogger(__name__)
 
 TICK_MS = 50
 UNRESPONSIVE_AFTER_S = 5.0
+#: Queued directives of a rank that does not read. Later ones are dropped; each status gets one.
 HIGH_WATER_MARK = 64
-"""Directives for a rank that does not read them; further ones are dropped, and it is told again when it reports."""
+#: Time in which ranks that are deleted with the coordinator report that they are leaving.
 LINGER_S = 2.0
-"""Ranks that are deleted together with the coordinator have told it by then."""
 MAX_MESSAGE_BYTES = 64 * 2**20
+#: Messages to read before the ranks are answered, so that one sender cannot block the others.
 MAX_MESSAGES_PER_TURN = 1024
-"""After so many the ranks are answered before more are taken: who sends without end must not keep the others waiting."""
+#: Limit of registered processes.
 MAX_RANKS = 2**12
-"""Processes that may be known at a time."""
 
 
 class Coordinator:
+    """The process of one group. `run` is its loop; HTTP threads call the methods before it."""
+
     def __init__(
         self,
         host: str,
@@ -50,19 +53,25 @@ class Coordinator:
         config: ControllerConfig,
         key: ServiceKey | None = None,
     ) -> None:
-        """Binds both ports; 0: any free one.
+        """Bind both ports.
 
         Args:
-            key: only who has it may report, and change something. None: everybody may.
+            host: the address to bind.
+            port: port for the ranks; 0 means any free port.
+            http_port: port for HTTP; 0 means any free port.
+            config: deadlines and thresholds.
+            key: key of the service, needed to report and to change the topology. None: no
+                authentication.
 
         Raises:
-            zmq.ZMQError, OSError: an address is taken.
+            zmq.ZMQError: an address is in use.
+            OSError: an address is in use.
         """
         self.id = secrets.token_hex(8)
         self.metrics = CoordinatorMetrics()
         self._key = key
+        #: Guards the controller.
         self._lock = threading.Lock()
-        """Guards the controller."""
         self._controller = Controller(self.id, lambda: secrets.token_hex(8), config)
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -86,15 +95,15 @@ class Coordinator:
         self._woken.setblocking(False)
         self._decoder = msgspec.msgpack.Decoder(Status)
         self._encoder = msgspec.msgpack.Encoder()
+        #: ZMQ identity of the connection, by instance id.
         self._routes: dict[str, bytes] = {}
-        """Instance id -> its connection."""
-        self._told: dict[str, Directive] = {}
+        self._sent: dict[str, Directive] = {}
         self._stopped_at: float | None = None
         self._last_tick = time.monotonic()
         self._bad_messages = SparseLog(logger)
         self._refusals = SparseLog(logger)
 
-    # From the HTTP server's threads
+    # Called by the HTTP server's threads
 
     def admits(self, authorization: str | None) -> bool:
         admitted = self._key is None or self._key.admits(authorization)
@@ -106,14 +115,14 @@ class Coordinator:
         with self._lock:
             return self._controller.status(time.monotonic())
 
-    def ask_for(self, request: TopologyRequest) -> Refusal | None:
+    def request_topology(self, request: TopologyRequest) -> Refusal | None:
         with self._lock:
             now = time.monotonic()
             refusal = self._controller.on_request(request, now)
         self._wake()
         return refusal
 
-    def ask_for_rebalance(self) -> None:
+    def request_rebalance(self) -> None:
         with self._lock:
             self._controller.on_rebalance()
         self._wake()
@@ -127,7 +136,7 @@ class Coordinator:
     # The loop
 
     def run(self) -> int:
-        """Until `stop`, and until ranks that are deleted, too, have gone. Returns the process's exit code."""
+        """Run until `stop`, and until ranks that are leaving have gone. Return the exit code."""
         self._server.start()
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -142,12 +151,12 @@ class Coordinator:
         return 0
 
     def stop(self) -> None:
-        """From any thread, and from signal handlers."""
+        """Stop the loop. Any thread and any signal handler may call it."""
         self._stopped_at = time.monotonic()
         self._wake()
 
     def install_signal_handlers(self) -> None:
-        """The second one ends the process at once."""
+        """Stop on the first SIGTERM or SIGINT. The second one ends the process at once."""
 
         def handle(*_: object) -> None:
             self.stop()
@@ -171,9 +180,12 @@ class Coordinator:
         return not leaving or not (all(leaving) or lingers)
 
     def _turn(self) -> None:
-        """Takes the messages that are there before time counts against anybody; decides; tells."""
+        """Read the pending statuses, advance the controller, and send directives.
+
+        Statuses are read first, so that a slow coordinator does not declare ranks dead.
+        """
         reported = set()
-        self._look_for_strangers()
+        self._count_refused_connections()
         with self._lock:
             for _ in range(MAX_MESSAGES_PER_TURN):
                 status = self._receive()
@@ -186,20 +198,22 @@ class Coordinator:
             for ended in self._controller.tick(now):
                 self.metrics.on_ended(ended)
             self._routes = {
-                each: route for each, route in self._routes.items() if self._controller.knows(each)
+                each: route
+                for each, route in self._routes.items()
+                if self._controller.is_registered(each)
             }
             directives = {each: self._controller.directive_for(each) for each in self._routes}
-        self._told = {
-            each: directive for each, directive in self._told.items() if each in directives
+        self._sent = {
+            each: directive for each, directive in self._sent.items() if each in directives
         }
         for instance_id, directive in directives.items():
             if directive is not None and (
-                instance_id in reported or self._told.get(instance_id) != directive
+                instance_id in reported or self._sent.get(instance_id) != directive
             ):
-                self._tell(instance_id, directive)
+                self._send(instance_id, directive)
 
     def _receive(self) -> Status | bool | None:
-        """A status; False: a bad message; None: there is none."""
+        """Return a status, False for an invalid message, None if there is no message."""
         try:
             route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -209,7 +223,7 @@ class Coordinator:
             status = self._decoder.decode(payload)
             check_status(status)
             if len(self._routes) >= MAX_RANKS and status.member.instance_id not in self._routes:
-                raise ValueError(f"{MAX_RANKS} ranks are known already")
+                raise ValueError(f"the limit of {MAX_RANKS} ranks is reached")
         except (
             ValueError,
             msgspec.DecodeError,
@@ -218,34 +232,34 @@ class Coordinator:
             MemoryError,
         ) as error:
             self.metrics.bad_messages.inc()
-            self._bad_messages.warning("dropped a message that is no status of a rank: %s", error)
+            self._bad_messages.warning("dropped a message that is no valid Status: %s", error)
             return False
         self.metrics.statuses.inc()
         self._routes[status.member.instance_id] = route
-        return without_excess(status)
+        return truncate_failure(status)
 
-    def _look_for_strangers(self) -> None:
+    def _count_refused_connections(self) -> None:
         count = count_refused(self._handshakes)
         if count:
             self.metrics.refused.labels("ranks").inc(count)
             why = (
-                "have a service key, and there is none here"
+                "use a service key, and this coordinator has none"
                 if self._key is None
-                else "lack this service's key"
+                else "do not have this service's key"
             )
             self._refusals.warning(
-                "refused %s connections: they are of no ranks, or %s", count, why
+                "refused %s connections: they are not from ranks, or %s", count, why
             )
 
-    def _tell(self, instance_id: str, directive: Directive) -> None:
-        self._told[instance_id] = directive
+    def _send(self, instance_id: str, directive: Directive) -> None:
+        self._sent[instance_id] = directive
         try:
             self._router.send_multipart(
                 [self._routes[instance_id], self._encoder.encode(directive)], zmq.NOBLOCK
             )
         except zmq.Again:
-            logger.warning("%s does not read what it is told", instance_id)
+            logger.warning("dropped a directive, because %s does not read them", instance_id)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake
+        with contextlib.suppress(BlockingIOError):  # a wakeup is pending
             self._wake_up.send(b"\0")

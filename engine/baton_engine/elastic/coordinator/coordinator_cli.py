@@ -18,31 +18,32 @@ from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 logger = logging.getLogger(__name__)
 
+#: Exit code for a configuration that cannot work.
 EX_CONFIG = 78
-"""A configuration that cannot work."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the process's exit code."""
+    """Run the coordinator. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="baton-coordinator",
         description=__doc__,
-        epilog="It binds $POD_IP, or 127.0.0.1 if that is not set.",
+        epilog="The coordinator binds $POD_IP, or 127.0.0.1 if that is not set.",
     )
     parser.add_argument(
         "--port",
         type=arguments.port,
         default=COORDINATOR_PORT,
-        help="where ranks report; 0: any free one",
+        help="port for the ranks; 0: any free port",
     )
     parser.add_argument(
-        "--http-port", type=arguments.port, default=COORDINATOR_HTTP_PORT, help="0: any free one"
+        "--http-port", type=arguments.port, default=COORDINATOR_HTTP_PORT, help="0: any free port"
     )
     parser.add_argument(
         "--service-key-file",
         default="",
         metavar="FILE",
-        help="key of the service: only ranks that have it may report, only requests with its bearer change something",
+        help="key of the service: ranks need it, and HTTP requests that change the topology need "
+        "its bearer token",
     )
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]

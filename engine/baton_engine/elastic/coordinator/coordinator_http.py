@@ -1,6 +1,6 @@
-"""The coordinator's HTTP side: the topology, health, metrics. Threads of its own; what they call takes care of that.
+"""The coordinator's HTTP server: topology, health and metrics.
 
-With a service key, what changes something (PUT, POST) is only for who shows that they have it; to look is for everybody.
+With a service key, PUT and POST need its bearer token. GET needs none.
 """
 
 from __future__ import annotations
@@ -27,26 +27,32 @@ METHODS = {
 
 
 class TopologyAdmin(Protocol):
-    """What the server asks of the process; called from its threads."""
+    """The process behind the server. The server's threads call it."""
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether a request with this header may change something."""
+        """Return whether a request with this Authorization header may change the topology."""
 
     def topology(self) -> TopologyStatus: ...
 
-    def ask_for(self, request: TopologyRequest) -> Refusal | None: ...
+    def request_topology(self, request: TopologyRequest) -> Refusal | None: ...
 
-    def ask_for_rebalance(self) -> None: ...
+    def request_rebalance(self) -> None: ...
 
     def metrics_text(self) -> bytes: ...
 
     def is_healthy(self) -> bool:
-        """The loop that answers ranks runs."""
+        """Return whether the loop that answers ranks is running."""
 
 
 class CoordinatorServer:
+    """The HTTP server and its thread."""
+
     def __init__(self, host: str, port: int, admin: TopologyAdmin) -> None:
-        """Binds. Raises OSError if the address is taken. Port 0: any free one, see `port`."""
+        """Bind the address. Port 0 means any free port.
+
+        Raises:
+            OSError: the address is in use.
+        """
         self._server = _Server(host, port, _Handler)
         self._server.admin = admin
         self.port = int(self._server.server_address[1])
@@ -72,11 +78,11 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             self._answer(200, msgspec.json.encode(admin.topology()))
         elif self.path == "/metrics":
             self._answer(200, admin.metrics_text(), CONTENT_TYPE_PLAIN_0_0_4)
-        # Ready without a single rank: ranks must be able to find it.
+        # The coordinator is ready without ranks, because ranks connect only to a ready Service.
         elif admin.is_healthy():
-            self._send_reason(200, "Healthy", "the loop that answers ranks runs")
+            self._send_reason(200, "Healthy", "the loop that answers ranks is running")
         else:
-            self._send_reason(503, "Unresponsive", "the loop that answers ranks does not run")
+            self._send_reason(503, "Unresponsive", "the loop that answers ranks is stalled")
 
     def do_PUT(self) -> None:
         body = self.body()
@@ -84,14 +90,12 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             return
         try:
             request = msgspec.json.decode(body, type=TopologyRequest)
-        except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
+        except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8
             self._send_reason(
-                400,
-                "BadRequest",
-                f"the body is no topology that can be asked for: {one_line(error)}",
+                400, "BadRequest", f"the body is not a topology request: {one_line(error)}"
             )
             return
-        refusal = self.server.admin.ask_for(request)
+        refusal = self.server.admin.request_topology(request)
         if refusal is not None:
             self._send_reason(400, "BadRequest", f"{refusal.field}: {refusal.message}")
             return
@@ -100,26 +104,26 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self.body() is None or not self._may_change("POST"):
             return
-        self.server.admin.ask_for_rebalance()
+        self.server.admin.request_rebalance()
         self._send_reason(
             202,
             "Accepted",
-            "experts are placed anew as soon as nothing else is under way; see GET /topology",
+            "the rebalance starts when no other operation is active; see GET /topology",
         )
 
     def _may_change(self, method: str) -> bool:
-        """False: it was refused."""
+        """Refuse a request without the key or for an unknown path. Return whether it is allowed."""
         if not self.server.admin.admits(self.headers.get("Authorization")):
             self._unauthorized()
             return False
         return self._is_there(method)
 
     def _is_there(self, method: str) -> bool:
-        """False: it was refused."""
+        """Refuse a request for an unknown path or method. Return whether it is known."""
         methods = METHODS.get(self.path)
         if methods is None:
             paths = "GET and PUT /topology, POST /rebalance, GET /healthz, /readyz, /metrics"
-            self._send_reason(404, "NotFound", f"there is only {paths}")
+            self._send_reason(404, "NotFound", f"the paths are {paths}")
         elif method not in methods:
             self.not_allowed(*methods)
         return methods is not None and method in methods

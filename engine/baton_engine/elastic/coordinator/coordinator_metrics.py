@@ -1,4 +1,4 @@
-"""What a coordinator counts, as Prometheus metrics."""
+"""Prometheus metrics of the coordinator."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SECONDS = (
 
 
 class CoordinatorMetrics:
+    """The metrics and their registry."""
+
     def __init__(self) -> None:
-        registry = self._registry = (
-            CollectorRegistry()
-        )  # of its own: nothing else in the process adds to it
+        registry = self._registry = CollectorRegistry()
         self._operations = Counter(
             "baton:topology_operations",
             "Operations that ended.",
@@ -50,7 +50,7 @@ class CoordinatorMetrics:
         )
         self._moves = Counter(
             "baton:topology_expert_moves",
-            "Experts that ranks got in adopted generations.",
+            "Experts that ranks received for committed generations.",
             registry=registry,
         )
         self._generation = Gauge(
@@ -66,7 +66,7 @@ class CoordinatorMetrics:
         )
         self._others = Gauge(
             "baton:topology_others",
-            "Processes that are no members, by phase.",
+            "Registered processes that are not members, by phase.",
             ["phase"],
             registry=registry,
         )
@@ -75,18 +75,18 @@ class CoordinatorMetrics:
         )
         self.bad_messages = Counter(
             "baton:topology_bad_messages",
-            "Messages that could not be read and were dropped.",
+            "Messages that were dropped because they are invalid.",
             registry=registry,
         )
         self.refused = Counter(
             "baton:topology_refused",
-            "Connections and requests that were refused because they lack the service's key.",
+            "Connections and requests that were refused for lack of the service's key.",
             ["door"],
             registry=registry,
         )
         for door in ("ranks", "http"):
             self.refused.labels(door)
-        for kind in KINDS:  # also what never happened: a rate needs the zero before the first
+        for kind in KINDS:  # a rate needs the sample 0 before the first event
             for outcome in OUTCOMES:
                 self._operations.labels(kind, outcome)
             for phase in PHASES:
@@ -99,7 +99,7 @@ class CoordinatorMetrics:
         self._moves.inc(ended.moves)
 
     def text(self, status: TopologyStatus) -> bytes:
-        """Of all metrics, in the format of text/plain; `status` is what is now."""
+        """Set the gauges from the current topology and return all metrics as text."""
         self._generation.set(status.generation)
         for phase in RankPhase:
             those = [member.rank for member in status.members if member.phase is phase]

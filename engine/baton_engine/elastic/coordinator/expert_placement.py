@@ -1,19 +1,25 @@
-"""Which rank holds which experts: balanced by load, redundant copies for the busiest, little moved from what was before. Pure.
+"""The placement of experts on ranks, balanced by load with few moves. Pure functions.
 
-Per sparse layer, in the manner of EPLB (DeepSeek-AI, "Expert Parallelism Load Balancer", 2025):
+For each sparse layer, similar to EPLB (DeepSeek-AI, "Expert Parallelism Load Balancer", 2025):
 
-    replicate   each slot beyond one per expert goes to the expert with the highest load per copy
-    pack        copies, heaviest first, each to the lightest rank with a free slot (longest processing time first)
-    refine      while it helps, the heaviest and the lightest rank swap one copy for another
+replicate  give each slot beyond one per expert to the expert with the highest load per copy
+pack       give copies, heaviest first, to the lightest rank with a free slot (longest processing
+           time first)
+refine     swap one copy each between the heaviest and the lightest rank while that helps
 
-A rank never holds two copies of one expert, unless it has more slots than there are experts. `refine` bounds the result: where no
-swap helps, heaviest - lightest <= w, the largest load of one copy, because two ranks with equally many slots that differ by more
-have a pair of copies (a, b) with 0 < a - b <= w, and swapping those makes the heavier of both lighter. So
+A rank holds two copies of one expert only if it has more slots than there are experts.
 
-    heaviest rank <= mean + w <= 2 * max(mean, w)       and no packing of these copies has a heaviest rank below max(mean, w)
+`refine` bounds the result. Let w be the largest load of one copy. If two ranks with equally many
+slots differ by more than w, they have copies (a, b) with 0 < a - b <= w. Swapping those makes the
+heavier rank lighter. When no swap helps, heaviest - lightest <= w, and therefore
 
-With a previous placement survivors keep what they hold, and only what is missing or too much is packed. Its heaviest rank may be
-heavier than in a placement from nothing, by the tolerance; if swaps do not get there, balance counts more than moves.
+    heaviest rank <= mean + w <= 2 * max(mean, w)
+
+No packing of these copies has a heaviest rank below max(mean, w).
+
+With a previous placement, survivors keep their experts, and only missing copies are packed and
+surplus ones dropped. The heaviest rank may be heavier than in a new placement by the tolerance. If
+swaps do not reach that, a new placement is used.
 """
 
 from __future__ import annotations
@@ -25,11 +31,11 @@ from collections.abc import Sequence
 from baton_protocol.topology import Placement
 
 TOLERANCE = 0.05
+#: Distance to the lower bound, as a fraction of it, at which swaps end.
 FINE = 0.01
-"""So close to the lower bound nothing is swapped any more."""
 
+#: [rank][slot]: expert, in any order of slots.
 Layer = list[list[int]]
-"""[rank][slot], in any order: experts."""
 
 
 def plan_placement(
@@ -41,29 +47,36 @@ def plan_placement(
     previous: tuple[Placement, Sequence[str]] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Placement:
-    """Deterministic. Every rank gets ceil((num_experts + num_redundant) / ranks) slots.
+    """Compute a placement with ceil((num_experts + num_redundant) / ranks) slots per rank.
+
+    The result is deterministic.
 
     Args:
-        instance_ids: of the ranks, in their order.
-        num_redundant: slots beyond one per expert that there should be at least.
-        loads: [layer][expert], tokens; None: all experts count the same.
+        num_layers: number of sparse layers.
+        num_experts: experts of each layer.
+        instance_ids: instance ids in rank order.
+        num_redundant: minimum number of slots beyond one per expert.
+        loads: [layer][expert], tokens; None: all experts have the same load.
         previous: a placement and the instance ids of its ranks.
-        tolerance: how much heavier the heaviest rank may be than in a placement from nothing, for the sake of fewer moves.
-            Infinite: nothing moves for balance alone, as suits a group that waits for its experts.
+        tolerance: accepted load of the heaviest rank above that of a new placement, as a fraction.
+            A higher value moves fewer experts. With infinity no expert moves for balance alone.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: the arguments contradict each other.
     """
     num_ranks = len(instance_ids)
     if not num_ranks or num_experts < 1 or num_redundant < 0 or len(set(instance_ids)) != num_ranks:
         raise ValueError(
-            f"no placement of {num_experts} experts, {num_redundant} redundant ones, over ranks {list(instance_ids)}"
+            f"no placement of {num_experts} experts and {num_redundant} redundant slots exists for "
+            f"ranks {list(instance_ids)}"
         )
     if loads is not None and [len(layer) for layer in loads] != [num_experts] * num_layers:
-        raise ValueError(f"loads are not of {num_layers} layers with {num_experts} experts")
+        raise ValueError(
+            f"the shape of the loads is not {num_layers} layers of {num_experts} experts"
+        )
     if previous is not None and len(previous[0]) != num_layers:
         raise ValueError(
-            f"the previous placement is of {len(previous[0])} layers, not of {num_layers}"
+            f"the previous placement has {len(previous[0])} layers instead of {num_layers}"
         )
     num_slots = -(-(num_experts + num_redundant) // num_ranks)
     placement = []
@@ -75,7 +88,7 @@ def plan_placement(
         if previous is not None:
             held = dict(zip(previous[1], previous[0][index], strict=True))
             if any(expert >= num_experts for slots in held.values() for expert in slots):
-                raise ValueError(f"the previous placement is of more than {num_experts} experts")
+                raise ValueError(f"the previous placement has more than {num_experts} experts")
             before = [held.get(instance_id, ()) for instance_id in instance_ids]
         layer = _plan_layer(load, num_ranks, min(num_slots, num_experts), before, tolerance)
         surplus = [expert % num_experts for expert in range(num_slots - len(layer[0]))]
@@ -91,7 +104,7 @@ def plan_placement(
 def count_moves(
     previous: tuple[Placement, Sequence[str]], following: tuple[Placement, Sequence[str]]
 ) -> int:
-    """Experts, over all layers, that a rank of `following` gets and did not hold before."""
+    """Return the number of experts that ranks of `following` do not hold yet, over all layers."""
     moves = 0
     for old_layer, new_layer in zip(previous[0], following[0], strict=True):
         held = dict(zip(previous[1], old_layer, strict=True))
@@ -101,8 +114,10 @@ def count_moves(
 
 
 def imbalance(placement: Placement, loads: Sequence[Sequence[int]]) -> list[float]:
-    """Per layer: the heaviest rank's load over the mean, if an expert's tokens are divided evenly over its copies. 1.0: balanced,
-    or no tokens."""
+    """Return for each layer the heaviest rank's load over the mean load.
+
+    The tokens of an expert are divided evenly over its copies. 1.0 means balanced, or no tokens.
+    """
     ratios = []
     for layer, load in zip(placement, loads, strict=True):
         copies = [0] * len(load)
@@ -138,11 +153,11 @@ def _plan_layer(
         packing.refine(good_enough)
         if max(packing.rank_loads) <= good_enough:
             return packing.layer
-    return _where_most_is_held(fresh.layer, held)
+    return _permute_for_few_moves(fresh.layer, held)
 
 
-def _where_most_is_held(layer: Layer, held: list[set[int]]) -> Layer:
-    """The ranks' parts of a layer change places, so that few experts move."""
+def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
+    """Permute the ranks of a layer so that few experts move."""
     ranks = range(len(held))
     common = [
         (-len(held[rank].intersection(layer[part])), rank, part) for rank in ranks for part in ranks
@@ -157,8 +172,11 @@ def _where_most_is_held(layer: Layer, held: list[set[int]]) -> Layer:
 
 
 def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list[int]) -> list[int]:
-    """Copies per expert, 1 to num_ranks each, that fill all slots: those there are `at_first`, and added or taken away where the
-    load per copy is the highest, or stays the lowest."""
+    """Compute the copies per expert, 1 to num_ranks each, that fill all slots.
+
+    Starting with `at_first`, add copies where the load per copy is highest, or remove them where
+    it stays lowest.
+    """
     copies = [min(max(count, 1), num_ranks) for count in at_first]
     missing = num_ranks * num_slots - sum(copies)
     if missing > 0:
@@ -193,20 +211,20 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
 
 
 class _Packing:
-    """One layer's copies on their way to ranks."""
+    """The assignment of one layer's copies to ranks, in progress."""
 
     def __init__(
         self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]
     ) -> None:
-        """`held`: what each rank held before."""
+        """Create it without assigned copies. `held` are the experts of each rank before."""
+        #: Load of one copy, by expert.
         self.weights = [tokens / count for tokens, count in zip(load, copies, strict=True)]
-        """Load of one copy, by expert."""
         self.num_slots = num_slots
         self.held = held
         self.ranks: list[set[int]] = [set() for _ in held]
         self.rank_loads = [0.0] * len(held)
+        #: Unassigned copies, by expert.
         self.missing = list(copies)
-        """Copies without a rank, by expert."""
         self.lower_bound = max(sum(load) / len(held), max(self.weights))
 
     @property
@@ -214,14 +232,14 @@ class _Packing:
         return [sorted(experts) for experts in self.ranks]
 
     def keep(self) -> None:
-        """Ranks keep what they held, as far as there is room for it and so many copies are wanted."""
+        """Assign to each rank the experts that it held, unless it has no slot or too many exist."""
         kept = [sorted(experts, key=self._heaviest_first) for experts in self.held]
         surplus = [-count for count in self.missing]
         for expert in itertools.chain(*kept):
             surplus[expert] += 1
         load = [sum(self.weights[expert] for expert in experts) for experts in self.held]
         heavy_first = sorted(range(len(self.held)), key=lambda rank: (-load[rank], rank))
-        # What there is too much of is given up by those who have no room for all, then by the heavier ones.
+        # Surplus copies are dropped by ranks with too few slots first, then by the heavier ranks.
         for least in (self.num_slots, 0):
             for rank in heavy_first:
                 for expert in kept[rank][:]:
@@ -232,12 +250,12 @@ class _Packing:
         for rank, experts in enumerate(kept):
             room, num_experts = min(self.num_slots, len(experts)), len(experts)
             for index, expert in enumerate(experts):
-                # If not all fit, those that stay are spread evenly over heavy and light ones.
+                # If not all fit, keep an even selection of heavy and light ones.
                 if (index + 1) * room // num_experts > index * room // num_experts:
                     self._put(expert, rank)
 
     def pack(self) -> None:
-        """Gives all missing copies to ranks, which are full then."""
+        """Assign all missing copies. All ranks are full afterwards."""
         order = [expert for expert, count in enumerate(self.missing) for _ in range(count)]
         order.sort(key=self._heaviest_first)
         free = [
@@ -260,7 +278,7 @@ class _Packing:
                 heapq.heappush(free, (self.rank_loads[rank], rank))
 
     def refine(self, good_enough: float) -> None:
-        """Swaps until the heaviest rank's load is `good_enough`, or no swap with any rank makes it lighter."""
+        """Swap copies until the heaviest rank's load is `good_enough` or no swap reduces it."""
         while True:
             lightest_first = sorted(
                 range(len(self.ranks)), key=lambda rank: (self.rank_loads[rank], rank)
@@ -281,10 +299,14 @@ class _Packing:
             self._put(back, heavy)
 
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
-        """Of those that are good enough the one that moves least; if none is, the one that makes the heavier of both lightest."""
+        """Return the best swap (from heavy, from light), None if none helps.
+
+        Of swaps that are good enough it moves the fewest experts. If none is, it gives the lowest
+        maximum of both loads.
+        """
         high, low = self.rank_loads[heavy], self.rank_loads[light]
         best = None
-        # What rounding leaves is no gain.
+        # Ignore gains from rounding.
         lightest = (high * (1 - 1e-9), 0, 0.0, 0, 0)
         for there in sorted(self.ranks[heavy] - self.ranks[light]):
             for back in sorted(self.ranks[light] - self.ranks[heavy]):
@@ -300,12 +322,15 @@ class _Packing:
         return best
 
     def _make_way(self, expert: int, rank: int) -> int:
-        """Only ranks that hold `expert` have room, `rank` among them: a full one takes it and gives up what `rank` can take.
+        """Assign `expert` to a full rank, in exchange for another expert, which is returned.
 
-        There is such a one: not all ranks hold the expert, for a copy is left over; and that one holds num_slots others, of which
-        `rank` holds num_slots - 2 at most.
+        Called if only ranks that hold `expert` have free slots, `rank` among them. The returned
+        expert is one that `rank` can hold. It exists: some rank does not hold `expert`, because a
+        copy is left. That rank holds num_slots others, and `rank` holds at most num_slots - 2 of
+        them.
         """
-        choices = (  # an expert that `full` did not hold before arrives anyway: elsewhere it costs no further move
+        # Prefer experts that `full` did not hold before. They move anyway.
+        choices = (
             (
                 other in self.held[full],
                 self.rank_loads[full] + self.weights[expert] - self.weights[other],
@@ -339,7 +364,7 @@ class _Packing:
 
 
 def _in_slots(experts: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
-    """Each in the slot where it was, the others in those that are left."""
+    """Return the experts with each in its previous slot, and new ones in the free slots."""
     slots: list[int | None] = [None] * len(experts)
     others = list(experts)
     for slot, expert in enumerate(before[: len(experts)]):

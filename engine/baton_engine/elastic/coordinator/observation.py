@@ -1,4 +1,4 @@
-"""What should be done now: a function of who is there, which generation they are in, and which names are asked for."""
+"""The change that is needed now, from the ranks, their generations, and the desired names."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from baton_protocol.topology import Generation, Member, RankPhase, Status
 
 @dataclass(frozen=True, slots=True)
 class Observation:
+    """The state of a group at one time."""
+
     roster: Roster
+    #: Current generation of the group.
     present: Generation | None
-    """The generation that the group is in."""
+    #: Requested names.
     desired: frozenset[str]
-    """Names asked for."""
+    #: Instance ids that new generations exclude for a time if other ranks exist.
     excluded: Set[str]
-    """Instance ids that are left out for now, if anybody else is there."""
 
     def wanted(self) -> frozenset[str]:
-        """Desired names, without those whose process was told to shut down; its successor is wanted again."""
+        """Return the desired names, without those whose process is shutting down."""
         return frozenset(name for name in self.desired if not self._leaves(name))
 
     def unfit(self, status: Status) -> str:
-        """Why a living rank cannot be a newcomer now; empty if it can."""
+        """Return why a living rank cannot be a new member now; empty if it can."""
         if status.phase is not RankPhase.STANDBY:
             return f"is {status.phase}"
         if status.leaving:
@@ -40,7 +42,10 @@ class Observation:
         if 0 in shape:
             return "has no experts"
         if shape != expected:
-            return f"has {shape[0]} sparse layers of {shape[1]} experts, the group {expected[0]} of {expected[1]}"
+            return (
+                f"has {shape[0]} sparse layers of {shape[1]} experts, the group has {expected[0]} "
+                f"of {expected[1]}"
+            )
         return ""
 
     def newcomer(self, name: str) -> Member | None:
@@ -50,46 +55,47 @@ class Observation:
         return None
 
     def newcomers(self, names: Set[str]) -> tuple[Member, ...]:
-        """In order of names."""
+        """Return the possible new members with these names, in the order of the names."""
         members = (self.newcomer(name) for name in sorted(names))
         return tuple(member for member in members if member is not None)
 
     def breakage(self) -> str:
-        """Why the present generation cannot go on; empty if it can."""
+        """Return why the present generation cannot continue; empty if it can."""
         if self.present is None:
             return ""
         for member in self.present.members:
             status = self.roster.living.get(member.instance_id)
             if status is None:
-                return f"{member.name} does not answer"
+                return f"{member.name} sends no status"
             generation = serves_in(status)
             if generation is None or key_of(generation) != key_of(self.present):
                 return f"{member.name} is not in generation {self.present.number}"
             if status.phase is RankPhase.BROKEN:
-                return f"{member.name} lost the others: {status.failure}"
+                return f"{member.name} lost its group: {status.failure}"
         return ""
 
     def ends(self) -> bool:
-        """All that serve were told to shut down, their requests have ended, and nobody is there to follow.
+        """Return whether the group ends.
 
-        Until then they need each other's experts; requests have their time to end, and go nowhere else.
+        All serving ranks are shutting down and have no requests, and there is no new member. Until
+        then the ranks need each other's experts to complete their requests.
         """
         serving = [status for status, _ in self.roster.serving()]
-        rested = all(
+        all_idle = all(
             status.leaving and not status.num_running and not status.num_waiting
             for status in serving
         )
-        return bool(serving) and rested and not self.newcomers(self.wanted())
+        return bool(serving) and all_idle and not self.newcomers(self.wanted())
 
-    def need(self, forced: str = "") -> Need | None:
-        """What is to be done so that what is becomes what should be; None: nothing.
+    def need(self, defect: str = "") -> Need | None:
+        """Return the change that leads to the desired topology, None if there is none.
 
         Args:
-            forced: why the present generation has to be replaced even if it looks whole.
+            defect: why the present generation must be replaced although all its members serve.
         """
         if self.present is None:
             return self._form() if self.desired else None
-        broken = forced or self.breakage()
+        broken = defect or self.breakage()
         if broken:
             return self._recover(self.present, broken)
         return self._scale(self.present)
@@ -102,7 +108,10 @@ class Observation:
         )
 
     def _recover(self, present: Generation, reason: str) -> Need:
-        """Survivors keep their order. Those that should leave anyway do so now, unless nobody would be left."""
+        """Build the change to the survivors, in their order, and new members.
+
+        Unwanted and excluded survivors leave, unless no member would be left.
+        """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}
         survivors = [member for member in present.members if member.instance_id in serving]
@@ -129,7 +138,7 @@ class Observation:
         return rank is not None and rank.status.leaving
 
     def _shape(self) -> tuple[int, int]:
-        """Of the group: as its members say, else as most ranks do."""
+        """Return (sparse layers, experts) of the members, or of most ranks without a generation."""
         living = self.roster.living
         if self.present is not None:
             for member in self.present.members:

@@ -1,4 +1,4 @@
-"""One change of a group's topology: what it leads to, how far it is, and how long that took."""
+"""An operation: one change of a group's topology, with its phase and durations."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ ACTIVE = frozenset({OperationPhase.WAITING, OperationPhase.PREPARING, OperationP
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What should be done now."""
+    """The change that is needed now."""
 
+    #: form, scale, recover or rebalance.
     kind: str
-    """form, scale, recover or rebalance."""
+    #: Names of the desired members.
     wanted: frozenset[str]
-    """Names."""
+    #: Members of the generation that is possible now, in rank order.
     members: tuple[Member, ...]
-    """Of the generation that can be made of those that are there, in rank order."""
+    #: Names to wait for.
     missing: tuple[str, ...] = ()
-    """Names that are worth waiting for."""
     urgent: bool = False
     reason: str = ""
 
 
 @dataclass(slots=True)
 class Operation:
+    """A change of the topology."""
+
     kind: str
+    #: Id of the request; empty for automatic operations.
     operation_id: str
-    """Empty: nobody asked for it."""
     wanted: frozenset[str]
+    #: Start of the current phase.
     since: float
-    """When its present phase began."""
     phase: OperationPhase = OperationPhase.WAITING
     target: Generation | None = None
+    #: Generation that the target replaces.
     previous: GenerationKey | None = None
-    """What it replaces."""
     reason: str = ""
+    #: Experts that ranks must receive, with copies.
     moves: int = 0
-    """Experts that ranks must get, copies counted."""
+    #: Minus the number of ranks that have not completed the commit.
     progress: int = 0
-    """Ranks that have done what the commit asks of them."""
     progress_at: float = 0.0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -55,8 +57,8 @@ class Operation:
         return self.phase is OperationPhase.COMMITTING
 
     @property
-    def words(self) -> str:
-        """For logs."""
+    def label(self) -> str:
+        """Return the id, kind and generation, for logs."""
         number = "" if self.target is None else f" to generation {self.target.number}"
         return f"operation {self.operation_id or '-'} ({self.kind}{number})"
 
@@ -65,7 +67,7 @@ class Operation:
         self.phase, self.since, self.reason = phase, now, reason
 
     def seconds(self, now: float) -> dict[str, float]:
-        """By phase; the present one so far."""
+        """Return the duration of each phase, with that of the current one until now."""
         return (
             {**self._seconds, self.phase: now - self.since} if self.active else dict(self._seconds)
         )
@@ -82,7 +84,7 @@ class Operation:
 
 
 def resumed(target: Generation, previous: Generation | None, now: float) -> Operation:
-    """That another controller had committed `target` in, to replace `previous`."""
+    """Return the operation in which another controller committed `target`."""
     kind = "recover" if target.urgent else "form" if previous is None else "scale"
     operation = Operation(
         kind, target.operation_id, frozenset(each.name for each in target.members), now
@@ -95,11 +97,11 @@ def resumed(target: Generation, previous: Generation | None, now: float) -> Oper
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An operation that is over, for metrics."""
+    """An operation that has ended, for metrics."""
 
     kind: str
     outcome: OperationPhase
+    #: Duration by phase.
     seconds: dict[str, float]
-    """By phase."""
+    #: Experts that moved; 0 if the generation was not committed.
     moves: int
-    """Of experts; 0 if the generation was not adopted."""

@@ -1,4 +1,4 @@
-"""How far the ranks are with an operation's target, and what stands in its way. Functions of their statuses."""
+"""Progress of the ranks with an operation's target, as functions of their statuses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from baton_protocol.topology import Generation, Member, RankPhase, Status
 
 
 def is_in(status: Status, generation: Generation) -> bool:
-    """The rank has adopted it."""
-    adopted = serves_in(status)
-    return adopted is not None and key_of(adopted) == key_of(generation)
+    """Return whether the rank has committed the generation."""
+    committed = serves_in(status)
+    return committed is not None and key_of(committed) == key_of(generation)
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """A rank has a generation that is not older than this one: it refuses the target."""
+    """Return whether a rank has another generation that is not older, and refuses the target."""
     return any(
         generation.number >= target.number and generation.nonce != target.nonce
         for _, generation in roster.serving()
@@ -22,7 +22,7 @@ def overtaken(roster: Roster, target: Generation) -> bool:
 
 
 def lost_members(roster: Roster, target: Generation) -> list[str]:
-    """Names of members that cannot prepare it."""
+    """Return the names of members that cannot prepare the target."""
     return [
         member.name
         for member in target.members
@@ -37,7 +37,7 @@ def _can_prepare(status: Status | None) -> bool:
 
 
 def preparation_failures(roster: Roster, target: Generation) -> dict[str, str]:
-    """Instance id -> the reason it gave."""
+    """Return the reasons of failed preparations, by instance id."""
     statuses = (roster.living.get(member.instance_id) for member in target.members)
     return {
         status.member.instance_id: f"{status.member.name}: {status.failure or 'gave no reason'}"
@@ -56,7 +56,7 @@ def unprepared(roster: Roster, target: Generation) -> list[Member]:
 
 
 def not_committed(roster: Roster, target: Generation) -> list[str]:
-    """Names of members that live and do not report it."""
+    """Return the names of living members that do not report the target as committed."""
     statuses = (roster.living.get(member.instance_id) for member in target.members)
     return [
         status.member.name
@@ -66,7 +66,7 @@ def not_committed(roster: Roster, target: Generation) -> list[str]:
 
 
 def not_retired(roster: Roster, operation: Operation, target: Generation) -> list[str]:
-    """Names of ranks that still have the generation that the target replaces, and are not of the target."""
+    """Return the names of ranks outside the target that still have the previous generation."""
     return [
         status.member.name
         for status, generation in roster.serving()
@@ -76,42 +76,42 @@ def not_retired(roster: Roster, operation: Operation, target: Generation) -> lis
 
 
 def commit_obstacle(roster: Roster, operation: Operation, target: Generation) -> str:
-    """Why the commit cannot be completed; empty: it can, as far as can be seen."""
+    """Return why the commit cannot be completed; empty if no obstacle is known."""
     if overtaken(roster, target):
-        return "a rank has adopted another generation"
+        return "a rank has committed another generation"
     for member in target.members:
         status = roster.living.get(member.instance_id)
         if status is None:
-            return f"{member.name} does not answer"
+            return f"{member.name} sends no status"
         if is_in(status, target):
             if status.phase is RankPhase.BROKEN:
-                return f"{member.name} lost the others: {status.failure}"
+                return f"{member.name} lost its group: {status.failure}"
         elif status.prepared != target.nonce:
-            return f"{member.name} has lost what it prepared"
+            return f"{member.name} has lost its preparation"
     if target.urgent or not not_committed(roster, target):
         return ""
-    # The generation before it has to vote, all of it.
+    # All ranks of the previous generation have to vote.
     for rank in roster.ranks.values():
         generation = serves_in(rank.status)
         if generation is None or key_of(generation) != operation.previous:
             continue
         name = rank.status.member.name
         if rank.status.member.instance_id not in roster.living:
-            return f"{name} does not answer, whose vote is needed"
+            return f"{name} sends no status, and its vote is needed"
         if rank.status.phase is RankPhase.BROKEN:
-            return f"{name} lost the others: {rank.status.failure}"
+            return f"{name} lost its group: {rank.status.failure}"
     return ""
 
 
-def shown(roster: Roster, present: Generation | None) -> Generation | None:
-    """The highest generation that a living rank has adopted or was told to adopt."""
-    told = [status.committed for status in roster.living.values() if status.committed is not None]
-    above = [each for each in told if present is None or each.number > present.number]
+def latest_commit(roster: Roster, present: Generation | None) -> Generation | None:
+    """Return the highest generation whose commit a living rank has received."""
+    commits = [each.committed for each in roster.living.values() if each.committed is not None]
+    above = [each for each in commits if present is None or each.number > present.number]
     return max(above, key=key_of, default=present)
 
 
 def is_partly_committed(roster: Roster, generation: Generation) -> bool:
-    """Some members do not have it yet, and all of those have it prepared."""
+    """Return whether some members have not committed, and all of those are prepared."""
     statuses = [roster.living.get(member.instance_id) for member in generation.members]
     if not all(
         status is not None and (is_in(status, generation) or status.prepared == generation.nonce)

@@ -1,4 +1,4 @@
-"""What is not tried again at once: kinds of operations that failed, members that could not be prepared, stores in vain."""
+"""Delays after failures: of kinds of operations, of members, and of stores."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from collections.abc import Collection, Sequence
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_protocol.topology import Generation, Member
 
+#: Recoveries that may fail before members that cannot be prepared are excluded.
 FEW_FAILURES = 2
-"""Recoveries that may fail before members that cannot be prepared are left out."""
 
 
 class Retries:
+    """Failures, and until when they delay a retry."""
+
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
+        #: Failures in a row, by kind of operation.
         self._failures: dict[str, int] = {}
-        """In a row, by kind of operation."""
         self._retry_at: dict[str, float] = {}
+        #: End of a member's exclusion, by instance id.
         self._excluded_until: dict[str, float] = {}
-        """By instance id."""
+        #: Last failed preparation with a member's store, by the member's instance id.
         self._store_failed_at: dict[str, float] = {}
-        """By instance id of its holder, when a generation that was to meet in this store could not be prepared."""
 
     def may_begin(self, kind: str, now: float) -> bool:
         return now >= self._retry_at.get(kind, now)
 
     def on_failure(self, kind: str, now: float) -> int:
-        """Returns the failures in a row."""
+        """Set the delay of this kind. Return the number of failures in a row."""
         failures = self._failures[kind] = self._failures.get(kind, 0) + 1
         backoff_s = self._config.retry_s * 2.0 ** min(failures - 1, 32)
         self._retry_at[kind] = now + min(backoff_s, self._config.retry_max_s)
         return failures
 
     def exclude(self, instance_ids: Collection[str], now: float) -> None:
-        """From newcomers and survivors, for a while."""
+        """Exclude members from new generations for `retry_max_s`."""
         kept = {each: until for each, until in self._excluded_until.items() if now < until}
         self._excluded_until = kept | dict.fromkeys(instance_ids, now + self._config.retry_max_s)
 
@@ -42,7 +44,7 @@ class Retries:
         return {each for each, until in self._excluded_until.items() if now < until}
 
     def on_store_failure(self, target: Generation, now: float) -> None:
-        """Whatever the reasons were: a store that does not answer looks like members that do not come."""
+        """Record a failed preparation, which a failed store or a missing member may cause."""
         holders = {
             each.instance_id
             for each in target.members
@@ -53,17 +55,20 @@ class Retries:
         self._store_failed_at = kept | dict.fromkeys(holders, now)
 
     def store_holder(self, members: Sequence[Member]) -> Member:
-        """Of members in rank order, in whose store they shall meet: where nothing failed yet, else where it did the longest ago."""
+        """Return the member whose store to use.
+
+        This is the first member whose store did not fail, else the one that failed first.
+        """
         return min(
             members, key=lambda member: self._store_failed_at.get(member.instance_id, -math.inf)
         )
 
     def begin_at_once(self, kind: str) -> None:
-        """Something else will be tried."""
+        """Remove the delay, because the next attempt has other members."""
         self._retry_at.pop(kind, None)
 
     def clear(self) -> None:
-        """All works, or something else is asked for: nothing is held back any more."""
+        """Remove all delays, after a success or a new request."""
         self._failures.clear()
         self._retry_at.clear()
 

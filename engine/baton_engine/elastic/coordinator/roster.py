@@ -1,4 +1,4 @@
-"""Who is there: the last Status of every rank's process, and which of them live."""
+"""The roster: the latest Status of every rank's process, and which of them are living."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from baton_protocol.topology import Generation, RankPhase, Status
 
+#: Time without a status after which an instance is removed.
 FORGET_AFTER_S = 300.0
-"""An instance that is silent for so long is not shown any more."""
 
+#: Number and nonce, which identify a generation.
 GenerationKey = tuple[int, str]
-"""Number and nonce: what a generation is told apart by."""
 
 
 def key_of(generation: Generation) -> GenerationKey:
@@ -20,55 +20,56 @@ def key_of(generation: Generation) -> GenerationKey:
 
 
 def nonce_of(number: int, drawn: str) -> str:
-    """Controllers write the number into the nonce: a rank that reports no generation still gives the number back."""
+    """Return a nonce with the number, so that a rank without a generation still reports it."""
     return f"{number}.{drawn}"
 
 
+#: Digits of a generation's number.
 MAX_DIGITS = 15
-"""Of a generation's number."""
 
 
 def number_of(nonce: str) -> int:
-    """0: it does not say."""
+    """Return the generation's number in a nonce, 0 if it has none."""
     number, dot, _ = nonce.partition(".")
     known = dot and number.isascii() and number.isdecimal() and len(number) <= MAX_DIGITS
     return int(number) if known else 0
 
 
 def serves_in(status: Status) -> Generation | None:
-    """The generation whose requests the rank has, also if it is broken."""
+    """Return the generation in which the rank has requests, also if that is broken."""
     return status.generation if status.phase in (RankPhase.SERVING, RankPhase.BROKEN) else None
 
 
 @dataclass(slots=True)
 class Rank:
-    """One instance, as it was last heard of."""
+    """One registered instance."""
 
     status: Status
+    #: Number of its registration.
     order: int
-    """Counts registrations."""
+    #: Time of its last status.
     seen: float
+    #: Time of the last status that showed progress of its loop.
     moved: float
-    """When its loop was last seen to have done something."""
 
 
 class Roster:
-    """All instances that have reported. What lives is decided by `update`, once for all questions that follow."""
+    """All registered instances. `update` decides which of them are living."""
 
     def __init__(self, dead_after_s: float, suspect_dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
         self._suspect_dead_after_s = suspect_dead_after_s
         self._registrations = 0
+        #: Instances by id.
         self.ranks: dict[str, Rank] = {}
-        """By instance id."""
+        #: Statuses of living instances by id, as of the last `update`.
         self.living: dict[str, Status] = {}
-        """By instance id; as of the last `update`."""
+        #: Instances that count as dead, because a later one of their name sends statuses.
         self.replaced: set[str] = set()
-        """Instances that report, though a later one of their name does, too. They count as dead."""
+        #: Instances that count as dead until their loop makes progress.
         self.stalled: set[str] = set()
-        """Instances that report, though their loops stand still. They count as dead until they move."""
+        #: Highest number of a generation in any status.
         self.highest_number = 0
-        """Of all generations that ranks were ever in, or were told of, as far as they say."""
 
     def on_status(self, status: Status, now: float) -> None:
         rank = self.ranks.get(status.member.instance_id)
@@ -84,37 +85,40 @@ class Roster:
         nonces = (status.prepared, status.commit_seen, status.failed)
         self.highest_number = max(self.highest_number, number, *map(number_of, nonces))
 
-    def forgive(self, gap_s: float, now: float) -> None:
-        """Nobody could be heard for so long."""
+    def discount_gap(self, gap_s: float, now: float) -> None:
+        """Extend the deadlines by a time in which this process read no statuses."""
         for rank in self.ranks.values():
             rank.seen, rank.moved = min(rank.seen + gap_s, now), min(rank.moved + gap_s, now)
 
     def update(self, now: float) -> None:
-        """Decides who lives: who was heard of lately, with a shorter deadline for whom others miss; one instance per name."""
+        """Decide which instances are living: one per name, with a recent status.
+
+        The deadline is shorter for instances that other ranks cannot reach.
+        """
         for instance_id in [
             each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S
         ]:
             del self.ranks[instance_id]
         self.stalled &= self.ranks.keys()
-        heard = {
+        recent = {
             each: rank
             for each, rank in self.ranks.items()
             if now - rank.seen <= self._dead_after_s and each not in self.stalled
         }
-        suspects = {suspect for rank in heard.values() for suspect in rank.status.suspects}
-        answering = {
+        suspects = {suspect for rank in recent.values() for suspect in rank.status.suspects}
+        alive = {
             each: rank
-            for each, rank in heard.items()
+            for each, rank in recent.items()
             if each not in suspects or now - rank.seen <= self._suspect_dead_after_s
         }
         latest: dict[str, str] = {}
-        for instance_id in sorted(answering, key=lambda each: answering[each].order):
-            latest[answering[instance_id].status.member.name] = instance_id
-        self.living = {each: answering[each].status for each in latest.values()}
-        self.replaced = answering.keys() - self.living.keys()
+        for instance_id in sorted(alive, key=lambda each: alive[each].order):
+            latest[alive[instance_id].status.member.name] = instance_id
+        self.living = {each: alive[each].status for each in latest.values()}
+        self.replaced = alive.keys() - self.living.keys()
 
     def of_name(self, name: str) -> Rank | None:
-        """The living instance of this name, else the last one that lived."""
+        """Return the living instance of this name, else the latest one."""
         ranks = [rank for rank in self.ranks.values() if rank.status.member.name == name]
         return max(
             ranks,
@@ -123,7 +127,7 @@ class Roster:
         )
 
     def is_left_behind(self, instance_id: str, present: Generation | None) -> bool:
-        """The group has gone on without this one, and it does not know."""
+        """Return whether an instance still has a generation that the group has replaced."""
         rank = self.ranks.get(instance_id)
         generation = None if rank is None else serves_in(rank.status)
         if generation is None:
@@ -137,14 +141,17 @@ class Roster:
         )
 
     def serving(self) -> Iterator[tuple[Status, Generation]]:
-        """Living ranks that have a generation, with it."""
+        """Yield the living ranks that have a generation, with it."""
         for status in self.living.values():
             generation = serves_in(status)
             if generation is not None:
                 yield status, generation
 
     def present(self) -> Generation | None:
-        """The highest generation that a living rank reports; of two with one number the one that more of them report."""
+        """Return the highest generation that a living rank reports.
+
+        Of two with the same number this is the one that more ranks report.
+        """
         known: dict[GenerationKey, Generation] = {}
         reporters: Counter[GenerationKey] = Counter()
         for _, generation in self.serving():
@@ -156,7 +163,7 @@ class Roster:
 
 
 def _position(status: Status) -> tuple[object, ...]:
-    """What a loop that goes on changes, sooner or later."""
+    """Return the fields that change while a rank's loop makes progress."""
     nonce = "" if status.generation is None else status.generation.nonce
     return (
         *(status.phase, nonce, status.prepared, status.commit_seen, status.failed, status.leaving),

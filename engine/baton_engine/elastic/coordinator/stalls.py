@@ -1,15 +1,16 @@
-"""Loops that stand still while their process answers: which rank the others wait for, as far as their reports tell.
+"""Detection of stalled engine loops, in processes that still send statuses.
 
-    some wait in an exchange of votes for `stall_after_s`    if one rank alone does not wait there, it is that one;
-                                                             else all are asked
-    a step runs for `step_stall_after_s`                     all are asked: inside a step ranks wait for each other, too, and nobody
-                                                             outside sees who for
+- Some ranks wait in an exchange of votes for `stall_after_s`: if exactly one rank does not wait
+  there, it is stalled. Otherwise all ranks are probed.
+- A step runs for `step_stall_after_s`: all ranks are probed. Ranks wait for each other inside a
+  step, and the statuses do not show for which one.
 
-To ask is to make an urgent generation of all of them. Whoever waits is interrupted by it, and says within milliseconds that its
-generation is broken. Who still says nothing of the kind after `stall_after_s` stands still, and is left out. Asked in vain, a step
-was only slow, and is run again: the next one is given twice the time.
+A probe is an urgent generation of all members. It interrupts a waiting rank, which reports within
+milliseconds that its generation is broken. A rank that does not do so within `stall_after_s` is
+stalled and excluded. If all ranks do, the step was only slow. It is run again, and the limit of
+the next step is doubled.
 
-Time is the coordinator's own: since a report was last different from the one before.
+Durations are measured by the coordinator, from the last change of a rank's status.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from baton_engine.elastic.coordinator.operation_progress import is_in
 from baton_engine.elastic.coordinator.roster import Rank, Roster
 from baton_protocol.topology import Activity, Generation, Member, RankPhase
 
-MAX_PATIENCE = 8
-"""Times `step_stall_after_s`."""
+#: Maximum limit of a step, as a multiple of `step_stall_after_s`.
+MAX_LIMIT_FACTOR = 8
 
 
 class Stalls:
+    """Marks stalled ranks in the roster."""
+
     def __init__(self, roster: Roster, config: ControllerConfig) -> None:
         self._roster = roster
         self._config = config
-        self._patience = 1
+        self._limit_factor = 1
+        #: Why all members have to be probed; empty if no stall is suspected.
         self.reason = ""
-        """Why the present generation gets nowhere though nobody can be blamed; empty: it may well get on."""
 
-    def look(self, present: Generation | None, now: float) -> None:
-        """Gives the rank up that all others wait for."""
+    def update(self, present: Generation | None, now: float) -> None:
+        """Mark the rank for which all others wait, or set `reason`."""
         self.reason = ""
         ranks = [] if present is None else self._ranks(present)
         waiting = [rank for rank in ranks if rank.status.activity is Activity.WAITS]
         others = [rank for rank in ranks if rank.status.activity is not Activity.WAITS]
-        step_limit_s = self._config.step_stall_after_s * self._patience
+        step_limit_s = self._config.step_stall_after_s * self._limit_factor
         if any(now - rank.moved > self._config.stall_after_s for rank in waiting):
             if len(others) == 1:
-                self._give_up([others[0].status.member])
+                self._mark_stalled([others[0].status.member])
             else:
-                self.reason = f"ranks wait for each other since {self._config.stall_after_s:g} s"
+                self.reason = f"ranks wait for each other for {self._config.stall_after_s:g} s"
         elif any(
             now - rank.moved > step_limit_s
             for rank in others
@@ -51,13 +54,22 @@ class Stalls:
             self.reason = f"a step has not ended for {step_limit_s:g} s"
 
     def on_target(self) -> None:
-        """There is another one; if for `reason`, all members are asked by it."""
+        """Double the limit if the new target is a probe."""
         if self.reason:
-            self._patience = min(2 * self._patience, MAX_PATIENCE)
+            self._limit_factor = min(2 * self._limit_factor, MAX_LIMIT_FACTOR)
 
-    def exclude_stalled(self, target: Generation, asked_at: float, now: float) -> str:
-        """Names of members of an urgent target that serve on in the generation before it, as if they had not heard of it."""
-        if not target.urgent or now - asked_at <= self._config.stall_after_s:
+    def exclude_stalled(self, target: Generation, since: float, now: float) -> str:
+        """Mark members that do not react to an urgent target.
+
+        Args:
+            target: the target in preparation.
+            since: when its preparation started.
+            now: the time.
+
+        Returns:
+            The names of the stalled members.
+        """
+        if not target.urgent or now - since <= self._config.stall_after_s:
             return ""
         living = self._roster.living
         stalled = [
@@ -68,16 +80,16 @@ class Stalls:
             and not is_in(status, target)
         ]
         if stalled:
-            self._give_up(stalled)
+            self._mark_stalled(stalled)
         return ", ".join(member.name for member in stalled)
 
-    def _give_up(self, members: list[Member]) -> None:
-        """They count as dead until they move."""
-        self._patience = 1
+    def _mark_stalled(self, members: list[Member]) -> None:
+        """Treat members as dead until their status changes."""
+        self._limit_factor = 1
         self._roster.stalled.update(member.instance_id for member in members)
 
     def _ranks(self, present: Generation) -> list[Rank]:
-        """Its members; none unless all of them serve in it and there are others to wait for."""
+        """Return the members, or nothing unless there are several and all of them serve."""
         ranks = [
             self._roster.ranks[each.instance_id]
             for each in present.members

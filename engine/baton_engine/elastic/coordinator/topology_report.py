@@ -1,4 +1,4 @@
-"""The topology for whoever asks: which rank each member is, what it does, what is wrong with it, and what is being changed."""
+"""The response to GET /topology: members with their phases and reasons, and the operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton_protocol.topology import MemberStatus, TopologyStatus
 def topology_status(
     observation: Observation, operation: Operation | None, now: float
 ) -> TopologyStatus:
-    """GET /topology."""
+    """Build the response to GET /topology."""
     present = observation.present
     return TopologyStatus(
         generation=0 if present is None else present.number,
@@ -22,7 +22,7 @@ def topology_status(
 
 
 def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
-    """All instances that are known, ranks of the present generation first."""
+    """Return all registered instances, those of the present generation first."""
     roster, present = observation.roster, observation.present
     ranks = (
         {}
@@ -36,9 +36,9 @@ def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
         if instance_id in roster.replaced:
             reason = "another process of this name has registered"
         elif instance_id in roster.stalled:
-            reason = f"answers, but its loop stands still since {now - rank.moved:.1f} s"
+            reason = f"sends statuses, but its loop is stalled for {now - rank.moved:.1f} s"
         elif instance_id not in roster.living:
-            reason = f"silent for {now - rank.seen:.1f} s"
+            reason = f"sent no status for {now - rank.seen:.1f} s"
         elif instance_id not in ranks:
             reason = observation.unfit(status) or reason
         members.append(

@@ -1,5 +1,5 @@
-"""The group as a rank sees it.
+"""The part of a rank in an elastic group.
 
-waves.py      when ranks step together, as a state machine
+waves.py      the state machine that decides when ranks step together
 rank_link.py  the connections to the coordinator and to other ranks
 """

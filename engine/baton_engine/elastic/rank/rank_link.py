@@ -1,9 +1,11 @@
-"""A rank's sockets of the elastic group, and their thread: Status out, Directive in, StartWave both ways. No torch.
+"""A rank's connections to the coordinator and to other ranks, and their thread. Needs no torch.
 
-    coordinator   a DEALER, which reconnects for ever: the latest Status every STATUS_INTERVAL_S, and at once when it changes
-    other ranks   a ROUTER on the pod's own address for their StartWaves; one DEALER to each for one's own
+coordinator  a DEALER that reconnects. It sends the latest Status every STATUS_INTERVAL_S and on
+             every change, and receives Directives.
+other ranks  a ROUTER on the pod's address receives StartWaves; one DEALER per rank sends them.
 
-The thread knows nothing of generations: it hands on what comes, and repeats what it was given until it is told to stop.
+The thread does not interpret generations. It delivers each message, and repeats a StartWave until
+`end_start`.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ from baton_protocol.topology import (
 
 logger = logging.getLogger(__name__)
 
+#: Interval between two StartWaves of one wave.
 REPEAT_INTERVAL_S = 0.2
-"""Between two StartWaves of one wave."""
 PROBE_TIMEOUT_S = 0.5
+#: Large enough for a placement of many layers on many ranks.
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""A placement of many layers over many ranks is large."""
+#: Messages to read from one socket before due messages are sent.
 MAX_MESSAGES_PER_TURN = 256
-"""From one socket, before it is looked what is to be sent."""
+#: First and maximum delay of a reconnection.
 RECONNECT_MS = (50, 1000)
-"""After the first lost connection, and at most."""
 HEARTBEAT_MS = 1000
 
 
 class RankLink:
-    """The constructor binds; `start` begins to talk. All methods are for any thread."""
+    """The connections of one rank. The constructor binds, `start` connects. Thread-safe."""
 
     def __init__(
         self,
@@ -59,17 +61,19 @@ class RankLink:
         key: ServiceKey | None = None,
         wakeup_interval_s: float = STATUS_INTERVAL_S,
     ) -> None:
-        """
+        """Bind the ROUTER and prepare the DEALER to the coordinator.
+
         Args:
-            host: the one address to bind.
-            coordinator: its host:port.
-            deliver: called by the link's thread with whatever comes.
-            amend: called by the link's thread with each status that it sends: adds what is true now, and must not wait.
-            key: only who has it is heard and told. None: everybody is.
-            wakeup_interval_s: between statuses that say nothing new.
+            host: the address to bind.
+            coordinator: host:port of the coordinator.
+            deliver: called by the link's thread with each message.
+            amend: called by the link's thread with each status before it is sent; returns it with
+                current values and must not block.
+            key: key of the service, which all peers must have. None: no authentication.
+            wakeup_interval_s: interval between statuses without a change.
 
         Raises:
-            zmq.ZMQError: the address cannot be bound, or the coordinator's is none.
+            zmq.ZMQError: `host` cannot be bound, or `coordinator` is not an address.
         """
         self._deliver = deliver
         self._amend = amend
@@ -81,8 +85,8 @@ class RankLink:
         self._starts = msgspec.msgpack.Decoder(StartWave)
         self._status: Status | None = None
         self._next_status = 0.0
+        #: The StartWave to repeat.
         self._start: StartWave | None = None
-        """Being repeated."""
         self._next_start = 0.0
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._log = SparseLog(logger)
@@ -100,7 +104,7 @@ class RankLink:
             if key is not None:
                 key.protect_server(self._router)
             self._router.bind(f"tcp://{host}:0")
-            # Statuses that were not sent are not worth sending: the next one says it all.
+            # An old status need not be queued, because the next one replaces it.
             _make_sender(self._coordinator, f"tcp://{coordinator}", key, immediate=True)
         except zmq.ZMQError:
             self._close_sockets()
@@ -113,19 +117,19 @@ class RankLink:
         self._thread.start()
 
     def publish(self, status: Status) -> None:
-        """What the coordinator is told from now on; at once, if it is news."""
+        """Set the status to send. Send it at once if a field has changed that decisions use."""
         before, self._status = self._status, status
-        if before is None or _news(before) != _news(status):
+        if before is None or _decisive_fields(before) != _decisive_fields(status):
             self._next_status = 0.0
             self._wake()
 
     def set_peers(self, members: Sequence[Member]) -> None:
-        """Who hears StartWaves from now on. What is being repeated ends."""
+        """Set the ranks that receive StartWaves, and end the current one."""
         addresses = [(member.host, member.link_port) for member in members]
         self._submit(lambda: self._connect(addresses))
 
     def start_wave(self, start: StartWave) -> None:
-        """Tells the peers, again and again until `end_start`."""
+        """Send a StartWave to the peers, and repeat it until `end_start`."""
 
         def begin() -> None:
             self._start = start
@@ -134,7 +138,7 @@ class RankLink:
         self._submit(begin)
 
     def end_start(self) -> None:
-        """All know of the wave, or it is not to be any more."""
+        """Stop repeating the StartWave."""
 
         def end() -> None:
             self._start = None
@@ -142,7 +146,7 @@ class RankLink:
         self._submit(end)
 
     def close(self) -> None:
-        """Sends the last status. Idempotent."""
+        """Send the last status and close all sockets. Idempotent."""
         self._commands.put(None)
         self._wake()
         if self._thread.is_alive():
@@ -155,7 +159,7 @@ class RankLink:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
+        with contextlib.suppress(OSError):  # full: a wakeup is pending; closed: the thread ended
             self._wake_writer.send(b"\x00")
 
     # In the link's thread
@@ -166,30 +170,32 @@ class RankLink:
             poller.register(source, zmq.POLLIN)
         try:
             while True:
-                poller.poll(int(self._patience() * 1000) + 1)
-                if not self._obey():
+                poller.poll(int(self._poll_timeout_s() * 1000) + 1)
+                if not self._run_commands():
                     self._send_status()
                     return
                 self._receive(self._coordinator, self._directives)
                 self._receive(self._router, self._starts)
-                self._look_at_handshakes()
+                self._log_failed_handshakes()
                 now = time.monotonic()
                 if now >= self._next_status:
                     self._send_status()
                 if self._start is not None and now >= self._next_start:
                     self._send_start()
         except Exception:
-            logger.exception("the link to the group failed; this rank will be taken for dead")
+            logger.exception(
+                "the link to the group failed; the coordinator will declare this rank dead"
+            )
         finally:
             self._close_sockets()
 
-    def _patience(self) -> float:
-        """Seconds until something is to be sent."""
+    def _poll_timeout_s(self) -> float:
+        """Return the time until the next message is due."""
         due = self._next_status if self._start is None else min(self._next_status, self._next_start)
         return min(max(0.0, due - time.monotonic()), self._interval_s)
 
-    def _obey(self) -> bool:
-        """False: it is to end."""
+    def _run_commands(self) -> bool:
+        """Run the submitted commands. Return False after `close`."""
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
@@ -215,12 +221,12 @@ class RankLink:
             try:
                 message = decoder.decode(payload)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                self._log.warning("dropped a message that cannot be read: %s", error)
+                self._log.warning("dropped a message that cannot be decoded: %s", error)
                 continue
             self._deliver(message)
 
-    def _look_at_handshakes(self) -> None:
-        """Nobody else would say why this rank stands by for ever."""
+    def _log_failed_handshakes(self) -> None:
+        """Log why the coordinator is not connected, the only hint why this rank stays STANDBY."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self._handshakes.recv_multipart(zmq.NOBLOCK))
@@ -261,7 +267,10 @@ class RankLink:
 
 
 def unreachable(members: Sequence[Member]) -> tuple[str, ...]:
-    """Instance ids of those whose process is gone, as far as their sockets tell: a frozen one still has them. Takes a while."""
+    """Return the instance ids of members whose port refuses connections.
+
+    A frozen process still accepts them. Takes up to PROBE_TIMEOUT_S per member.
+    """
     gone = []
     for member in members:
         try:
@@ -289,12 +298,12 @@ def _make_sender(
 
 
 def _send(sender: zmq.Socket[bytes], payload: bytes) -> None:
-    with contextlib.suppress(zmq.Again):  # nobody is there, or does not read: it is said again
+    with contextlib.suppress(zmq.Again):  # no peer, or a full queue: the message is repeated
         sender.send(payload, zmq.NOBLOCK)
 
 
-def _news(status: Status) -> tuple[RankPhase | str | bool | tuple[str, ...], ...]:
-    """What a coordinator decides by; the rest changes with every step."""
+def _decisive_fields(status: Status) -> tuple[RankPhase | str | bool | tuple[str, ...], ...]:
+    """Return the fields that the coordinator's decisions use. The others change with every step."""
     nonce = status.generation.nonce if status.generation is not None else ""
     return (
         *(status.phase, nonce, status.prepared, status.commit_seen, status.failed, status.failure),

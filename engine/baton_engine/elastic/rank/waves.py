@@ -1,16 +1,19 @@
-"""When the ranks of a generation step together: a wave. One machine per rank, without sockets or clocks.
+"""Waves, in which the ranks of a generation step together. A state machine without I/O or clock.
 
-Experts are spread over the ranks, so inside a wave all of them take every step, with or without tokens of their own. Before a step
-each tells the others its StepVote, in one exchange; what follows from the votes is the same everywhere, because it is a function
-of nothing else:
+The layers are expert parallel, so in a wave every rank takes every step, with or without its own
+tokens. Before a step the ranks exchange their StepVotes. Each rank computes the same decision,
+because it depends only on the votes:
 
-    the wave ends with this step     nobody has work
-    the next generation is adopted   after this step, if all vote for the same one
+- the wave ends with this step if no rank has work;
+- the next generation is committed after this step if all ranks vote for the same one.
 
-Outside a wave nobody exchanges anything. Whoever gets work begins the next wave and tells the others so (StartWave), who join it.
-A StartWave of a wave that has ended is late and means nothing: its sender has taken part in the end of that wave. One of a wave
-to come is kept: its sender saw the end of this wave before this rank did. One of the next generation is for its own Waves: who
-is to adopt it keeps it until then, and knows by it that somebody has been told to.
+Outside a wave ranks exchange nothing. A rank that gets work starts the next wave and sends
+StartWave to the others, which join it. A StartWave may be
+
+- of a wave that has ended: ignored, because its sender knows the end of that wave;
+- of a later wave: recorded, because its sender saw the end of this wave first;
+- of the next generation: its receiver keeps it for that generation's Waves. It shows that a rank
+  has received the commit.
 """
 
 from __future__ import annotations
@@ -23,56 +26,58 @@ from baton_protocol.topology import StartWave
 
 
 class StepVote(NamedTuple):
-    """What a rank tells the others before a step. Integers, for they travel in one tensor."""
+    """A rank's values for one step. They are integers, because they are sent in one tensor."""
 
+    #: Tokens of this rank in the step.
     num_tokens: int
-    """That it runs in this step."""
+    #: 1 if the rank has tokens for this or the next step. Paused or loading requests do not count.
     has_work: int
-    """1: it runs tokens now, or could run some in the next step. Requests that are paused or wait for a transfer are no work."""
+    #: `vote_for` the generation to commit; 0 if there is none.
     commit: int = 0
-    """`vote_for` the generation it is told to adopt; 0: none."""
 
 
 class StepDecision(NamedTuple):
+    """The result of a step's votes, equal on all ranks."""
+
+    #: Tokens by rank.
     num_tokens: tuple[int, ...]
-    """By rank."""
     wave_ends: bool
+    #: Whether the generation of this rank's vote is committed after this step.
     commit: bool
-    """The generation that this rank voted for is adopted after this step."""
 
 
 def vote_for(nonce: str) -> int:
-    """Of the generation with this nonce; never 0."""
+    """Return the vote for the generation with this nonce, which is never 0."""
     return zlib.crc32(nonce.encode()) + 1
 
 
 class Waves:
-    """Those of one generation, as one rank sees them."""
+    """The waves of one generation on one rank."""
 
     def __init__(self, generation: int, nonce: str) -> None:
         self.generation = generation
         self.nonce = nonce
+        #: Number of the current wave, or of the next one outside a wave.
         self.wave = 0
-        """The running one, or the next."""
         self.running = False
+        #: The latest wave of a received StartWave.
         self._awaited = -1
-        """The latest wave that somebody was seen to begin."""
 
     def begin(self) -> StartWave:
-        """This rank has work, or wants a vote, outside a wave. Returns what to tell the others."""
-        assert not self.running, "the wave runs already"
+        """Start a wave, because this rank has work or a vote. Return the message for the others."""
+        assert not self.running, "the wave is already running"
         self.running = True
         return StartWave(self.generation, self.nonce, self.wave)
 
     def on_start(self, start: StartWave) -> None:
-        """Another rank has begun a wave. Those of another generation are not for this machine."""
+        """Join a wave that another rank has started. Ignore other generations."""
         if (start.generation, start.nonce) != (self.generation, self.nonce):
             return
         self._awaited = max(self._awaited, start.wave)
         self._join()
 
     def decide(self, votes: Sequence[StepVote]) -> StepDecision:
-        """Before a step of the wave, with the votes of all ranks, in rank order."""
+        """Compute the decision from the votes of all ranks, in rank order, before a step."""
         assert self.running, "votes are exchanged inside waves only"
         commit = votes[0].commit != 0 and all(vote.commit == votes[0].commit for vote in votes)
         wave_ends = not any(vote.has_work for vote in votes)

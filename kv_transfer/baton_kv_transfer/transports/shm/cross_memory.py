@@ -1,9 +1,10 @@
-"""Reading another process's memory: process_vm_readv, in batches, with proof of whose memory it was.
+"""Reading the memory of another process: process_vm_readv in batches, with a check of whose it was.
 
-A process id alone proves nothing: it is used again once its process died. So the other side keeps a `Cell`, random bytes at an
-address it told us. Every batch reads the cell last, in the same call: if it still holds those bytes, the process was the right
-one, and had not withdrawn its memory, when all that came before was read; one that dies meanwhile keeps its memory for as long as
-the call takes. A pidfd tells who died from who lost memory.
+A process id alone is no proof, because it is reused after its process died. So the other side has a
+`Cell`: random bytes at an address that it sent. Every batch reads the cell last, in the same call.
+If the cell still has those bytes, it was the right process, and the process had not withdrawn its
+memory when the batch was read. A process that dies during the call keeps its memory until the end
+of the call. A pidfd distinguishes a dead process from one that lost memory.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, pack_run, spl
 from baton_kv_transfer.transports.transfer import CopyError
 
 CELL_BYTES = 16
+#: Runs of a batch. IOV_MAX is 1024, and one is for the cell.
 MAX_RUNS = 1023
-"""Runs of a batch; IOV_MAX is 1024, one is the cell's."""
+#: About a millisecond, because the thread that reads has other work.
 BATCH_BYTES = 4 * 2**20
-"""About a millisecond: the thread that reads has other work, too."""
 
 
 class Cell:
@@ -38,18 +39,24 @@ class Cell:
         self.address = c.addressof(self._buffer)
 
     def clear(self) -> None:
-        """From here on, whatever others read from this process under this cell fails."""
+        """Clear the cell. Every later read of this process with this cell fails."""
         c.memset(self.address, 0, CELL_BYTES)
 
 
 class Process:
-    """Another process whose memory may be read, known by its cell."""
+    """Another process whose memory may be read, identified by its cell."""
 
     def __init__(self, pid: int, cell_address: int, cell: bytes) -> None:
-        """
+        """Open the process and read its cell.
+
+        Args:
+            pid: of the process.
+            cell_address: address of its cell.
+            cell: content of its cell.
+
         Raises:
-            OSError: there is no such process, or no right to see it.
-            OverflowError: the numbers cannot be of a process.
+            OSError: there is no such process, or it is not visible.
+            OverflowError: the numbers are invalid.
             CopyError: it is another process, or its memory may not be read.
         """
         self.pid = pid
@@ -69,18 +76,23 @@ class Process:
             raise
 
     def check(self) -> None:
-        """Raises CopyError if its memory may not be read (any more)."""
+        """Check that its memory may be read.
+
+        Raises:
+            CopyError: it may not.
+        """
         self.read(b"", b"", 0)
 
     def read(self, local: bytes, remote: bytes, nbytes: int) -> None:
-        """Copies runs of the process to runs here, pairwise.
+        """Copy runs of the process to runs here, pairwise.
 
         Args:
-            local, remote: iovecs of as many runs, MAX_RUNS at most.
-            nbytes: of all runs.
+            local: iovec of up to MAX_RUNS runs.
+            remote: iovec of as many runs.
+            nbytes: bytes of all runs.
 
         Raises:
-            CopyError: nothing of what arrived may be used.
+            CopyError: nothing that arrived may be used.
         """
         with self._lock:
             self._read(local, remote, nbytes)
@@ -95,7 +107,7 @@ class Process:
         return not self._poller.poll(0)
 
     def close(self) -> None:
-        """After a read under way; later ones fail."""
+        """Wait for a read that is under way; later ones fail."""
         with self._lock:
             if self.pidfd >= 0:
                 os.close(self.pidfd)
@@ -115,7 +127,7 @@ class Process:
         if copied != nbytes + CELL_BYTES:
             if (copied < 0 and c.get_errno() == errno.ESRCH) or not self.alive:
                 raise CopyError(f"process {self.pid} died")
-            raise CopyError(f"process {self.pid} does not have all of that memory (any more)")
+            raise CopyError(f"process {self.pid} does not have all of that memory any more")
         if not hmac.compare_digest(self._landing.raw, self._cell):
             raise CopyError(f"process {self.pid} withdrew its memory, or is another process now")
 
@@ -124,13 +136,16 @@ class BatchedCopy:
     """A long read in steps of one batch."""
 
     def __init__(self, process: Process, local: bytes, remote: bytes) -> None:
-        """
+        """Start at the first run.
+
         Args:
-            local, remote: iovecs of runs of equal lengths.
+            process: the source.
+            local: iovec of runs here.
+            remote: iovec of runs of the process, as long as the local ones.
         """
         self._process = process
+        #: The runs here, not split.
         self.target = local
-        """The runs here, as they were given."""
         self.nbytes = total_bytes(local)
         if self.nbytes > BATCH_BYTES:
             local, remote = split(local, BATCH_BYTES), split(remote, BATCH_BYTES)
@@ -141,7 +156,7 @@ class BatchedCopy:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """Bytes up to and with each run."""
+        """Bytes up to the end of each run."""
         return ends_of(self._local)
 
     @property
@@ -149,7 +164,11 @@ class BatchedCopy:
         return self._next == self._count
 
     def step(self) -> None:
-        """Copies the next batch. Raises CopyError."""
+        """Copy the next batch.
+
+        Raises:
+            CopyError: the batch cannot be read.
+        """
         first, end, until = self._next, self._count, self.nbytes
         if end > MAX_RUNS or until > BATCH_BYTES:
             end = min(bisect_right(self._ends, self._copied + BATCH_BYTES), first + MAX_RUNS)
@@ -161,7 +180,10 @@ class BatchedCopy:
 
 @functools.cache
 def _load_process_vm_readv() -> Any:
-    """The function of the C library, called without the GIL. `Any`: ctypes functions have no useful type."""
+    """Return the function of the C library, called without the GIL.
+
+    `Any`: ctypes functions have no useful type.
+    """
     function = c.CDLL(None, use_errno=True).process_vm_readv
     function.restype = c.c_ssize_t
     function.argtypes = [c.c_int, c.c_void_p, c.c_ulong, c.c_void_p, c.c_ulong, c.c_ulong]

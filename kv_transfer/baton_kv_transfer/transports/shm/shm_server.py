@@ -1,4 +1,7 @@
-"""Processes that connected to write to memory here: what they ask is checked here, and done by the transport's thread."""
+"""The processes that connect to write to memory here.
+
+Their requests are checked and served here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """First frame of a connection: the peer's cell, as proof of its metadata, and the sender's own name and cell."""
+    """First message of a connection.
+
+    It has the peer's cell as proof of the peer's metadata, and the sender's own name and cell.
+    """
 
     peer_cell: bytes
     name: str
@@ -43,29 +49,39 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 def encode_write(notif: bytes, source: bytes, target: bytes) -> bytes:
-    """`source`, `target`: iovecs of runs of equal lengths."""
+    """Return a request.
+
+    Args:
+        notif: notification; empty for none.
+        source: iovec of the sender's memory.
+        target: iovec of the receiver's memory, runs as long as those of `source`.
+    """
     return encode_request(notif, source + target)
 
 
 def decode_write(request: bytes) -> tuple[bytes, bytes, bytes]:
-    """(notification, source, target). Raises ValueError as `decode_request`, or if their lengths differ."""
+    """Return (notification, source, target).
+
+    Raises:
+        ValueError: as `decode_request`, or the lengths differ.
+    """
     end = 4 + int.from_bytes(request[:4], "little")
     middle = end + (len(request) - end) // 2
     source, target = request[end:middle], request[middle:]
     check(target)
     if len(source) != len(target) or lengths_of(source).tobytes() != lengths_of(target).tobytes():
-        raise ValueError("a request to write runs that are not as long as their sources")
+        raise ValueError("the runs of a write are not as long as their sources")
     return request[4:end], source, target
 
 
 def get_location() -> tuple[str, int, int]:
-    """Boot, pid namespace and network namespace of this process."""
+    """Return the boot id, pid namespace and network namespace of this process."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot_id, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 
 
 class _Client(Client):
-    """`process` is None until its HELLO was accepted."""
+    """A process. `process` is None until its HELLO was accepted."""
 
     def __init__(self, link: FramedSocket, pid: int) -> None:
         super().__init__(link, f"process {pid}")
@@ -81,13 +97,13 @@ class _Client(Client):
 class SHMServer(PeerServer[_Client]):
     def forget_region(self, region: Region) -> None:
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
-            # Finishing one may have ended its client, and with it others of these jobs.
+            # Finishing a job may have ended its client and with it other jobs.
             if job in self._thread.jobs and count_outside(job.copy.target, self._context.regions):
                 self._thread.jobs.remove(job)
                 job.finish("the memory was deregistered")
 
     def open(self) -> None:
-        """Under a new address."""
+        """Listen at a new address."""
         self._cell = Cell()
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         server.setblocking(False)
@@ -111,7 +127,7 @@ class SHMServer(PeerServer[_Client]):
     def _accept(self) -> None:
         try:
             end, _ = self._server.accept()
-        except OSError:  # gone again, or no more files can be opened
+        except OSError:  # the client is gone, or no file can be opened
             return
         pid, uid, _ = _PEER_CREDENTIALS.unpack(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
@@ -123,10 +139,10 @@ class SHMServer(PeerServer[_Client]):
 
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
         if kind != HELLO:
-            raise ConnectionError("no hello")
+            raise ConnectionError("its first message is not HELLO")
         hello = msgspec.msgpack.decode(payload, type=Hello)
         if not hello.name or not hmac.compare_digest(hello.peer_cell, self._cell.value):
-            raise ConnectionError("it does not know this agent's metadata")
+            raise ConnectionError("it does not have this agent's metadata")
         client.process = Process(client.pid, hello.cell_address, hello.cell)
         return hello.name
 
@@ -138,7 +154,7 @@ class SHMServer(PeerServer[_Client]):
 
     def _write(self, client: _Client, number: int, request: bytes) -> None:
         notif, source, target = decode_write(request)
-        assert client.process is not None, "it was greeted"
+        assert client.process is not None, "HELLO was accepted"
         copy = BatchedCopy(client.process, target, source)
 
         def finish(error: str) -> None:

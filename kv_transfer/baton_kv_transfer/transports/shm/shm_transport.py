@@ -1,11 +1,14 @@
-"""The transport between processes of one host: each side writes to its own memory only, reading from the other's (`cross_memory`).
+"""Transfers between processes of one host.
 
-    READ    the reader copies, without the peer's help
-    WRITE   a request to the peer, which checks every descriptor against what it registered, copies, and answers
+Each side writes to its own memory only (`cross_memory`).
 
-Requests, answers and notifications go over a unix socket of the peer. The side that connects sends the cell of the peer, which
-comes with its metadata; the kernel tells which process it is. Both sides must share boot, pid and network namespace. A small read
-is done at once by its caller.
+    READ    the reader copies, without the peer
+    WRITE   a request to the peer, which checks every descriptor against its registered memory,
+            copies, and answers
+
+Requests, answers and notifications go over a unix socket of the peer. The side that connects sends
+the peer's cell, which is in the peer's metadata. The kernel identifies the process. Both sides must
+share boot, pid namespace and network namespace. The caller of a small read copies at once.
 """
 
 from __future__ import annotations
@@ -33,20 +36,26 @@ from baton_kv_transfer.transports.transport_thread import Job
 
 logger = logging.getLogger(__name__)
 
+#: The caller copies reads up to this size, in some milliseconds: no other thread has to wake up.
 INLINE_BYTES = 16 * 2**20
-"""A read up to this size is done by its caller, in some milliseconds: no other thread has to wake up for it."""
 
 
 class _SHMLink(PeerLink):
-    """A process whose memory may be read, and to which requests go once the first was made."""
+    """A process whose memory may be read. Requests go to it after the first one has connected."""
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
-        """Raises OSError, OverflowError or CopyError: its memory may not be read, or there is no such process."""
+        """Check that the memory can be read.
+
+        Raises:
+            OSError: there is no such process.
+            OverflowError: the address is invalid.
+            CopyError: its memory may not be read.
+        """
         super().__init__(context, peer)
         self.process = Process(address.pid, address.cell_address, address.cell)
         self._address = address
+        #: Sent to the peer: requests are void once it is cleared.
         self._cell = Cell()
-        """Shown to the peer: requests are void once it is cleared."""
 
     def connect(self) -> FramedSocket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -95,7 +104,7 @@ class SHMTransport(SocketTransport[_SHMLink]):
         self._clients.open()
 
     def add_peer(self, name: str, address: bytes) -> None:
-        """One read of a few bytes of its memory tells whether the transport reaches it."""
+        """Add the peer if its memory can be read, which a read of a few bytes shows."""
         self.remove_peer(name)
         try:
             decoded = msgspec.msgpack.decode(address, type=HostAddress)
@@ -107,7 +116,7 @@ class SHMTransport(SocketTransport[_SHMLink]):
                 return
             link = _SHMLink(self._context, name, decoded)
         except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
-            logger.info("no same-host transport to %s: %s", name, error)
+            logger.info("transport shm cannot reach %s: %s", name, error)
             return
         self._thread.mailbox.submit(
             lambda: self._thread.watch(link.process.pidfd, lambda: link.give_up(f"{name} died"))

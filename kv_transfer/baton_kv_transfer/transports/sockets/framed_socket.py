@@ -1,7 +1,7 @@
-"""Frames over a stream socket, without waiting on either side: messages, and data that goes from memory to memory.
+"""Messages and data over a stream socket, without blocking. Data go from memory to memory.
 
-A transfer's data are frames of the kind DATA under the transfer's number, in turns with those of other transfers. Messages go
-before the next of them.
+The data of a transfer are frames of the kind DATA with the transfer's number. The frames of several
+transfers take turns. Messages go before the next frame of data.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from collections.abc import Iterator
 from baton_kv_transfer.transports.iovec import pack_run
 from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES, Rows
 
+#: Kind of the frames with data. All other kinds are messages.
 DATA = 0
-"""The kind of frames with rows; all others are messages."""
 MAX_PAYLOAD_BYTES = 64 * 2**20
+#: Bytes of the payload, kind, number of the transfer.
 _HEADER = struct.Struct("<IIQ")
-"""Bytes of the payload, kind, number of the operation."""
 _SEND_BYTES = 2**18
+#: Data moved in one call, in about a millisecond. Then other sockets have their turn.
 _TURN_BYTES = 4 * 2**20
-"""Data moved in one call, about a millisecond; then others have their turn."""
+#: Read at once where messages may arrive. Most calls get everything.
 _BUFFER_BYTES = 4096
-"""Read at once where messages may come: most calls get all that is there."""
 _ZEROS = c.create_string_buffer(FRAME_BYTES)
+#: Number in place of a transfer whose frame is completed with zeros.
 _STOPPED = -1
-"""In place of the number of a transfer whose frame ends in zeros."""
 
 
 class FramedSocket:
-    """One end. `receive` may run beside the other methods, which are for one thread at a time.
+    """One end of a connection.
 
-    Methods raise ConnectionError or OSError once the connection is gone.
+    `receive` may run beside the other methods, which are for one thread at a time. All methods
+    raise ConnectionError or OSError once the connection is gone.
     """
 
     def __init__(
@@ -45,31 +46,30 @@ class FramedSocket:
         takes_data: bool = False,
         moved: Counter[str] | None = None,
     ) -> None:
-        """
+        """Take over a connected or connecting socket.
+
         Args:
-            takes_data: the other side may send data; what nobody expects is thrown away.
+            end: the socket.
+            max_payload_bytes: limit for messages of the other side.
+            takes_data: the other side may send data. Data without an expected transfer are
+                discarded.
             moved: data bytes sent and received are added to its "sockets".
         """
         end.setblocking(False)
         self._end = end
+        #: Longer messages of the other side are an error.
         self.max_payload_bytes = max_payload_bytes
-        """Longer messages of the other side are an error of its."""
         self.takes_data = takes_data
         self._moved: Counter[str] = Counter() if moved is None else moved
         self._messages = bytearray()  # to send before the next frame of data
-        self._head = (
-            bytearray()
-        )  # being sent: messages, and the header of the frame of data that follows
+        self._head = bytearray()  # being sent: messages, and the header of the next data
         self._sending: tuple[int, Rows] | None = None
         self._waiting: dict[int, Rows] = {}
         self._expected: dict[int, Rows] = {}
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._base = c.addressof(c.c_char.from_buffer(self._buffer))
-        self._read, self._filled = (
-            0,
-            0,
-        )  # what lies between them in the buffer was not looked at yet
+        self._read, self._filled = 0, 0  # between them the buffer has unread bytes
         self._frame: tuple[int, int] | None = None  # kind and number of the frame arriving
         self._payload = bytearray()
         self._missing = 0  # bytes of the payload, or of the frame's data
@@ -85,13 +85,16 @@ class FramedSocket:
 
     @property
     def transfers(self) -> dict[int, Rows]:
-        """Those whose data are under way, by number."""
+        """The transfers with data under way, by number."""
         sending = dict([self._sending] if self._sending else [])
         sending.pop(_STOPPED, None)
         return {**self._expected, **self._waiting, **sending}
 
     def is_sending_last_frame(self, number: int) -> bool:
-        """Whether the last frame of a transfer's data is being sent: once it ends, the other side has all it expects."""
+        """Return whether the last frame of a transfer's data is being sent.
+
+        When it ends, the other side has all data that it expects.
+        """
         return (
             self._sending is not None
             and self._sending[0] == number
@@ -99,7 +102,7 @@ class FramedSocket:
         )
 
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
-        """A message, and data under the same number."""
+        """Send a message, followed by data with the same number."""
         message = _HEADER.pack(len(payload), kind, number) + payload
         if rows is None and not self.has_outgoing and len(message) <= _SEND_BYTES:
             sent = 0
@@ -117,13 +120,17 @@ class FramedSocket:
         self.flush()
 
     def expect(self, number: int, rows: Rows) -> None:
-        """Data of this number go to these rows; when all are there, `receive` returns a frame of the kind DATA."""
+        """Store data with this number in these rows.
+
+        When all arrived, `receive` yields a DATA frame.
+        """
         self._expected[number] = rows
 
     def stop(self, number: int) -> bool:
-        """Rows of this transfer are not touched any more; false if none were under way. By the thread that receives.
+        """Stop the use of a transfer's rows; return False if none were under way.
 
-        A frame of it that is being sent ends in zeros, for it was announced: if `is_sending_last_frame`, hang up instead.
+        Called by the thread that receives. A started frame is completed with zeros, because its
+        length was announced. If `is_sending_last_frame`, close the connection instead.
         """
         rows = self._expected.pop(number, None)
         if rows is not None and rows is self._target:
@@ -150,19 +157,18 @@ class FramedSocket:
             pass
 
     def receive(self) -> Iterator[tuple[int, int, bytes]]:
-        """(kind, number, payload) of messages that are there; the kind DATA: all of a transfer's rows are.
+        """Yield (kind, number, payload) of messages that have arrived.
 
-        Where it ends before the socket is empty, that is readable still.
+        The kind DATA means that all rows of a transfer have arrived. If this returns before the
+        socket is empty, the socket stays readable.
 
         Raises:
-            ConnectionError: the other side closed, or sent what it must not.
+            ConnectionError: the other side closed the connection, or sent something invalid.
         """
         turn, more = 0, True
         while True:
             while (message := self._next_message()) is not None:
-                more = (
-                    more and message[0] != DATA
-                )  # who waits for it is told before the socket is read again
+                more = more and message[0] != DATA  # report it before reading the socket again
                 yield message
             if not more or turn >= _TURN_BYTES:
                 return
@@ -182,7 +188,7 @@ class FramedSocket:
     def _begin_frame(self) -> None:
         self._head, self._messages = self._messages, bytearray()
         if self._waiting:
-            number = next(iter(self._waiting))  # whoever waits longest
+            number = next(iter(self._waiting))  # the one that has waited longest
             rows = self._waiting.pop(number)
             self._head += _HEADER.pack(rows.begin_frame(), DATA, number)
             self._sending = (number, rows)
@@ -205,7 +211,10 @@ class FramedSocket:
     # -- in
 
     def _receive_some(self) -> tuple[int, bool]:
-        """Bytes that came, and whether there may be more. All that came before was looked at."""
+        """Return the received bytes, and whether there may be more.
+
+        Call when the buffer was consumed.
+        """
         if self._target is not None:
             received = self._target.receive(self.fileno())
             self._moved["sockets"] += received
@@ -224,7 +233,7 @@ class FramedSocket:
         return received, self._filled == _BUFFER_BYTES
 
     def _next_message(self) -> tuple[int, int, bytes] | None:
-        """The next one that is whole; None: all that was read is used up."""
+        """Return the next complete message; None if the buffer was consumed."""
         while self._frame is not None or self._filled - self._read >= _HEADER.size:
             if self._frame is None:
                 self._begin_incoming(*_HEADER.unpack_from(self._buffer, self._read))
@@ -264,7 +273,7 @@ class FramedSocket:
             self._payload = bytearray(nbytes)
             return
         if not self.takes_data or not 0 < nbytes <= FRAME_BYTES:
-            raise ConnectionError(f"{nbytes} bytes of data that nobody asked for")
+            raise ConnectionError(f"{nbytes} bytes of data that were not requested")
         target = self._expected.get(number)
         if target is not None:
             try:

@@ -1,4 +1,4 @@
-"""The asking side of transports over sockets: requests, data and notifications to a peer, and its answers, over one connection."""
+"""The client of one peer: requests, data and notifications, and the replies to them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from baton_kv_transfer.transports.sockets.rows import Rows
 from baton_kv_transfer.transports.transfer import Transfer, TransportError
 from baton_kv_transfer.transports.transport import TransportContext
 
+#: Kinds of messages. The number of a frame names the transfer that it requests, answers or carries.
 HELLO, READ, WRITE, NOTIF, ANSWER = range(DATA + 1, DATA + 6)
-"""Kinds of messages. A frame's number names the transfer that it asks for, answers, or has bytes of."""
 
 logger = logging.getLogger(__name__)
 
 
 class PeerLink(abc.ABC):
-    """`post` and `withdraw` are for any thread, the rest is for the transport's. The first post connects, and the first after a loss."""
+    """A connection to one peer. The first post connects, and so does the first one after a loss.
+
+    Any thread may call `post` and `withdraw`. The transports' thread calls the other methods.
+    """
 
     def __init__(self, context: TransportContext, peer: str) -> None:
         self._context = context
         self._thread = context.thread
         self.peer = peer
+        #: Why the link was given up.
         self.error = ""
-        """Why it was given up."""
         self._lock = threading.RLock()
         self._socket: FramedSocket | None = None
         self._transfers: dict[int, Transfer] = {}
@@ -36,13 +39,17 @@ class PeerLink(abc.ABC):
 
     @abc.abstractmethod
     def connect(self) -> FramedSocket:
-        """Begins a connection, and sends HELLO. Raises OSError."""
+        """Start a connection and send HELLO.
+
+        Raises:
+            OSError: it cannot be started.
+        """
 
     def withdraw(self) -> None:  # noqa: B027
-        """Before it is given up by the thread."""
+        """Prepare for `give_up`, at once and in any thread."""
 
     def on_lost(self, reason: str) -> None:  # noqa: B027
-        """After a connection ended."""
+        """Handle the end of a connection."""
 
     def post(
         self,
@@ -53,10 +60,12 @@ class PeerLink(abc.ABC):
         outgoing: Rows | None = None,
         incoming: Rows | None = None,
     ) -> None:
-        """Sends at once what the connection takes, the rest follows.
+        """Send what the connection takes at once. The rest follows.
 
         Args:
-            transfer: ends once it is answered, or `incoming` is filled.
+            kind: of the message.
+            payload: of the message.
+            transfer: ends when it is answered, or when `incoming` is filled.
             outgoing: rows whose bytes follow the message.
             incoming: rows to fill with what the peer sends.
         """
@@ -68,7 +77,7 @@ class PeerLink(abc.ABC):
             logger.warning("notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
-        """Ends all that is under way; later posts end at once."""
+        """End all that is under way. Later posts end at once."""
         with self._lock:
             self.error = self.error or reason
             connection = self._socket
@@ -84,7 +93,10 @@ class PeerLink(abc.ABC):
         incoming: Rows | None,
     ) -> str:
         if len(payload) > MAX_PAYLOAD_BYTES:
-            return f"{len(payload)} bytes are more than a frame's {MAX_PAYLOAD_BYTES}: make several smaller transfers"
+            return (
+                f"{len(payload)} bytes are more than a frame's {MAX_PAYLOAD_BYTES}: "
+                "make several smaller transfers"
+            )
         with self._lock:
             if self.error:
                 return self.error
@@ -102,7 +114,7 @@ class PeerLink(abc.ABC):
                 connection.send(kind, number, payload, outgoing)
             except OSError as failure:
                 reason = f"connection to {self.peer} lost: {failure}"
-                self._submit(lambda: self._lose(connection, reason))  # ends this one, too
+                self._submit(lambda: self._lose(connection, reason))  # also ends this transfer
                 return "" if transfer is not None else reason
             if connection.has_outgoing:
                 self._submit(lambda: self._watch_writable(connection))
@@ -114,10 +126,12 @@ class PeerLink(abc.ABC):
         return connection
 
     def _submit(self, command: Callable[[], None]) -> None:
-        with contextlib.suppress(TransportError):  # closed: the thread gives up all links last
+        with contextlib.suppress(
+            TransportError
+        ):  # closed: the thread gives up all links at its end
             self._thread.mailbox.submit(command)
 
-    # -- the transport's thread
+    # -- called by the transports' thread
 
     def _watch(self, connection: FramedSocket) -> None:
         if connection is self._socket:
@@ -145,8 +159,8 @@ class PeerLink(abc.ABC):
         with self._lock:
             stopped = connection.stop(number)
         if stopped and not error:
-            error = "it answered before all bytes were there"
-        if kind == DATA and transfer.notif:  # a write's goes with its request
+            error = "the peer answered before all bytes were moved"
+        if kind == DATA and transfer.notif:  # that of a write is in its request
             self.post(NOTIF, transfer.notif)
         transfer.end(error and f"{transfer.op} of {self.peer}'s memory: {error}")
         self._context.wakeup()
@@ -172,10 +186,10 @@ def encode_request(notif: bytes, iovec: bytes) -> bytes:
 
 
 def decode_request(request: bytes) -> tuple[bytes, bytes]:
-    """(notification, iovec).
+    """Return (notification, iovec).
 
     Raises:
-        ValueError: not a request, without runs, or for more than one transfer may move.
+        ValueError: this is not a request, it has no runs, or it is too long for one transfer.
     """
     end = 4 + int.from_bytes(request[:4], "little")
     check(request[end:])

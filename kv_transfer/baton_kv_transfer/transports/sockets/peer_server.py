@@ -1,4 +1,4 @@
-"""The answering side of transports over sockets: peers that connected, and what they ask for."""
+"""The server for peers that connect: their authentication, and the dispatch of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Client:
-    """A peer that connected; its name is empty until its HELLO was accepted."""
+    """A peer that connected. Its name is empty until its HELLO was accepted."""
 
     def __init__(self, link: FramedSocket, where: str) -> None:
         self.link = link
@@ -33,10 +33,10 @@ _Client = TypeVar("_Client", bound=Client)
 
 
 class PeerServer(abc.ABC, Generic[_Client]):
-    """All methods but the constructor belong to the transport's thread."""
+    """The peers that connected. The transports' thread calls all methods but the constructor."""
 
+    #: What a peer needs to connect, packed.
     address: bytes
-    """What a peer needs to connect, packed."""
 
     def __init__(self, context: TransportContext) -> None:
         self._context = context
@@ -45,18 +45,28 @@ class PeerServer(abc.ABC, Generic[_Client]):
 
     @abc.abstractmethod
     def forget_region(self, region: Region) -> None:
-        """See Transport."""
+        """Stop the use of a deregistered region. See Transport."""
 
     @abc.abstractmethod
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
-        """The name of a client, from its first message. Raises ConnectionError or CopyError: it proves nothing."""
+        """Return the name of a client from its first message.
+
+        Raises:
+            ConnectionError: the message has no proof.
+            CopyError: the client's memory cannot be read.
+        """
 
     @abc.abstractmethod
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
-        """A later message. Raises ConnectionError or ValueError: it makes no sense."""
+        """Handle a later message.
+
+        Raises:
+            ConnectionError: the message is invalid.
+            ValueError: the message is invalid.
+        """
 
     def close(self) -> None:
-        """Cuts all of them off."""
+        """Disconnect all clients."""
         for client in list(self._clients):
             self._drop(client, "this agent cut all its peers off")
 

@@ -1,6 +1,7 @@
-"""Rows of memory on their way through a socket: readv and writev straight into and out of them, continued wherever they stopped.
+"""Rows of memory that travel through a socket, by readv and writev directly from and into the rows.
 
-Both sides of a transfer have rows of the same lengths in the same order, so they cut them into the same frames.
+A call may stop anywhere in a row; the next one continues there. Both sides of a transfer have rows
+of the same lengths in the same order, so both cut them into the same frames.
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ from typing import Any
 
 from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split, total_bytes
 
+#: Largest frame: some tenths of a millisecond, then other transfers have their turn.
 FRAME_BYTES = 2**20
-"""Greatest frame: some tenths of a millisecond, then others have their turn."""
 _MAX_ROWS = 1024  # IOV_MAX
 
 
 class Rows:
-    """Bytes of rows in memory, moved in frames of whole rows; rows longer than a frame count as several."""
+    """Rows of memory, moved in frames of whole rows. Rows longer than a frame count as several."""
 
     def __init__(self, iovec: bytes) -> None:
-        """
+        """Start at the first row.
+
         Args:
-            iovec: at least one run, none empty, iovec.MAX_TRANSFER_BYTES altogether at most.
+            iovec: at least one run, none empty, together not more than iovec.MAX_TRANSFER_BYTES.
         """
         self.iovec = iovec
         self._nbytes = total_bytes(iovec)
         self._rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
+        #: The rows behind one free entry. Of a row that is partly moved, and of those that `put`
+        #: stored, it has the rest. The header to send before a row replaces the entry before that
+        #: row.
         self._left = bytearray(RUN_BYTES) + self._rows
-        """The rows; of one that a call stopped within, and of those that `put` stored, what is left. What goes before the next one
-        takes the place of the one before."""
         self._numbers = memoryview(self._left).cast("q")
         self._base = c.addressof(c.c_char.from_buffer(self._left))
         self._count = len(self._rows) // RUN_BYTES
@@ -43,7 +46,7 @@ class Rows:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """Bytes up to and with each row."""
+        """Bytes up to the end of each row."""
         return ends_of(self._rows)
 
     @property
@@ -52,16 +55,16 @@ class Rows:
 
     @property
     def in_last_frame(self) -> bool:
-        """It has begun."""
+        """The last frame has begun."""
         return self._frame_end == self._count
 
     @property
     def frame_missing(self) -> int:
-        """Bytes of the frame begun."""
+        """Bytes left in the current frame."""
         return self._frame_bytes_end - self._moved
 
     def begin_frame(self) -> int:
-        """As many rows as a frame takes; their bytes."""
+        """Begin the next frame with as many rows as fit; return its bytes."""
         if self._nbytes - self._moved <= FRAME_BYTES:
             self._frame_end, self._frame_bytes_end = self._count, self._nbytes
         else:
@@ -70,7 +73,11 @@ class Rows:
         return self.frame_missing
 
     def take_frame(self, nbytes: int) -> None:
-        """Begins a frame that the other side chose. Raises ValueError: it is not of whole rows, or not of these."""
+        """Begin a frame that the other side chose.
+
+        Raises:
+            ValueError: it does not end at the end of a row.
+        """
         end = self._moved + nbytes
         if end == self._nbytes:
             self._frame_end = self._count
@@ -82,10 +89,10 @@ class Rows:
         self._frame_bytes_end = end
 
     def receive(self, fd: int) -> int:
-        """Moves what can be moved at once of the frame begun; bytes. 0: the other side closed.
+        """Receive what is there of the current frame; return the bytes. 0: the other side closed.
 
         Raises:
-            OSError: BlockingIOError if there is nothing to move.
+            OSError: BlockingIOError if nothing is there.
         """
         moved = self._call(
             _load("readv"), fd, self._next + 1, min(self._frame_end - self._next, _MAX_ROWS)
@@ -94,7 +101,14 @@ class Rows:
         return moved
 
     def send(self, fd: int, head: bytearray) -> tuple[int, int]:
-        """As `receive`, with what goes before the rows: bytes of the head, and of the rows."""
+        """Send `head` and then rows of the current frame.
+
+        Returns:
+            The bytes sent of the head and of the rows.
+
+        Raises:
+            OSError: as `receive`.
+        """
         count = min(self._frame_end - self._next, _MAX_ROWS - 1)
         if not head:
             moved = self._call(_load("writev"), fd, self._next + 1, count)
@@ -111,7 +125,12 @@ class Rows:
         return of_head, moved - of_head
 
     def put(self, source: int, nbytes: int) -> None:
-        """Stores bytes of the frame begun, `frame_missing` at most, that were received elsewhere, at address `source`."""
+        """Store bytes of the current frame that were received elsewhere, at the address `source`.
+
+        Args:
+            source: address of the bytes.
+            nbytes: not more than `frame_missing`.
+        """
         self._moved += nbytes
         while nbytes:
             address, length = 2 * self._next + 2, 2 * self._next + 3
@@ -144,7 +163,10 @@ class Rows:
 
 @functools.cache
 def _load(name: str) -> Any:
-    """readv or writev of the C library, called without the GIL. `Any`: ctypes functions have no useful type."""
+    """Return readv or writev of the C library, called without the GIL.
+
+    `Any`: ctypes functions have no useful type.
+    """
     function = c.CDLL(None, use_errno=True)[name]
     function.restype = c.c_ssize_t
     function.argtypes = [c.c_int, c.c_void_p, c.c_int]

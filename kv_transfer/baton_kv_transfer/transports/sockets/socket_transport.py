@@ -1,4 +1,4 @@
-"""A transport over sockets: a link to each peer, and a server for the peers that connect."""
+"""The base of the transports over sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Link = TypeVar("_Link", bound=PeerLink)
 
 
 class SocketTransport(Transport, Generic[_Link]):
-    """A transport over sockets: a PeerLink to each peer, and the peers that connected."""
+    """A link to each peer, and a server for the peers that connect."""
 
     _clients: PeerServer[Any]
 
@@ -33,7 +33,7 @@ class SocketTransport(Transport, Generic[_Link]):
         link = self._links.get(name)
         if link is not None:
             link.withdraw()
-            with contextlib.suppress(TransportError):  # closed: all are given up
+            with contextlib.suppress(TransportError):  # closed: all links are given up
                 self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
                 del self._links[name]
 

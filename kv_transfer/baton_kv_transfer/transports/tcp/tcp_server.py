@@ -1,4 +1,4 @@
-"""PeerRegistry that connected over TCP to read or write memory here: what they ask is checked and served by the transport's thread."""
+"""The peers that connect over TCP to read or write memory here. Their requests are checked here."""
 
 from __future__ import annotations
 
@@ -27,29 +27,27 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """First frame of a connection."""
+    """First message of a connection."""
 
+    #: The peer's secret, as proof of its metadata.
     secret: bytes
-    """The peer's, as proof of its metadata."""
     name: str
 
 
 HELLO_TIMEOUT_S = 5.0
+#: Limit of connections without HELLO. With more, the oldest is closed.
 MAX_UNAUTHENTICATED = 128
-"""Connections that have not said hello; with more, the oldest of them is closed."""
+#: A peer that the network does not reach for this time is lost.
 SILENT_S = 10
-"""A peer that the network does not reach for so long is lost."""
 _PROBE_S = 2
 _RETRY_S = 1.0
 _SECRET_BYTES = 16
 
 
 def set_options(end: socket.socket) -> None:
-    """Of both ends of a connection."""
+    """Set the options of either end of a connection."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1
-    )  # no connection after 3 s: there is none
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # gives up after 3 s
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
@@ -60,16 +58,16 @@ def set_options(end: socket.socket) -> None:
 class _Client(Client):
     def __init__(self, link: FramedSocket, where: str) -> None:
         super().__init__(link, where)
+        #: Notifications of writes under way, by number.
         self.notifs: dict[int, bytes] = {}
-        """Of writes under way, by number."""
 
 
 class TCPServer(PeerServer[_Client]):
     def __init__(self, context: TransportContext) -> None:
-        """Listens.
+        """Listen at a free port.
 
         Raises:
-            OSError: `context.host` is no address of this machine.
+            OSError: `context.host` is not an address of this machine.
         """
         super().__init__(context)
         host = context.host
@@ -93,9 +91,8 @@ class TCPServer(PeerServer[_Client]):
             for number, rows in client.link.transfers.items():
                 if not count_outside(rows.iovec, self._context.regions):
                     continue
-                if client.link.is_sending_last_frame(
-                    number
-                ):  # it would take what ends the frame for the memory
+                if client.link.is_sending_last_frame(number):
+                    # The client would take the zeros that complete the frame for the memory.
                     self._drop(client, "memory that it was reading was deregistered")
                     break
                 client.link.stop(number)
@@ -103,7 +100,7 @@ class TCPServer(PeerServer[_Client]):
                 self._answer(client, number, "the memory was deregistered")
 
     def cut_off(self) -> None:
-        """Those that are connected, and those that know the address of before."""
+        """Disconnect all clients and draw a new secret, so that earlier metadata is useless."""
         super().close()
         self._draw_secret()
 
@@ -123,14 +120,14 @@ class TCPServer(PeerServer[_Client]):
     def _accept(self) -> None:
         try:
             end, where = self._server.accept()
-        except OSError as error:  # gone again, or no more files can be opened
+        except OSError as error:  # the client is gone, or no file can be opened
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._thread.unwatch(self._server.fileno())
                 self._thread.call_later(_RETRY_S, self._listen)
             return
-        strangers = [client for client in self._clients if not client.name]
-        if len(strangers) >= MAX_UNAUTHENTICATED:
-            self._drop(strangers[0], "too many do not say hello")
+        unauthenticated = [client for client in self._clients if not client.name]
+        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+            self._drop(unauthenticated[0], "too many clients have sent no HELLO")
         set_options(end)
         client = _Client(
             FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), f"{where[0]}:{where[1]}"
@@ -140,10 +137,10 @@ class TCPServer(PeerServer[_Client]):
 
     def _drop_unauthenticated(self, client: _Client) -> None:
         if not client.name:
-            self._drop(client, f"no hello within {HELLO_TIMEOUT_S:g} s")
+            self._drop(client, f"no HELLO within {HELLO_TIMEOUT_S:g} s")
 
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
-        if kind == DATA:  # all of a write's rows are there
+        if kind == DATA:  # all rows of a write have arrived
             if notif := client.notifs.pop(number):
                 self._context.deliver(client.name, notif)
             self._answer(client, number, "")
@@ -152,12 +149,12 @@ class TCPServer(PeerServer[_Client]):
         elif kind in (READ, WRITE) and number not in client.link.transfers:
             self._begin(client, kind, number, payload)
         else:
-            raise ConnectionError(f"message {number} of kind {kind} makes no sense")
+            raise ConnectionError(f"message {number} of kind {kind} is invalid here")
 
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
         hello = msgspec.msgpack.decode(payload, type=Hello) if kind == HELLO else Hello(b"", "")
         if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
-            raise ConnectionError("it does not know this agent's metadata")
+            raise ConnectionError("it does not have this agent's metadata")
         client.link.takes_data = True
         return hello.name
 

@@ -1,11 +1,13 @@
-"""The transport over TCP: rows of memory as streams, read from and stored into registered memory by its owner only.
+"""Transfers over TCP. Only the owner of registered memory reads it or writes to it.
 
-    READ    a request to the owner, which checks every row against what it registered and sends their bytes
-    WRITE   a request to the owner and the bytes; it checks the rows, stores, delivers the notification and answers
+    READ    a request to the owner, which checks every row against its registered memory and sends
+            the bytes
+    WRITE   a request to the owner, and the bytes. The owner checks the rows, stores the bytes,
+            delivers the notification and answers.
 
-The side that asks connects, and everything about its requests goes over that connection (`lane_link`, `clients`). It sends the
-secret that comes with the peer's metadata. Bytes go straight from and into the rows (`rows`), in frames that take turns
-(`framed_socket`); what arrives for no transfer under way is thrown away.
+The side that requests connects, and its requests use that connection (`peer_link`, `tcp_server`).
+It sends the secret in the peer's metadata first. Bytes go directly from and into the rows (`rows`),
+in frames that take turns (`framed_socket`). Data without a transfer under way are discarded.
 """
 
 from __future__ import annotations
@@ -59,16 +61,20 @@ class TCPTransport(SocketTransport[_TCPLink]):
     _clients: TCPServer
 
     def __init__(self, context: TransportContext) -> None:
-        """Raises OSError: `context.host` is no address of this machine."""
+        """Listen for peers.
+
+        Raises:
+            OSError: `context.host` is not an address of this machine.
+        """
         super().__init__(context)
         self._clients = TCPServer(context)
 
     def add_peer(self, name: str, address: bytes) -> None:
         self.remove_peer(name)
         where = msgspec.msgpack.decode(address, type=Address)
-        ipaddress.ip_address(where.host)  # a name would have to be looked up, which takes its time
+        ipaddress.ip_address(where.host)  # not a name: looking it up takes time
         if not 0 < where.port < 2**16:
-            raise ValueError(f"agent {name} says that it listens at port {where.port}")
+            raise ValueError(f"agent {name} names the invalid port {where.port}")
         self._links[name] = _TCPLink(self._context, name, where)
 
     def begin(self, transfer: Transfer) -> bool:

@@ -1,4 +1,4 @@
-"""The UCX that this process loaded: its version, its files, and the transports that it was built with."""
+"""The UCX that this process loaded: its version, its files and its transports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from baton_kv_transfer.transports.ucx import library
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
+#: UCX's component for RDMA over verbs: InfiniBand and RoCE.
 VERBS = "ib"
-"""UCX's component for RDMA over verbs: InfiniBand and RoCE."""
 _COMPONENT_ATTR_NAME = 1 << 0
 
 
@@ -20,8 +20,8 @@ class _ComponentAttr(c.Structure):
 def find_components() -> list[str]:
     """Return the names of UCX's components, such as `tcp`, `ib` and `cuda_cpy`.
 
-    A component is there if its module was loaded; it may have no device here. The module of `ib` needs libibverbs, those of CUDA
-    a driver.
+    A component is listed if its module was loaded; it may have no device here. The module of `ib`
+    needs libibverbs, those of CUDA need a driver.
 
     Raises:
         UCXError: UCX is missing.
@@ -44,7 +44,10 @@ def find_components() -> list[str]:
 
 
 def find_libraries() -> list[str]:
-    """Return the files of libucp that this process has mapped. More than one: another UCX is in use beside ucxx's."""
+    """Return the files of libucp that this process has mapped.
+
+    With more than one, another UCX is in use beside ucxx's.
+    """
     paths = {
         line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
     }
@@ -52,25 +55,32 @@ def find_libraries() -> list[str]:
 
 
 def describe() -> str:
-    """`UCX 1.21.0 (/usr/lib/libucp.so.0) with tcp, ib`. Raises UCXError: UCX is missing."""
+    """Return a text such as `UCX 1.21.0 (/usr/lib/libucp.so.0) with tcp, ib`.
+
+    Raises:
+        UCXError: UCX is missing.
+    """
     version = library.load().ucp_get_version_string().decode()
     return f"UCX {version} ({', '.join(find_libraries())}) with {', '.join(find_components())}"
 
 
 def require_rdma() -> None:
-    """
+    """Check that UCX can use RDMA in this process.
+
     Raises:
-        ValueError: UCX cannot use RDMA in this process.
+        ValueError: it cannot.
         UCXError: UCX is missing.
     """
     if VERBS not in find_components():
         raise ValueError(
-            f"kv_transfer.rdma needs a UCX with verbs, and {describe()} has none (the wheel libucx-cu12 is built without): "
-            "use the CUDA image, or install a system UCX with verbs, 1.17 or newer, and libibverbs, and set "
+            f"kv_transfer.rdma needs a UCX with verbs, and {describe()} has none "
+            "(the wheel libucx-cu12 is built without): use the CUDA image, or install a system UCX "
+            "with verbs, 1.17 or newer, and libibverbs, and set "
             "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1; or leave out kv_transfer.rdma"
         )
     if not any(RDMA_DEVICES.glob("*")):
         raise ValueError(
-            f"kv_transfer.rdma needs an RDMA device, and {RDMA_DEVICES} is empty: give the pods the resource of your RDMA "
-            "device plugin in prefill.resources and decode.resources, or leave out kv_transfer.rdma"
+            f"kv_transfer.rdma needs an RDMA device, and {RDMA_DEVICES} is empty: give the pods "
+            "the resource of your RDMA device plugin in prefill.resources and "
+            "decode.resources, or leave out kv_transfer.rdma"
         )

@@ -1,4 +1,4 @@
-"""A connection: an endpoint of UCX, with the messages and requests that end with it."""
+"""A connection: an endpoint of UCX with the requests that end with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton_kv_transfer.transports.ucx.worker import Buffer, Request, UCXWorker
 
 
 class Outgoing:
-    """A transfer that this side began. `is_answered`: nothing of the peer is waited for but data."""
+    """A transfer that this side started. With `is_answered` it waits for nothing but data."""
 
     def __init__(self, transfer: Transfer, stream: Stream) -> None:
         self.transfer = transfer
@@ -25,7 +25,7 @@ class Outgoing:
 
 
 class Connection:
-    """An endpoint of UCX with what depends on it."""
+    """An endpoint of UCX and what depends on it."""
 
     def __init__(
         self,
@@ -34,13 +34,16 @@ class Connection:
         on_close: Callable[[int], None],
         moved: Counter[str],
     ) -> None:
-        """
+        """Connect to a worker of UCX.
+
         Args:
-            on_close: called with `session` when UCX says that the connection failed.
-            moved: bytes by lanes, to add to.
+            worker: the local worker.
+            address: of the remote worker.
+            on_close: called with `session` when UCX reports that the connection failed.
+            moved: bytes by lane, to add to.
 
         Raises:
-            UCXError: the address is none that UCX reaches from here.
+            UCXError: UCX cannot reach the address from here.
         """
         self.address = address
         self.session = secrets.randbits(64)
@@ -65,11 +68,11 @@ class Connection:
         return bool(self.outgoing or self.incoming or self._num_held)
 
     def fail(self, reason: str) -> None:
-        """Marks the connection to be cut."""
+        """Mark the connection to be cut."""
         self.error = self.error or reason
 
     def cut(self) -> None:
-        """Nothing arrives over it any more; streams end as UCX gives their memory back."""
+        """Close the endpoint by force. Streams end when UCX has given back their memory."""
         self._outbox.clear()
         self._is_cut = True
         self._num_held += 1
@@ -78,11 +81,11 @@ class Connection:
             stream.stop(self.error)
 
     def drop(self) -> None:
-        """The endpoint's last reference, before its worker is destroyed."""
+        """Drop the last reference to the endpoint, before its worker is destroyed."""
         self._endpoint = None
 
     def send_message(self, message: Message) -> None:
-        """Sends after what was told before; UCX alone would let a short message overtake a long one."""
+        """Send after earlier messages. With UCX alone a short message could overtake a long one."""
         self._outbox.append(messages.encode(message))
         if self._sending is None and not self.error:
             self._send_next()

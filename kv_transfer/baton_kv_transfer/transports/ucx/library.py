@@ -1,7 +1,9 @@
-"""ctypes declarations of the libucp calls that ucxx's Python lacks. Struct layouts are those of UCX's public headers (1.17 on).
+"""ctypes declarations of the libucp calls that ucxx's Python lacks.
 
-ucxx can neither send lists of buffers, nor cancel one request, nor force-close a failed endpoint, nor name an endpoint's transports.
-Its `cuda_support` tests the wrong bit (ucxx 0.52) and is always true. The calls here take the handles of ucxx's objects.
+The struct layouts are those of UCX's public headers, 1.17 or newer. ucxx cannot send lists of
+buffers, cancel one request, close a failed endpoint by force, or name the lanes of an endpoint. Its
+`cuda_support` tests the wrong bit (ucxx 0.52) and is always true. The calls here take the handles
+of ucxx's objects.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ EP_ATTR_TRANSPORTS = 1 << 3
 CONTEXT_ATTR_MEMORY_TYPES = 1 << 2
 MEMORY_TYPE_CUDA = 1
 
+#: (request, status, user data).
 SendCallback = c.CFUNCTYPE(None, c.c_void_p, c.c_int8, c.c_void_p)
-"""(request, status, user data)"""
 
 
 class TagInfo(c.Structure):
     _fields_ = [("tag", c.c_uint64), ("length", c.c_size_t)]
 
 
+#: (request, status, information about the message, user data).
 ReceiveCallback = c.CFUNCTYPE(None, c.c_void_p, c.c_int8, c.POINTER(TagInfo), c.c_void_p)
-"""(request, status, what arrived, user data)"""
 
 
 class RequestParam(c.Structure):
@@ -83,7 +85,8 @@ class ContextAttr(c.Structure):
 
 _P = c.c_void_p
 _PARAM = c.POINTER(RequestParam)
-# function -> (result, arguments); status codes are 8-bit enums, "_nbx" functions return a request, null or a status as pointer
+# function -> (result, arguments). Status codes are 8-bit enums. "_nbx" functions return a request,
+# null, or a status as a pointer.
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ucp_context_query": (c.c_int8, [_P, c.POINTER(ContextAttr)]),
     "ucp_ep_close_nbx": (_P, [_P, _PARAM]),
@@ -99,12 +102,14 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class UCXError(RuntimeError):
-    """A call into UCX failed, or UCX is missing."""
+    """A call of UCX failed, or UCX is missing."""
 
 
 @functools.cache
 def load() -> Any:
-    """libucp as ucxx loaded it, with argument types set. `Any`: a ctypes library has its functions as dynamic attributes.
+    """Return libucp as ucxx loaded it, with argument types set.
+
+    `Any`: the functions of a ctypes library are dynamic attributes.
 
     Raises:
         UCXError: ucxx is not installed.
@@ -122,13 +127,18 @@ def load() -> Any:
 
 @functools.cache
 def load_ucxx() -> Any:
-    """The module with ucxx's classes. `Any`: it is compiled, without types. Raises UCXError: not installed."""
+    """Return the module with ucxx's classes. `Any`: it is compiled, without types.
+
+    Raises:
+        UCXError: ucxx is not installed.
+    """
     before = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
     try:
         import ucxx._lib.libucxx
     except ImportError as error:
         raise UCXError(f"UCX is not installed ({error}): pip install ucxx-cu12") from error
-    finally:  # ucxx sets variables for all UCX users of the process, some without effect and warned of, some for GPUs only
+    finally:
+        # ucxx sets variables for all UCX users of the process. Some cause warnings of UCX.
         for key in [key for key in os.environ if key.startswith("UCX_") and key not in before]:
             del os.environ[key]
     return ucxx._lib.libucxx
@@ -139,7 +149,10 @@ def status_text(status: int) -> str:
 
 
 def pointer_status(pointer: int | None) -> int:
-    """Status of what an `_nbx` call returned: OK (done at once), INPROGRESS (a request) or an error code."""
+    """Return the status that an `_nbx` call returned.
+
+    OK: done at once. INPROGRESS: the pointer is a request. Other values are error codes.
+    """
     if not pointer:
         return OK
     return pointer - 2**64 if pointer >= _FIRST_ERROR_POINTER else INPROGRESS

@@ -4,18 +4,19 @@
     WRITE   writer: WRITE            owner: GO         (or REFUSED)
             writer: the data         owner: DONE
 
-The first message of a side over a new endpoint is HELLO. It proves that the sender has this agent's metadata, and announces a
-random session id, which every later message about the sender's requests carries in both directions.
+The first message of a side over a new endpoint is HELLO. It shows that the sender has this agent's
+metadata. It announces a random session id, which every later message about the sender's requests
+carries in both directions.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+#: Tag of all messages.
 CONTROL_TAG = 1
-"""Of all messages."""
+#: Set in the tags of data: DATA_BIT | transfer << PIECE_BITS | piece.
 DATA_BIT = 1 << 63
-"""Set in the tags of data: DATA_BIT | transfer << PIECE_BITS | piece."""
 PIECE_BITS = 19
 TRANSFER_BITS = 44
 MAX_MESSAGE_BYTES = 64 * 2**20

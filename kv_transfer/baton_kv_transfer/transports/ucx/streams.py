@@ -1,4 +1,7 @@
-"""The data of a transfer as tag messages: pieces of about a megabyte, cut alike on both sides, straight from and into the rows."""
+"""The data of a transfer as tag messages: pieces of about a megabyte, cut alike on both sides.
+
+UCX sends them directly from the rows and receives them into the rows.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from baton_kv_transfer.transports.ucx.worker import Buffer, Request
 
 PIECE_BYTES = 2**20
 _PIECE_ROWS = 1024
+#: Pieces of one transfer that are sent at a time, so that other transfers have their turn.
 WINDOW = 8
-"""Pieces of one transfer that are being sent at a time; others have their turn in between."""
 
 
 class Pieces:
-    """Rows of memory, cut at the same points wherever rows have the same lengths."""
+    """Rows of memory, cut at the same points if the rows have the same lengths."""
 
     def __init__(self, iovec: bytes) -> None:
         self.iovec = iovec
         self._rows = bytearray(split(iovec, PIECE_BYTES))
         ends = ends_of(self._rows)
         self._cuts = [0]
+        #: Bytes up to each cut. `_cuts` has the rows.
         self._bytes = [0]
-        """Rows, and bytes, up to each cut."""
         while self._cuts[-1] < len(ends):
             end = bisect_right(ends, self._bytes[-1] + PIECE_BYTES, self._cuts[-1])
             self._cuts.append(min(end, self._cuts[-1] + _PIECE_ROWS))
@@ -41,7 +44,7 @@ class Pieces:
 
 
 class MessageCarrier(Protocol):
-    """A connection as a stream uses it."""
+    """What a stream needs of its connection."""
 
     def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request: ...
 
@@ -53,7 +56,7 @@ class MessageCarrier(Protocol):
 
 
 class Stream:
-    """One side's part of a transfer's data."""
+    """One side's part of the data of a transfer."""
 
     def __init__(
         self,
@@ -62,19 +65,22 @@ class Stream:
         iovec: bytes,
         on_end: Callable[[Stream], None],
     ) -> None:
-        """
+        """Cut the rows into pieces.
+
         Args:
+            connection: carries the messages.
             transfer: number in the tags.
-            on_end: called once UCX has given back the memory of all pieces, and none follows.
+            iovec: the rows.
+            on_end: called when UCX has given back the memory of all pieces and none follows.
 
         Raises:
-            ValueError: too much for one transfer.
+            ValueError: one transfer cannot have this many pieces.
         """
         self.transfer = transfer
         self.pieces = Pieces(iovec)
         if len(self.pieces) >= 1 << messages.PIECE_BITS:
             raise ValueError(
-                f"{len(self.pieces)} pieces are too many for one transfer: make several smaller ones"
+                f"{len(self.pieces)} pieces are too many for one transfer: make smaller ones"
             )
         self.error = ""
         self.ended = False
@@ -84,7 +90,10 @@ class Stream:
         self._held: dict[int, Request] = {}
 
     def receive(self) -> None:
-        """All pieces are expected before the other side is asked for the first: so UCX never has to keep one."""
+        """Post receives for all pieces, before the other side is asked to send.
+
+        So UCX keeps no data.
+        """
         while self._next < len(self.pieces):
             self._post(self._connection.receive)
 
@@ -93,7 +102,10 @@ class Stream:
             self._post(self._connection.send)
 
     def stop(self, error: str) -> None:
-        """Nothing more is posted, and what no message has reached yet is taken back. Ends later if UCX holds more."""
+        """Post nothing more and cancel receives without a message.
+
+        The stream ends later if UCX still holds requests.
+        """
         if self.ended:
             return
         self.error = self.error or error

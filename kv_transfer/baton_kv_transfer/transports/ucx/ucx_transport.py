@@ -1,7 +1,8 @@
-"""The transport over UCX. Memory is only touched by its owner's process, after it checked every row against what it registered.
+"""Transfers over UCX. Only the process of a memory's owner touches it, after checking every row.
 
-Each request that UCX holds belongs to a connection. A connection that fails, falls silent or is given up is cut: UCX closes its
-endpoint by force, and a transfer ends when UCX has given back all its memory. If UCX does not, the worker itself is replaced.
+Each request that UCX holds belongs to a connection. A connection that fails, falls silent or is
+removed is cut: UCX closes its endpoint by force, and a transfer ends when UCX has given back all
+its memory. If UCX does not, the worker itself is replaced.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext
 
 logger = logging.getLogger(__name__)
 
+#: A peer with transfers under way is given up when nothing arrives for this many seconds.
 SILENT_TICKS = 10
-"""A peer with transfers under way is given up when nothing arrives of it for so many seconds."""
+#: How long UCX may take to give back the memory of a cut connection. Then its worker is replaced.
 RETURN_TIMEOUT_S = 0.5
-"""How long UCX may take to give back the memory of a cut connection before its worker is replaced."""
+#: How long a fence waits for a network on which a new worker can be made.
 NETWORK_TIMEOUT_S = 20.0
-"""How long a fence waits for a network to make a new worker on."""
 RETRY_S = 0.5
 _TICK_S = 1.0
 _ROUNDS = 4
@@ -58,10 +59,10 @@ class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
 
 class UCXTransport(Transport):
     def __init__(self, context: TransportContext) -> None:
-        """See Transport.
+        """Start UCX and make a worker.
 
         Raises:
-            OSError: `context.host` is no address of this machine.
+            OSError: `context.host` is not an address of this machine.
             UCXError: UCX is missing or does not start.
         """
         super().__init__(context)
@@ -81,7 +82,7 @@ class UCXTransport(Transport):
         self._thread.progress_also(self._progress)
         self._thread.call_later(_TICK_S, self._tick)
 
-    # -- for any thread
+    # -- called by any thread
 
     def add_peer(self, name: str, address: bytes) -> None:
         self.remove_peer(name)
@@ -90,7 +91,7 @@ class UCXTransport(Transport):
     def remove_peer(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is not None:
-            with contextlib.suppress(TransportError):  # closed: all are disconnected
+            with contextlib.suppress(TransportError):  # closed: all peers are disconnected
                 self._thread.mailbox.submit(
                     lambda: self._disconnect(peer, f"agent {name} was removed")
                 )
@@ -115,7 +116,8 @@ class UCXTransport(Transport):
             remote, notif = pack(transfer.remote), transfer.notif
             if len(remote) + len(notif) > messages.MAX_MESSAGE_BYTES - 4096:
                 raise ValueError(
-                    f"{len(transfer.remote)} descriptors are too many for one transfer: make smaller ones"
+                    f"{len(transfer.remote)} descriptors are too many for one transfer: "
+                    "make smaller ones"
                 )
             number = secrets.randbits(messages.TRANSFER_BITS)
             stream = Stream(
@@ -143,7 +145,7 @@ class UCXTransport(Transport):
             logger.warning("notification to %s was lost: %s", name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
-        """Ends what this side began with a peer."""
+        """End what this side started with a peer."""
         connection = self._by_address.get(peer.worker)
         if connection is not None and (connection.outgoing or connection.peer_session is None):
             connection.fail(reason)
@@ -160,10 +162,12 @@ class UCXTransport(Transport):
             self._replace_worker("UCX did not give back deregistered memory")
 
     def fence(self) -> None:
-        """Cuts all connections and replaces the worker: what peers know of this side leads nowhere any more.
+        """Cut all connections and replace the worker.
+
+        Earlier metadata of this side is useless then.
 
         Raises:
-            UCXError: no worker can be made, the network is down.
+            UCXError: no worker can be made, because the network is down.
         """
         self._replace_worker("this agent cut all its peers off")
 
@@ -174,7 +178,7 @@ class UCXTransport(Transport):
     # -- progress
 
     def _progress(self) -> bool:
-        """Does what there is to do at once; whether there is more."""
+        """Do what can be done at once; return whether there is more."""
         worker = self._worker
         if worker is None:
             return False
@@ -182,9 +186,8 @@ class UCXTransport(Transport):
             worker.progress()
             while arrived := worker.probe(0, DATA_BIT):
                 self._take(worker, *arrived)
-            worker.discard(
-                DATA_BIT, DATA_BIT
-            )  # data of a transfer that was given up, or of a stranger
+            # Data of a transfer that was given up, or of an untrusted client.
+            worker.discard(DATA_BIT, DATA_BIT)
             self._cut_failed()
             if worker.arm():
                 return False
@@ -204,14 +207,14 @@ class UCXTransport(Transport):
         try:
             message = messages.decode(content)
         except (msgspec.DecodeError, RecursionError) as error:
-            logger.info("a message of %d bytes is not understood: %s", len(content), error)
+            logger.info("ignoring a malformed message of %d bytes: %s", len(content), error)
             return
         if isinstance(message, Hello):
             self._handle_hello(message)
             return
         connection = self._by_session.get(message.session)
         if connection is None or connection.error:
-            return  # of a connection that was cut, or of a stranger
+            return  # of a cut connection, or of an untrusted client
         connection.silent_ticks = 0
         if message.session == connection.peer_session and isinstance(message, Read | Write):
             self._serve(connection, message)
@@ -222,7 +225,7 @@ class UCXTransport(Transport):
 
     def _handle_hello(self, hello: Hello) -> None:
         if not hmac.compare_digest(hello.secret, self._secret):
-            logger.info("a message of a stranger who says that it is %s was ignored", hello.name)
+            logger.info("ignoring HELLO of %s without this agent's secret", hello.name)
             return
         connection = self._by_address.get(hello.address)
         if connection is not None and connection.peer_session not in (None, hello.session):
@@ -279,7 +282,7 @@ class UCXTransport(Transport):
             outgoing.stream.stop(answer.reason)
 
     def _end_outgoing(self, connection: Connection, number: int) -> None:
-        """If UCX has given back the transfer's memory, and nothing of the peer is waited for."""
+        """End a transfer if UCX has given back its memory and no message of the peer is missing."""
         outgoing = connection.outgoing[number]
         stream, transfer = outgoing.stream, outgoing.transfer
         error = stream.error or connection.error
@@ -314,7 +317,7 @@ class UCXTransport(Transport):
         return connection
 
     def _cut_failed(self) -> bool:
-        """Cuts connections that failed; whether there were any."""
+        """Cut connections that failed; return whether there were any."""
         while self._closed:
             connection = self._by_session.get(self._closed.pop())
             if connection is not None:
@@ -328,7 +331,7 @@ class UCXTransport(Transport):
             self._cut.append(connection)
             connection.cut()
             for number in list(connection.outgoing):
-                self._end_outgoing(connection, number)  # those that were waiting for DONE only
+                self._end_outgoing(connection, number)  # those that waited for DONE only
         return bool(failed)
 
     def _cut_all(self, reason: str) -> None:
@@ -338,7 +341,7 @@ class UCXTransport(Transport):
         self._wait_for_memory()
 
     def _wait_for_memory(self) -> bool:
-        """Whether UCX gave back all memory of cut connections within RETURN_TIMEOUT_S."""
+        """Return whether UCX gave back all memory of cut connections within RETURN_TIMEOUT_S."""
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         while self._worker is not None and any(connection.is_busy for connection in self._cut):
             self._worker.progress()
@@ -347,15 +350,21 @@ class UCXTransport(Transport):
         return True
 
     def _tick(self) -> None:
-        """Ticks are counted, not seconds: a process that was stopped itself takes what arrived before it gives a peer up."""
+        """Give up silent peers.
+
+        This counts ticks, not seconds: a process that was stopped itself receives what arrived
+        before it gives a peer up.
+        """
         for connection in self._by_address.values():
             connection.silent_ticks += connection.is_busy
             if connection.silent_ticks >= SILENT_TICKS:
                 connection.fail(
-                    f"nothing arrived of {connection.peer_name} for {SILENT_TICKS * _TICK_S:g} s"
+                    f"nothing arrived from {connection.peer_name} for {SILENT_TICKS * _TICK_S:g} s"
                 )
         if not self._wait_for_memory():
-            logger.error("UCX did not give back memory of a cut connection: its worker is replaced")
+            logger.error(
+                "UCX did not give back the memory of a cut connection: replacing its worker"
+            )
             self._replace_worker("UCX's worker was replaced")
         self._cut = [connection for connection in self._cut if connection.is_busy]
         self._cut_failed()

@@ -1,4 +1,4 @@
-"""UCX's context and worker: endpoints, and tag messages that call back when UCX has given their memory back."""
+"""UCX's context and worker: endpoints, and tag messages with a callback at their end."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
 from baton_kv_transfer.transports.ucx import library
 from baton_kv_transfer.transports.ucx.library import UCXError
 
+#: UCX's settings, unless the environment has others.
 SETTINGS = {
-    "TLS": "^sm",  # UCX's shared memory ends a process whose peer dies
+    "TLS": "^sm",  # UCX's shared memory aborts a process whose peer dies
     "TCP_TX_SEG_SIZE": "256K",  # two to three times the throughput of the defaults (8K, 64K)
     "TCP_RX_SEG_SIZE": "512K",
-    "TCP_CONN_NB": "y",  # no wait in the progress of all other peers while one host does not answer
+    "TCP_CONN_NB": "y",  # one host that does not answer must not delay the other peers
     "TCP_SYN_CNT": "1",
     "KEEPALIVE_INTERVAL": "500ms",
-    # A message is one fragment, or its receiver fetches it: UCX never gives back a receive of which it has some fragments.
+    # A message is one fragment, or its receiver fetches it: UCX never gives back a receive of which
+    # it has some fragments only.
     "RNDV_THRESH": "64K",
     "ZCOPY_THRESH": "64K",
 }
-"""UCX's settings, where the environment has none."""
+#: How long a destroyed worker may take to end messages whose senders are gone.
 DRAIN_TIMEOUT_S = 0.2
-"""How long a worker that is destroyed may take to end the requests of others: of messages whose senders are gone."""
 
 
 class UCXContext:
-    """What all workers of a process share. UCX only uses transports whose peers may fail."""
+    """What all workers of a process share. UCX uses only transports whose peers may fail."""
 
     def __init__(self, host: str) -> None:
-        """
+        """Start UCX.
+
         Args:
-            host: address of this machine; TCP uses its device only.
+            host: address of this machine. TCP uses only its device.
 
         Raises:
             UCXError: UCX is missing or does not start.
@@ -55,7 +57,8 @@ class UCXContext:
             )
         except self._ucxx.UCXError as error:
             raise UCXError(
-                f"UCX does not start: {error} (is UCX_TLS or UCX_NET_DEVICES set to something this machine lacks?)"
+                f"UCX does not start: {error} (does UCX_TLS or UCX_NET_DEVICES name something that "
+                "this machine lacks?)"
             ) from error
 
     @property
@@ -67,7 +70,11 @@ class UCXContext:
         )
 
     def create_worker(self) -> UCXWorker:
-        """Raises UCXError: the network is down."""
+        """Return a new worker.
+
+        Raises:
+            UCXError: the network is down.
+        """
         try:
             return UCXWorker(self._ucxx, self._ucxx.UCXWorker(self._context))
         except self._ucxx.UCXError as error:
@@ -75,7 +82,7 @@ class UCXContext:
 
 
 def find_devices(host: str) -> str:
-    """UCX_NET_DEVICES for an address of this machine: its network device, and all RDMA devices."""
+    """Return UCX_NET_DEVICES for an address: its network device and all RDMA devices."""
     devices = [
         f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")
     ]
@@ -83,7 +90,11 @@ def find_devices(host: str) -> str:
 
 
 def _find_interface(host: str) -> str:
-    """Raises OSError: no device has this address."""
+    """Return the network device of an address.
+
+    Raises:
+        OSError: no device has this address.
+    """
     wanted = ipaddress.ip_address(host)
     if wanted.is_loopback:
         return "lo"
@@ -93,23 +104,29 @@ def _find_interface(host: str) -> str:
             if ip and ipaddress.ip_address(address.address.partition("%")[0]) == wanted:
                 return name
     raise OSError(
-        f"KV transfers cannot be served at {host}: no network device of this machine has that address"
+        f"KV transfers cannot be served at {host}: no network device of this machine has that "
+        "address"
     )
 
 
 class Buffer:
     """Memory of one tag message, as a list of runs.
 
-    Runs also where there is one only: UCX 1.21 ends the process when a rendezvous of contiguous memory is aborted while its
-    registration cache is off, as it is beside another UCX (NIXL's) in one process.
+    It is a list even with one run. UCX 1.21 ends the process when a rendezvous of contiguous memory
+    is aborted while its registration cache is off. The cache is off beside another UCX, such as
+    NIXL's, in one process.
     """
 
     __slots__ = ("_runs", "address", "count", "nbytes")
 
     def __init__(self, runs: bytearray, first: int, count: int, nbytes: int) -> None:
-        """
+        """Refer to some of the runs.
+
         Args:
-            runs: packed struct iovecs, of which `count` from the `first` one on, `nbytes` bytes in all, are meant.
+            runs: packed struct iovecs.
+            first: index of the first run of the message.
+            count: number of its runs.
+            nbytes: bytes of its runs.
         """
         self._runs = c.c_char.from_buffer(runs)
         self.address = c.addressof(self._runs) + RUN_BYTES * first
@@ -117,7 +134,7 @@ class Buffer:
 
     @classmethod
     def of(cls, address: int, nbytes: int) -> Buffer:
-        """Contiguous memory; no bytes: what arrives is discarded."""
+        """Return contiguous memory. Without bytes the message is discarded."""
         return cls(bytearray(pack_run(address, nbytes)), 0, 1 if nbytes else 0, nbytes)
 
 
@@ -127,14 +144,14 @@ class Request:
     __slots__ = ("_buffer", "nbytes", "on_end", "pointer")
 
     def __init__(self, buffer: Buffer | None, on_end: Callable[[str], None]) -> None:
-        self._buffer = buffer  # kept, UCX reads its list of runs
+        self._buffer = buffer  # kept: UCX reads its list of runs
         self.nbytes = buffer.nbytes if buffer else 0
         self.on_end = on_end
         self.pointer: int | None = None
 
 
 class UCXWorker:
-    """What peers connect to. All methods belong to one thread at a time."""
+    """The endpoint to which peers connect. All methods are for one thread at a time."""
 
     def __init__(self, ucxx: Any, worker: Any) -> None:
         self._ucxx = ucxx
@@ -164,10 +181,15 @@ class UCXWorker:
         )
 
     def connect(self, address: bytes, on_close: Callable[[int], None], number: int) -> Any:
-        """ucxx's endpoint of a remote worker; `on_close(number)` is called within `progress` when it failed.
+        """Return ucxx's endpoint of a remote worker.
+
+        Args:
+            address: of the remote worker.
+            on_close: called with `number` within `progress` when the endpoint failed.
+            number: for on_close.
 
         Raises:
-            UCXError: the address is none that UCX reaches from here.
+            UCXError: UCX cannot reach the address from here.
         """
         try:
             remote = self._ucxx.UCXAddress.create_from_buffer(address)
@@ -178,7 +200,7 @@ class UCXWorker:
         return endpoint
 
     def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
-        """Closes an endpoint at once: its requests end, and nothing of it arrives any more."""
+        """Close an endpoint at once: its requests end, and nothing arrives from it any more."""
         request, key = self._new_request(None, on_end)
         if endpoint.alive:
             endpoint.close_blocking()
@@ -196,7 +218,10 @@ class UCXWorker:
     def send(
         self, endpoint: Any, tag: int, buffer: Buffer, on_end: Callable[[str], None]
     ) -> Request:
-        """`on_end(error)` is called within a later `progress`, when UCX needs the memory no more."""
+        """Send a tag message.
+
+        A later `progress` calls `on_end(error)` when UCX has released the memory.
+        """
         request, key = self._new_request(buffer, on_end)
         self._send.user_data = key
         pointer = self._ucp.ucp_tag_send_nbx(
@@ -205,7 +230,7 @@ class UCXWorker:
         return self._begin(request, key, pointer, buffer.nbytes)
 
     def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
-        """As `send`. A message of another length is an error."""
+        """Receive a tag message, as `send`. A message of another length is an error."""
         request, key = self._new_request(buffer, on_end)
         self._receive.user_data = key
         pointer = self._ucp.ucp_tag_recv_nbx(
@@ -214,12 +239,12 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def probe(self, tag: int, mask: int) -> tuple[int, int] | None:
-        """(message, bytes) of an arrived message that no posted receive matches; it is the caller's to take."""
+        """Return (message, bytes) of an arrived message that no posted receive matches; take it."""
         message = self._ucp.ucp_tag_probe_nb(self._handle, tag, mask, 1, c.byref(self._info))
         return (message, self._info.length) if message else None
 
     def take(self, message: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
-        """Receives what `probe` returned."""
+        """Receive a message that `probe` returned."""
         request, key = self._new_request(buffer, on_end)
         self._receive.user_data = key
         pointer = self._ucp.ucp_tag_msg_recv_nbx(
@@ -228,17 +253,17 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def discard(self, tag: int, mask: int) -> None:
-        """Throws away what `probe` would return."""
+        """Discard what `probe` would return."""
         while arrived := self.probe(tag, mask):
             self.take(arrived[0], Buffer.of(0, 0), lambda error: None)
 
     def cancel(self, request: Request) -> None:
-        """Takes effect on receives that no message has matched; the others end with their endpoint."""
+        """Cancel a receive that no message has matched. Other requests end with their endpoint."""
         if request.pointer is not None:
             self._ucp.ucp_request_cancel(self._handle, request.pointer)
 
     def progress(self) -> None:
-        """Moves what can be moved, and calls back for requests that ended."""
+        """Move what can be moved, and call back for requests that ended."""
         self._worker.progress()
         while self._ended:
             key, status, nbytes = self._ended.popleft()
@@ -249,11 +274,14 @@ class UCXWorker:
             request.on_end(error)
 
     def arm(self) -> bool:
-        """Whether the event descriptor tells of the next event; False: `progress` has more to do."""
+        """Return whether the event descriptor reports the next event.
+
+        False: `progress` has more to do.
+        """
         return not self._ended and bool(self._worker.arm())
 
     def query_lanes(self, endpoint: Any) -> str:
-        """Transports and devices of an endpoint, such as `tcp/lo`."""
+        """Return the transports and devices of an endpoint, such as `tcp/lo`."""
         entries = (library.TransportEntry * 32)()
         attributes = library.EpAttr(
             field_mask=library.EP_ATTR_TRANSPORTS,
@@ -269,7 +297,10 @@ class UCXWorker:
         )
 
     def destroy(self) -> None:
-        """After its endpoints were dropped: UCX does not touch the memory of requests any more, and all of them end."""
+        """Destroy the worker, after its endpoints.
+
+        All requests end and UCX touches no memory any more.
+        """
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self._requests and time.monotonic() < deadline:
             self.progress()
@@ -297,7 +328,7 @@ class UCXWorker:
         return request
 
     def _sent(self, pointer: int, status: int, key: int) -> None:
-        """UCX's callback, inside ucp_worker_progress."""
+        """Handle UCX's callback, inside ucp_worker_progress."""
         request = self._requests[key]
         request.pointer = None
         self._ended.append((key, status, request.nbytes))

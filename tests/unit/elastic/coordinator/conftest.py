@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulated_group import SimulatedGroup
+
+from support.elastic.simulated_group import SimulatedGroup
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from group_questions import generation_of, names_of, operation, told
-from simulated_group import CONFIG, SimulatedGroup
-from simulated_rank import NUM_EXPERTS, SimulatedRank
 
 from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
+from support.elastic.group_questions import generation_of, names_of, operation, told
+from support.elastic.simulated_group import CONFIG, SimulatedGroup
+from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 
 
 class TestForming:
@@ -63,7 +63,7 @@ class TestForming:
         group.run(CONFIG.wait_s + 1)
         assert group.serving_together("a", "b")
         (other,) = [member for member in group.status().members if member.name == "c"]
-        assert "5 experts, the group 2 of 4" in other.reason
+        assert "5 experts, the group has 2 of 4" in other.reason
 
 
 class TestScaling:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from group_questions import generation_of, names_of, operation, recovered, told
-from simulated_group import CONFIG, SimulatedGroup
-from simulated_rank import NUM_EXPERTS, SimulatedRank
 
 from baton_protocol.topology import Activity, OperationPhase, RankPhase
+from support.elastic.group_questions import generation_of, names_of, operation, recovered, told
+from support.elastic.simulated_group import CONFIG, SimulatedGroup
+from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 
 
 class TestRecovery:
@@ -216,7 +216,7 @@ class TestStandingStill:
         group.until(lambda: recovered(group), seconds=1.0)
         assert told(group, ranks["b"]).dismissed
         (b,) = [member for member in group.status().members if member.name == "b"]
-        assert "its loop stands still" in b.reason
+        assert "its loop is stalled" in b.reason
         ranks["b"].hangs = None
         group.until(lambda: group.serving_together("a", "b", "c"))
 

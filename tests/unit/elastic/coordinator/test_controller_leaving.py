@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from group_questions import generation_of, operation
-from simulated_group import CONFIG, SimulatedGroup
-
 from baton_protocol.topology import OperationPhase, RankPhase
+from support.elastic.group_questions import generation_of, operation
+from support.elastic.simulated_group import CONFIG, SimulatedGroup
 
 
 class TestLeaving:

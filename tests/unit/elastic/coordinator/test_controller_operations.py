@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from group_questions import operation
-from simulated_group import CONFIG, SimulatedGroup
-from simulated_rank import SimulatedRank
-
 from baton_protocol.topology import OperationPhase
+from support.elastic.group_questions import operation
+from support.elastic.simulated_group import CONFIG, SimulatedGroup
+from support.elastic.simulated_rank import SimulatedRank
 
 
 def store_of(rank: SimulatedRank) -> str:

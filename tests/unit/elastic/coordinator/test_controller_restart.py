@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from group_questions import generation_of, operation
-from simulated_group import SimulatedGroup
-from simulated_rank import SimulatedRank
 
 from baton_protocol.topology import OperationPhase
+from support.elastic.group_questions import generation_of, operation
+from support.elastic.simulated_group import SimulatedGroup
+from support.elastic.simulated_rank import SimulatedRank
 
 
 class TestRestartedCoordinator:

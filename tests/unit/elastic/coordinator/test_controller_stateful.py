@@ -8,10 +8,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from simulated_group import SimulatedGroup
-from simulated_rank import SimulatedRank
 
 from baton_protocol.topology import Activity, RankPhase
+from support.elastic.simulated_group import SimulatedGroup
+from support.elastic.simulated_rank import SimulatedRank
 
 NAMES = ["a", "b", "c", "d"]
 REST_S = 60.0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 from baton_engine.elastic.coordinator.coordinator import LINGER_S
 from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase
+from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 
 @pytest.fixture

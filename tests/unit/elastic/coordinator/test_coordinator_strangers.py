@@ -13,14 +13,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 from baton_engine.elastic.coordinator.checks import (
     MAX_FAILURE,
     MAX_MEMBERS,
     check_request,
     check_status,
-    without_excess,
+    truncate_failure,
 )
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
@@ -36,6 +35,7 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
+from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 from support.waiting import eventually
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -169,7 +169,7 @@ def test_one_request_after_the_other_does_not_wait_for_acknowledgements(
             started = time.monotonic()
             connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
             answer = b""
-            while b"loop that answers ranks runs" not in answer:
+            while b"loop that answers ranks is running" not in answer:
                 answer += connection.recv(2**16)
             took_s.append(time.monotonic() - started)
     assert min(took_s[-25:]) < 0.03, (
@@ -189,10 +189,10 @@ class Admin:
     def topology(self) -> TopologyStatus:
         return TopologyStatus(generation=0, desired=[], members=[])
 
-    def ask_for(self, request: TopologyRequest) -> None:
+    def request_topology(self, request: TopologyRequest) -> None:
         return None
 
-    def ask_for_rebalance(self) -> None:
+    def request_rebalance(self) -> None:
         pass
 
     def metrics_text(self) -> bytes:
@@ -298,7 +298,7 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
 )
 def test_a_status_with_names_that_are_none_is_refused(wrong: Status) -> None:
     with pytest.raises(
-        ValueError, match=r"a rank|generation|a port|an instance|a DNS label|suspects"
+        ValueError, match=r"generation|invalid port|invalid instance id|a DNS label|suspects"
     ) as refused:
         check_status(wrong)
     assert str(refused.value).isprintable()
@@ -308,8 +308,8 @@ def test_a_status_with_long_reasons_is_shortened_not_refused() -> None:
     check_status(status(generation=GENERATION, committed=GENERATION))
     long = status(failure="x" * 10**6)
     check_status(long)
-    assert len(without_excess(long).failure) < 2 * MAX_FAILURE
-    assert without_excess(status(failure="why")) == status(failure="why")
+    assert len(truncate_failure(long).failure) < 2 * MAX_FAILURE
+    assert truncate_failure(status(failure="why")) == status(failure="why")
 
 
 def test_a_turn_ends_however_much_there_is_to_read(monkeypatch: pytest.MonkeyPatch) -> None:

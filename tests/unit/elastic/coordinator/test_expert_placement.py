@@ -232,8 +232,8 @@ def test_a_large_model_is_planned_in_under_a_second_per_plan() -> None:
     [
         ((1, 4, []), "no placement"),
         ((1, 4, ["a", "a"]), "no placement"),
-        ((1, 4, ["a"], 0, [[1, 2, 3]]), "loads are not"),
-        ((2, 4, ["a"], 0, None, ((((0, 1, 2, 3),),), ["a"])), "1 layers, not of 2"),
+        ((1, 4, ["a"], 0, [[1, 2, 3]]), "shape of the loads"),
+        ((2, 4, ["a"], 0, None, ((((0, 1, 2, 3),),), ["a"])), "1 layers instead of 2"),
         ((1, 2, ["a"], 0, None, ((((0, 1, 2, 3),),), ["a"])), "more than 2 experts"),
     ],
 )

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 from baton_engine.elastic.rank.rank_link import RankLink
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import Directive, Member, RankPhase, StartWave, Status
+from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 from support.waiting import eventually
 
 WRONG = ServiceKey(b"another key than theirs")

@@ -8,11 +8,11 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from wave_model import FaultError, Model
-from wave_ranks import Rank, new_ranks, nonce
 
 from baton_engine.elastic.rank.waves import StepDecision, StepVote, Waves
 from baton_protocol.topology import StartWave
+from support.elastic.wave_model import FaultError, Model
+from support.elastic.wave_ranks import Rank, new_ranks, nonce
 
 TWO_CHANGE = [(0, 1), (0, 2)]
 THREE_CHANGE = [(0, 1, 2), (0, 1, 3)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from wave_ranks import NONE, Rank, Ranks, new_ranks
+
+from support.elastic.wave_ranks import NONE, Rank, Ranks, new_ranks
 
 NUM_PODS = 10
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import CPU, load, run_model, run_ranks
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,6 +21,7 @@ from baton_engine.distributed.group import ParallelContext
 from baton_engine.models.dynamic_dims import mark_dynamic, support_torch_compile
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.operators import SPLITTING
+from support.engine.model_cases import CPU, load, run_model, run_ranks
 
 NUM_LAYERS = 3
 SEQUENCES = [list(range(3, 20)), list(range(40, 57))]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_double import RecordedRuns
 
 from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
@@ -17,6 +16,7 @@ from baton_engine.compilation.graphs import CudaGraphs
 from baton_engine.worker import dummy_steps, forward_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import CompilationConfig, EngineConfig, ModelConfig
+from support.engine.graph_double import RecordedRuns
 
 PROMPTS = [
     [3 + (7 * i + j) % 290 for j in range(length)] for i, length in enumerate((1, 5, 17, 30, 2))

@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_fakes import continuation
-from engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
 
 from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
 from baton_protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
+from support.engine.engine_fakes import continuation
+from support.engine.engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
 
 DEATH_NOTICED_S = 5.0
-WORKER_PROCESS = ("--executor", "engine_fakes.WorkerProcessExecutor")
+WORKER_PROCESS = ("--executor", "support.engine.engine_fakes.WorkerProcessExecutor")
 HANGS = [14, 14, 14]
 
 

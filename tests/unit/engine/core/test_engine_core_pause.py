@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from engine_fakes import FakeExecutor, continuation
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -24,6 +23,7 @@ from baton_protocol.config import (
 )
 from baton_protocol.messages import EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
+from support.engine.engine_fakes import FakeExecutor, continuation
 
 PROMPTS = {f"r{i}": list(range(1, 2 + 5 * i)) for i in range(5)}
 NUM_TOKENS = 12
@@ -159,7 +159,7 @@ def test_resume_answers_whoever_waits_for_the_pause(texts):
 def test_sleeping_engines_cannot_be_resumed_and_wake_in_parts(texts):
     texts.add("r1")
     texts.core.sleep(1, "keep")
-    with pytest.raises(RuntimeError, match=r"sleeps at level 1; wake_up\(\) first"):
+    with pytest.raises(RuntimeError, match=r"sleeps at level 1; call wake_up\(\) first"):
         texts.core.resume()
     with pytest.raises(
         ValueError, match="tags must be some of weights, kv_cache, scheduling, got gpu"

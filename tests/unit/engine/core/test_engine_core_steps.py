@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from engine_fakes import FakeExecutor, continuation
 
 from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -26,6 +25,7 @@ from baton_protocol.config import (
 )
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
+from support.engine.engine_fakes import FakeExecutor, continuation
 
 calls: list[str] = []
 """What happened, in order; emptied by each test that reads it."""
@@ -246,7 +246,7 @@ def test_a_worker_that_dies_ends_the_wait_for_its_step():
 def test_max_model_len_is_fitted_to_the_memory_unless_it_was_asked_for(caplog):
     with caplog.at_level(logging.WARNING):
         assert make_core().ready.max_model_len == 256
-    assert "256, limited by the KV memory; the model's own maximum is 512" in caplog.text
+    assert "256, limited by the KV memory; the model's maximum is 512" in caplog.text
     assert make_core(cache=CacheConfig(block_size=4, num_blocks=500)).ready.max_model_len == 512
     with pytest.raises(
         ConfigurationError,

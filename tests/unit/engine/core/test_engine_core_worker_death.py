@@ -8,10 +8,10 @@ import time
 
 import psutil
 import pytest
-from engine_process import DEADLINE_S, collect, connect, request, wait_for
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_protocol.client import EngineDeadError
+from support.engine.engine_process import DEADLINE_S, collect, connect, request, wait_for
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_who_came_before_the_group_had_formed_is_cut_off(
     try:
         listening.assert_cut_off()
         exchange(groups)
-        assert caplog.text.count("cut off 3 connections to gloo") == size
+        assert caplog.text.count("closed 3 connections to gloo") == size
     finally:
         close(groups)
 

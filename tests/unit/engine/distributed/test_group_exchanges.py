@@ -229,7 +229,7 @@ def test_a_member_without_an_answer_is_a_timeout_and_ends_the_group(ranks: Ranks
     groups = ranks.join(timeout_s=0.5)
     with pytest.raises(TimeoutError, match=r"all_to_all in group test, rank 0 of 2.*within"):
         groups[0].all_to_all(torch.zeros(2), [1, 1], [1, 1])
-    with pytest.raises(GroupBrokenError, match="an earlier operation, all_to_all, had no answer"):
+    with pytest.raises(GroupBrokenError, match="an earlier all_to_all timed out"):
         groups[0].all_reduce(torch.zeros(1))
     with contextlib.suppress(GroupBrokenError):  # what the other one sent may still arrive
         groups[1].all_to_all(torch.zeros(2), [1, 1], [1, 1])
@@ -294,7 +294,7 @@ def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
             return
         with pytest.raises(
             ValueError,
-            match=r"all_to_all in group test, rank 1 of 2: rank 0 sends 6 bytes where .* say 8",
+            match=r"all_to_all in group test, rank 1 of 2: rank 0 sends 6 bytes, but recv_counts say 8",
         ):
             groups[1].all_to_all(torch.zeros(5, dtype=torch.int16), [4, 1], [4, 1])
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from greedy_steps import NUM_TOKENS, PROMPTS, generate, make_step, model_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group_errors import GroupBrokenError
@@ -25,6 +24,7 @@ from baton_engine.executor.step import ModelRunnerOutput, NewRequestData, Schedu
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Generation, Member
+from support.engine.greedy_steps import NUM_TOKENS, PROMPTS, generate, make_step, model_config
 from support.waiting import eventually
 
 WAIT_S = 60.0

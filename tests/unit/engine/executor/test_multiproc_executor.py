@@ -13,7 +13,6 @@ from concurrent.futures import Future
 import numpy as np
 import psutil
 import pytest
-from fake_workers import engine_config, step
 
 from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.multiproc import multiproc_executor
@@ -23,6 +22,7 @@ from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_kv_transfer.connector import ConnectorOutput, LoadResult
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
 from baton_protocol.config import EngineConfig, KVRole
+from support.engine.fake_workers import engine_config, step
 from support.waiting import eventually
 
 WAIT_S = 60.0  # on a busy machine; what is promised in less has its own number
@@ -290,7 +290,7 @@ def test_time_in_which_the_parent_itself_was_stopped_does_not_count() -> None:
     script = f"""
 import sys, threading
 sys.path[:0] = {sys.path!r}
-from fake_workers import engine_config, step
+from support.engine.fake_workers import engine_config, step
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 executor = MultiprocExecutor(engine_config(step_timeout_s=2.0), "instance", lambda: None)
 executor.initialize()
@@ -365,7 +365,11 @@ def test_a_configuration_error_keeps_type_reason_and_message(
     [
         ("WorkerThatCannotStart", WorkerError, "failed in its start: OSError: no such device"),
         ("WorkerThatDiesAtStart", WorkerDiedError, r"worker 0 \(pid \d+\) exited with code 7"),
-        ("NoSuchWorker", ConfigurationError, "cannot load worker fake_workers.NoSuchWorker"),
+        (
+            "NoSuchWorker",
+            ConfigurationError,
+            "cannot load worker support.engine.fake_workers.NoSuchWorker",
+        ),
     ],
 )
 def test_a_failed_start_says_why(
@@ -411,7 +415,7 @@ def test_no_worker_survives_its_parent() -> None:
     script = f"""
 import sys, threading
 sys.path[:0] = {sys.path!r}
-from fake_workers import engine_config, step
+from support.engine.fake_workers import engine_config, step
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 executors = [MultiprocExecutor(engine_config(tensor=n), "instance", lambda: None) for n in (1, 2)]
 for executor in executors:

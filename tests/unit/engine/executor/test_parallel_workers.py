@@ -6,8 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from greedy_steps import generate, model_config
-from torchrun import run_under_torchrun
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.base import executor_name, load_executor_class
@@ -15,6 +13,8 @@ from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_protocol.config import EngineConfig, KVRole, KVTransferConfig
+from support.engine.greedy_steps import generate, model_config
+from support.engine.torchrun import run_under_torchrun
 
 ARCHITECTURES = ("llama", "qwen3_moe")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from fake_workers import engine_config, step
-from greedy_steps import generate, model_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.base import WorkerDiedError, WorkerError
@@ -20,6 +19,8 @@ from baton_engine.executor.ray import RayExecutor
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ModelInvalid
 from baton_protocol.config import EngineConfig, ModelConfig
+from support.engine.fake_workers import engine_config, step
+from support.engine.greedy_steps import generate, model_config
 from support.waiting import eventually
 
 os.environ |= {
@@ -41,7 +42,7 @@ def cluster() -> Iterator[None]:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=80 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": os.path.dirname(__file__)}},
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
     )
     yield
     ray.shutdown()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-from fake_workers import engine_config, step
 
 from baton_engine.executor.base import WorkerError
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ConfigurationError
+from support.engine.fake_workers import engine_config, step
 from support.waiting import eventually
 
 WAIT_S = 30.0
@@ -56,7 +56,9 @@ def test_a_call_has_a_deadline(executor: UniProcExecutor) -> None:
 def test_more_than_one_worker_and_unknown_workers_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="executor uniproc has one worker"):
         UniProcExecutor(engine_config(tensor=2), "instance", lambda: None).initialize()
-    with pytest.raises(ConfigurationError, match=r"cannot load worker fake_workers\.NoSuchWorker"):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot load worker support\.engine\.fake_workers\.NoSuchWorker"
+    ):
         UniProcExecutor(engine_config("NoSuchWorker"), "instance", lambda: None).initialize()
 
 

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_fakes import continuation
-from rank_fakes import DEADLINE_S, Network, Rank, adopt, generation
 
 from baton_protocol.messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase, StartWave
+from support.engine.engine_fakes import continuation
+from support.engine.rank_fakes import DEADLINE_S, Network, Rank, adopt, generation
 from support.waiting import eventually
 
 Start = Callable[[int], list[Rank]]

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine_fakes import continuation
-from engine_process import DEADLINE_S, EngineProcess, collect, connect, request, tokens
-from rank_processes import ScriptedCoordinator
 
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
@@ -21,6 +18,16 @@ from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
 from baton_protocol.config import EngineConfig, ModelConfig, ParallelConfig
 from baton_protocol.messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase
+from support.engine.engine_fakes import continuation
+from support.engine.engine_process import (
+    DEADLINE_S,
+    EngineProcess,
+    collect,
+    connect,
+    request,
+    tokens,
+)
+from support.engine.rank_processes import ScriptedCoordinator
 from support.waiting import eventually
 
 
@@ -43,7 +50,12 @@ def ranks(coordinator: ScriptedCoordinator, tmp_path: Path) -> Iterator[Ranks]:
         for name in names:
             folder = tmp_path / name
             folder.mkdir()
-            flags = ("--executor", "rank_processes.LonelyExpertExecutor", "--rank-name", name)
+            flags = (
+                "--executor",
+                "support.engine.rank_processes.LonelyExpertExecutor",
+                "--rank-name",
+                name,
+            )
             group = ("--enable-expert-parallel", "--coordinator", f"127.0.0.1:{coordinator.port}")
             engines[name] = EngineProcess(
                 folder, *flags, *group, "--drain-timeout-s", str(drain_timeout_s), **env

@@ -6,11 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_runner import continuation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_engine import BLOCK, Engine
-from scheduler_machine import BUDGET, MAX_NUM_SEQS, World
 
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.offload import OffloadTier
@@ -23,6 +20,9 @@ from baton_protocol.block_hash import hash_blocks, root_hash
 from baton_protocol.config import EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams
+from support.engine.fake_runner import continuation
+from support.engine.scheduler_engine import BLOCK, Engine
+from support.engine.scheduler_machine import BUDGET, MAX_NUM_SEQS, World
 
 
 def test_the_block_used_least_recently_makes_room() -> None:

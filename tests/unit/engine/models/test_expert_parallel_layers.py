@@ -7,20 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_ranks import (
-    ThreadNetwork,
-    ThreadRank,
-    commit_everywhere,
-    generation,
-    place_experts,
-    run_spread,
-    run_threads,
-    thread_groups,
-    waves_of,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_cases import CPU, Meeting, ThreadGroup, load, run_model
 from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
@@ -36,6 +24,18 @@ from baton_engine.worker.experts.expert_weights import ExpertForm
 from baton_engine.worker.packed_weights import quantize_weights
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.reference import run_experts_reference
+from support.engine.expert_ranks import (
+    ThreadNetwork,
+    ThreadRank,
+    commit_everywhere,
+    generation,
+    place_experts,
+    run_spread,
+    run_threads,
+    thread_groups,
+    waves_of,
+)
+from support.engine.model_cases import CPU, Meeting, ThreadGroup, load, run_model
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 16, 24, 8
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}

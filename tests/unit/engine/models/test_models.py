@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import edit_config
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
@@ -18,6 +17,7 @@ from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_engine.models.factory import load_model
 from baton_engine.models.loader import IDENTITY_PAGE_BYTES, IDENTITY_PAGES, identity_files
+from support.engine.model_cases import edit_config
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import chunk_batch, edit_config, load, new_kv_cache, run_model, with_biases
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.forward_context import forward_context
+from support.engine.model_cases import (
+    chunk_batch,
+    edit_config,
+    load,
+    new_kv_cache,
+    run_model,
+    with_biases,
+)
 
 TOLERANCE = 1e-4
 VOCAB_SIZE = 300

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from model_cases import ThreadGroup, load, new_kv_cache, run_model, run_ranks, with_biases
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
@@ -22,6 +21,14 @@ from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.factory import load_model, make_model
 from baton_engine.models.sharding import ModelShard, WeightTarget, shard
+from support.engine.model_cases import (
+    ThreadGroup,
+    load,
+    new_kv_cache,
+    run_model,
+    run_ranks,
+    with_biases,
+)
 
 TOLERANCE = 4e-5  # 1.3e-5 of the standard deviation of made logits, which is 3; rounding was seen to take 3.03e-5
 VOCAB_SIZE = 301  # no multiple of the tensor sizes: the last rank has padding

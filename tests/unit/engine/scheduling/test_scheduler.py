@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import continuation, next_token
-from scheduler_engine import Engine
 
 from baton_engine.scheduling.scheduler import RequestRefusedError
 from baton_protocol.messages import EngineCoreRequest, ErrorCode, FinishReason
 from baton_protocol.sampling import SamplingParams
+from support.engine.fake_runner import continuation, next_token
+from support.engine.scheduler_engine import Engine
 
 
 def test_long_prompts_are_chunked_and_decodes_are_not_stalled_by_them():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import beam_search, candidates
-from scheduler_engine import Engine
 
 from baton_engine.scheduling.scheduler import RequestRefusedError
 from baton_protocol.messages import ErrorCode, FinishReason
 from baton_protocol.sampling import SamplingParams
+from support.engine.fake_runner import beam_search, candidates
+from support.engine.scheduler_engine import Engine
 
 PROMPT = list(range(1, 11))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import continuation
-from scheduler_engine import Engine
-from scheduler_machine import Loss
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_protocol.messages import FinishReason, KVSide, KVTransferParams
+from support.engine.fake_runner import continuation
+from support.engine.scheduler_engine import Engine
+from support.engine.scheduler_machine import Loss
 
 pytestmark = pytest.mark.parametrize("loss", Loss)
 

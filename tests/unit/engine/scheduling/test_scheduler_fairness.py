@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import continuation
-from scheduler_engine import Engine
 
 from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import ErrorCode
+from support.engine.fake_runner import continuation
+from support.engine.scheduler_engine import Engine
 
 LONG = list(range(1, 61))
 

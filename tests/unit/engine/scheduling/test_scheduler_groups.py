@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import continuation
-from scheduler_engine import Engine
 
 from baton_engine.scheduling.scheduler import RequestRefusedError
 from baton_protocol.messages import ErrorCode, FinishReason
+from support.engine.fake_runner import continuation
+from support.engine.scheduler_engine import Engine
 
 PROMPT = list(range(1, 11))  # two blocks and a half
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import VOCAB_SIZE, continuation, next_token
-from scheduler_engine import BLOCK, Engine
 
 from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
 from baton_protocol.messages import ErrorCode, FinishReason, KVSide, KVTransferParams, PrefillResult
+from support.engine.fake_runner import VOCAB_SIZE, continuation, next_token
+from support.engine.scheduler_engine import BLOCK, Engine
 
 
 def produce(transfer_id: str) -> KVTransferParams:

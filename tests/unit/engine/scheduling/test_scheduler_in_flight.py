@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import continuation
-from scheduler_engine import Engine
-from scheduler_machine import FakeGrammars
 
 from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.messages import FinishReason
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from support.engine.fake_runner import continuation
+from support.engine.scheduler_engine import Engine
+from support.engine.scheduler_machine import FakeGrammars
 
 
 def run_with(engine: Engine, depth: int) -> None:

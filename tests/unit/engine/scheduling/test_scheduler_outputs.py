@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import VOCAB_SIZE, continuation, next_token
-from scheduler_engine import Engine
-from scheduler_machine import FakeGrammars
 
 from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError
 from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
+from support.engine.fake_runner import VOCAB_SIZE, continuation, next_token
+from support.engine.scheduler_engine import Engine
+from support.engine.scheduler_machine import FakeGrammars
 
 
 def grammar(spec: str) -> dict[str, object]:

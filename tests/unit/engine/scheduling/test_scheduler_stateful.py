@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from fake_runner import candidates, continuation, next_token
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_machine import BLOCK, BUDGET, MAX_NUM_SEQS, MAX_QUEUE, Loss, World
 
 from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from support.engine.fake_runner import candidates, continuation, next_token
+from support.engine.scheduler_machine import BLOCK, BUDGET, MAX_NUM_SEQS, MAX_QUEUE, Loss, World
 
 SIDES = st.sampled_from([None, None, KVSide.PRODUCE, KVSide.CONSUME])
 

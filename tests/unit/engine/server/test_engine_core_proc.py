@@ -16,17 +16,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-from engine_fakes import continuation
-from engine_process import (
-    DEADLINE_S,
-    HOST,
-    EngineProcess,
-    collect,
-    connect,
-    request,
-    tokens,
-    wait_for,
-)
 
 from baton_engine.server.engine_io import MAX_MESSAGE_BYTES
 from baton_protocol.client import EngineDeadError, HandshakeFailedError, UtilityError
@@ -46,6 +35,17 @@ from baton_protocol.messages import (
 from baton_protocol.messages import EngineCoreRequestType as RequestType
 from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey
+from support.engine.engine_fakes import continuation
+from support.engine.engine_process import (
+    DEADLINE_S,
+    HOST,
+    EngineProcess,
+    collect,
+    connect,
+    request,
+    tokens,
+    wait_for,
+)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ async def test_sigterm_lets_running_requests_end_then_exits_0(start):
 
 
 def test_an_engine_whose_kv_connector_failed_asks_to_be_restarted(start):
-    engine = start("--executor", "engine_fakes.FailedTransferExecutor")
+    engine = start("--executor", "support.engine.engine_fakes.FailedTransferExecutor")
     wait_for(lambda: engine.http("GET", "/health")[0] == 503, "503 of /health", engine)
     for path in ("/health", "/ready"):
         status, body = engine.http("GET", path)
@@ -280,7 +280,7 @@ def test_what_cannot_be_read_is_refused_and_nothing_breaks(raw):
     raw.say(RequestType.ADD, instance_id, msgspec.msgpack.encode(["r1", "no tokens", []]))
     refused = raw.hear_refused()
     assert refused.request_id == "r1"
-    assert "ADD cannot be read" in refused.reason
+    assert "ADD cannot be decoded" in refused.reason
     raw.say(RequestType.ADD, instance_id, b"\xff\xff\xc1")
     assert raw.hear_refused().request_id == ""
     raw.say(RequestType.ADD, b"somebody-else", msgspec.msgpack.encode(request("r2", [1])))
@@ -325,7 +325,7 @@ def test_a_silent_client_loses_its_requests():
     config = EngineConfig(
         model=ModelConfig(path="/nowhere"),
         cache=CacheConfig(block_size=4, num_blocks=64),
-        parallel=ParallelConfig(executor_class="engine_fakes.SlowFakeExecutor"),
+        parallel=ParallelConfig(executor_class="support.engine.engine_fakes.SlowFakeExecutor"),
         engine_port=0,
     )
     proc = EngineCoreProc(config, HOST, client_timeout_s=0.5)

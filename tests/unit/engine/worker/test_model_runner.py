@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from step_driver import Request, StepDriver, make_runner
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.executor.step import CachedRequestData, SchedulerOutput
@@ -21,6 +20,7 @@ from baton_kv_transfer.memory.layout import explain_layout_mismatch
 from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig
 from baton_protocol.kv_compatibility import differences
 from baton_protocol.sampling import SamplingParams
+from support.engine.step_driver import Request, StepDriver, make_runner
 
 VOCAB_SIZE = 512
 NEAR_TIE = 1e-4

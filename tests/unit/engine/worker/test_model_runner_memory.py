@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from step_driver import Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
@@ -21,6 +20,7 @@ from baton_engine.worker.memory import block_budget
 from baton_engine.worker.memory.block_budget import BlockSize, available_host_memory, blocks_on_cpu
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
+from support.engine.step_driver import Request, StepDriver, make_runner, runner_config
 
 VOCAB_SIZE = 512
 MIB = 2**20

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from graph_double import RecordedRuns
-from model_cases import run_ranks
-from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
@@ -18,6 +15,16 @@ from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, Schedul
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import CompilationConfig
 from baton_protocol.sampling import SamplingParams
+from support.engine.graph_double import RecordedRuns
+from support.engine.model_cases import run_ranks
+from support.engine.step_driver import (
+    GREEDY,
+    NUM_SWAP_BLOCKS,
+    Request,
+    StepDriver,
+    make_runner,
+    runner_config,
+)
 
 VOCAB_SIZE = 512
 DEADLINE_S = 60.0

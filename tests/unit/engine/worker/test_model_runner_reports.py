@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from step_driver import Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.worker import reports
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import ObservabilityConfig
 from baton_protocol.sampling import SamplingParams
+from support.engine.step_driver import Request, StepDriver, make_runner, runner_config
 
 VOCAB_SIZE = 512
 NUM_LAYERS = 3

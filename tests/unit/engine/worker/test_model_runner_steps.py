@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from step_driver import GREEDY, Request, StepDriver, make_runner
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import (
@@ -17,6 +16,7 @@ from baton_engine.executor.step import (
 )
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from support.engine.step_driver import GREEDY, Request, StepDriver, make_runner
 
 VOCAB_SIZE = 512
 

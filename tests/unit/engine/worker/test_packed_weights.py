@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_cases import CPU, run_model
 from torch.nn.functional import linear
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
@@ -16,6 +15,7 @@ from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.factory import load_model
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_kernels.linear import Int8Weight
+from support.engine.model_cases import CPU, run_model
 
 
 def is_product(name: str) -> bool:

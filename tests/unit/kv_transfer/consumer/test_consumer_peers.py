@@ -176,7 +176,7 @@ def test_messages_out_of_turn_lose_the_peer(rig: Rig, worker: Worker) -> None:
     rig.begin("t", worker, [1])
     worker.receive(side_channel.Hello)
     rig.deliver(worker, worker.description())
-    assert "not its turn" in rig.results["t"].error
+    assert "out of turn" in rig.results["t"].error
     assert failures(rig) == {FailureReason.PROTOCOL: 1}
 
 
@@ -313,7 +313,7 @@ def test_a_producer_of_a_shorter_prompt_is_told_from_one_that_lies(
 ) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.deliver(worker, worker.published(subscribe, [0], last=True))
-    assert "1 of 2 blocks" in rig.results["t"].error
+    assert "1 of the 2 requested blocks" in rig.results["t"].error
     assert failures(rig) == {FailureReason.OTHER_PROMPT: 1}
 
 

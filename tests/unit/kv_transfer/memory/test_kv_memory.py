@@ -162,7 +162,7 @@ def test_more_blocks_than_there_are_slots_are_never_taken_and_that_is_said_once(
         assert device.memory.accept([0, 1, 2]) is None
         assert device.memory.expose([0, 1, 2]) is None
     (record,) = caplog.records
-    assert "3 blocks at once do not fit into 2 slots" in record.getMessage()
+    assert "a transfer of 3 blocks at once fails, there are 2 slots" in record.getMessage()
     assert "kv_transfer.staging_bytes" in record.getMessage()
     assert device.memory.num_free_slots == 2
 
@@ -190,7 +190,7 @@ def test_slots_that_are_not_in_use_are_refused_and_nothing_else_is_released() ->
             memory.release(wrong)
     assert memory.num_free_slots == 2
     memory.release(slots)
-    with pytest.raises(ValueError, match="released already"):
+    with pytest.raises(ValueError, match="it was released"):
         memory.release(slots[:1])
     with pytest.raises(ValueError, match="not in use"):
         memory.block_sums(slots, ALL_HEADS)

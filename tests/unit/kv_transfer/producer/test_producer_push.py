@@ -138,7 +138,7 @@ def test_a_consumer_that_describes_nonsense_is_refused(
     (refused,) = liar.send(
         side_channel.Describe(liar.proof(welcome), liar.layout, liar.memory(**lie))
     )
-    assert "described its memory wrongly" in refused.reason
+    assert "invalid description of its memory" in refused.reason
     assert list(producer.agent._peers) == ["D/0"]
 
 

@@ -250,7 +250,7 @@ def test_a_frozen_peer_is_given_up_in_time(side: Side, monkeypatch: pytest.Monke
         side.agent.transfer(read)
         side.agent.transfer(write)
         assert side.end(read) == side.end(write) == "ERR"
-        assert "nothing arrived of owner" in read.error
+        assert "nothing arrived from owner" in read.error
         side.words[:] = 0
     assert side.run(side.make("READ", [5], [6])) == "DONE"
     np.testing.assert_array_equal(side.block(5), counting(6))

@@ -95,7 +95,7 @@ def test_what_a_gateway_exports_is_read() -> None:
         metrics.requests.labels(endpoint, status).inc(times)
     read = sample(None, metrics.render().decode())
     assert (read.gauges[windows.IN_FLIGHT], read.gauges[windows.HELD], read.requests) == (4, 2, 3)
-    assert read.histograms[windows.TTFT].count == 1
+    assert read.histograms[windows.CLIENT_TTFT].count == 1
 
 
 def test_text_that_is_no_metrics_is_an_error() -> None:

@@ -238,9 +238,11 @@ def test_how_far_the_first_pod_is() -> None:
 
 
 def test_a_source_that_does_not_answer_is_told_rather_than_who_waits_or_gets_on() -> None:
-    asking = "asking for the files of hf://org/m"
+    asking = "listing the files of hf://org/m"
     refused = Health("Fetching", asking, error="ConnectError: Connection refused")
-    waits = Health("Fetching", "another pod fetches hf://org/m into the same cache")
+    waits = Health(
+        "Fetching", "waiting for another pod that fetches hf://org/m into the same cache"
+    )
     pods = [fetching_pod(RUNNING, name=f"demo-decode-{ordinal}") for ordinal in range(2)]
     status = status_of(pods, {"demo-decode-0": waits, "demo-decode-1": refused})
     for type_ in ("ModelAvailable", "DecodeReady"):

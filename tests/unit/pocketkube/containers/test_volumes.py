@@ -50,6 +50,42 @@ async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/models/demo", "root/models/demo"),
+        ("/models/demo/", "root/models/demo"),
+        ("/models/other", "/models/other"),
+        ("/", "/"),
+        ("/.", "/"),
+        ("/models/../../outside", "/models/../../outside"),
+        ("/gone", "/gone"),
+    ],
+)
+async def test_a_host_path_is_looked_for_below_the_host_root_and_never_outside_it(
+    tmp_path: Path, path: str, found: str
+) -> None:
+    async def lookup(kind: str, namespace: str, name: str) -> None:
+        return None
+
+    (tmp_path / "root/models/demo").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "root/gone").symlink_to("nowhere")
+    pod = {**POD, "spec": {**POD["spec"], "volumes": [{"name": "v", "hostPath": {"path": path}}]}}
+    volumes = PodVolumes(
+        pod,
+        tmp_path / "pod",
+        None,  # type: ignore[arg-type]
+        b"",
+        lookup,
+        ADDRESSES,
+        {},
+        tmp_path / "root",
+    )
+    await volumes.make()
+    assert (tmp_path / "pod/volumes/v").readlink() == tmp_path / found
+
+
 async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_changes(
     tmp_path: Path,
 ) -> None:

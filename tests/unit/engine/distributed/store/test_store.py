@@ -29,12 +29,13 @@ from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import LENGTH, MAX_REQUEST_BYTES, StoreAddress
 from pocketkube.ports import free_ports
+from support import engine
 from support.waiting import eventually
 
 WAIT_S = 60.0
 AT_ONCE_S = 20.0
 HOST = "127.0.0.1"
-LOOKUPS = Path(__file__).with_name("name_lookups.py")
+LOOKUPS = Path(engine.__file__).with_name("name_lookups.py")
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_a_call_ends_at_its_deadline_and_its_late_answer_is_nobody_elses(store: 
     store.set_timeout(timedelta(seconds=0.2))
     started = time.monotonic()
     with pytest.raises(
-        DistStoreError, match=r"had no answer to Get\(keys=\['late'\]\) within 0\.2 s"
+        DistStoreError, match=r"did not answer Get\(keys=\['late'\]\) within 0\.2 s"
     ):
         store.get("late")
     assert 0.2 <= time.monotonic() - started < AT_ONCE_S
@@ -179,7 +180,7 @@ def test_answers_larger_than_a_sockets_buffer(store: Store) -> None:
         store.set("last", "")
         values = [value.encode() for value in large.values()]
         assert all(answer.result(WAIT_S) == [*values, b""] for answer in answers)
-    with pytest.raises(ValueError, match="takes messages of at most"):
+    with pytest.raises(ValueError, match="accepts messages of at most"):
         store.set("key", "x" * MAX_REQUEST_BYTES)
     assert store.num_keys() == 9
 
@@ -199,7 +200,7 @@ def test_the_end_of_a_store_ends_its_clients_calls(server: StoreServer, store: S
         store.set("key", "value")
     assert time.monotonic() - started < AT_ONCE_S
     with pytest.raises(
-        TimeoutError, match=f"no store answers at {HOST}:{server.address.port} within 0.2 s"
+        TimeoutError, match=f"no store responded at {HOST}:{server.address.port} within 0.2 s"
     ):
         connect_store(server.address, 0.2)
 
@@ -260,7 +261,7 @@ def test_a_store_may_open_after_its_clients_ask_for_it() -> None:
 
 
 def test_it_listens_on_one_address_only(server: StoreServer) -> None:
-    with pytest.raises(TimeoutError, match=r"no store answers at 127\.0\.0\.2"):
+    with pytest.raises(TimeoutError, match=r"no store responded at 127\.0\.0\.2"):
         connect_store(StoreAddress("127.0.0.2", server.address.port), 0.2)
 
 

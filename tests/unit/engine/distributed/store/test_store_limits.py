@@ -18,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from baton_engine import untrusted
 from baton_engine.distributed.store import server as store_server
 from baton_engine.distributed.store import values as store_values
-from baton_engine.distributed.store.handshake import Challenge, Hello, Proof, introduce
+from baton_engine.distributed.store.handshake import Challenge, Hello, Proof, authenticate
 from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import LENGTH, Answer, CountKeys, Get, Set, exchange, frame
@@ -162,7 +162,7 @@ def test_a_value_is_no_longer_than_could_be_set_at_once(store: Store) -> None:
     with pytest.raises(DistStoreError, match="values have at most"):
         store.append("key", "x" * (2**19 + 1))
     store.set("number", "9" * 5000)
-    with pytest.raises(DistStoreError, match="is no number"):
+    with pytest.raises(DistStoreError, match="is not a number"):
         store.add("number", 1)
 
 
@@ -315,7 +315,7 @@ def test_without_the_secret_nothing_is_read_or_set(said: bytes, locked: StoreSer
 
 
 def test_another_secret_is_none(locked: StoreServer) -> None:
-    with pytest.raises(TimeoutError, match="it does not prove that it has the service's key"):
+    with pytest.raises(TimeoutError, match="the store has another service's key"):
         connect_store(locked.address, 0.3, ANOTHER)
     with connection_to(locked) as stranger:
         challenge = exchange(stranger, frame(Hello(bytes(32))), Challenge, deadline())
@@ -344,7 +344,7 @@ def test_a_proof_is_good_for_one_connection(locked: StoreServer) -> None:
             return getattr(self._connection, name)
 
     with connection_to(locked) as friend:
-        introduce(Recorder(friend), SECRET, deadline())  # type: ignore[arg-type]
+        authenticate(Recorder(friend), SECRET, deadline())  # type: ignore[arg-type]
     with connection_to(locked) as stranger:
         exchange(stranger, said[0], Challenge, deadline())
         stranger.sendall(said[1])
@@ -352,7 +352,7 @@ def test_a_proof_is_good_for_one_connection(locked: StoreServer) -> None:
 
 
 def test_a_client_with_the_secret_does_not_speak_with_a_store_without(server: StoreServer) -> None:
-    with pytest.raises(TimeoutError, match="no store answers"):
+    with pytest.raises(TimeoutError, match="no store responded"):
         connect_store(server.address, 0.3, SECRET)
     assert connect_store(server.address, WAIT_S).num_keys() == 0
 
@@ -366,7 +366,7 @@ def test_a_client_without_the_secret_learns_that_it_is_not_wanted(locked: StoreS
 def test_strangers_have_little_time_and_little_room(
     locked: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locked, "_max_strangers", 20)
+    monkeypatch.setattr(locked, "_max_unauthenticated", 20)
     store = connect_store(locked.address, WAIT_S, SECRET)
     store.set("key", "value")
     with contextlib.ExitStack() as stack:
@@ -374,14 +374,14 @@ def test_strangers_have_little_time_and_little_room(
         for stranger in strangers[:10]:
             assert is_closed(stranger)
         eventually(
-            lambda: len(locked._strangers) == 20,
+            lambda: len(locked._unauthenticated) == 20,
             timeout_s=AT_ONCE_S,
             what="the others are there",
         )
         assert connect_store(locked.address, WAIT_S, SECRET).get("key") == b"value"
         assert store.get("key") == b"value"
-    eventually(lambda: not locked._strangers, timeout_s=AT_ONCE_S, what="all have gone")
-    monkeypatch.setattr(store_server, "PROOF_TIMEOUT_S", 0.2)
+    eventually(lambda: not locked._unauthenticated, timeout_s=AT_ONCE_S, what="all have gone")
+    monkeypatch.setattr(store_server, "HANDSHAKE_TIMEOUT_S", 0.2)
     with connection_to(locked) as stranger:
         stranger.sendall(b"\0")
         assert is_closed(stranger)

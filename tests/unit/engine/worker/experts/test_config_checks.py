@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from step_driver import runner_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.dispatch import CudagraphMode
@@ -19,6 +18,7 @@ from baton_engine.worker.experts.config_checks import check_expert_parallel
 from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.worker import Worker
 from baton_protocol.config import CompilationConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from support.engine.step_driver import runner_config
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
 

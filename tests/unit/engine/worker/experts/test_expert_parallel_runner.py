@@ -8,9 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from expert_ranks import ThreadNetwork, generation, place_experts, run_threads
-from model_cases import DEADLINE_S, Meeting, ThreadGroup
-from step_driver import GREEDY, NUM_SWAP_BLOCKS, Request, StepDriver, make_runner, runner_config
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
@@ -21,6 +18,16 @@ from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import ParallelConfig
 from baton_protocol.sampling import SamplingParams
+from support.engine.expert_ranks import ThreadNetwork, generation, place_experts, run_threads
+from support.engine.model_cases import DEADLINE_S, Meeting, ThreadGroup
+from support.engine.step_driver import (
+    GREEDY,
+    NUM_SWAP_BLOCKS,
+    Request,
+    StepDriver,
+    make_runner,
+    runner_config,
+)
 from support.waiting import eventually
 
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 512, 3, 8

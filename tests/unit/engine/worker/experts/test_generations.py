@@ -11,19 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_ranks import (
-    ThreadNetwork,
-    ThreadRank,
-    commit_everywhere,
-    generation,
-    place_experts,
-    prepare_everywhere,
-    run_spread,
-    run_threads,
-)
 from hypothesis import given
 from hypothesis import strategies as st
-from model_cases import Meeting, ThreadGroup, load, run_model
 from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
@@ -35,6 +24,17 @@ from baton_engine.worker.experts.expert_exchange import plan_transfers, wanted_b
 from baton_engine.worker.experts.expert_weights import Expert, ExpertForm, ExpertKey, ExpertStore
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import ExpertLoads, Generation, Placement
+from support.engine.expert_ranks import (
+    ThreadNetwork,
+    ThreadRank,
+    commit_everywhere,
+    generation,
+    place_experts,
+    prepare_everywhere,
+    run_spread,
+    run_threads,
+)
+from support.engine.model_cases import Meeting, ThreadGroup, load, run_model
 from support.waiting import eventually
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}

@@ -1,0 +1,64 @@
+"""Options: fields of a configuration, whose annotations declare their flags and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+
+
+class Bound(NamedTuple):
+    """The values that a field may have."""
+
+    text: str  #: Completes the sentence "FIELD must be".
+    allows: Callable[[Any], bool]
+
+
+class Option(NamedTuple):
+    """Annotation of a field."""
+
+    help: str
+    bound: Bound | None = None
+    flag: str = ""  #: Such as `--model`. Empty: the field's name.
+    path: str = ""  #: Such as `model.path`. `options` sets path and type.
+    type: Any = str
+
+    def problem(self, config: msgspec.Struct) -> str | None:
+        """Return how the field's value is out of bounds; None if it is not."""
+        value = attrgetter(self.path)(config)
+        if value is None or self.bound is None or self.bound.allows(value):
+            return None
+        return f"must be {self.bound.text}, got {value!r}"
+
+
+def options(config: type[msgspec.Struct], section: str = "") -> Iterator[Option]:
+    """Return the options of a configuration and of its sections, in their order."""
+    for field in msgspec.structs.fields(config):
+        path = section + field.name
+        if isinstance(field.type, type):
+            yield from options(field.type, f"{path}.")
+        else:
+            kind, option = get_args(field.type)
+            yield option._replace(
+                flag=option.flag or "--" + field.name.replace("_", "-"), path=path, type=kind
+            )
+
+
+def set_field(content: dict[str, Any], path: str, value: Any) -> None:
+    """Set a field of a configuration that is not converted yet, such as `cache.block_size`."""
+    *sections, name = path.split(".")
+    for section in sections:
+        content = content.setdefault(section, {})
+    content[name] = value
+
+
+def at_least(low: int) -> Bound:
+    return Bound(f"at least {low}", lambda value: value >= low)
+
+
+def choice(*values: str, help: str = "", flag: str = "") -> Option:
+    """Return an option with these values, which are its help if there is no other."""
+    text = f"{', '.join(values[:-1])} or {values[-1]}"
+    return Option(help or text, Bound(text, values.__contains__), flag)

@@ -1,0 +1,14 @@
+"""HTTP: what the gateway reads from clients and writes to them.
+
+Modules:
+    routes: the URL table, the middleware, and the endpoints that generate nothing.
+    generation_endpoint: what both generation endpoints share: admission, response, stream.
+    chat_endpoint: `/v1/chat/completions`.
+    completion_endpoint: `/v1/completions`.
+    tokenize_endpoints: `/tokenize` and `/detokenize`.
+    request_body: reading and parsing of request bodies.
+    event_stream: the server-sent events of one response.
+    slow_clients: responses to clients that do not read.
+    listener: the listening socket, and connections that send no valid HTTP.
+    tls: the server certificate and its renewal.
+"""

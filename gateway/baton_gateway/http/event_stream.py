@@ -1,0 +1,65 @@
+"""The server-sent events of one response.
+
+Nothing is sent before there is a reason to. Until then a failure is an HTTP status, afterwards it
+is an event of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from aiohttp import web
+
+#: A failed stream waits this long for its client to read the error.
+ERROR_TIMEOUT_S = 1.0
+# A line that begins with a colon is a comment, which OpenAI's clients skip.
+_COMMENT = b": no engine is ready yet, one is being started\n\n"
+
+
+class EventStream:
+    """A response that becomes a stream when it is opened.
+
+    Args:
+        is_wanted: whether the request asks for a stream. If not, `keep_alive` sends nothing.
+    """
+
+    def __init__(self, http: web.Request, *, is_wanted: bool) -> None:
+        self._http = http
+        self._is_wanted = is_wanted
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether status 200 was sent."""
+        return self._response is not None
+
+    async def open(self) -> web.StreamResponse:
+        """Send status 200. Raises ConnectionError if the client has disconnected."""
+        if self._response is None:
+            self._response = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            )
+            await self._response.prepare(self._http)
+        return self._response
+
+    async def keep_alive(self) -> None:
+        """Send a comment.
+
+        A lost connection is ignored here, because aiohttp cancels the handler of a client that has
+        disconnected.
+        """
+        if not self._is_wanted:
+            return
+        with contextlib.suppress(ConnectionError):
+            response = await self.open()
+            await response.write(_COMMENT)
+
+    async def fail(self, body: bytes) -> web.StreamResponse:
+        """End a stream that has sent only comments with the error `body`, as JSON."""
+        response = await self.open()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(ERROR_TIMEOUT_S):
+                await response.write(b"data: " + body + b"\n\n")
+                await response.write_eof()
+        return response

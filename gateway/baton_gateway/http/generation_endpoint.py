@@ -1,0 +1,319 @@
+"""What both generation endpoints share: admission, the whole response, the stream.
+
+A subclass turns outputs into the JSON of its own API.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Generic, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
+from baton_gateway.http.event_stream import ERROR_TIMEOUT_S, EventStream
+from baton_gateway.http.request_body import parse_body, read_body
+from baton_gateway.http.slow_clients import (
+    abort_connection,
+    abort_if_unread,
+    has_unread_bytes,
+    send_json,
+)
+from baton_gateway.limits.admission import Admission
+from baton_gateway.limits.api_keys import CLIENT, client_name
+from baton_gateway.limits.scale_from_zero_queue import ScaleFromZeroQueue
+from baton_gateway.offload import offload
+from baton_gateway.requests.generation import Generator
+from baton_gateway.requests.job import Choice, Job
+from baton_gateway.requests.job_builder import JobBuilder
+from baton_text.errors import RequestError
+from baton_text.output import TextOutput
+from baton_text.schema import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+#: nginx's status for a client that disconnected. It is counted, never sent.
+CLIENT_CLOSED_REQUEST = 499
+
+#: Header with the same meaning as data_parallel_rank in the body.
+DATA_PARALLEL_RANK = "X-Data-Parallel-Rank"
+_RANK = re.compile("[0-9]{1,9}")
+
+#: Status for the metrics, where a stream that began with 200 failed later.
+FINAL_STATUS = web.RequestKey("final_status", int)
+
+#: A response or chunk with more tokens and log-probabilities is encoded in a thread.
+INLINE_ENTRIES = 1024
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
+_Events = AsyncGenerator[tuple[Choice, TextOutput], None]
+
+
+class GenerationEndpoint(abc.ABC, Generic[_Request]):
+    """One generation endpoint.
+
+    Args:
+        request_timeout_s: time from a request's arrival to the end of its response.
+    """
+
+    kind: type[_Request]
+
+    def __init__(
+        self,
+        builder: JobBuilder,
+        generator: Generator,
+        admission: Admission,
+        queue: ScaleFromZeroQueue,
+        *,
+        served_name: str,
+        request_timeout_s: float,
+    ) -> None:
+        self._builder = builder
+        self._generator = generator
+        self._tokenizer = builder.tokenizer
+        self._admission = admission
+        self._queue = queue
+        self._served_name = served_name
+        self._timeout_s = request_timeout_s
+        self._encode = msgspec.json.Encoder().encode
+
+    async def handle(self, http: web.Request) -> web.StreamResponse:
+        """Answer one request.
+
+        Raises:
+            APIError: the request failed before the first byte of the response.
+        """
+        started = time.monotonic()
+        self._admission.check_open()
+        self._admission.begin()
+        try:
+            return await self._serve(http, started)
+        except RequestError as error:
+            raise bad_request(error) from error
+        finally:
+            self._admission.end()
+
+    async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        if http.content_type != "application/json":
+            message = f"Content-Type must be application/json, got {http.content_type!r}."
+            raise APIError(415, message, code="unsupported_media_type")
+        body = await read_body(http, deadline, self._timeout_s)
+        request = await parse_body(body, self.kind, self._builder.max_model_len)
+        request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
+        if request.model != self._served_name:
+            raise unknown_model(request.model, self._served_name)
+        client = http.get(CLIENT)
+        # Before the prompts cost any time.
+        self._admission.acquire(request.num_sequences, client)
+        stream = EventStream(http, is_wanted=bool(request.stream))
+        try:
+            await self._queue.wait(stream.keep_alive)
+            job = await self.build_job(request, started, len(body))
+            on_backlog = partial(abort_if_unread, http, f"request {job.id}")
+            async with aclosing(self._generator.run(job, on_backlog)) as events:
+                if request.stream:
+                    return await self._stream(http, request, job, events, deadline, stream)
+                return await self._answer(http, request, job, events, deadline)
+        except (RequestError, APIError) as failure:
+            if not stream.is_open:
+                raise
+            error = bad_request(failure) if isinstance(failure, RequestError) else failure
+            http[FINAL_STATUS] = error.status
+            return await stream.fail(self._encode(error.body))
+        finally:
+            self._admission.release(request.num_sequences, client)
+
+    async def _answer(
+        self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
+    ) -> web.Response:
+        outputs: dict[int, list[TextOutput]] = {choice.index: [] for choice in job.choices}
+        try:
+            async with asyncio.timeout_at(deadline):
+                async for choice, output in events:
+                    outputs[choice.index].append(output)
+        except TimeoutError:
+            raise timed_out(self._timeout_s) from None
+
+        def body() -> bytes:
+            merged_by_index = {index: _merge(parts) for index, parts in outputs.items() if parts}
+            indices = {id(choice): choice.index for choice in job.choices}
+            merged = [
+                (choice, merged_by_index[indices[id(choice)]]) for choice in job.best_choices()
+            ]
+            return msgspec.json.encode(self.response(request, job, merged))
+
+        return await send_json(http, await offload(body, job.num_entries, INLINE_ENTRIES), deadline)
+
+    async def _stream(
+        self,
+        http: web.Request,
+        request: _Request,
+        job: Job,
+        events: _Events,
+        deadline: float,
+        stream: EventStream,
+    ) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout_at(deadline):
+                # A failure up to here is an HTTP status, later it is an event of the stream.
+                first = await anext(events)
+        except TimeoutError:
+            raise timed_out(self._timeout_s) from None
+        response = await stream.open()
+
+        async def send(event: bytes) -> None:
+            await response.write(b"data: " + event + b"\n\n")
+
+        try:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._send_all(request, job, first, events, send)
+                    await response.write(b"data: [DONE]\n\n")
+                    await response.write_eof()
+            except (APIError, TimeoutError) as failure:
+                error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
+                logger.warning(
+                    "request %s%s failed while it was streamed, the client got the error: %s",
+                    job.id,
+                    client_name(http),
+                    error.message,
+                )
+                http[FINAL_STATUS] = error.status
+                if isinstance(failure, TimeoutError) and has_unread_bytes(http):
+                    raise
+                async with asyncio.timeout(ERROR_TIMEOUT_S):
+                    await send(self._encode(error.body))
+                    await response.write_eof()
+        except TimeoutError:  # a client that does not read must not keep its place
+            abort_connection(http, f"request {job.id}")
+        except ConnectionError:
+            logger.info("request %s%s: the client disconnected", job.id, client_name(http))
+            http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
+        return response
+
+    async def _send_all(
+        self,
+        request: _Request,
+        job: Job,
+        first: tuple[Choice, TextOutput],
+        events: _Events,
+        send: Callable[[bytes], Awaitable[None]],
+    ) -> None:
+        offsets = {choice.index: 0 for choice in job.choices}
+
+        async def send_output(choice: Choice, output: TextOutput) -> None:
+            # An output whose text is held back for a stop string is skipped.
+            wants_ids = bool(request.return_token_ids and output.token_ids)
+            if output.text or has_logprobs(output) or wants_ids or output.finish_reason is not None:
+                offset = offsets[choice.index]
+                size = _num_entries(output)
+                if size <= INLINE_ENTRIES:
+                    event = self._encode(self.chunk(request, job, choice, output, offset))
+                else:
+                    chunk = partial(self.chunk, request, job, choice, output, offset)
+                    event = await offload(
+                        lambda: msgspec.json.encode(chunk()), size, INLINE_ENTRIES
+                    )
+                await send(event)
+            if output.prompt_logprobs is not None:  # streamed only with echo
+                prompt = choice.prompt_token_ids
+                offsets[choice.index] += await offload(
+                    lambda: sum(map(self._length, prompt)), len(prompt)
+                )
+            offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)
+
+        for chunk in self.opening_chunks(request, job):
+            await send(self._encode(chunk))
+        await send_output(*first)
+        async for choice, output in events:
+            await send_output(choice, output)
+        if request.include_usage:
+            await send(self._encode(self.usage_chunk(job)))
+
+    def _length(self, token_id: int) -> int:
+        return len(self._tokenizer.token_text(token_id))
+
+    @abc.abstractmethod
+    async def build_job(self, request: _Request, started: float, size: int) -> Job:
+        """Build the job of a request whose body has `size` bytes."""
+
+    @abc.abstractmethod
+    def response(
+        self, request: _Request, job: Job, outputs: list[tuple[Choice, TextOutput]]
+    ) -> msgspec.Struct:
+        """Return the whole response."""
+
+    @abc.abstractmethod
+    def opening_chunks(self, request: _Request, job: Job) -> list[msgspec.Struct]:
+        """Return the chunks before the first token."""
+
+    @abc.abstractmethod
+    def chunk(
+        self, request: _Request, job: Job, choice: Choice, output: TextOutput, offset: int
+    ) -> msgspec.Struct:
+        """Return the chunk of one output.
+
+        Args:
+            offset: characters of the choice's tokens before.
+        """
+
+    @abc.abstractmethod
+    def usage_chunk(self, job: Job) -> msgspec.Struct: ...
+
+
+def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
+    """Return the rank requested by header or body. Raises RequestError."""
+    text = http.headers.get(DATA_PARALLEL_RANK)
+    if text is None:
+        return in_body
+    if not _RANK.fullmatch(text):
+        raise RequestError(
+            f"{DATA_PARALLEL_RANK} must be a number, got {text[:40]!r}", param=DATA_PARALLEL_RANK
+        )
+    if in_body not in (None, int(text)):
+        raise RequestError(
+            f"{DATA_PARALLEL_RANK} is {text}, but data_parallel_rank is {in_body}; send only one",
+            param="data_parallel_rank",
+        )
+    return int(text)
+
+
+def _num_entries(output: TextOutput) -> int:
+    """Count the tokens and log-probabilities."""
+    return sum(
+        1 + len(item.top)
+        for items in (output.logprobs, output.prompt_logprobs or ())
+        for item in items
+    )
+
+
+def returned_token_ids(
+    request: GenerationRequest, output: TextOutput
+) -> list[int] | msgspec.UnsetType:
+    return output.token_ids if request.return_token_ids else msgspec.UNSET
+
+
+def has_logprobs(output: TextOutput) -> bool:
+    return bool(output.logprobs) or output.prompt_logprobs is not None
+
+
+def _merge(outputs: list[TextOutput]) -> TextOutput:
+    return TextOutput(
+        text="".join(output.text for output in outputs),
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        logprobs=[item for output in outputs for item in output.logprobs],
+        finish_reason=outputs[-1].finish_reason,
+        stop_reason=outputs[-1].stop_reason,
+        prompt_logprobs=next(
+            (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None
+        ),
+    )

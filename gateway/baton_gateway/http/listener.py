@@ -1,0 +1,82 @@
+"""The listening socket, and connections whose bytes are no valid HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+
+from baton_gateway.errors import APIError, internal
+
+logger = logging.getLogger(__name__)
+
+#: Connections that may wait to be accepted.
+BACKLOG = 1024
+
+
+class Connection(web.RequestHandler):
+    """A connection that answers malformed requests in the shape of OpenAI's errors.
+
+    Neither response nor log repeat the request, because a header may contain an API key.
+    """
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the response is sent already")
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            logger.error("a request from %s failed", request.remote, exc_info=exc)
+            error = internal("The gateway failed; its log says why.")
+        else:
+            logger.info("%s sent no valid HTTP request: %s", request.remote, type(exc).__name__)
+            error = APIError(
+                status, f"This is no valid HTTP request: {type(exc).__name__}.", code="invalid_http"
+            )
+        body = msgspec.json.encode(error.body)
+        response = web.Response(status=error.status, body=body, content_type="application/json")
+        response.force_close()
+        return response
+
+
+async def listen(
+    runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None
+) -> asyncio.Server:
+    """Serve the application of `runner`, which must be set up.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    loop = asyncio.get_running_loop()
+    manager = runner.server
+    assert manager is not None, "the runner must be set up"
+    return await loop.create_server(
+        lambda: Connection(manager, loop=loop, access_log=None),  # type: ignore[arg-type]
+        host,
+        port,
+        ssl=context,
+        backlog=BACKLOG,
+    )
+
+
+async def stop_listening(listener: asyncio.Server) -> None:
+    """Accept no more connections.
+
+    A connection accepted a moment ago gets its transport first. Otherwise asyncio would drop it
+    open and unanswered, and its client would wait without end.
+    """
+    loop = asyncio.get_running_loop()
+    for socket in listener.sockets:
+        loop.remove_reader(socket.fileno())
+    await asyncio.sleep(0)
+    listener.close()

@@ -1,0 +1,97 @@
+"""Request bodies: read before a deadline, and parsed only if parsing is known to be fast.
+
+The JSON library parses a body in one call and holds the GIL, so a thread does not help. A megabyte
+of text takes a fraction of a millisecond, a megabyte of brackets a thousand times as long.
+Therefore the values are counted before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TypeVar
+
+from aiohttp import ClientPayloadError, web
+from aiohttp.http import HttpProcessingError
+
+from baton_gateway.errors import APIError
+from baton_gateway.offload import offload
+from baton_text.errors import RequestError
+from baton_text.parsing import Checked, parse_request
+
+MAX_BODY_BYTES = 16 * 2**20
+#: JSON values in one body, beside a prompt of max_model_len token ids. An entry of an object counts
+#: twice.
+MAX_VALUES = 2**20
+#: Arrays and objects among them, which take the longest.
+MAX_CONTAINERS = 2**17
+#: Shorter bodies are parsed inline and uncounted, which takes a few milliseconds at worst.
+INLINE_BODY_BYTES = 2**16
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+_Request = TypeVar("_Request", bound=Checked)
+
+
+async def read_body(http: web.Request, deadline: float, timeout_s: float) -> bytes:
+    """Read the body.
+
+    Args:
+        deadline: event loop time.
+        timeout_s: the time allowed, for the error message.
+
+    Raises:
+        APIError: the body does not arrive in time, or contradicts its headers.
+    """
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await http.read()
+    except TimeoutError:
+        raise APIError(
+            408, f"The body did not arrive within {timeout_s:g} s.", code="timeout"
+        ) from None
+    except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
+        raise APIError(400, f"The body cannot be read: {error}", code="invalid_body") from error
+
+
+async def parse_body(body: bytes, kind: type[_Request], max_model_len: int | None) -> _Request:
+    """Parse the body. Raises RequestError if it is invalid or has too many values."""
+
+    def parse() -> _Request:
+        if len(body) > INLINE_BODY_BYTES:
+            check_values(body, MAX_VALUES + (max_model_len or 0), MAX_CONTAINERS)
+        return parse_request(body, kind)
+
+    return await offload(parse, len(body), INLINE_BODY_BYTES)
+
+
+def check_values(body: bytes, max_values: int, max_containers: int) -> None:
+    """Raise RequestError if the JSON of `body` has too many values, or arrays and objects."""
+    values, containers = _count(body, 0, len(body))
+    if values <= max_values and containers <= max_containers:
+        return
+    # The count includes marks inside strings. Count again without strings.
+    values = containers = start = 0
+    while values <= max_values and containers <= max_containers:
+        quote = body.find(b'"', start)
+        found = _count(body, start, len(body) if quote < 0 else quote)
+        values, containers = values + found[0], containers + found[1]
+        string = None if quote < 0 else _STRING.match(body, quote)
+        if string is None:  # the end, or invalid JSON
+            break
+        start = string.end()
+    for count, limit, name in (
+        (values, max_values, "values"),
+        (containers, max_containers, "arrays and objects"),
+    ):
+        if count > limit:
+            raise RequestError(
+                f"The body has more than {limit} {name}; send less at once",
+                code="request_too_large",
+            )
+
+
+def _count(body: bytes, start: int, end: int) -> tuple[int, int]:
+    """Count (values, arrays and objects) by the marks before them."""
+    containers = body.count(b"[", start, end) + body.count(b"{", start, end)
+    return containers + body.count(b",", start, end) + body.count(b":", start, end), containers

@@ -1,0 +1,176 @@
+"""The URL table, the middleware, and the endpoints that generate nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from baton_gateway.errors import APIError, bad_request, internal, unavailable, unknown_model
+from baton_gateway.http.chat_endpoint import ChatEndpoint
+from baton_gateway.http.completion_endpoint import CompletionEndpoint
+from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
+from baton_gateway.http.request_body import MAX_BODY_BYTES
+from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
+from baton_gateway.limits.admission import Admission
+from baton_gateway.limits.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
+from baton_gateway.limits.graceful_shutdown import GracefulShutdown
+from baton_gateway.limits.scale_from_zero_queue import ScaleFromZeroQueue
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.routing.pool import EnginePool
+from baton_text.errors import RequestError
+from baton_text.responses import Model, ModelList
+
+logger = logging.getLogger(__name__)
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Routes:
+    """The HTTP application of one gateway.
+
+    Args:
+        keys: authenticates clients; None: every client is accepted.
+    """
+
+    def __init__(
+        self,
+        chat: ChatEndpoint,
+        completion: CompletionEndpoint,
+        tokenization: TokenizeEndpoints,
+        *,
+        pool: EnginePool,
+        metrics: GatewayMetrics,
+        admission: Admission,
+        queue: ScaleFromZeroQueue,
+        shutdown: GracefulShutdown,
+        keys: ApiKeys | None,
+        served_name: str,
+    ) -> None:
+        self._pool = pool
+        self._metrics = metrics
+        self._admission = admission
+        self._queue = queue
+        self._shutdown = shutdown
+        self._keys = keys
+        self._served_name = served_name
+        self._created = int(time.time())
+        self.app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY_BYTES)
+        self.app.on_response_prepare.append(shutdown.close_connection)
+        self.app.router.add_post("/v1/chat/completions", chat.handle)
+        self.app.router.add_post("/v1/completions", completion.handle)
+        self.app.router.add_post("/tokenize", tokenization.tokenize)
+        self.app.router.add_post("/detokenize", tokenization.detokenize)
+        self.app.router.add_get("/v1/models", self._get_models)
+        self.app.router.add_get("/v1/models/{model:.+}", self._get_model)
+        self.app.router.add_get("/health", self._get_health)
+        self.app.router.add_get("/ready", self._get_ready)
+        self.app.router.add_get("/metrics", self._get_metrics)
+        self.app.router.add_get("/version", self._get_version)
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Authenticate and count every request, and turn failures into OpenAI error bodies."""
+        status = CLIENT_CLOSED_REQUEST
+        self._shutdown.on_request(request.path)
+        try:
+            try:
+                if self._keys is not None and request.path not in OPEN_PATHS:
+                    request[CLIENT] = self._keys.client_of(
+                        request.headers.getall("Authorization", [])
+                    )
+                response = await handler(request)
+            except RequestError as error:
+                response = _error_response(bad_request(error))
+            except APIError as error:
+                response = _error_response(error)
+            except web.HTTPException as error:
+                response = _error_response(_http_error(request, error), error)
+            except Exception:
+                logger.exception(
+                    "%s %s%s failed", request.method, request.path, client_name(request)
+                )
+                response = _error_response(internal("The gateway failed; its log says why."))
+            status = request.get(FINAL_STATUS, response.status)
+            return response
+        finally:
+            resource = request.match_info.route.resource
+            endpoint = "unknown" if resource is None else resource.canonical
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+            if CLIENT in request:
+                self._metrics.client_requests.labels(request[CLIENT], str(status)).inc()
+
+    async def _get_models(self, _: web.Request) -> web.Response:
+        return _json(ModelList(data=[self._model()]))
+
+    async def _get_model(self, http: web.Request) -> web.Response:
+        name = http.match_info["model"]
+        if name != self._served_name:
+            raise unknown_model(name, self._served_name)
+        return _json(self._model())
+
+    def _model(self) -> Model:
+        return Model(
+            id=self._served_name, created=self._created, max_model_len=self._pool.max_model_len
+        )
+
+    async def _get_health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _get_ready(self, _: web.Request) -> web.Response:
+        """Return 200 after the first decode engine was ready, or at once with the queue.
+
+        It stays 200 when all engines are lost. Otherwise the Service would have no endpoint to
+        queue requests or to answer 503 with Retry-After, and connections would be refused.
+        """
+        self._admission.check_open()
+        if self._shutdown.has_begun:
+            raise unavailable(
+                "This gateway is shutting down; another one will answer.", code="draining"
+            )
+        if not (self._pool.has_seen_decode or self._queue.is_enabled):
+            raise unavailable("No decode engine is ready yet.", code="no_ready_engine")
+        return web.Response()
+
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def _get_version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": importlib.metadata.version("baton")})
+
+
+def _json(body: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _error_response(error: APIError, http_error: web.HTTPException | None = None) -> web.Response:
+    headers = dict(error.headers)
+    if http_error is not None and "Allow" in http_error.headers:
+        headers["Allow"] = http_error.headers["Allow"]
+    body = msgspec.json.encode(error.body)
+    return web.Response(
+        status=error.status, body=body, content_type="application/json", headers=headers
+    )
+
+
+def _http_error(http: web.Request, error: web.HTTPException) -> APIError:
+    """Convert an error response of aiohttp itself."""
+    if error.status == 404:
+        return APIError(
+            404, f"Unknown URL {http.method} {http.path}; see GET /v1/models.", code="unknown_url"
+        )
+    if error.status == 405:
+        return APIError(
+            405, f"{http.path} does not support {http.method}.", code="method_not_allowed"
+        )
+    if error.status == 413:
+        message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
+        return APIError(413, message, code="request_too_large")
+    return APIError(error.status, error.reason)

@@ -1,0 +1,66 @@
+"""Responses to clients that may not read them.
+
+A client that stops reading must not keep its response in the gateway's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+
+from baton_gateway.limits.api_keys import client_name
+
+logger = logging.getLogger(__name__)
+
+#: Smaller bodies fit into the connection's own buffer.
+BUFFERED_BYTES = 2**16
+
+
+def has_unread_bytes(http: web.Request) -> bool:
+    """Return whether bytes sent to the client wait in the connection's buffer."""
+    return http.transport is not None and http.transport.get_write_buffer_size() > 0
+
+
+def abort_connection(http: web.Request, name: str) -> None:
+    """Close the connection and drop what is buffered for it.
+
+    Args:
+        name: the request's name for the log.
+    """
+    if http.transport is not None and not http.transport.is_closing():
+        logger.warning(
+            "%s%s: the client does not read its response, closing the connection",
+            name,
+            client_name(http),
+        )
+        http.transport.abort()
+
+
+def abort_if_unread(http: web.Request, name: str) -> None:
+    """Close the connection of a client for which many outputs wait.
+
+    Without unread bytes the gateway itself is late, and the connection stays.
+    """
+    if has_unread_bytes(http):
+        abort_connection(http, name)
+
+
+async def send_json(http: web.Request, body: bytes, deadline: float) -> web.Response:
+    """Return the response with the JSON `body`.
+
+    A large one is sent here, so that its request counts as in flight until the client has read it.
+    A client that has not read it by `deadline` (event loop time) is disconnected.
+    """
+    response = web.Response(body=body, content_type="application/json")
+    if len(body) > BUFFERED_BYTES:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await response.prepare(http)
+                await response.write_eof()
+        except TimeoutError:
+            abort_connection(http, http.path)
+        except ConnectionError:
+            logger.info("%s%s: the client disconnected", http.path, client_name(http))
+    return response

@@ -1,0 +1,70 @@
+"""The gateway's certificate, read from a folder and renewed while the gateway serves.
+
+The folder is a mounted Secret of type kubernetes.io/tls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import ssl
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+CERTIFICATE = "tls.crt"
+PRIVATE_KEY = "tls.key"
+
+
+class ServerCertificate:
+    """A TLS context that gives new connections the newest valid certificate of a folder.
+
+    Raises:
+        OSError: the folder has no certificate. (ssl.SSLError is an OSError.)
+        ssl.SSLError: the private key does not belong to the certificate.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loaded = self._fingerprint()
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._load(self.context)
+        self._failure = ""
+
+    def refresh(self) -> None:
+        """Load a changed certificate. If it is invalid, the old one stays."""
+        try:
+            found = self._fingerprint()
+            if found == self._loaded:
+                self._failure = ""
+                return
+            # Tested in another context first: a certificate without its key, loaded into the
+            # context that serves, would fail all handshakes.
+            self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
+            self._load(self.context)
+            self._loaded, self._failure = found, ""
+            logger.info("loaded a new certificate from %s for new connections", self._folder)
+        except OSError as error:
+            if str(error) != self._failure:  # log each failure once, not at every poll
+                logger.error(
+                    "the new certificate in %s is not usable, the old one stays: %s",
+                    self._folder,
+                    error,
+                )
+            self._failure = str(error)
+
+    def _paths(self) -> tuple[Path, Path]:
+        """Return certificate and key of one version of the Secret.
+
+        The kubelet replaces the folder that the files link to.
+        """
+        certificate = (self._folder / CERTIFICATE).resolve(strict=True)
+        key = certificate.with_name(PRIVATE_KEY)
+        return certificate, key if key.exists() else self._folder / PRIVATE_KEY
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        # With an empty password an encrypted key is an error. Without one, OpenSSL would prompt.
+        context.load_cert_chain(*self._paths(), password="")
+
+    def _fingerprint(self) -> bytes:
+        return hashlib.sha256(b"\0".join(path.read_bytes() for path in self._paths())).digest()

@@ -1,0 +1,123 @@
+"""vLLM's /tokenize and /detokenize. A request counts as one sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from baton_gateway.errors import unknown_model
+from baton_gateway.http.request_body import parse_body, read_body
+from baton_gateway.http.slow_clients import send_json
+from baton_gateway.limits.admission import Admission
+from baton_gateway.limits.api_keys import CLIENT
+from baton_gateway.offload import offload
+from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
+from baton_gateway.routing.pool import EnginePool
+from baton_protocol.config import AccessConfig
+from baton_text.errors import RequestError
+from baton_text.responses import DetokenizeResponse, TokenizeResponse
+from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from baton_text.tokenizer import Tokenizer
+
+#: Limit of texts before the first decode engine has sent its max_model_len.
+UNKNOWN_MODEL_LEN = 2**15
+
+_Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest)
+
+
+class TokenizeEndpoints:
+    """The two endpoints.
+
+    Args:
+        request_timeout_s: time for the body to arrive and the response to be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pool: EnginePool,
+        admission: Admission,
+        limits: AccessConfig,
+        *,
+        served_name: str,
+        request_timeout_s: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._reader = PromptReader(tokenizer)
+        self._pool = pool
+        self._admission = admission
+        self._limits = limits
+        self._served_name = served_name
+        self._timeout_s = request_timeout_s
+
+    async def tokenize(self, http: web.Request) -> web.StreamResponse:
+        return await self._serve(http, TokenizeRequest, self._tokenize)
+
+    async def detokenize(self, http: web.Request) -> web.StreamResponse:
+        return await self._serve(http, DetokenizeRequest, self._detokenize)
+
+    async def _serve(
+        self,
+        http: web.Request,
+        kind: type[_Request],
+        answer: Callable[[_Request, TextBounds, int | None], msgspec.Struct],
+    ) -> web.StreamResponse:
+        self._admission.check_open()
+        client = http.get(CLIENT)
+        self._admission.acquire(1, client)
+        try:
+            deadline = asyncio.get_running_loop().time() + self._timeout_s
+            body = await read_body(http, deadline, self._timeout_s)
+            request = await parse_body(body, kind, self._pool.max_model_len)
+            if request.model not in (None, self._served_name):
+                raise unknown_model(str(request.model), self._served_name)
+            max_model_len = self._pool.max_model_len
+            bounds = TextBounds(
+                PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._limits.max_prompt_tokens)
+            )
+            encoded = await offload(
+                lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)
+            )
+            return await send_json(http, encoded, deadline)
+        finally:
+            self._admission.release(1, client)
+
+    def _tokenize(
+        self, request: TokenizeRequest, bounds: TextBounds, max_model_len: int | None
+    ) -> TokenizeResponse:
+        """Return the token ids of a prompt or of messages, as generation would use them."""
+        text, field, add_special = request.prompt, "prompt", request.add_special_tokens is not False
+        if request.messages is not None:
+            # The chat template writes special tokens itself.
+            field, add_special = "messages", bool(request.add_special_tokens)
+            text = self._reader.render(
+                request.messages,
+                request.chat_template_kwargs,
+                bounds,
+                add_generation_prompt=request.add_generation_prompt is not False,
+            )
+        if text is None:
+            raise RequestError(
+                "prompt or messages is required", param="prompt", code="missing_required_parameter"
+            )
+        token_ids = self._reader.encode(text, field, bounds, add_special_tokens=add_special)
+        bounds.check(len(token_ids), field)
+        response = TokenizeResponse(
+            count=len(token_ids), tokens=token_ids, max_model_len=max_model_len
+        )
+        if request.return_token_strs:
+            response.token_strs = list(map(self._tokenizer.token_text, token_ids))
+        return response
+
+    def _detokenize(
+        self, request: DetokenizeRequest, bounds: TextBounds, _: int | None
+    ) -> DetokenizeResponse:
+        bounds.check(len(request.tokens), "tokens")
+        self._reader.check_ids(request.tokens, "tokens")
+        return DetokenizeResponse(
+            prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False)
+        )

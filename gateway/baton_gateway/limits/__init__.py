@@ -1,0 +1,8 @@
+"""Limits: which requests the gateway accepts, how many, and until when.
+
+Modules:
+    api_keys: authentication by API key.
+    admission: the number of sequences in flight, per gateway and per client.
+    scale_from_zero_queue: requests that wait for the first decode engine.
+    graceful_shutdown: the phase in which clients move to other gateways.
+"""

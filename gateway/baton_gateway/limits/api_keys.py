@@ -1,0 +1,133 @@
+"""Authentication by API keys from a folder (a mounted Secret), read again while the gateway runs.
+
+The keys are files and no part of the configuration, because they are secret and change without a
+restart. Only their hashes stay in memory. A request's key is compared with all of them, so that
+timing does not show which one it resembles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from pathlib import Path
+
+from aiohttp import web
+
+from baton_gateway.errors import APIError
+
+logger = logging.getLogger(__name__)
+
+#: Paths for the kubelet and Prometheus, which have no key. Every other path needs one.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+#: Longer keys would not fit into a header.
+MAX_KEY_BYTES = 4096
+#: Name of the client whose key a request carries. Absent where no key is needed.
+CLIENT = web.RequestKey("client", str)
+
+_KEY = re.compile(rb"[\x21-\x7e]+")
+
+
+class ApiKeys:
+    """The keys of one folder.
+
+    Args:
+        folder: one file per client. Its name is the client's name, its content the key, stripped
+            of surrounding space. A file without exactly one line of printable ASCII is ignored,
+            with a warning.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._entries: dict[str, bytes] = {}
+        self._failure = ""
+        self._clients: list[tuple[bytes, str]] = []  # (SHA-256 of the key, name of the client)
+        self._refresh(first=True)
+
+    def refresh(self) -> None:
+        """Read changed keys. While the folder cannot be read, the known keys stay."""
+        try:
+            self._refresh()
+            self._failure = ""
+        except OSError as error:
+            if str(error) != self._failure:  # log each failure once, not at every poll
+                logger.error(
+                    "API keys in %s cannot be read, the known ones stay valid: %s",
+                    self._folder,
+                    error,
+                )
+            self._failure = str(error)
+
+    def client_of(self, authorization: list[str]) -> str:
+        """Return the client that the values of the Authorization header authenticate.
+
+        Raises:
+            APIError: 401.
+        """
+        if not authorization:
+            raise _refused("This server needs an API key: send it as 'Authorization: Bearer KEY'.")
+        scheme, _, key = authorization[0].strip().partition(" ")
+        if len(authorization) > 1 or scheme.lower() != "bearer" or not key.strip():
+            raise _refused("Send exactly one Authorization header of the form 'Bearer KEY'.")
+        offered = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, client in self._clients:
+            if hmac.compare_digest(known, offered):
+                found = client
+        if found is None:
+            raise _refused("This server does not know the API key.")
+        return found
+
+    def _refresh(self, *, first: bool = False) -> None:
+        entries = _read(self._folder)
+        if entries == self._entries and not first:
+            return
+        clients: dict[bytes, str] = {}
+        for client, digest in entries.items():
+            if not digest:
+                logger.warning(
+                    "API key %s is ignored: a key is one line of printable ASCII without spaces",
+                    client,
+                )
+            elif digest in clients:
+                logger.warning(
+                    "API key %s is ignored: it is the same as %s", client, clients[digest]
+                )
+            else:
+                clients[digest] = client
+        self._entries, self._clients = entries, list(clients.items())
+        if clients:
+            logger.info("API keys of %d clients: %s", len(clients), ", ".join(clients.values()))
+        else:
+            logger.warning("%s has no API key: every request is refused", self._folder)
+
+
+def client_name(http: web.Request) -> str:
+    """Return ` of client NAME` for a log line, or nothing where no key is needed."""
+    client = http.get(CLIENT)
+    return f" of client {client}" if client is not None else ""
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    """Return the hash of each file's key, empty for an invalid key. Raises OSError."""
+    entries: dict[str, bytes] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".."):  # the kubelet's folders for versions of a Secret
+            continue
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_KEY_BYTES + 1)
+        except (FileNotFoundError, IsADirectoryError):  # removed by a newer version of the Secret
+            continue
+        key = content.strip()
+        is_valid = len(content) <= MAX_KEY_BYTES and _KEY.fullmatch(key)
+        entries[path.name] = hashlib.sha256(key).digest() if is_valid else b""
+    return entries
+
+
+def _refused(message: str) -> APIError:
+    return APIError(401, message, code="invalid_api_key")

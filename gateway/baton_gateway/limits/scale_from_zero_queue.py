@@ -1,0 +1,83 @@
+"""The queue of requests that wait while their service is scaled to zero.
+
+The gauge `baton:requests_held` is the queue's length. The autoscaler starts a decode engine when it
+is not 0. Both the length and the waiting time have a limit, beyond which a request gets 503 with
+Retry-After.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from baton_gateway.errors import APIError
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.routing.member import Member
+from baton_gateway.routing.pool import EnginePool
+
+#: Interval of comments in a waiting stream. Proxies close connections that are silent for a minute.
+KEEP_ALIVE_S = 10.0
+#: A model needs this long to load, or longer.
+RETRY_AFTER_S = 10
+
+
+class ScaleFromZeroQueue:
+    """Holds requests until a decode engine is available.
+
+    Args:
+        hold_s: how long a request waits; 0: none waits.
+        limit: requests that may wait at the same time.
+    """
+
+    def __init__(
+        self, pool: EnginePool, metrics: GatewayMetrics, *, hold_s: float, limit: int
+    ) -> None:
+        self._pool = pool
+        self._hold_s = hold_s
+        self._limit = limit
+        self._held: set[asyncio.Timeout] = set()
+        metrics.held.set_function(lambda: len(self._held))
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether requests are accepted while there is no engine."""
+        return self._hold_s > 0
+
+    async def wait(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
+        """Return as soon as a decode engine is available.
+
+        Args:
+            keep_alive: awaited every KEEP_ALIVE_S.
+
+        Raises:
+            APIError: 503, because no engine started in time or the queue is full.
+        """
+        if not self.is_enabled or self._pool.available("decode"):
+            return
+        if len(self._held) >= self._limit:
+            raise _refusal(
+                f"{len(self._held)} requests already wait for an engine to start; retry later."
+            )
+        timeout = asyncio.timeout(self._hold_s)
+        self._held.add(timeout)
+        try:
+            async with timeout:
+                while not await self._pool.wait_for(self._available, KEEP_ALIVE_S):
+                    await keep_alive()
+        except TimeoutError:
+            raise _refusal("No engine started in time; retry later.") from None
+        finally:
+            self._held.discard(timeout)
+
+    def fail_all(self) -> None:
+        """End all waits with 503 now, for a gateway that shuts down."""
+        now = asyncio.get_running_loop().time()
+        for timeout in self._held:
+            timeout.reschedule(now)
+
+    def _available(self) -> list[Member] | None:
+        return self._pool.available("decode") or None
+
+
+def _refusal(message: str) -> APIError:
+    return APIError(503, message, code="no_ready_engine", retry_after_s=RETRY_AFTER_S)

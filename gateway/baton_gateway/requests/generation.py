@@ -1,0 +1,183 @@
+"""Runs the sequences of a job side by side and yields their text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+
+from baton_gateway.errors import APIError, bad_request, internal, unavailable
+from baton_gateway.metrics import GatewayMetrics, TokenTimer
+from baton_gateway.offload import offload
+from baton_gateway.requests.job import Choice, Job, PromptJob, Run
+from baton_gateway.routing.dispatch import Dispatcher
+from baton_protocol.messages import EngineCoreOutput, FinishReason
+from baton_text.output import TextOutput
+from baton_text.schema import CompletionRequest, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+#: Beams come all at once. More tokens than this are detokenized in a thread.
+INLINE_TOKENS = 64
+#: Tokens of prompts and options encoded for engines before the event loop serves others.
+STAGGERED_TOKENS = 2**16
+#: Further cost of sending one sequence, in tokens.
+SEQUENCE_TOKENS = 2**11
+#: Outputs per choice that may wait for a client: text for at least a minute, a few megabytes.
+MAX_UNREAD_OUTPUTS = 4096
+
+_Event = tuple[Choice, TextOutput] | Exception | None  # output, failure, or end of a run
+
+
+class _EventQueue(asyncio.Queue[_Event]):
+    """The events of one job. Calls `on_backlog` for every event beyond `max_events`."""
+
+    def __init__(self, max_events: int, on_backlog: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._max_events = max_events
+        self._on_backlog = on_backlog
+
+    def put_nowait(self, item: _Event) -> None:
+        super().put_nowait(item)
+        if self._on_backlog is not None and self.qsize() > self._max_events:
+            self._on_backlog()
+
+
+class Generator:
+    """Runs jobs."""
+
+    def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._running: dict[_EventQueue, Job] = {}
+
+    def fail_all(self) -> None:
+        """End every running job with an error, for a gateway that shuts down.
+
+        The engines receive ABORT for their work.
+        """
+        for queue, job in self._running.items():
+            lost = f" Its engine was lost before: {job.failure}" if job.failure else ""
+            queue.put_nowait(
+                unavailable(
+                    f"This gateway shut down before the request ended.{lost}", code="draining"
+                )
+            )
+
+    async def run(
+        self, job: Job, on_backlog: Callable[[], None] | None = None
+    ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
+        """Yield the outputs of all choices as they come, those of one choice in order.
+
+        Closing the iterator early aborts the sequences that still run.
+
+        Args:
+            on_backlog: called for every output that arrives while MAX_UNREAD_OUTPUTS per choice
+                wait to be taken.
+
+        Raises:
+            APIError: one sequence failed. The others are aborted.
+        """
+        queue = _EventQueue(MAX_UNREAD_OUTPUTS * len(job.choices), on_backlog)
+        runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
+        tasks: list[asyncio.Task[None]] = []
+        num_unfinished, num_tokens, num_options = len(runs), 0, _num_options(job.request)
+        self._running[queue] = job
+        try:
+            for prompt, run in runs:
+                tasks.append(asyncio.create_task(self._run(job, prompt, run, queue)))
+                num_tokens += len(prompt.token_ids) + num_options + SEQUENCE_TOKENS
+                if num_tokens > STAGGERED_TOKENS:
+                    num_tokens = 0
+                    await asyncio.sleep(0)
+            while num_unfinished:
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
+                    num_unfinished -= 1
+                else:
+                    yield event
+        finally:
+            del self._running[queue]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._metrics.e2e_latency.observe(time.monotonic() - job.started)
+
+    async def _run(self, job: Job, prompt: PromptJob, run: Run, queue: _EventQueue) -> None:
+        """Put the events of one run into `queue`, up to its end or its failure."""
+        try:
+            async with aclosing(self._outputs(job, prompt, run)) as outputs:
+                async for item in outputs:
+                    queue.put_nowait(item)
+            queue.put_nowait(None)
+        except APIError as error:
+            if error.status == 400 and error.code is None:  # the engine refused an option
+                error = bad_request(job.request.refusal(error.message))
+            queue.put_nowait(error)
+        except Exception as error:  # a bug must not leave the client waiting
+            logger.exception("request %s: %s failed", job.id, run.sequence.request_id)
+            queue.put_nowait(internal(f"The gateway failed: {error!r}"))
+
+    async def _outputs(
+        self, job: Job, prompt: PromptJob, run: Run
+    ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
+        """Yield the text of one run. Raises APIError."""
+        timer = TokenTimer(self._metrics, job.started)
+        is_prompt_only = isinstance(job.request, CompletionRequest) and job.request.is_prompt_only
+        needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
+        async with aclosing(self._dispatcher.generate(run.sequence)) as outputs:
+            async for output in outputs:
+                if output.new_token_ids:
+                    timer.on_tokens(len(output.new_token_ids))
+                if output.beams is not None:
+                    size = sum(len(beam.token_ids) for beam in output.beams)
+                    for item in await offload(
+                        partial(_beams, job, run, output), size, INLINE_TOKENS
+                    ):
+                        yield item
+                    return
+                if needs_prompt_logprobs and output.new_token_ids:
+                    needs_prompt_logprobs = False
+                    if run is prompt.runs[0]:
+                        prompt.logprobs = output.prompt_logprobs or []  # one token has none
+                        prompt.logprobs_known.set()
+                    await prompt.logprobs_known.wait()  # if the first run fails, the job fails
+                    output.prompt_logprobs = prompt.logprobs
+                if is_prompt_only:
+                    output = EngineCoreOutput(
+                        output.request_id,
+                        [],
+                        finish_reason=FinishReason.LENGTH if output.finished else None,
+                        prompt_logprobs=output.prompt_logprobs,
+                    )
+                [choice] = run.choices
+                result = choice.processor.push(output)
+                yield choice, result
+                if result.finish_reason is not None:
+                    return
+
+
+def _num_options(request: GenerationRequest) -> int:
+    """Return the number of list entries sent to an engine with every sequence."""
+    return len(request.logit_bias or ()) + len(request.allowed_token_ids or ())
+
+
+def _beams(job: Job, run: Run, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:
+    """Return the beams as choices, the best first.
+
+    A search may end with fewer beams than its width. The response then has fewer choices.
+    """
+    beams = output.beams or []
+    del run.choices[len(beams) :]
+    results = []
+    for choice, beam in zip(run.choices, beams, strict=False):
+        result = choice.processor.push_beam(run.sequence.request_id, beam)
+        if job.request.requested_prompt_logprobs() is not None:
+            result.prompt_logprobs = output.prompt_logprobs or []
+        results.append((choice, result))
+    return results

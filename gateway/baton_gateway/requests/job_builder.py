@@ -1,0 +1,252 @@
+"""Builds jobs from OpenAI requests: tokenizes the prompts and checks lengths and options.
+
+`n` samples of several prompts become one sequence per prompt and sample. A beam search becomes one
+sequence per prompt, whose beams become choices at its end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+
+import msgspec
+
+from baton_gateway.errors import context_length_exceeded, unavailable
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.offload import offload
+from baton_gateway.requests.job import Choice, Job, PromptJob, Run
+from baton_gateway.requests.prompts import PromptBounds, PromptReader
+from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.sequence import SampleGroup, Sequence
+from baton_protocol.config import AccessConfig
+from baton_protocol.sampling import SamplingParams
+from baton_text.errors import RequestError
+from baton_text.output import OutputProcessor
+from baton_text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from baton_text.structured_outputs import bad_words_token_ids
+from baton_text.tokenizer import Tokenizer
+
+#: Entries of logit_bias or of allowed_token_ids in all sequences of a request. Each sequence sends
+#: its own copy to its engine.
+MAX_OPTION_ENTRIES = 2**22
+
+
+class JobBuilder:
+    """Builds jobs for both generation endpoints."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pool: EnginePool,
+        metrics: GatewayMetrics,
+        limits: AccessConfig,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._reader = PromptReader(tokenizer)
+        self._pool = pool
+        self._metrics = metrics
+        self._limits = limits
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens per request that the engines hold. None before the first decode engine."""
+        return self._pool.max_model_len
+
+    async def build_chat(self, request: ChatCompletionRequest, started: float, size: int) -> Job:
+        """Build the job of a chat completion.
+
+        Args:
+            started: monotonic time of the request's arrival.
+            size: bytes of the request's body, which decide whether the work needs a thread.
+
+        Raises:
+            RequestError: the messages cannot be rendered, or an option is invalid.
+            APIError: the prompt is too long, or no decode engine is ready.
+        """
+        self._check_rank(request.data_parallel_rank)
+        bounds = self._bounds()
+        return await offload(lambda: self._chat_job(request, started, bounds), size)
+
+    def _chat_job(
+        self, request: ChatCompletionRequest, started: float, bounds: PromptBounds
+    ) -> Job:
+        variables = request.chat_template_kwargs or {}
+        reserved = {"messages", "add_generation_prompt"} & variables.keys()
+        if reserved:
+            name = f"chat_template_kwargs.{min(reserved)}"
+            raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
+        add_generation_prompt = request.add_generation_prompt is not False
+        text = self._reader.render(
+            request.messages, variables, bounds, add_generation_prompt=add_generation_prompt
+        )
+        token_ids = self._reader.encode(text, "messages", bounds, add_special_tokens=False)
+        return self._job(request, "chatcmpl", [token_ids], [""], "messages", started, bounds)
+
+    async def build_completion(self, request: CompletionRequest, started: float, size: int) -> Job:
+        """Build the job of a completion of one or several prompts, as `build_chat` does."""
+        self._check_rank(request.data_parallel_rank)
+        bounds = self._bounds()
+        return await offload(lambda: self._completion_job(request, started, bounds), size)
+
+    def _completion_job(
+        self, request: CompletionRequest, started: float, bounds: PromptBounds
+    ) -> Job:
+        prompts = request.prompts()
+        add_special = request.add_special_tokens is not False
+        token_ids: list[list[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                token_ids.append(
+                    self._reader.encode(prompt, "prompt", bounds, add_special_tokens=add_special)
+                )
+            else:
+                self._reader.check_ids(prompt, "prompt")
+                token_ids.append(prompt)
+        echoes = [""] * len(prompts)
+        if request.echo:
+            echoes = [
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+                for prompt in prompts
+            ]
+        return self._job(request, "cmpl", token_ids, echoes, "prompt", started, bounds)
+
+    def _bounds(self) -> PromptBounds:
+        """Return the bounds of prompts. Raises APIError before the first decode engine."""
+        limit = self._pool.max_model_len
+        if limit is None:
+            raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
+        return PromptBounds(limit, self._limits.max_prompt_tokens)
+
+    def _job(
+        self,
+        request: GenerationRequest,
+        prefix: str,
+        prompts: list[list[int]],
+        echoes: list[str],
+        field: str,
+        started: float,
+        bounds: PromptBounds,
+    ) -> Job:
+        job_id = f"{prefix}-{uuid.uuid4().hex}"
+        arrival = time.time()
+        _check_options(request)
+        self._reader.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
+        request.check_prompt_logprobs(sum(map(len, prompts)))
+        lengths = [
+            self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts
+        ]
+        params_of = self._params(request, set(lengths))
+        jobs = []
+        for prompt_index, token_ids in enumerate(prompts):
+            # The client's seed is the same for all prompts: equal prompts get equal answers.
+            seed = secrets.randbits(63) if request.seed is None else request.seed
+            params = msgspec.structs.replace(params_of[lengths[prompt_index]], seed=seed)
+            self._metrics.prompt_tokens.inc(len(token_ids))
+            first_index = prompt_index * request.num_candidates
+            choices = [
+                Choice(
+                    first_index + index,
+                    self._processor(request, params),
+                    token_ids,
+                    echoes[prompt_index],
+                )
+                for index in range(request.num_candidates)
+            ]
+            num_runs = 1 if params.beam_width else request.num_candidates
+            group = SampleGroup(f"{job_id}-p{prompt_index}") if num_runs > 1 else None
+            without_prompt_logprobs = msgspec.structs.replace(params, prompt_logprobs=None)
+            runs = []
+            for sample_index in range(num_runs):
+                sequence = Sequence(
+                    request_id=job_id
+                    if len(prompts) * num_runs == 1
+                    else f"{job_id}-c{first_index + sample_index}",
+                    prompt_token_ids=token_ids,
+                    # The first run brings the prompt's logprobs. The others share its blocks.
+                    sampling_params=params if sample_index == 0 else without_prompt_logprobs,
+                    sample_index=sample_index,
+                    arrival_time=arrival,
+                    priority=request.priority or 0,
+                    cache_salt=request.cache_salt or "",
+                    group=group,
+                    data_parallel_rank=request.data_parallel_rank,
+                )
+                runs.append(
+                    Run(sequence, choices if params.beam_width else [choices[sample_index]])
+                )
+            jobs.append(PromptJob(token_ids, runs))
+        return Job(job_id, request, int(arrival), started, jobs)
+
+    def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
+        """Return the checked sampling parameters by max_tokens.
+
+        Prompts share them, because lists of options may be long. Raises RequestError.
+        """
+        bad_words = bad_words_token_ids(self.tokenizer, request.bad_words or [])
+        params_of = {
+            max_tokens: request.sampling_params(
+                seed=request.seed or 0, max_tokens=max_tokens, bad_words_token_ids=bad_words
+            )
+            for max_tokens in lengths
+        }
+        for params in params_of.values():
+            self._reader.check_ids(list(params.logit_bias or {}), "logit_bias")
+            self._reader.check_ids(params.stop_token_ids, "stop_token_ids")
+        return params_of
+
+    def _processor(self, request: GenerationRequest, params: SamplingParams) -> OutputProcessor:
+        return OutputProcessor(
+            self.tokenizer,
+            stops=request.stops,
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+        )
+
+    def _max_tokens(
+        self, request: GenerationRequest, prompt_len: int, field: str, bounds: PromptBounds
+    ) -> int:
+        """Return the most tokens to generate, so that prompt and answer fit the model."""
+        if prompt_len == 0:
+            raise RequestError(f"{field} must not be empty", param=field)
+        bounds.check_server_limit(prompt_len, field)
+        requested = request.requested_max_tokens()
+        is_explicit = (
+            request.max_tokens is not None
+            or getattr(request, "max_completion_tokens", None) is not None
+        )
+        needed = requested if requested is not None and is_explicit else 1
+        if prompt_len + needed > bounds.max_model_len:
+            raise context_length_exceeded(bounds.max_model_len, prompt_len, needed, field)
+        room, limit = bounds.max_model_len - prompt_len, self._limits.max_completion_tokens
+        if limit is not None:
+            if is_explicit and needed > limit:
+                raise RequestError(
+                    f"this server generates at most {limit} tokens, got {needed}",
+                    param="max_tokens",
+                )
+            room = min(room, limit)
+        return room if requested is None else min(requested, room)
+
+    def _check_rank(self, rank: int | None) -> None:
+        size = self._pool.data_parallel_size
+        if rank is not None and self._pool.has_seen_decode and not 0 <= rank < size:
+            raise RequestError(
+                f"data_parallel_rank must be in [0, {size - 1}], got {rank}: the decode engines "
+                f"are {size} ranks",
+                param="data_parallel_rank",
+            )
+
+
+def _check_options(request: GenerationRequest) -> None:
+    """Check that lists sent with every sequence are short enough. Raises RequestError."""
+    for name in ("logit_bias", "allowed_token_ids"):
+        entries = len(getattr(request, name) or ())
+        if entries * request.num_sequences > MAX_OPTION_ENTRIES:
+            raise RequestError(
+                f"{name} has {entries} entries, which {request.num_sequences} sequences make more "
+                f"than {MAX_OPTION_ENTRIES}; send fewer sequences at once",
+                param=name,
+            )

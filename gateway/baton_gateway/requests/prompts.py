@@ -1,0 +1,162 @@
+"""Messages and texts to token ids, within length bounds that are checked before long work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton_gateway.errors import prompt_too_long
+from baton_text.chat_template import ChatTemplateError
+from baton_text.errors import RequestError
+from baton_text.messages import ChatMessage, template_messages
+from baton_text.tokenizer import Tokenizer
+
+#: A text with more characters per allowed token is tokenized in pieces first, until it is known
+#: not to fit.
+LONG_TEXT = 8
+#: A text to tokenize may have this many times the tokens of the longest prompt.
+TEXT_FACTOR = 4
+#: Characters per piece. A cut changes only the tokens of the words beside it, so pieces must be
+#: long compared with words.
+_MIN_PIECE = 4096
+
+
+@dataclass(frozen=True)
+class PromptBounds:
+    """How many tokens the prompt of a generation request may have.
+
+    Args:
+        max_model_len: tokens the engines hold. The prompt must leave room for one more token.
+        max_prompt_tokens: the limit configured for this server; None: no limit.
+    """
+
+    max_model_len: int
+    max_prompt_tokens: int | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        limit = self.max_prompt_tokens
+        return self.max_model_len if limit is None else min(self.max_model_len, limit)
+
+    def check(self, at_least: int, field: str) -> None:
+        """Check the length of a prompt.
+
+        Args:
+            at_least: least number of tokens it has.
+            field: of the request; the error names it.
+
+        Raises:
+            APIError: the prompt is longer than the context.
+            RequestError: it is longer than this server's limit.
+        """
+        if at_least >= self.max_model_len:
+            raise prompt_too_long(self.max_model_len, at_least, field)
+        self.check_server_limit(at_least, field)
+
+    def check_server_limit(self, at_least: int, field: str) -> None:
+        if self.max_prompt_tokens is not None and at_least > self.max_prompt_tokens:
+            raise RequestError(
+                f"this server accepts prompts of at most {self.max_prompt_tokens} tokens, "
+                f"got {at_least} or more",
+                param=field,
+                code="prompt_too_long",
+            )
+
+
+@dataclass(frozen=True)
+class TextBounds:
+    """How many tokens a text to tokenize or detokenize may have.
+
+    More than a prompt: a client that cuts texts to length sends some that are too long.
+    """
+
+    prompt: PromptBounds
+
+    @property
+    def max_tokens(self) -> int:
+        return TEXT_FACTOR * self.prompt.max_tokens
+
+    def check(self, at_least: int, field: str) -> None:
+        """Check a text of `at_least` tokens. Raises RequestError if it is too long."""
+        if at_least > self.max_tokens:
+            raise RequestError(
+                f"{field} may have {self.max_tokens} tokens, {TEXT_FACTOR} times those of a "
+                f"prompt, got {at_least} or more",
+                param=field,
+                code="prompt_too_long",
+            )
+
+
+class PromptReader:
+    """Renders and tokenizes prompts.
+
+    All methods may be called from any thread. The bounds limit how long they take.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render(
+        self,
+        messages: list[ChatMessage],
+        variables: dict[str, Any] | None,
+        bounds: PromptBounds | TextBounds,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """Render the chat template.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+            APIError: there are more messages than tokens fit.
+        """
+        bounds.check(len(messages), "messages")
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise RequestError(
+                "This model has no chat template; send a prompt instead, or add "
+                "chat_template.jinja to the checkpoint.",
+                param="messages",
+            )
+        try:
+            return template.render(
+                template_messages(messages),
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
+            )
+        except ChatTemplateError as error:
+            raise RequestError(
+                f"The chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def encode(
+        self, text: str, field: str, bounds: PromptBounds | TextBounds, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Tokenize `text`. Raises APIError or RequestError if it is surely too long."""
+        bounds.check(self._tokenizer.fewest_tokens(text), field)
+        if len(text) > LONG_TEXT * bounds.max_tokens:
+            self._check_pieces(text, field, bounds)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Check that all ids are in the vocabulary. Raises RequestError."""
+        vocab_size = self._tokenizer.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise RequestError(
+                f"{field}: token ids must be in [0, {vocab_size - 1}], got {wrong}", param=field
+            )
+
+    def _check_pieces(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
+        """Raise if the pieces of `text` have more than twice the tokens that fit.
+
+        A whole text has hardly fewer tokens than its pieces.
+        """
+        num_tokens, piece = 0, max(_MIN_PIECE, LONG_TEXT * bounds.max_tokens)
+        for start in range(0, len(text), piece):
+            num_tokens += len(
+                self._tokenizer.encode(text[start : start + piece], add_special_tokens=False)
+            )
+            if num_tokens > 2 * bounds.max_tokens + 1:
+                bounds.check(num_tokens // 2, field)

@@ -1,0 +1,13 @@
+"""Routing: which engine runs a sequence, and what happens when that engine fails.
+
+Modules:
+    discovery: the interface of engine discovery.
+    file_discovery: discovery from a JSON file.
+    kubernetes_discovery: discovery from pods.
+    member: one discovered engine, its state and its load.
+    pool: a connection to every discovered engine.
+    sequence: one sample of one prompt, with the tokens generated so far.
+    retry_state: the attempts of one sequence, and why they failed.
+    placer: the choice of the engine for the next attempt.
+    dispatch: runs a sequence: prefill and decode stages, fallback, retry, resume.
+"""

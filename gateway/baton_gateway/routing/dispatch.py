@@ -1,0 +1,377 @@
+"""Runs one sequence on engines: prefill and decode stages, fallback, retry, resume.
+
+The dispatcher owns the sequence and every token it has yielded. When an engine is lost, another one
+gets the prompt and the tokens so far, and the stream goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+
+from baton_gateway.errors import engine_failure, internal
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.routing.member import Member
+from baton_gateway.routing.placer import Placer
+from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.retry_state import AttemptError, RetryState
+from baton_gateway.routing.sequence import Placement, Sequence
+from baton_protocol.client import EngineClient, EngineDeadError, RequestStream
+from baton_protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
+
+logger = logging.getLogger(__name__)
+
+#: A prefill stage without a token by then is abandoned. An engine may answer heartbeats and still
+#: make no progress, and the decode engine waits for PREFILL_RESULT.
+PREFILL_TIMEOUT_S = 60.0
+#: Resumed samples wait this long for the first of them to compute their prompt.
+PROMPT_WAIT_S = 10.0
+
+#: Failures that another engine may not have. A failure of a sequence that has begun is never the
+#: client's fault, because one engine accepted it.
+_RETRIABLE = frozenset(
+    {ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD}
+)
+
+
+class Dispatcher:
+    """Runs sequences on the engines of the pool.
+
+    Without a prefill stage, the samples of one prompt go to one decode engine as a group. That
+    engine computes the prompt once and the samples share its blocks. With prefill engines each
+    sample has its own prefill stage: a transfer's blocks belong to one pair of engines, and samples
+    on several decode engines use more memory bandwidth. Samples whose engine is lost move to one
+    other engine together. A sample that fails alone moves alone.
+
+    Args:
+        prefill_threshold_tokens: shorter prompts have no prefill stage.
+        prefill_timeout_s: how long a prefill stage may take before the decode engine computes the
+            prompt.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        placer: Placer,
+        metrics: GatewayMetrics,
+        *,
+        prefill_threshold_tokens: int = 0,
+        prefill_timeout_s: float = PREFILL_TIMEOUT_S,
+    ) -> None:
+        self._pool = pool
+        self._placer = placer
+        self._metrics = metrics
+        self._threshold = prefill_threshold_tokens
+        self._prefill_timeout_s = prefill_timeout_s
+
+    async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Yield the outputs of `sequence` in order, without gap or repetition.
+
+        The last output has the finish reason STOP, LENGTH or REPETITION. Closing the iterator early
+        aborts the work on the engines.
+
+        Raises:
+            APIError: no engine is available, or none could finish the sequence.
+        """
+        state = RetryState(sequence, sequence.data_parallel_rank)
+        while not sequence.is_complete:
+            with_group = not self._uses_prefill_stage(sequence)
+            placement = await self._placer.place(state, with_group=with_group)
+            attempt_id = f"{sequence.request_id}-{state.num_attempts}"
+            state.on_sent(placement)
+            if state.last_failure is not None:
+                self._count_retry(sequence, state.last_failure)
+            num_tokens = len(sequence.generated_token_ids)
+            try:
+                async with aclosing(self._attempt(state, placement, attempt_id)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except AttemptError as error:
+                has_progressed = len(sequence.generated_token_ids) > num_tokens
+                state.on_failed(error, has_progressed=has_progressed)
+                logger.warning(
+                    "request %s: engine %s failed after %d tokens, trying another: %s",
+                    sequence.request_id,
+                    placement.member.endpoint.name,
+                    len(sequence.generated_token_ids),
+                    error,
+                )
+        # The engine was lost after the last token and before its finish reason.
+        yield EngineCoreOutput(sequence.request_id, [], finish_reason=FinishReason.LENGTH)
+
+    def _count_retry(self, sequence: Sequence, failure: AttemptError) -> None:
+        self._metrics.retries.labels(failure.reason).inc()
+        if sequence.has_begun:
+            self._metrics.resumed.labels(failure.reason).inc()
+            self._metrics.replayed_tokens.inc(len(sequence.generated_token_ids))
+
+    def _wants_prefill_stage(self, sequence: Sequence) -> bool:
+        return sequence.can_prefill_remotely and len(sequence.prompt_token_ids) >= self._threshold
+
+    def _uses_prefill_stage(self, sequence: Sequence) -> bool:
+        return self._wants_prefill_stage(sequence) and bool(self._pool.available("prefill"))
+
+    def _attempt(
+        self, state: RetryState, placement: Placement, attempt_id: str
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        sequence = state.sequence
+        if self._uses_prefill_stage(sequence):
+            prefill = self._placer.pick_prefill(placement.member)
+            if prefill is not None:
+                return self._disaggregated(state, prefill, placement.member, attempt_id)
+            self._metrics.prefill_fallbacks.labels("no_compatible_engine").inc()
+            return self._aggregated(state, placement, attempt_id, group_id="")
+        if self._wants_prefill_stage(sequence) and self._pool.is_expecting("prefill"):
+            self._metrics.prefill_fallbacks.labels("no_ready_engine").inc()
+        group, group_id = sequence.group, ""
+        if group is not None and not sequence.has_begun and placement in group.placements.values():
+            group_id = group.group_id
+        return self._aggregated(state, placement, attempt_id, group_id=group_id)
+
+    async def _aggregated(
+        self, state: RetryState, placement: Placement, attempt_id: str, *, group_id: str
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Run the attempt on one engine, which computes the prompt and the rest."""
+        sequence, client = state.sequence, placement.member.ready_client
+        if sequence.has_begun:
+            await self._wait_for_prompt(placement)
+        try:
+            request = sequence.request(attempt_id, None, group_id=group_id)
+            stream = self._add(client, request, state.rank)
+            async with aclosing(self._decode_outputs(sequence, stream)) as outputs:
+                async for output in outputs:
+                    placement.prompt_computed.set()
+                    yield output
+        finally:
+            placement.prompt_computed.set()
+            client.abort([attempt_id])
+
+    async def _wait_for_prompt(self, placement: Placement) -> None:
+        """Let one resumed sample of a prompt run before the others.
+
+        The others then find the prompt's blocks in the engine's prefix cache. They cannot be sent
+        as a group, because all samples of a group begin at the end of their prompt.
+        """
+        if not placement.has_resumed_sample:
+            placement.has_resumed_sample = True
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROMPT_WAIT_S):
+                await placement.prompt_computed.wait()
+
+    async def _disaggregated(
+        self, state: RetryState, prefill: Member, decode: Member, attempt_id: str
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Run the attempt on a prefill and a decode engine.
+
+        Both get their ADD at once. The first token comes from the prefill engine, the others from
+        the decode engine.
+        """
+        sequence = state.sequence
+        producer, consumer = prefill.ready_client, decode.ready_client
+        transfer_id = uuid.uuid4().hex
+        consume = KVTransferParams(
+            side=KVSide.CONSUME,
+            transfer_id=transfer_id,
+            peer_instance_id=producer.instance_id,
+            remote_host=prefill.endpoint.host,
+            remote_port=prefill.endpoint.kv_port,
+        )
+        produce = KVTransferParams(
+            side=KVSide.PRODUCE, transfer_id=transfer_id, peer_instance_id=consumer.instance_id
+        )
+        decode_stream = self._add(consumer, sequence.request(attempt_id, consume), state.rank)
+        prefill_stage: asyncio.Task[EngineCoreOutput] | None = None
+        decode_stage: asyncio.Task[EngineCoreOutput] | None = None
+        try:
+            prefill_stage = asyncio.create_task(
+                _first_output(producer, sequence.request(attempt_id, produce))
+            )
+            decode_stage = asyncio.create_task(anext(decode_stream))
+            await asyncio.wait(
+                [prefill_stage, decode_stage],
+                timeout=self._prefill_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if decode_stage.done() and not prefill_stage.done():
+                # Only a failure can come before PREFILL_RESULT, which has the token to go on from.
+                self._check(sequence, _result(decode_stage))
+                raise AttemptError(
+                    "the decode engine sent tokens before it received the first one",
+                    ErrorCode.INTERNAL,
+                )
+            result, output = self._prefill_result(attempt_id, prefill, prefill_stage)
+            if output is not None:
+                self._check(sequence, output)
+                finish_reason = _finish_reason(sequence, output)
+                output = msgspec.structs.replace(output, finish_reason=finish_reason)
+                sequence.generated_token_ids += output.new_token_ids
+                sequence.num_cached_tokens = output.num_cached_tokens
+                if finish_reason is None:
+                    # Before the yield: a slow client must not delay the decode engine.
+                    consumer.prefill_result(result)
+                yield output
+                if finish_reason is not None:
+                    return
+            else:
+                producer.abort([attempt_id])  # frees the blocks of an abandoned prefill stage
+                consumer.prefill_result(result)
+            async with aclosing(
+                self._decode_outputs(sequence, decode_stream, decode_stage)
+            ) as outputs:
+                async for item in outputs:
+                    yield item
+        finally:
+            for task in (prefill_stage, decode_stage):
+                if task is not None and not task.cancel() and not task.cancelled():
+                    task.exception()  # retrieved, so that asyncio does not log it as lost
+            producer.abort([attempt_id])
+            consumer.abort([attempt_id])
+
+    def _prefill_result(
+        self, attempt_id: str, prefill: Member, stage: asyncio.Task[EngineCoreOutput]
+    ) -> tuple[PrefillResult, EngineCoreOutput | None]:
+        """Return the PREFILL_RESULT for the decode engine, and the prefill stage's token.
+
+        A failed prefill stage is no failure of the request: the decode engine computes what is
+        missing.
+        """
+        output: EngineCoreOutput | None = None
+        try:
+            if not stage.done():
+                raise TimeoutError
+            output = stage.result()
+            problem = output.error or (
+                "" if output.new_token_ids else "the prefill engine ended without a token"
+            )
+            outcome = (
+                "refused"
+                if output.error_code in (ErrorCode.DRAINING, ErrorCode.OVERLOADED)
+                else "failed"
+            )
+        except (EngineDeadError, StopAsyncIteration) as error:
+            problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
+        except TimeoutError:
+            problem, outcome = f"no first token within {self._prefill_timeout_s:g} s", "timed_out"
+        if output is not None and not problem:
+            self._metrics.prefill_stages.labels("done").inc()
+            return PrefillResult(attempt_id, output.new_token_ids), output
+        logger.warning(
+            "request %s: prefill stage on engine %s %s, the decode engine computes the prompt: %s",
+            attempt_id,
+            prefill.endpoint.name,
+            outcome,
+            problem,
+        )
+        self._metrics.prefill_stages.labels(outcome).inc()
+        self._metrics.prefill_fallbacks.labels(outcome).inc()
+        return PrefillResult(attempt_id, error=problem), None
+
+    async def _decode_outputs(
+        self,
+        sequence: Sequence,
+        stream: RequestStream,
+        first: asyncio.Task[EngineCoreOutput] | None = None,
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Yield the decode engine's outputs up to the finished one.
+
+        Args:
+            first: a task that already waits for the first output.
+        """
+        is_resumed = sequence.has_begun and first is None
+        while True:
+            try:
+                output = await (anext(stream) if first is None else first)
+            except EngineDeadError as error:
+                raise AttemptError(str(error), None) from error
+            first = None
+            self._check(sequence, output)
+            sequence.generated_token_ids += output.new_token_ids
+            if not is_resumed:  # after a resume, cached tokens are those of this very request
+                sequence.num_cached_tokens = max(
+                    sequence.num_cached_tokens, output.num_cached_tokens
+                )
+            yield output
+            if output.finished:
+                return
+
+    def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
+        """Check that `output` succeeded and continues the tokens so far.
+
+        Raises:
+            AttemptError: another engine may succeed.
+            APIError: the failure is final, or the output leaves out or repeats a token.
+        """
+        if output.finish_reason is FinishReason.ERROR or output.error:
+            if output.error_code in _RETRIABLE or (
+                sequence.has_begun and output.error_code is not None
+            ):
+                raise AttemptError(output.error, output.error_code)
+            raise engine_failure(output.error, output.error_code)
+        if output.finish_reason is FinishReason.ABORT:
+            raise AttemptError(
+                "the engine aborted the request (it is shutting down)", ErrorCode.DRAINING
+            )
+        expected = len(sequence.generated_token_ids)
+        if output.new_token_ids and output.token_offset != expected:
+            self._metrics.offset_errors.inc()
+            kind = "gap" if output.token_offset > expected else "repeat"
+            logger.error(
+                "request %s: token %s: expected offset %d, the engine sent %d",
+                sequence.request_id,
+                kind,
+                expected,
+                output.token_offset,
+            )
+            raise internal(
+                f"The engine's output has a {kind}: expected token {expected}, "
+                f"got {output.token_offset}."
+            )
+
+    def _add(
+        self, client: EngineClient, request: EngineCoreRequest, rank: int | None
+    ) -> RequestStream:
+        request.data_parallel_rank = rank
+        try:
+            return client.add(request)
+        except EngineDeadError as error:  # it died after it was picked
+            raise AttemptError(str(error), None) from error
+
+
+async def _first_output(client: EngineClient, request: EngineCoreRequest) -> EngineCoreOutput:
+    """Send ADD and return the first output. Raises EngineDeadError."""
+    return await anext(client.add(request))
+
+
+def _result(task: asyncio.Task[EngineCoreOutput]) -> EngineCoreOutput:
+    try:
+        return task.result()
+    except EngineDeadError as error:
+        raise AttemptError(str(error), None) from error
+
+
+def _finish_reason(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:
+    """Return why the sequence ends with the prefill stage's token; None if it goes on.
+
+    A prefill engine always stops after one token, so its own LENGTH says nothing.
+    """
+    if output.finish_reason in (FinishReason.STOP, FinishReason.REPETITION):
+        return output.finish_reason
+    num_generated = len(sequence.generated_token_ids) + len(output.new_token_ids)
+    limit = sequence.sampling_params.max_tokens
+    return FinishReason.LENGTH if limit is not None and num_generated >= limit else None

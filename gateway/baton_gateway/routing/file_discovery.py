@@ -1,0 +1,73 @@
+"""Discovery of engines from a JSON file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import msgspec
+
+from baton_gateway.routing.discovery import ROLES, Discovery
+from baton_protocol.config import EngineEndpoint, EngineEndpoints
+
+logger = logging.getLogger(__name__)
+
+FILE_POLL_S = 0.25
+
+
+class FileDiscovery(Discovery):
+    """The endpoints of a JSON file (`EngineEndpoints`), read again when its content changes.
+
+    While the file is missing or invalid, the last valid set stays: a half-written file must not
+    disconnect every engine.
+    """
+
+    def __init__(self, path: Path, *, poll_s: float = FILE_POLL_S) -> None:
+        self._path = path
+        self._poll_s = poll_s
+
+    async def watch(self) -> AsyncGenerator[list[EngineEndpoint], None]:
+        last: bytes | None = None
+        last_error = ""
+        while True:
+            try:
+                content = await asyncio.to_thread(self._path.read_bytes)
+                if content != last:
+                    last = content
+                    endpoints = parse_endpoints(content)
+                    last_error = ""
+                    yield endpoints
+            except (OSError, ValueError) as error:
+                if str(error) != last_error:  # log each failure once, not at every poll
+                    last_error = str(error)
+                    logger.warning(
+                        "discovery file %s is not usable, keeping the last engines: %s",
+                        self._path,
+                        error,
+                    )
+            await asyncio.sleep(self._poll_s)
+
+
+def parse_endpoints(content: bytes) -> list[EngineEndpoint]:
+    """Parse the content of a discovery file.
+
+    Raises:
+        ValueError: the content is not an `EngineEndpoints`, or has an unknown role or a
+            duplicate name.
+    """
+    try:
+        endpoints = msgspec.json.decode(content, type=EngineEndpoints).engines
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f'expected {{"engines": [{{"name", "role", "host"}}, ...]}}: {error}'
+        ) from error
+    for endpoint in endpoints:
+        if endpoint.role not in ROLES:
+            raise ValueError(
+                f"engine {endpoint.name!r}: role must be prefill or decode, got {endpoint.role!r}"
+            )
+    if len({endpoint.name for endpoint in endpoints}) != len(endpoints):
+        raise ValueError("engine names must be unique")
+    return endpoints

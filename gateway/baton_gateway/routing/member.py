@@ -1,0 +1,56 @@
+"""One discovered engine: its connection, its state and its load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from baton_protocol.client import EngineClient
+from baton_protocol.config import EngineEndpoint
+from baton_protocol.messages import Ready
+
+
+class Member:
+    """One discovered engine. `client` is set while it is connected and ready."""
+
+    def __init__(self, endpoint: EngineEndpoint) -> None:
+        self.endpoint = endpoint
+        self.client: EngineClient | None = None
+        self._left = asyncio.Event()
+
+    def leave(self) -> None:
+        """Mark the engine as removed from discovery."""
+        self._left.set()
+
+    def has_left(self) -> bool:
+        return self._left.is_set()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the engine accepts new requests, according to the last heartbeat."""
+        if self.client is None or self.has_left() or self.endpoint.draining:
+            return False
+        return self.client.accepts_requests
+
+    @property
+    def ready_client(self) -> EngineClient:
+        """The client of an available member."""
+        assert self.client is not None
+        return self.client
+
+    @property
+    def ready(self) -> Ready:
+        """The last READY message of an available member: its limits and its rank."""
+        ready = self.ready_client.ready
+        assert ready is not None  # `client` is set after READY
+        return ready
+
+    def load(self) -> tuple[float, float, float]:
+        """Return a sort key, smallest for the least loaded engine.
+
+        This gateway's own requests are counted exactly. Those of other gateways come with
+        heartbeats, up to one interval late. A random number breaks ties.
+        """
+        client = self.ready_client
+        usage = 0.0 if client.status is None else client.status.kv_cache_usage
+        return client.num_requests, usage, random.random()

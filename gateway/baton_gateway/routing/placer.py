@@ -1,0 +1,167 @@
+"""The choice of the engine for a sequence's next attempt, and how long to wait for one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+
+from baton_gateway.errors import APIError, engine_failure, unavailable
+from baton_gateway.routing.member import Member
+from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.retry_state import RetryState
+from baton_gateway.routing.sequence import Placement
+from baton_protocol.messages import ErrorCode
+
+logger = logging.getLogger(__name__)
+
+#: Failed attempts in a row without a token, after which the failure is returned to the client. The
+#: sequence itself may be what crashes engines.
+MAX_FAILURES = 5
+#: A sequence that has begun asks full engines again at this interval.
+OVERLOAD_RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What an engine must satisfy to be picked.
+
+    Args:
+        excluded: values of `EngineClient.readiness`. An engine that became ready again has another
+            value, so it may be picked.
+        config_hash: hash of the engine that generated the sequence's tokens; None: any.
+        data_parallel_rank: the rank to pick; None: any.
+    """
+
+    excluded: Collection[int] = ()
+    config_hash: str | None = None
+    data_parallel_rank: int | None = None
+
+    def accept(self, member: Member) -> bool:
+        """Return whether an available member satisfies them."""
+        client = member.ready_client
+        return (
+            client.readiness not in self.excluded
+            and self.config_hash in (None, client.init.config_hash)
+            and self.data_parallel_rank in (None, member.ready.data_parallel_rank)
+        )
+
+
+class Placer:
+    """Picks the least loaded engine that may run a sequence.
+
+    Args:
+        queue_wait_s: how long a new sequence waits while no engine is available.
+        resume_wait_s: how long a sequence that has begun waits for another engine.
+    """
+
+    def __init__(self, pool: EnginePool, *, queue_wait_s: float, resume_wait_s: float) -> None:
+        self._pool = pool
+        self._queue_wait_s = queue_wait_s
+        self._resume_wait_s = resume_wait_s
+
+    def pick_prefill(self, decode: Member) -> Member | None:
+        """Pick the prefill engine for `decode`, one whose KV blocks it can read."""
+        config_hash = decode.ready_client.init.config_hash
+        return self._least_loaded("prefill", Requirements(config_hash=config_hash))
+
+    async def place(self, state: RetryState, *, with_group: bool) -> Placement:
+        """Choose the decode engine for the next attempt.
+
+        Args:
+            with_group: whether the sequence may follow the other samples of its group.
+
+        Raises:
+            APIError: no engine is available, or the sequence has failed too often.
+        """
+        if state.num_failures >= MAX_FAILURES:
+            raise _final_error(state)
+        group, failure = state.sequence.group, state.last_failure
+        if group is None or not with_group or not (failure is None or failure.is_engine_gone):
+            return await self._choose(state)
+        last = 0 if state.last_placement is None else state.last_placement.readiness
+        async with group.lock:
+            placement = group.placements.get(last)
+            if (
+                placement is None
+                or not placement.is_available
+                or not _requirements(state).accept(placement.member)
+            ):
+                placement = group.placements[last] = await self._choose(state)
+            return placement
+
+    async def _choose(self, state: RetryState) -> Placement:
+        requirements = _requirements(state)
+        member = self._least_loaded("decode", requirements)
+        if member is None and state.is_waiting_for_capacity:
+            member = await self._wait_for_capacity(state, requirements)
+        elif member is None:
+            member = await self._wait_decode(self._timeout_s(state), requirements)
+        if member is None:
+            raise _final_error(state)
+        return Placement(member)
+
+    def _least_loaded(self, role: str, requirements: Requirements) -> Member | None:
+        candidates = filter(requirements.accept, self._pool.available(role))
+        return min(candidates, key=Member.load, default=None)
+
+    async def _wait_decode(self, timeout_s: float, requirements: Requirements) -> Member | None:
+        return await self._pool.wait_for(
+            partial(self._least_loaded, "decode", requirements), timeout_s
+        )
+
+    def _timeout_s(self, state: RetryState) -> float:
+        """Return how long to wait for an engine that has not had this sequence."""
+        has_begun, failure = state.sequence.has_begun, state.last_failure
+        if failure is None:
+            # Before the first decode engine the gateway is not ready, so it answers at once.
+            return self._queue_wait_s if self._pool.has_seen_decode else 0.0
+        if failure.code is None or (has_begun and failure.code is ErrorCode.DRAINING):
+            return self._resume_wait_s  # an accepted request is kept while a successor starts
+        if failure.code is ErrorCode.DRAINING:
+            return self._queue_wait_s
+        if failure.code is ErrorCode.OVERLOADED or not self._pool.is_expecting("decode"):
+            return 0.0
+        return self._resume_wait_s if has_begun else self._queue_wait_s
+
+    async def _wait_for_capacity(
+        self, state: RetryState, requirements: Requirements
+    ) -> Member | None:
+        """Wait for another engine, then retry those that were full.
+
+        Returns:
+            None if the sequence has waited for resume_wait_s.
+        """
+        if time.monotonic() - state.stalled_since > self._resume_wait_s:
+            return None
+        member = await self._wait_decode(OVERLOAD_RETRY_S, requirements)
+        if member is None:
+            state.excluded.clear()
+            member = await self._wait_decode(self._resume_wait_s, _requirements(state))
+        return member
+
+
+def _requirements(state: RetryState) -> Requirements:
+    # Before its first token a sequence is not bound to one version of the model.
+    config_hash = state.config_hash if state.sequence.has_begun else None
+    return Requirements(state.excluded, config_hash, state.rank)
+
+
+def _final_error(state: RetryState) -> APIError:
+    """Return the error for a sequence that is not retried any more."""
+    failure = state.last_failure
+    if failure is None:
+        if state.rank is not None:
+            return unavailable(
+                f"Data-parallel rank {state.rank} is not ready; retry later.",
+                code="no_ready_engine",
+            )
+        return unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
+    logger.error("request %s failed: %s", state.sequence.request_id, failure)
+    if failure.code is None:
+        return unavailable(
+            f"The engine serving this request was lost, and no other took it over: {failure}"
+        )
+    return engine_failure(str(failure), failure.code)

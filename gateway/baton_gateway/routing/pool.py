@@ -1,0 +1,261 @@
+"""The engine pool: a connection to every discovered engine.
+
+The pool keeps a connection as long as discovery lists the engine, and reconnects with backoff to
+whichever instance listens at the address. An engine that discovery has dropped gets no new
+requests and is disconnected when its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.routing.discovery import ROLES, Discovery
+from baton_gateway.routing.member import Member
+from baton_protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
+from baton_protocol.config import EngineEndpoint
+from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
+from baton_protocol.service_key import ServiceKey
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+#: A connected engine may load its model for this long before the pool reconnects.
+LOAD_TIMEOUT_S = 600.0
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 3.0
+_LEAVING_POLL_S = 0.1
+
+_Picked = TypeVar("_Picked")
+
+
+class EnginePool:
+    """All discovered engines, as members.
+
+    Args:
+        service_key: encrypts the connections to engines; None: they are not encrypted.
+        heartbeat_interval_s: interval of PING.
+        heartbeat_timeout_s: an engine that sends nothing for this long counts as dead.
+        max_backoff_s: longest pause before the next attempt to connect.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        metrics: GatewayMetrics,
+        *,
+        service_key: ServiceKey | None = None,
+        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        max_backoff_s: float = MAX_BACKOFF_S,
+    ) -> None:
+        self._discovery = discovery
+        self._metrics = metrics
+        self._service_key = service_key
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._max_backoff_s = max_backoff_s
+        self._client_id = f"gateway-{uuid.uuid4().hex[:8]}"
+        self._members: dict[tuple[str, str, int], Member] = {}
+        self._tasks: dict[Member, asyncio.Task[None]] = {}
+        #: Set and replaced whenever a member may have become available.
+        self._changed = asyncio.Event()
+        self._max_model_len: int | None = None
+        self._data_parallel_size = 1
+        #: Whether a decode engine has been ready since the gateway started.
+        self.has_seen_decode = False
+        for role in ROLES:
+            metrics.engines_ready.labels(role).set_function(self._counter(role))
+
+    async def run(self) -> None:
+        """Follow discovery until cancelled, then close every connection."""
+        try:
+            async with aclosing(self._discovery.watch()) as sets:
+                async for endpoints in sets:
+                    self._apply(endpoints)
+                    self._notify()
+        finally:
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def available(self, role: str) -> list[Member]:
+        """Return the members of `role` that accept new requests."""
+        return [
+            member
+            for member in self._members.values()
+            if member.endpoint.role == role and member.is_available
+        ]
+
+    async def wait_for(
+        self, pick: Callable[[], _Picked | None], timeout_s: float
+    ) -> _Picked | None:
+        """Call `pick` now and after every change, until it returns something.
+
+        Returns:
+            The first result that is not None; None after `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    changed = self._changed
+                    if (picked := pick()) is not None:
+                        return picked
+                    await changed.wait()
+        except TimeoutError:
+            return None
+
+    def is_expecting(self, role: str) -> bool:
+        """Return whether some engine of `role` is known but not available at the moment."""
+        return any(
+            member.endpoint.role == role and not member.is_available
+            for member in self._members.values()
+        )
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens per request that every available decode engine can hold.
+
+        While none is available, the last value stays. None before the first decode engine.
+        """
+        self._read_decode_limits()
+        return self._max_model_len
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks of the decode group. While none is available, the last value stays."""
+        self._read_decode_limits()
+        return self._data_parallel_size
+
+    def _read_decode_limits(self) -> None:
+        members = self.available("decode")
+        if members:
+            self._max_model_len = min(member.ready.max_model_len for member in members)
+            self._data_parallel_size = max(member.ready.data_parallel_size for member in members)
+
+    def _counter(self, role: str) -> Callable[[], float]:
+        return lambda: float(len(self.available(role)))
+
+    def _apply(self, endpoints: list[EngineEndpoint]) -> None:
+        current = {(e.name, e.host, e.engine_port): e for e in endpoints}
+        for key in self._members.keys() - current.keys():
+            member = self._members.pop(key)
+            member.leave()
+            logger.info("engine %s left discovery", member.endpoint.name)
+        for key, endpoint in current.items():
+            known = self._members.get(key)
+            if known is not None:
+                known.endpoint = endpoint
+                continue
+            member = self._members[key] = Member(endpoint)
+            logger.info(
+                "engine %s (%s) discovered at %s", endpoint.name, endpoint.role, endpoint.host
+            )
+            task = asyncio.create_task(self._maintain(member), name=f"pool {endpoint.name}")
+            self._tasks[member] = task
+            task.add_done_callback(lambda _, member=member: self._tasks.pop(member, None))  # type: ignore[misc]
+
+    async def _maintain(self, member: Member) -> None:
+        """Keep `member` connected until it has left discovery and its requests have ended."""
+        backoff_s = MIN_BACKOFF_S
+        last_failure, num_refusals = "", 0
+        while not member.has_left():
+            endpoint = member.endpoint
+            client = EngineClient(
+                endpoint.host,
+                endpoint.engine_port,
+                client_id=self._client_id,
+                service_key=self._service_key,
+                heartbeat_interval_s=self._heartbeat_interval_s,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                on_available=self._notify,
+            )
+            try:
+                await client.connect(CONNECT_TIMEOUT_S)
+                await self._wait_ready(member, client)
+                if member.has_left():
+                    return
+                backoff_s, last_failure, num_refusals = MIN_BACKOFF_S, "", 0
+                member.client = client
+                self.has_seen_decode |= endpoint.role == "decode"
+                self._check_pairs(member)
+                self._notify()
+                logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)
+                await self._wait_dead_or_left(member, client)
+                if not member.has_left():
+                    logger.warning(
+                        "engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason
+                    )
+            except HandshakeFailedError as error:
+                # Counted instead of compared: the text depends on which part of a refusal arrives
+                # first.
+                last_failure, num_refusals = "", num_refusals + 1
+                if num_refusals == 1:
+                    logger.info("engine %s is not ready, retrying: %s", endpoint.name, error)
+                elif num_refusals == 2:
+                    logger.warning(
+                        "engine %s refuses this gateway, retrying: %s", endpoint.name, error
+                    )
+            except (EngineDeadError, TimeoutError, OSError) as error:
+                num_refusals = 0
+                if str(error) != last_failure:
+                    last_failure = str(error)
+                    logger.info("engine %s is not ready, retrying: %s", endpoint.name, error)
+            except Exception:
+                # For example no free file descriptor. Without a retry the engine would stay lost.
+                logger.exception("connecting to engine %s failed, retrying", endpoint.name)
+            finally:
+                member.client = None
+                await client.close()
+            await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
+            backoff_s = min(2 * backoff_s, self._max_backoff_s)
+
+    async def _wait_ready(self, member: Member, client: EngineClient) -> None:
+        """Wait for READY in slices, so that a member that leaves while it loads is released."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LOAD_TIMEOUT_S
+        while not member.has_left():
+            try:
+                await client.wait_ready(timeout_s=1.0)
+                return
+            except TimeoutError:
+                if loop.time() > deadline:
+                    raise
+
+    async def _wait_dead_or_left(self, member: Member, client: EngineClient) -> None:
+        dead = asyncio.create_task(client.wait_dead())
+        try:
+            while not dead.done() and not (member.has_left() and client.num_unfinished == 0):
+                await asyncio.wait([dead], timeout=_LEAVING_POLL_S)
+        finally:
+            dead.cancel()
+
+    def _check_pairs(self, member: Member) -> None:
+        """Report engines of the other role that have another config hash: they are never paired."""
+        config_hash = member.ready_client.init.config_hash
+        for other in self._members.values():
+            if other.client is None or other.endpoint.role == member.endpoint.role:
+                continue
+            if other.client.init.config_hash != config_hash:
+                self._metrics.pair_mismatches.inc()
+                logger.warning(
+                    "engines %s and %s have different config hashes (%s, %s) and will not be "
+                    "paired: give both the same checkpoint, dtype, quantization and block size; "
+                    "dtype auto depends on the machine, so set it where machines differ",
+                    member.endpoint.name,
+                    other.endpoint.name,
+                    config_hash,
+                    other.client.init.config_hash,
+                )
+
+    def _notify(self) -> None:
+        self._read_decode_limits()
+        self._changed.set()
+        self._changed = asyncio.Event()

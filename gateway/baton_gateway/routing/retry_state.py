@@ -1,0 +1,81 @@
+"""The attempts of one sequence on decode engines, and why they failed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from baton_gateway.routing.sequence import Placement, Sequence
+from baton_protocol.messages import ErrorCode
+
+
+class AttemptError(Exception):
+    """A decode engine failed this attempt. Another engine may succeed.
+
+    Args:
+        code: the engine's error code; None if the engine is dead or stopped answering.
+    """
+
+    def __init__(self, message: str, code: ErrorCode | None) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def reason(self) -> str:
+        return "engine_lost" if self.code is None else self.code.name.lower()
+
+    @property
+    def is_engine_gone(self) -> bool:
+        """True if the engine is dead or draining, false if only this request failed."""
+        return self.code in (None, ErrorCode.DRAINING)
+
+
+@dataclass
+class RetryState:
+    """What the attempts of one sequence have shown so far."""
+
+    sequence: Sequence
+    rank: int | None  # the only rank that may get it; None: any
+    num_attempts: int = 0
+    #: Failed attempts in a row without a new token. Draining and full engines do not count, because
+    #: they say nothing about the sequence.
+    num_failures: int = 0
+    last_failure: AttemptError | None = None
+    excluded: set[int] = field(default_factory=set)  # engines that had it, by readiness
+    config_hash: str | None = None  # of the engines that generated its tokens
+    last_placement: Placement | None = None
+    stalled_since: float = 0.0  # monotonic time of the first failure since the last token
+
+    @property
+    def is_waiting_for_capacity(self) -> bool:
+        """Whether it has begun and the last engine was full.
+
+        Such a sequence waits. A new one would be refused.
+        """
+        failure = self.last_failure
+        return (
+            failure is not None and failure.code is ErrorCode.OVERLOADED and self.sequence.has_begun
+        )
+
+    def on_sent(self, placement: Placement) -> None:
+        self.num_attempts += 1
+        self.last_placement = placement
+        self.excluded.add(placement.readiness)
+        self.config_hash = placement.member.ready_client.init.config_hash
+
+    def on_failed(self, error: AttemptError, *, has_progressed: bool) -> None:
+        """Record that the attempt failed.
+
+        Args:
+            has_progressed: whether the attempt brought new tokens.
+        """
+        if has_progressed or self.last_failure is None:
+            self.stalled_since = time.monotonic()
+        self.last_failure = error
+        self.sequence.failure = str(error)
+        if has_progressed:
+            self.num_failures = 0
+        elif error.code is not ErrorCode.DRAINING and not self.is_waiting_for_capacity:
+            self.num_failures += 1
+        if self.sequence.has_begun or error.is_engine_gone:
+            self.rank = None  # the next topology may lack this rank, and accepted work must go on

@@ -1,0 +1,1 @@
+"""Processes and pairs of engines for the chaos tests."""

@@ -1,0 +1,1 @@
+"""Coordinators, ranks and waves for tests of expert-parallel groups."""

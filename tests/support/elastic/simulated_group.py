@@ -1,0 +1,320 @@
+"""A controller with simulated ranks: they do with directives what `protocol.topology` says, over a network that may lose messages.
+
+Time goes in steps of STEP_S. A rank dies, freezes, wakes up or fails when it is told to; everything else follows from the messages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from baton_engine.elastic.coordinator.controller import Controller
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator.operation import Ended
+from baton_protocol.topology import (
+    Activity,
+    Directive,
+    Generation,
+    Member,
+    OperationPhase,
+    RankPhase,
+    Status,
+    TopologyRequest,
+    TopologyStatus,
+)
+from support.elastic.simulated_rank import SimulatedRank
+
+STEP_S = 0.1
+STATUS_STEPS = 2
+CONFIG = ControllerConfig(
+    stall_after_s=1.0,
+    step_stall_after_s=3.0,
+    form_after_s=3.0,
+    wait_s=4.0,
+    prepare_timeout_s=3.0,
+    commit_timeout_s=2.0,
+    retry_s=0.5,
+    retry_max_s=4.0,
+)
+
+
+class SimulatedRanks:
+    """Ranks, and what they do together. How they talk to a coordinator is for subclasses."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.ranks: dict[str, SimulatedRank] = {}
+
+    def report(self, rank: SimulatedRank) -> None:
+        """Sends its status."""
+        raise NotImplementedError
+
+    def add(self, name: str, **state: object) -> SimulatedRank:
+        """A process starts. One of the same name that is there stays as it is."""
+        number = len(self.ranks)
+        member = Member(name, f"{name}#{number}", f"10.0.0.{number}", 5555, 5561, 29500)
+        rank = self.ranks[member.instance_id] = replace(SimulatedRank(member), **state)  # type: ignore[arg-type]
+        return rank
+
+    def alive(self) -> dict[str, SimulatedRank]:
+        return {rank.id: rank for rank in self.ranks.values() if rank.alive}
+
+    def step_ranks(self) -> None:
+        """All go on by STEP_S with what is in their inboxes."""
+        self.steps += 1
+        alive = self.alive()
+        running = {each: rank for each, rank in alive.items() if rank.runs}
+        obeying = {each: rank for each, rank in running.items() if rank.obeys}
+        for rank in obeying.values():
+            inbox, rank.inbox = rank.inbox, []
+            for directive in inbox:
+                rank.obey(directive)
+        for rank in obeying.values():
+            rank.advance(obeying)
+        for generation in {
+            r.generation.nonce: r.generation for r in alive.values() if r.generation is not None
+        }.values():
+            self._vote(generation)
+        for rank in obeying.values():
+            self._notice_the_missing(rank)
+            rank.activity = self._activity(rank)
+        for index, rank in enumerate(running.values()):
+            if (self.steps + index) % STATUS_STEPS == 0:
+                self.report(rank)
+
+    def _vote(self, generation: Generation) -> None:
+        """Adopts the next generation in one step, if all members of this one vote for it."""
+        voters = [self.ranks.get(member.instance_id) for member in generation.members]
+        if any(each is None or not each.obeys or each.generation != generation for each in voters):
+            return
+        ranks = [each for each in voters if each is not None]
+        following = ranks[0].votes_for
+        if following is None or any(
+            each.votes_for != following or each.phase is not RankPhase.SERVING for each in ranks
+        ):
+            return
+        if any(
+            not each.prepared or each.never_commits
+            for each in ranks
+            if following.rank_of(each.id) is not None
+        ):
+            return
+        for each in ranks:
+            if following.rank_of(each.id) is None:
+                each.leave()
+            else:
+                each.commit()
+
+    def _activity(self, rank: SimulatedRank) -> Activity:
+        """It has work all the time: who hangs before a step is waited for there, who hangs in a step in that."""
+        if rank.generation is None or rank.phase is not RankPhase.SERVING:
+            return Activity.RESTS
+        others = [self.ranks[member.instance_id] for member in rank.generation.members]
+        hung = [
+            each.hangs
+            for each in others
+            if each.hangs is not None and each.generation == rank.generation
+        ]
+        if not hung:
+            rank.step += 1
+            return Activity.RESTS
+        return Activity.RUNS if Activity.RUNS in hung else Activity.WAITS
+
+    def _notice_the_missing(self, rank: SimulatedRank) -> None:
+        generation = rank.generation
+        if generation is None or rank.phase is not RankPhase.SERVING:
+            return
+        missing = []
+        for member in generation.members:
+            other = self.ranks[member.instance_id]
+            there = other.runs and generation in (other.generation, other.target)
+            if not there:
+                missing.append(other)
+        rank.steps_alone = rank.steps_alone + 1 if missing else 0
+        frozen = any(each.frozen for each in missing)
+        if missing and rank.steps_alone > (5 if frozen else 1):
+            rank.phase = RankPhase.BROKEN
+            rank.failure = "the exchange broke"
+            rank.suspects = tuple(each.id for each in missing if not each.runs)
+
+
+class SimulatedGroup(SimulatedRanks):
+    """The world: ranks, network, one controller at a time."""
+
+    def __init__(self, config: ControllerConfig = CONFIG, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.random = random.Random(seed)
+        self.now = 100.0
+        self.loss = self.duplicates = 0.0
+        self.most_delay_steps = 0
+        self._to_controller: list[tuple[int, Status]] = []
+        self._to_ranks: list[tuple[int, str, Directive]] = []
+        self._last_due: dict[tuple[int, str], int] = {}
+        self._nonces = 0
+        self._controllers = 0
+        self._told: dict[str, Directive] = {}
+        self.committed: set[str] = set()
+        self.open_commit: Generation | None = None
+        """That was shown, of an operation that is not done."""
+        self.highest_target = 0
+        self.targets: dict[str, Generation] = {}
+        """All that were ever shown, by nonce."""
+        self.ended: list[Ended] = []
+        self.start_controller()
+
+    # Disturbances
+
+    def start_controller(self) -> None:
+        """Another one, which knows nothing."""
+        self._controllers += 1
+        self.controller = Controller(
+            f"coordinator-{self._controllers}", self._draw_nonce, self.config
+        )
+        self._told.clear()
+        self.highest_target = 0
+        self.open_commit = None
+
+    def ask(self, operation_id: str, *names: str) -> None:
+        request = TopologyRequest(operation_id=operation_id, members=list(names))
+        assert self.controller.on_request(request, self.now) is None
+
+    # Time
+
+    def step(self) -> None:
+        self.now += STEP_S
+        for _, instance_id, directive in self._due(self._to_ranks):
+            self.ranks[instance_id].inbox.append(directive)
+        self.step_ranks()
+        self._run_controller()
+
+    def report(self, rank: SimulatedRank) -> None:
+        self._send(self._to_controller, (rank.status(),), rank.id)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / STEP_S)):
+            self.step()
+
+    def until(
+        self, condition: Callable[[], bool], seconds: float = 20.0, what: str = "it"
+    ) -> float:
+        """Seconds it took."""
+        start = self.now
+        while not condition():
+            if self.now - start > seconds:
+                raise AssertionError(f"{what} did not come within {seconds} s\n{self.picture()}")
+            self.step()
+        return self.now - start
+
+    # Questions
+
+    def status(self) -> TopologyStatus:
+        return self.controller.status(self.now)
+
+    def serving_together(self, *names: str) -> bool:
+        """Exactly these serve, in one generation with nobody else, and the operation is over."""
+        serving = [rank for rank in self.alive().values() if rank.generation is not None]
+        operation = self.status().operation
+        return (
+            sorted(rank.member.name for rank in serving) == sorted(names)
+            and len({rank.generation.nonce for rank in serving if rank.generation is not None}) == 1
+            and all(rank.phase is RankPhase.SERVING for rank in serving)
+            and all(
+                rank.generation is not None and rank.generation.size == len(names)
+                for rank in serving
+            )
+            and operation is not None
+            and operation.phase in (OperationPhase.DONE, OperationPhase.WAITING)
+        )
+
+    def form(self, *names: str) -> dict[str, SimulatedRank]:
+        """A group of new ranks that serves."""
+        ranks = {name: self.add(name) for name in names}
+        self.ask("first", *names)
+        self.until(lambda: self.serving_together(*names), what="the first generation")
+        return ranks
+
+    def picture(self) -> str:
+        lines = [f"{self.now:.1f}: {self.status()}"]
+        lines += [
+            f"  {rank.id} {rank.phase} alive={rank.alive} frozen={rank.frozen} leaving={rank.leaving} "
+            f"hangs={rank.hangs} {rank.activity} {rank.step} "
+            f"in={_short(rank.generation)} target={_short(rank.target)} prepared={rank.prepared} seen={rank.commit_seen} "
+            f"told={self._told.get(rank.id) and _told(self._told[rank.id])}"
+            for rank in self.ranks.values()
+        ]
+        return "\n".join(lines)
+
+    # How it goes on
+
+    def _draw_nonce(self) -> str:
+        self._nonces += 1
+        return f"n{self._nonces}"
+
+    def _run_controller(self) -> None:
+        reported = set()
+        for _, status in self._due(self._to_controller):
+            self.controller.on_status(status, self.now)
+            reported.add(status.member.instance_id)
+        ended = self.controller.tick(self.now)
+        self.ended += ended
+        if any(each.outcome is OperationPhase.DONE for each in ended):
+            self.open_commit = None
+        for instance_id in self.ranks:
+            if not self.controller.is_registered(instance_id):
+                continue
+            directive = self.controller.directive_for(instance_id)
+            if directive is None:
+                continue
+            self._check(directive)
+            if instance_id in reported or self._told.get(instance_id) != directive:
+                self._told[instance_id] = directive
+                self._send(self._to_ranks, (instance_id, directive), instance_id)
+
+    def _check(self, directive: Directive) -> None:
+        target = directive.target
+        assert target is not None or not directive.commit
+        if target is None:
+            return
+        self.targets[target.nonce] = target
+        assert target.number >= self.highest_target, "numbers only grow"
+        self.highest_target = target.number
+        assert directive.commit or target.nonce not in self.committed, "a commit was taken back"
+        if (
+            self.open_commit is not None
+            and target.nonce != self.open_commit.nonce
+            and self.status().generation
+        ):
+            assert target.urgent, "what follows a commit that was not completed is urgent"
+        if directive.commit:
+            self.committed.add(target.nonce)
+            self.open_commit = target
+
+    def _send(self, queue: list, message: tuple, instance_id: str) -> None:  # type: ignore[type-arg]
+        """Messages of one rank, in one direction, do not overtake each other: they go over one connection."""
+        link = (id(queue), instance_id)
+        copies = 2 if self.random.random() < self.duplicates else 1
+        delivered = sum(self.random.random() >= self.loss for _ in range(copies))
+        for _ in range(delivered):
+            due = self.steps + self.random.randint(0, self.most_delay_steps)
+            self._last_due[link] = max(due, self._last_due.get(link, 0))
+            queue.append((self._last_due[link], *message))
+
+    def _due(self, queue: list) -> list:  # type: ignore[type-arg]
+        due = [each for each in queue if each[0] <= self.steps]
+        queue[:] = [each for each in queue if each[0] > self.steps]
+        return sorted(due, key=lambda each: each[0])
+
+
+def _short(generation: Generation | None) -> str:
+    if generation is None:
+        return "-"
+    names = ",".join(member.instance_id for member in generation.members)
+    return f"{generation.number}/{generation.nonce}({names}){'!' if generation.urgent else ''}"
+
+
+def _told(directive: Directive) -> str:
+    if directive.dismissed:
+        return "dismissed"
+    return f"{'commit ' if directive.commit else ''}{_short(directive.target)}"

@@ -1,0 +1,1 @@
+"""Fakes, processes and drivers for tests of the engine."""

@@ -1,0 +1,395 @@
+"""Ranks of an expert-parallel group as threads of one process: real engine cores, fake models, groups and coordinator."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from baton_engine.distributed.group_errors import GroupBrokenError
+from baton_engine.elastic.rank.waves import StepVote
+from baton_engine.executor.base import ModelInfo
+from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
+from baton_engine.worker.experts.preparation import Preparation, PreparationState
+from baton_protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
+from baton_protocol.topology import (
+    Directive,
+    ExpertLoads,
+    Generation,
+    Member,
+    RankPhase,
+    StartWave,
+    Status,
+)
+from support.engine.engine_fakes import FakeExecutor
+from support.waiting import eventually
+
+DEADLINE_S = 60.0
+
+
+def config(**parallel: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path="/nowhere"),
+        cache=CacheConfig(block_size=4, num_blocks=64),
+        scheduler=SchedulerConfig(max_num_batched_tokens=16),
+        parallel=ParallelConfig(enable_expert_parallel=True, coordinator="127.0.0.1:1", **parallel),
+    )
+
+
+class Meeting:
+    """What a process group is to its members: they exchange values, until one of them gives up."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._round = 0
+        self._values: dict[int, Any] = {}
+        self._results: list[Any] = []
+        self._broken = False
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        with self._changed:
+            number = self._round
+            assert rank not in self._values, "a rank is in two exchanges"
+            self._values[rank] = value
+            if len(self._values) == self._size:
+                self._results = [self._values[each] for each in range(self._size)]
+                self._values, self._round = {}, number + 1
+                self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._round > number or self._broken, DEADLINE_S):
+                raise TimeoutError("a rank does not answer")
+            if self._round == number:
+                raise GroupBrokenError("a member is gone")
+            return list(self._results)
+
+    @property
+    def num_waiting(self) -> int:
+        """Ranks that wait for the others."""
+        with self._changed:
+            return len(self._values)
+
+    def abort(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
+class Network:
+    """Everything that ranks reach each other by."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._meetings: dict[tuple[str, str], Meeting] = {}
+        self.ranks: dict[str, Rank] = {}
+        """By instance id."""
+        self.lost_starts = 0
+        """So many StartWaves are lost on the way."""
+        self.starts: list[StartWave] = []
+        self.repeats = True
+        """Links repeat their StartWaves."""
+
+    def meeting(self, generation: Generation, name: str) -> Meeting:
+        with self._lock:
+            return self._meetings.setdefault((generation.nonce, name), Meeting(generation.size))
+
+
+class FakeControlGroup:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def exchange(self, vote: StepVote) -> list[StepVote]:
+        return self._meeting.exchange(self._rank, vote)
+
+    def abort(self) -> None:
+        self._meeting.abort()
+
+    def close(self) -> None:
+        pass
+
+
+class ExpertExecutor(FakeExecutor):
+    """Its steps need all ranks of the generation, as the sparse layers do."""
+
+    network: Network
+
+    def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
+        super().__init__(config, instance_id, wakeup)
+        self.generation: Generation | None = None
+        self._prepared: Generation | None = None
+        self.preparation_fails = ""
+        self.preparation_held = False
+        self.breaks_at_step = -1
+        self.num_wave_steps = 0
+        self.step_s = 0.002  # a request of a hundred tokens does not end before a test has done something to it
+
+    def initialize(self) -> ModelInfo:
+        info = super().initialize()
+        return ModelInfo(
+            info.num_blocks,
+            info.vocab_size,
+            info.eos_token_ids,
+            512,
+            "fake-hash",
+            num_sparse_layers=2,
+            num_experts=4,
+        )
+
+    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if step.wave_tokens:
+            self.num_wave_steps += 1
+            assert self.generation is not None
+            rank = self.generation.rank_of(self.instance_id)
+            assert rank is not None
+            assert step.wave_tokens[rank] == step.total_num_scheduled_tokens
+            experts = self.network.meeting(self.generation, "experts")
+            try:
+                if self.num_wave_steps == self.breaks_at_step:
+                    experts.abort()
+                seen = experts.exchange(rank, step.wave_tokens)
+            except GroupBrokenError:
+                self.runner.fail_to_run(step)
+                raise
+            assert seen == [step.wave_tokens] * len(seen), "ranks run different steps"
+        else:
+            assert not step.num_scheduled_tokens, "tokens without the others' experts"
+        return super()._run(step)
+
+    def interrupt(self, nonce: str = "") -> None:
+        generation = self.generation
+        if generation is not None and nonce in ("", generation.nonce):
+            self.network.meeting(generation, "experts").abort()
+
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
+        match method:
+            case "prepare_generation":
+                assert args[0].rank_of(self.instance_id) is not None
+                self._prepared = args[0]
+            case "preparation":
+                return [self._preparation()]
+            case "commit_generation":
+                assert self._prepared is not None
+                assert self._prepared.nonce == args[0]
+                self.generation, self._prepared = self._prepared, None
+            case "drop_generation":
+                if self._prepared is not None and self._prepared.nonce == args[0]:
+                    self._prepared = None
+            case "leave_generation":
+                self.generation = self._prepared = None
+            case "expert_loads":
+                return [ExpertLoads(((1, 2, 3, 4), (4, 3, 2, 1)))]
+            case _:
+                return super().collective_rpc(method, args, timeout_s=timeout_s)
+        return [None]
+
+    def _preparation(self) -> Preparation:
+        if self._prepared is None:
+            return Preparation()
+        if self.preparation_fails:
+            return Preparation(
+                self._prepared.nonce, PreparationState.FAILED, self.preparation_fails
+            )
+        state = PreparationState.PREPARING if self.preparation_held else PreparationState.PREPARED
+        return Preparation(self._prepared.nonce, state)
+
+
+class Rank:
+    """An engine core in a thread of its own, as DPEngineCoreProc runs it. Also its link."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.network, self.name = network, name
+        self.member = Member(name, f"instance-{name}", "127.0.0.1", 1, 2, 3)
+        network.ranks[self.member.instance_id] = self
+        self.inputs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        engine_config = config()
+        self.executor = ExpertExecutor(engine_config, self.member.instance_id, self.wake)
+        self.executor.network = network
+        self.core = DPEngineCore(
+            engine_config,
+            self.executor,
+            member=self.member,
+            calls=self,
+            join=self._join,
+            wakeup=self.wake,
+        )
+        self.join_fails = ""
+        self.frozen = threading.Event()
+        """Set: its loop stands still."""
+        self.outputs: dict[str, list[EngineCoreOutput]] = defaultdict(list)
+        self.error: Exception | None = None
+        self._peers: Sequence[Member] = ()
+        self._start: StartWave | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._repeater = threading.Thread(target=self._repeat, name=f"{name}-link", daemon=True)
+        self._thread.start()
+        self._repeater.start()
+
+    # The loop
+
+    def wake(self) -> None:
+        self.inputs.put(lambda: None)
+
+    def _run(self) -> None:
+        busy = False
+        try:
+            while not self._stopped:
+                self._take_inputs(busy)
+                self.core.advance()
+                busy = False
+                if self.core.has_requests:
+                    self._keep(self.core.step())
+                    busy = self.core.made_progress
+                self._keep(self.core.take_outputs())
+        except Exception as error:
+            self.error = error
+
+    def _take_inputs(self, busy: bool) -> None:
+        try:
+            take = self.inputs.get_nowait() if busy else self.inputs.get(timeout=0.02)
+            while True:
+                take()
+                take = self.inputs.get_nowait()
+        except queue.Empty:
+            pass
+        while self.frozen.is_set() and not self._stopped:
+            time.sleep(0.005)
+
+    def _keep(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+
+    def _join(self, generation: Generation, rank: int) -> FakeControlGroup:
+        if self.join_fails:
+            raise TimeoutError(self.join_fails)
+        self.network.meeting(generation, "join").exchange(rank, self.name)
+        return FakeControlGroup(self.network.meeting(generation, "control"), rank)
+
+    # Its link
+
+    def set_peers(self, members: Sequence[Member]) -> None:
+        self._peers, self._start = members, None
+
+    def start_wave(self, start: StartWave) -> None:
+        self._start = start
+        self._send(start)
+
+    def end_start(self) -> None:
+        self._start = None
+
+    def _send(self, start: StartWave) -> None:
+        self.network.starts.append(start)
+        if self.network.lost_starts > 0:
+            self.network.lost_starts -= 1
+            return
+        for member in self._peers:
+            peer = self.network.ranks[member.instance_id]
+            peer.inputs.put(lambda peer=peer: peer.core.on_start_wave(start))  # type: ignore[misc]
+
+    def _repeat(self) -> None:
+        while not self._stopped:
+            time.sleep(0.02)
+            start = self._start
+            if start is not None and self.network.repeats and not self.frozen.is_set():
+                self._send(start)
+
+    # For tests
+
+    def tell(
+        self, target: Generation | None = None, *, commit: bool = False, dismissed: bool = False
+    ) -> None:
+        """A directive comes."""
+        directive = Directive("coordinator", target, commit, dismissed)
+        self.core.interrupt(directive)
+        self.inputs.put(lambda: self.core.on_directive(directive))
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 20, **fields: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = EngineCoreRequest(request_id, prompt, params, **fields)
+
+        def take() -> None:
+            refusal = self.core.add_request(request)
+            if refusal is not None:
+                self.outputs[request_id].append(refusal)
+
+        self.inputs.put(take)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [
+            token for output in list(self.outputs[request_id]) for token in output.new_token_ids
+        ]
+
+    def ended(self, request_id: str) -> EngineCoreOutput | None:
+        outputs = self.outputs[request_id]
+        return outputs[-1] if outputs and outputs[-1].finished else None
+
+    def text(self, request_id: str) -> list[int]:
+        """All tokens, once the request has ended."""
+        last = self.until(lambda: self.ended(request_id), f"the end of {request_id}")
+        assert not last.error, last.error
+        return self.tokens(request_id)
+
+    def until(self, probe: Callable[[], Any], what: str) -> Any:
+        def checked() -> Any:
+            if self.error is not None:
+                raise RuntimeError(f"{self.name} has failed") from self.error
+            return probe()
+
+        return eventually(checked, timeout_s=DEADLINE_S, what=f"{self.name}: {what}", every_s=0.005)
+
+    def status(self) -> Status:
+        return self.core.status()
+
+    def serves(self, generation: Generation) -> bool:
+        status = self.status()
+        return status.phase is RankPhase.SERVING and status.generation is generation
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.core.interrupt(Directive("end", dismissed=True))
+        self._thread.join(DEADLINE_S)
+        self.executor.shutdown()
+
+
+def generation(
+    number: int, ranks: Sequence[Rank], *, urgent: bool = False, nonce: str = ""
+) -> Generation:
+    placement = (tuple((index,) for index in range(len(ranks))),) * 2
+    members = tuple(rank.member for rank in ranks)
+    return Generation(
+        number,
+        nonce or f"nonce-{number}",
+        members,
+        placement,
+        "127.0.0.1",
+        3,
+        f"op-{number}",
+        urgent,
+    )
+
+
+def adopt(target: Generation, tell: Sequence[Rank], *, serving: Sequence[Rank]) -> None:
+    """A coordinator's whole way with a target: prepared by all, then committed, then in place on all that serve."""
+    for rank in tell:
+        rank.tell(target)
+    for rank in serving:
+        rank.until(
+            lambda rank=rank: rank.status().prepared == target.nonce, f"{target.nonce} prepared"
+        )  # type: ignore[misc]
+    for rank in tell:
+        rank.tell(target, commit=True)
+    for rank in serving:
+        rank.until(lambda rank=rank: rank.serves(target), f"{target.nonce} adopted")  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""A fetcher of models for tests."""

@@ -1,0 +1,291 @@
+"""A scripted engine that speaks the real protocol on a real ROUTER socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from baton_protocol.config import EngineEndpoint
+from baton_protocol.messages import (
+    PROTOCOL_VERSION,
+    BeamOutput,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineCoreResponseType,
+    ErrorCode,
+    FinishReason,
+    Init,
+    KVSide,
+    Ping,
+    Pong,
+    PrefillResult,
+    Ready,
+    TokenLogprobs,
+)
+
+DEADLINE_S = 60.0
+#: The test tokenizer's <|endoftext|>, its second special token.
+EOS_ID = 1
+
+
+class FakeEngine:
+    """Answers every request with the tokens of `answer`, whatever the prompt, honouring the protocol's life cycle.
+
+    Script it through the attributes: tests set what is to go wrong.
+    """
+
+    def __init__(
+        self, name: str, role: str, answer: list[int], *, port: int = 0, config_hash: str = "h"
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.answer = answer
+        self.config_hash = config_hash
+        self.instance_id = uuid.uuid4().hex
+        self.max_model_len = 256
+        self.refuse: tuple[ErrorCode, str] | None = None
+        self.die_on_add = False
+        self.hold_after: int | None = None
+        """No more tokens come once this many exist, until `released` is set."""
+        self.released = asyncio.Event()
+        self.offset_error = 0
+        self.repeats = False
+        """Ends with REPETITION instead of LENGTH."""
+        self.tokens_per_output = 1
+        self.seams: deque[tuple[int, ErrorCode]] = deque()
+        """Engines may share them: a request takes the next one and ends with the error once so many tokens exist."""
+        self.rank, self.size = 0, 1
+        self.draining = False
+        self.num_running = 0
+        """As told in heartbeats."""
+        self.num_hellos = 0
+        self.cached_tokens: Callable[[EngineCoreRequest], int] = lambda _: 0
+        self.adds: list[EngineCoreRequest] = []
+        self.aborts: list[str] = []
+        self.prefill_results: dict[str, PrefillResult] = {}
+        self._results: dict[str, asyncio.Future[PrefillResult]] = {}
+        self._work: dict[str, asyncio.Task[None]] = {}
+        self._peers: dict[str, bytes] = {}
+        """Of requests."""
+        self._last_peer = b""
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._bind(f"tcp://127.0.0.1:{port or '*'}")
+        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rsplit(":", 1)[1])
+        self._task = asyncio.create_task(self._serve())
+
+    def _bind(self, address: str) -> None:
+        """A predecessor's port is free only when ZMQ's own thread has closed it, a moment after `die`."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                self._socket.bind(address)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+
+    @property
+    def endpoint(self) -> EngineEndpoint:
+        return EngineEndpoint(
+            name=self.name, role=self.role, host="127.0.0.1", engine_port=self.port, kv_port=5558
+        )
+
+    def die(self) -> None:
+        """As kill -9: the connection goes, nothing more is said."""
+        for task in [self._task, *self._work.values()]:
+            task.cancel()
+        if not self._socket.closed:
+            self._socket.close(linger=0)
+
+    def freeze(self) -> None:
+        """As SIGSTOP: connected, but nothing is heard, computed or said until `thaw`."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        self._thawed.set()
+
+    def retire(self) -> None:
+        """Leaves its generation: ends what it runs, and says in heartbeats that it drains."""
+        self.draining = True
+        for request_id, task in self._work.items():
+            if not task.done():
+                task.cancel()
+                output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+                output.error, output.error_code = "the rank left its generation", ErrorCode.DRAINING
+                self._output(self._peers[request_id], output)
+
+    def admit(self, rank: int, size: int) -> None:
+        """Is part of a generation (again)."""
+        self.rank, self.size, self.draining = rank, size, False
+        self._send(self._last_peer, EngineCoreResponseType.READY, self._ready)
+
+    @property
+    def _ready(self) -> Ready:
+        return Ready(self.max_model_len, 64, 16, self.rank, self.size)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(not task.done() for task in self._work.values())
+
+    async def _serve(self) -> None:
+        while True:
+            peer, kind, identity, payload = await self._socket.recv_multipart()
+            await self._thawed.wait()
+            if kind == EngineCoreRequestType.HELLO.value:
+                self.num_hellos += 1
+                self._last_peer = peer
+                self._send(
+                    peer,
+                    EngineCoreResponseType.INIT,
+                    Init(PROTOCOL_VERSION, self.instance_id, self.config_hash),
+                )
+                self._send(peer, EngineCoreResponseType.READY, self._ready)
+                continue
+            assert identity.decode() == self.instance_id
+            if kind == EngineCoreRequestType.PING.value:
+                sequence = msgspec.msgpack.decode(payload, type=Ping).sequence
+                self._send(
+                    peer,
+                    EngineCoreResponseType.PONG,
+                    Pong(sequence, self.draining, self.num_running),
+                )
+            elif kind == EngineCoreRequestType.ADD.value:
+                request = msgspec.msgpack.decode(payload, type=EngineCoreRequest)
+                self.adds.append(request)
+                self._peers[request.request_id] = peer
+                self._work[request.request_id] = asyncio.create_task(self._run(peer, request))
+            elif kind == EngineCoreRequestType.ABORT.value:
+                for request_id in msgspec.msgpack.decode(payload, type=list[str]):
+                    self._abort(peer, request_id)
+            elif kind == EngineCoreRequestType.PREFILL_RESULT.value:
+                result = msgspec.msgpack.decode(payload, type=PrefillResult)
+                assert result.request_id not in self.prefill_results, (
+                    "PREFILL_RESULT must come once"
+                )
+                self.prefill_results[result.request_id] = result
+                self._result(result.request_id).set_result(result)
+
+    def _result(self, request_id: str) -> asyncio.Future[PrefillResult]:
+        return self._results.setdefault(request_id, asyncio.get_running_loop().create_future())
+
+    def _abort(self, peer: bytes, request_id: str) -> None:
+        self.aborts.append(request_id)
+        task = self._work.pop(request_id, None)
+        if task is not None and not task.done():
+            task.cancel()
+            self._output(peer, EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT))
+
+    async def _run(self, peer: bytes, request: EngineCoreRequest) -> None:
+        if self.die_on_add:
+            self.die()
+            return
+        if self.refuse is not None or self.draining:
+            code, text = self.refuse or (ErrorCode.DRAINING, "this rank is in no generation")
+            reason = FinishReason.LENGTH if code is ErrorCode.LENGTH else FinishReason.ERROR
+            output = EngineCoreOutput(
+                request.request_id, [], finish_reason=reason, error=text, error_code=code
+            )
+            self._output(peer, output)
+            return
+        if request.sampling_params.beam_width:
+            if self.hold_after is not None:
+                await self.released.wait()
+            self._output(peer, self._beams(request))
+            return
+        done = len(request.generated_token_ids)
+        seam = self.seams.popleft() if self.seams else None
+        if request.kv_transfer is not None and request.kv_transfer.side is KVSide.CONSUME:
+            result = await self._result(request.request_id)
+            done += len(result.token_ids)
+        limit = min(len(self.answer), request.sampling_params.max_tokens or len(self.answer))
+        while True:
+            if self.hold_after is not None and done >= self.hold_after:
+                await self.released.wait()
+            await self._thawed.wait()
+            end = min(done + self.tokens_per_output, limit)
+            if seam is not None:
+                if done >= seam[0]:
+                    output = EngineCoreOutput(
+                        request.request_id, [], finish_reason=FinishReason.ERROR
+                    )
+                    output.error, output.error_code = "a seam", seam[1]
+                    self._output(peer, output)
+                    return
+                end = min(end, seam[0])
+            tokens = self.answer[done:end]
+            stop = self._stop_token(request, tokens)
+            finish = FinishReason.STOP if stop is not None else None
+            lost_at_end = (
+                seam is not None and seam[0] == end
+            )  # the word that it was the last token is lost, too
+            if finish is None and done + len(tokens) >= limit and not lost_at_end:
+                finish = FinishReason.REPETITION if self.repeats else FinishReason.LENGTH
+            logprobs = None
+            if request.sampling_params.logprobs is not None:
+                top = [(token, -0.5) for token in range(request.sampling_params.logprobs)]
+                # Samples differ in their probability: the higher the index, the likelier.
+                logprob = -0.25 / (request.sample_index + 1)
+                logprobs = [TokenLogprobs(token, logprob, 1, top) for token in tokens]
+            offset = done + self.offset_error
+            output = EngineCoreOutput(
+                request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs
+            )
+            if done == len(request.generated_token_ids):
+                output.num_cached_tokens = self.cached_tokens(request)
+            if done == 0:
+                output.prompt_logprobs = self._prompt_logprobs(request)
+            self._output(peer, output)
+            done += len(tokens)
+            if finish is not None:
+                return
+            await asyncio.sleep(0)
+
+    def _beams(self, request: EngineCoreRequest) -> EngineCoreOutput:
+        """Beam i is the answer without its last i tokens."""
+        beams = [
+            BeamOutput(
+                self.answer[: len(self.answer) - index],
+                -1.0 - index,
+                -0.1 - index,
+                FinishReason.LENGTH,
+            )
+            for index in range(request.sampling_params.beam_width)
+        ]
+        output = EngineCoreOutput(
+            request.request_id, beams[0].token_ids, finish_reason=FinishReason.LENGTH, beams=beams
+        )
+        output.prompt_logprobs = self._prompt_logprobs(request)
+        return output
+
+    def _prompt_logprobs(self, request: EngineCoreRequest) -> list[TokenLogprobs] | None:
+        if request.sampling_params.prompt_logprobs is None:
+            return None
+        return [
+            TokenLogprobs(token, -1.5, 2, [(7, -0.5)]) for token in request.prompt_token_ids[1:]
+        ]
+
+    def _stop_token(self, request: EngineCoreRequest, tokens: list[int]) -> int | None:
+        stops = {*request.sampling_params.stop_token_ids, EOS_ID}
+        return tokens[-1] if tokens and tokens[-1] in stops else None
+
+    def _output(self, peer: bytes, output: EngineCoreOutput) -> None:
+        self._send(peer, EngineCoreResponseType.OUTPUTS, EngineCoreOutputs([output]))
+
+    def _send(self, peer: bytes, kind: EngineCoreResponseType, payload: Any) -> None:
+        if not self._socket.closed:
+            self._socket.send_multipart(
+                [peer, kind.value, self.instance_id.encode(), msgspec.msgpack.encode(payload)]
+            )

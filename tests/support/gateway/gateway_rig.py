@@ -1,0 +1,156 @@
+"""A gateway over scripted engines: its discovery file, its engines and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+import openai
+
+from baton_gateway.routing.file_discovery import FileDiscovery
+from baton_gateway.server import Gateway
+from baton_protocol.config import (
+    DiscoveryConfig,
+    EngineEndpoint,
+    EngineEndpoints,
+    GatewayConfig,
+    ModelConfig,
+)
+from baton_text.tokenizer import Tokenizer
+from support.gateway.fake_engine import DEADLINE_S, FakeEngine
+
+
+async def until(probe: Callable[[], Any], what: str) -> Any:
+    """The first true value of `probe` (or of what it awaits); fails with `what` was missing."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while True:
+        value = probe()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        assert asyncio.get_running_loop().time() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+def http_session() -> aiohttp.ClientSession:
+    """One whose requests fail when they have no answer in time."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
+
+
+class GatewayRig:
+    """A gateway, its discovery file and its engines."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        prefill_timeout_s: float = DEADLINE_S,
+        **config: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.file = folder / "engines.json"
+        self.engines: list[FakeEngine] = []
+        self.config = GatewayConfig(
+            model=ModelConfig(path="/models/m", served_name="m"),
+            discovery=DiscoveryConfig(file=str(self.file)),
+            **{
+                "port": 0,
+                "drain_timeout_s": 5.0,
+                "resume_wait_s": 3.0,
+                "queue_wait_s": 0.5,
+                **config,
+            },
+        )
+        self.gateway = Gateway(
+            self.config,
+            tokenizer,
+            FileDiscovery(self.file, poll_s=0.02),
+            prefill_timeout_s=prefill_timeout_s,
+            max_backoff_s=0.2,
+        )
+        self.url = ""
+        self._clients: list[openai.AsyncOpenAI] = []
+
+    def engine(self, name: str, role: str, text: str = "hello world", **options: Any) -> FakeEngine:
+        """An engine that answers `text`."""
+        answer = self.tokenizer.encode(text, add_special_tokens=False)
+        engine = FakeEngine(name, role, answer, **options)
+        self.engines.append(engine)
+        return engine
+
+    def announce(self, *engines: FakeEngine) -> None:
+        """Writes these, and only these, into the discovery file."""
+        self.announce_endpoints(*(engine.endpoint for engine in engines))
+
+    def announce_endpoints(self, *endpoints: EngineEndpoint) -> None:
+        self.file.write_bytes(msgspec.json.encode(EngineEndpoints(engines=list(endpoints))))
+
+    async def start(self, *engines: FakeEngine) -> None:
+        """Announces `engines`, starts the gateway and waits until all of them are connected."""
+        self.announce(*engines)
+        port = await self.gateway.start("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        await self.connected(*engines)
+
+    async def connected(self, *engines: FakeEngine) -> None:
+        """Waits until exactly these take requests."""
+        wanted = {engine.instance_id for engine in engines}
+
+        def there() -> bool:
+            members = self.gateway.pool.available("prefill") + self.gateway.pool.available("decode")
+            return {member.ready_client.instance_id for member in members} == wanted
+
+        await until(there, f"engines {[engine.name for engine in engines]} connected")
+
+    def client(self) -> openai.AsyncOpenAI:
+        """Closed with the rig."""
+        client = openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
+        )
+        self._clients.append(client)
+        return client
+
+    async def post(
+        self, path: str, body: Any, **options: Any
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """(status, JSON body, headers) of a POST of `body` (raw if bytes)."""
+        options |= {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with http_session() as session, session.post(self.url + path, **options) as response:
+            return response.status, await response.json(), dict(response.headers)
+
+    async def events(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The chunks of a streamed answer to `body`, without the final [DONE]."""
+        async with http_session() as session, session.post(self.url + path, json=body) as response:
+            events = [
+                event.removeprefix("data: ")
+                for event in (await response.text()).split("\n\n")
+                if event
+            ]
+            assert events[-1] == "[DONE]", events[-1]
+            return [msgspec.json.decode(event) for event in events[:-1]]
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with http_session() as session, session.get(self.url + path) as response:
+            return response.status, await response.text()
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.gateway.stop()
+        for engine in self.engines:
+            engine.die()
+
+
+class MakeRig(Protocol):
+    """A rig with these fields of its configuration."""
+
+    def __call__(self, **config: Any) -> GatewayRig: ...

@@ -1,0 +1,280 @@
+"""What is wrong with a request is said in OpenAI's error shape, with the field's name, before any engine hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from baton_gateway.http.request_body import MAX_BODY_BYTES
+from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "m", "prompt": "hi"}
+
+
+def message(**fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "hi"} | fields]}
+
+
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": None}, "messages"),
+    (message(role="wizard"), "messages[0].role"),
+    (message(role=3), "messages[0].role"),
+    (message(content=None), "messages[0].content"),
+    (message(content=[{"type": "image_url", "image_url": {}}]), "messages[0].content[0].type"),
+    (message(content=[{"type": "text"}]), "messages[0].content[0].text"),
+    (message(tool_calls=[{}]), "messages[0].tool_calls"),
+    (message(role="tool"), "messages"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "ten"}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"max_completion_tokens": -5}, "max_completion_tokens"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [2**70]}, "stop_token_ids"),
+    ({"priority": 2**70}, "priority"),
+    ({"top_k": 2**70}, "top_k"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"bad_words": ["word"] * 513}, "bad_words"),
+    ({"bad_words": ["w" * 1025]}, "bad_words"),
+    ({"cache_salt": "s" * 1025}, "cache_salt"),
+    ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"use_beam_search": True, "guided_regex": "a"}, "guided_regex"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [100000]}, "allowed_token_ids"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+    ({"best_of": 3, "n": 2, "use_beam_search": True}, "best_of"),
+    ({"use_beam_search": True, "n": 65}, "n"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"guided_json": {}} | {"guided_regex": "a+"}, "guided_regex"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+]
+
+BAD_COMPLETIONS = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, [2]]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [1, 100000]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"suffix": "end"}, "suffix"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+]
+
+
+@pytest.fixture
+async def ready(rig: GatewayRig) -> GatewayRig:
+    await rig.start(rig.engine("d", "decode"))
+    return rig
+
+
+async def refused(rig: GatewayRig, path: str, body: object, status: int = 400) -> dict[str, str]:
+    got, answer, _ = await rig.post(path, body)
+    assert got == status, answer
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert not rig.engines[0].adds, "a refused request must not reach an engine"
+    return error
+
+
+async def test_wrong_fields_are_named(ready: GatewayRig):
+    for path, good, cases in (
+        ("/v1/chat/completions", CHAT, BAD_CHATS),
+        ("/v1/completions", TEXT, BAD_COMPLETIONS),
+    ):
+        for fields, param in cases:
+            error = await refused(ready, path, good | fields)
+            assert (error["param"], error["type"]) == (param, "invalid_request_error"), (
+                fields,
+                error,
+            )
+            assert param.split(".")[-1].split("[")[0] in error["message"], (fields, error)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+)
+async def test_missing_fields_are_named(ready: GatewayRig, path: str, body: dict[str, object]):
+    for name in body:
+        error = await refused(
+            ready, path, {key: value for key, value in body.items() if key != name}
+        )
+        assert (error["param"], error["message"]) == (name, f"{name} is required")
+
+
+async def test_fields_of_other_servers_and_nulls_are_ignored(ready: GatewayRig):
+    nulls = {
+        "temperature": None,
+        "stop": None,
+        "max_tokens": None,
+        "tools": None,
+        "n": None,
+        "logit_bias": None,
+    }
+    harmless = {
+        "user": "u",
+        "store": False,
+        "metadata": {},
+        "service_tier": "auto",
+        "brand_new_field": [1],
+    }
+    off = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+    }
+    for extra in (nulls, harmless, off):
+        status, body, _ = await ready.post("/v1/chat/completions", CHAT | extra)
+        assert status == 200, body
+
+
+async def test_malformed_json(ready: GatewayRig):
+    headers = {"Content-Type": "application/json"}
+    for body in (b"{", b"", b'{"model": NaN}', b"\xff\xfe", b'{"model": "m\xff"}'):
+        status, answer, _ = await ready.post("/v1/completions", body, headers=headers)
+        assert (status, answer["error"]["code"]) == (400, "invalid_json"), body
+    status, answer, _ = await ready.post("/v1/completions", b"[1]", headers=headers)
+    assert status == 400
+    assert "JSON object" in answer["error"]["message"]
+
+
+async def test_json_that_is_nested_too_deeply(ready: GatewayRig):
+    for field in ("guided_json", "a_field_nobody_knows"):
+        nested = b'{"a": ' * 50_000 + b"1" + b"}" * 50_000
+        body = b'{"model": "m", "prompt": "hi", "%s": ' % field.encode() + nested + b"}"
+        status, answer, _ = await ready.post(
+            "/v1/completions", body, headers={"Content-Type": "application/json"}
+        )
+        assert (status, answer["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_a_body_that_is_not_what_its_headers_say(ready: GatewayRig):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    status, answer, _ = await ready.post("/v1/completions", b"not gzip", headers=headers)
+    assert (status, answer["error"]["code"]) == (400, "invalid_body")
+
+
+async def test_template_variables_may_have_any_name(ready: GatewayRig):
+    status, answer, _ = await ready.post(
+        "/v1/chat/completions", CHAT | {"chat_template_kwargs": {"self": 1, "values": 2}}
+    )
+    assert status == 200, answer
+
+
+async def test_a_body_that_never_ends_is_given_up(make_rig: MakeRig):
+    rig = make_rig(request_timeout_s=0.3)
+    await rig.start(rig.engine("d", "decode"))
+    port = int(rig.url.rsplit(":", 1)[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    writer.write(head)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), DEADLINE_S)
+    assert b"408" in answer
+    assert rig.metric("baton:requests_in_flight") == 0
+    writer.close()
+
+
+async def test_unknown_model(ready: GatewayRig):
+    error = await refused(ready, "/v1/completions", TEXT | {"model": "gpt-9"}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "'m'" in error["message"]
+    with pytest.raises(openai.NotFoundError):
+        await ready.client().models.retrieve("org/gpt-9")
+
+
+async def test_wrong_content_type_route_and_method(ready: GatewayRig):
+    status, answer, _ = await ready.post(
+        "/v1/completions", json.dumps(TEXT).encode(), headers={"Content-Type": "text/plain"}
+    )
+    assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+    status, answer, _ = await ready.post("/v1/nothing", TEXT)
+    assert (status, answer["error"]["code"]) == (404, "unknown_url")
+    status, answer, headers = await ready.post("/v1/models", TEXT)
+    assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+    assert "GET" in headers["Allow"]
+    status, text = await ready.get("/v1/completions")
+    assert (status, json.loads(text)["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_body_that_is_too_large(ready: GatewayRig):
+    body = b'{"model": "m", "prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
+    status, answer, _ = await ready.post(
+        "/v1/completions", body, headers={"Content-Type": "application/json"}
+    )
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+
+async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: GatewayRig):
+    limit = ready.engines[0].max_model_len
+    error = await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * 200, "max_tokens": 57})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert all(number in error["message"] for number in ("256", "257", "200", "57"))
+    await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * limit})
+    error = await refused(ready, "/v1/completions", TEXT | {"prompt": "far too long " * 100_000})
+    assert "at least" in error["message"]  # refused before it was tokenized
+    error = await refused(
+        ready, "/v1/chat/completions", message(content="a b " * limit) | {"model": "m"}
+    )
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    for tokens, expected in ((200, 16), (limit - 3, 3)):  # the default is cut to what fits
+        status, _, _ = await ready.post("/v1/completions", TEXT | {"prompt": [5] * tokens})
+        assert status == 200
+        assert ready.engines[0].adds.pop().sampling_params.max_tokens == expected
+    status, _, _ = await ready.post("/v1/chat/completions", CHAT)
+    assert status == 200
+    request = ready.engines[0].adds.pop()
+    assert request.sampling_params.max_tokens == limit - len(request.prompt_token_ids)

@@ -1,0 +1,289 @@
+"""The OpenAI endpoints through the real `openai` client, with scripted engines behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from baton_protocol.messages import KVSide
+from support.gateway.fake_engine import EOS_ID
+from support.gateway.gateway_rig import GatewayRig, until
+
+TEXT = "hello world, the quick brown fox"
+
+
+async def chat_pieces(client: openai.AsyncOpenAI, **options) -> list:
+    stream = await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "hi"}], stream=True, **options
+    )
+    return [chunk async for chunk in stream]
+
+
+def text_of(chunks: list, index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+async def test_a_completion_is_the_text_of_prefills_first_token_and_decodes_rest(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    await rig.start(prefill, decode)
+    answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=50)
+    assert answer.choices[0].text == TEXT
+    assert answer.choices[0].finish_reason == "length"
+    prompt_tokens = len(rig.tokenizer.encode("go"))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        prompt_tokens,
+        len(decode.answer),
+    )
+
+    [produce], [consume] = prefill.adds, decode.adds
+    assert produce.kv_transfer.side is KVSide.PRODUCE
+    assert consume.kv_transfer.side is KVSide.CONSUME
+    assert produce.kv_transfer.transfer_id == consume.kv_transfer.transfer_id
+    assert produce.kv_transfer.peer_instance_id == decode.instance_id
+    assert consume.kv_transfer.peer_instance_id == prefill.instance_id
+    assert (consume.kv_transfer.remote_host, consume.kv_transfer.remote_port) == ("127.0.0.1", 5558)
+    assert (produce.sampling_params.max_tokens, consume.sampling_params.max_tokens) == (1, 50)
+    assert produce.sampling_params.seed == consume.sampling_params.seed
+    [result] = decode.prefill_results.values()
+    assert (result.token_ids, result.error) == (prefill.answer[:1], "")
+    assert not decode.aborts
+    assert rig.metric("baton:prefill_stages_total", outcome="done") == 1
+    assert rig.metric("baton:gateway_time_to_first_token_seconds_count") == 1
+
+
+async def test_the_first_token_is_streamed_while_decode_still_waits(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    decode.hold_after = 1
+    await rig.start(prefill, decode)
+    stream = await rig.client().completions.create(
+        model="m", prompt="go", max_tokens=50, stream=True
+    )
+    first = await anext(aiter(stream))
+    assert first.choices[0].text == rig.tokenizer.decode(prefill.answer[:1])
+    decode.released.set()
+    rest = [chunk.choices[0].text async for chunk in stream]
+    assert first.choices[0].text + "".join(rest) == TEXT
+
+
+async def test_chat_streams_role_then_text_then_finish_reason_then_usage(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    chunks = await chat_pieces(
+        rig.client(), stream_options={"include_usage": True}, max_completion_tokens=99
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert text_of(chunks) == TEXT
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == [
+        "length"
+    ]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(rig.engines[0].answer)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_chat_renders_the_template_and_adds_no_special_tokens(rig: GatewayRig):
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    answer = await rig.client().chat.completions.create(model="m", messages=messages)
+    assert answer.choices[0].message.content == "hello world"
+    prompt = rig.tokenizer.decode(engine.adds[0].prompt_token_ids)
+    assert prompt == "<|system|>be brief\n<|user|>a\nb\n<|assistant|>\n"
+
+
+async def test_eos_ends_the_answer_with_stop_and_is_no_part_of_the_text(rig: GatewayRig):
+    engine = rig.engine("d", "decode", "hello")
+    engine.answer = [*engine.answer, EOS_ID, *engine.answer]
+    await rig.start(engine)
+    answer = await rig.client().completions.create(
+        model="m", prompt="go", max_tokens=50, extra_body={"return_token_ids": True}
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello", "stop")
+    assert answer.choices[0].model_extra["token_ids"][-1] == EOS_ID
+
+
+async def test_a_first_token_that_ends_the_request_aborts_decode(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill"), rig.engine("d", "decode")
+    prefill.answer = [EOS_ID]
+    await rig.start(prefill, decode)
+    answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=5)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
+    await until(lambda: decode.aborts == [decode.adds[0].request_id], "ABORT at the decode engine")
+    assert not decode.prefill_results
+
+
+async def test_max_tokens_one_ends_with_the_first_token(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill"), rig.engine("d", "decode")
+    await rig.start(prefill, decode)
+    answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=1)
+    assert answer.usage.completion_tokens == 1
+    assert answer.choices[0].finish_reason == "length"
+    await until(lambda: decode.aborts, "ABORT at the decode engine")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_across_token_boundaries_ends_the_text_and_aborts_the_engine(
+    rig: GatewayRig, stream: bool
+):
+    engine = rig.engine("d", "decode", TEXT)
+    engine.answer = [rig.tokenizer.encode(char, add_special_tokens=False)[0] for char in TEXT]
+    engine.hold_after = len("hello world, the") + 3
+    await rig.start(engine)
+    client = rig.client()
+    if stream:
+        chunks = await chat_pieces(client, stop=["zzz", "lo wor"])
+        text, reason = text_of(chunks), chunks[-1].choices[0].finish_reason
+    else:
+        answer = await client.completions.create(
+            model="m", prompt="go", max_tokens=50, stop="lo wor"
+        )
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+        assert answer.usage.completion_tokens == len("hello wor")
+    assert (text, reason) == ("hel", "stop")
+    await until(lambda: engine.aborts, "ABORT at the engine")
+
+
+async def test_a_stop_string_may_be_kept_in_the_text(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    answer = await rig.client().completions.create(
+        model="m",
+        prompt="go",
+        max_tokens=50,
+        stop="world",
+        extra_body={"include_stop_str_in_output": True},
+    )
+    assert answer.choices[0].text == "hello world"
+
+
+async def test_text_held_back_for_a_stop_string_comes_at_the_end(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    chunks = await chat_pieces(rig.client(), stop=["world!"])
+    assert text_of(chunks) == "hello world"
+
+
+async def test_a_character_of_several_tokens_is_sent_whole(rig: GatewayRig):
+    engine = rig.engine("d", "decode", "a你🙂b")
+    await rig.start(engine)
+    assert len(engine.answer) > 4
+    chunks = await chat_pieces(rig.client())
+    assert text_of(chunks) == "a你🙂b"
+    assert not any("\ufffd" in (c.choices[0].delta.content or "") for c in chunks)
+
+
+async def test_n_samples_are_child_requests_with_their_own_sample_index(rig: GatewayRig):
+    engines = [rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)]
+    await rig.start(*engines)
+    answer = await rig.client().completions.create(
+        model="m", prompt=["go", "on"], n=2, max_tokens=50, seed=7
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert {choice.text for choice in answer.choices} == {TEXT}
+    adds = [request for engine in engines for request in engine.adds]
+    assert sorted(request.sample_index for request in adds) == [0, 0, 1, 1]
+    assert {request.sampling_params.seed for request in adds} == {7}
+    assert all(engine.adds for engine in engines), "load is spread"
+    assert answer.usage.prompt_tokens == sum(len(rig.tokenizer.encode(p)) for p in ("go", "on"))
+    assert answer.usage.completion_tokens == 4 * len(engines[0].answer)
+
+
+async def test_streamed_samples_carry_their_index(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    chunks = await chat_pieces(rig.client(), n=3)
+    assert [text_of(chunks, index) for index in range(3)] == [TEXT] * 3
+
+
+async def test_chat_logprobs(rig: GatewayRig):
+    engine = rig.engine("d", "decode", "你")
+    await rig.start(engine)
+    answer = await rig.client().chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
+    )
+    content = answer.choices[0].logprobs.content
+    assert bytes(byte for item in content for byte in item.bytes).decode() == "你"
+    assert [item.logprob for item in content] == [-0.25] * len(engine.answer)
+    assert all(len(item.top_logprobs) == 2 for item in content)
+
+
+async def test_completion_logprobs_streamed_equal_those_at_once(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    client = rig.client()
+    options = {"model": "m", "prompt": "go", "max_tokens": 50, "logprobs": 1}
+    whole = (await client.completions.create(**options)).choices[0].logprobs
+    assert "".join(whole.tokens) == TEXT
+    assert whole.text_offset[:2] == [0, len(whole.tokens[0])]
+    for token, logprob, top in zip(
+        whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True
+    ):
+        assert top[token] == logprob, (
+            "the token itself is there, also if it is not among the most likely"
+        )
+    chunks = [chunk async for chunk in await client.completions.create(**options, stream=True)]
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == whole.tokens
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
+
+
+async def test_token_id_prompts_and_echo(rig: GatewayRig):
+    engine = rig.engine("d", "decode", " world")
+    await rig.start(engine)
+    ids = rig.tokenizer.encode("hello")
+    answer = await rig.client().completions.create(model="m", prompt=ids, echo=True)
+    assert engine.adds[0].prompt_token_ids == ids
+    assert answer.choices[0].text == "hello world"
+
+
+async def test_a_seed_is_drawn_when_the_client_gives_none(rig: GatewayRig):
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    for _ in range(2):
+        await rig.client().completions.create(model="m", prompt="go")
+    seeds = [request.sampling_params.seed for request in engine.adds]
+    assert seeds[0] != seeds[1]
+
+
+async def test_a_client_that_goes_away_aborts_the_work(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    decode.hold_after = 1
+    await rig.start(prefill, decode)
+    client = rig.client()
+    stream = await client.completions.create(model="m", prompt="go", max_tokens=50, stream=True)
+    await anext(aiter(stream))
+    await stream.close()
+    await until(lambda: decode.aborts == [decode.adds[0].request_id], "ABORT after a closed stream")
+    waiting = asyncio.create_task(client.completions.create(model="m", prompt="go", max_tokens=50))
+    await until(lambda: len(decode.adds) == 2, "the second request at the engine")
+    waiting.cancel()
+    await until(
+        lambda: decode.aborts[1:] == [decode.adds[1].request_id], "ABORT after a closed connection"
+    )
+    await until(lambda: rig.metric("baton:requests_in_flight") == 0, "no request in flight")
+
+
+async def test_short_prompts_skip_the_prefill_leg(make_rig):
+    rig = make_rig(prefill_threshold_tokens=5)
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    await rig.start(prefill, decode)
+    await rig.client().completions.create(model="m", prompt=[5, 6, 7, 8])
+    assert not prefill.adds
+    assert decode.adds[0].kv_transfer is None
+    await rig.client().completions.create(model="m", prompt=[5, 6, 7, 8, 9])
+    assert len(prefill.adds) == 1
+
+
+async def test_models_health_version_and_metrics(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode"))
+    client = rig.client()
+    [model] = (await client.models.list()).data
+    assert (model.id, model.model_extra["max_model_len"]) == ("m", 256)
+    assert (await client.models.retrieve("m")).id == "m"
+    assert (await rig.get("/health"))[0] == 200
+    assert "version" in (await rig.get("/version"))[1]
+    await client.completions.create(model="m", prompt="go")
+    _, text = await rig.get("/metrics")
+    assert 'baton:http_requests_total{endpoint="/v1/completions",status="200"} 1.0' in text
+    assert 'baton:engines_ready{role="decode"} 1.0' in text

@@ -1,0 +1,382 @@
+"""Who may ask the gateway, and for how much: API keys from files, limits of a client, HTTPS. Over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from cryptography import x509
+
+from baton_gateway import server
+from baton_gateway.cli import main
+from baton_gateway.errors import APIError
+from baton_gateway.http.tls import ServerCertificate
+from baton_gateway.limits.api_keys import ApiKeys
+from baton_protocol.config import AccessConfig
+from support.certificates import write_certificate
+from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session, until
+
+OPEN = {"/health", "/ready", "/metrics"}
+COMPLETION = {"model": "m", "prompt": "hello", "max_tokens": 2}
+
+
+@pytest.fixture(autouse=True)
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SECRETS_POLL_S", 0.02)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    (folder / "team-a").write_text("key-of-a")
+    (folder / "team-b").write_text("key-of-b\n")
+    return folder
+
+
+@pytest.fixture
+async def guarded(make_rig: MakeRig, keys: Path) -> GatewayRig:
+    rig = make_rig(access=AccessConfig(api_keys_dir=str(keys), max_concurrent_per_client=2))
+    await rig.start(rig.engine("d", "decode"))
+    return rig
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def status_of(rig: GatewayRig, **headers: str) -> int:
+    async with (
+        http_session() as session,
+        session.get(f"{rig.url}/v1/models", headers=headers) as response,
+    ):
+        return response.status
+
+
+def publish(folder: Path, version: str, entries: dict[str, str]) -> None:
+    """As the kubelet writes a Secret: files in a folder of their own, reached over one link that is swapped at once."""
+    (folder / f"..{version}").mkdir(parents=True)
+    for name, value in entries.items():
+        (folder / f"..{version}" / name).write_text(value)
+    (folder / "..data_tmp").symlink_to(f"..{version}")
+    (folder / "..data_tmp").rename(folder / "..data")
+    for name in entries:
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(f"..data/{name}")
+
+
+async def test_a_client_with_a_key_is_served_and_counted_by_its_name(guarded: GatewayRig) -> None:
+    client = guarded.client().with_options(api_key="key-of-a")
+    answer = await client.completions.create(**COMPLETION)
+    assert answer.choices[0].finish_reason == "length"
+    assert guarded.metric("baton:client_requests_total", client="team-a", status="200") == 1
+
+
+async def test_another_key_is_refused_in_openais_words(guarded: GatewayRig) -> None:
+    with pytest.raises(openai.AuthenticationError) as refused:
+        await guarded.client().completions.create(**COMPLETION)
+    assert refused.value.code == "invalid_api_key"
+    assert refused.value.type == "invalid_request_error"
+    assert "unused" not in str(refused.value), "an answer repeats no key"
+    assert refused.value.response.headers["WWW-Authenticate"] == "Bearer"
+    assert guarded.engines[0].adds == []
+    assert (
+        guarded.metric("baton:http_requests_total", endpoint="/v1/completions", status="401") == 1
+    )
+
+
+async def test_every_path_but_probes_and_metrics_needs_a_key(guarded: GatewayRig) -> None:
+    routes = {
+        (route.method, route.resource.canonical.replace("{model}", "m"))
+        for route in guarded.gateway.app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+    assert {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/models"),
+        ("GET", "/ready"),
+    } <= routes
+    async with http_session() as session:
+        for method, path in sorted(
+            routes | {("GET", "/nowhere"), ("GET", "//health"), ("GET", "/health/")}
+        ):
+            async with session.request(method, guarded.url + path) as response:
+                assert (response.status == 401) is (path not in OPEN), path
+        for path in OPEN:
+            async with session.get(guarded.url + path) as response:
+                assert response.status == 200, path
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        ("Bearer key-of-b", 200),
+        ("bearer key-of-b", 200),
+        ("BEARER   key-of-b  ", 200),
+        ("key-of-b", 401),
+        ("Basic key-of-b", 401),
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        ("Bearer key-of-b extra", 401),
+        ("Bearer key-of-", 401),
+        ("Bearer key-of-bb", 401),
+        ("Bearer KEY-OF-B", 401),
+        ("Bearer key-of-b\x00", 400),
+        ("Bearer kéy", 401),
+        ("Bearer " + "k" * 20_000, 400),
+    ],
+)
+async def test_forms_of_the_header(guarded: GatewayRig, value: str, status: int) -> None:
+    """As bytes on the wire: what clients' libraries would not send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(guarded.url.rsplit(":", 1)[1]))
+    request = (
+        f"GET /v1/models HTTP/1.1\r\nHost: g\r\nConnection: close\r\nAuthorization: {value}\r\n\r\n"
+    )
+    writer.write(request.encode())
+    async with asyncio.timeout(DEADLINE_S):
+        answer = await reader.readline()
+    writer.close()
+    assert int(answer.split()[1]) == status
+    assert await status_of(guarded, **bearer("key-of-a")) == 200
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Authorization: Bearer key-of-b\x00",
+        "Authorization: Bearer key-of-b" + "k" * 20_000,
+        "no header",
+    ],
+)
+async def test_what_is_no_http_is_answered_in_the_same_shape_and_not_repeated(
+    guarded: GatewayRig, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(guarded.url.rsplit(":", 1)[1]))
+    with caplog.at_level(logging.DEBUG):
+        writer.write(f"GET /v1/models HTTP/1.1\r\nHost: g\r\n{line}\r\n\r\n".encode())
+        async with asyncio.timeout(DEADLINE_S):
+            answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0]
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+    assert b"key-of-b" not in answer
+    assert "key-of-b" not in caplog.text, "a log repeats no key"
+    assert "sent no valid HTTP request" in caplog.text
+
+
+async def test_two_headers_prove_nothing(guarded: GatewayRig) -> None:
+    headers = [("Authorization", "Bearer key-of-a"), ("Authorization", "Bearer wrong")]
+    for order in (headers, headers[::-1]):
+        async with (
+            http_session() as session,
+            session.get(f"{guarded.url}/v1/models", headers=order) as response,
+        ):
+            assert response.status == 401
+
+
+async def test_a_refused_request_is_answered_before_its_body_is_read(guarded: GatewayRig) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(guarded.url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: 1000000\r\n\r\n")
+    async with asyncio.timeout(DEADLINE_S):
+        assert b"401" in await reader.readline()
+    writer.close()
+
+
+def test_what_can_be_no_key_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    contents = {
+        "empty": b"",
+        "blank": b" \r\n",
+        "lines": b"one\ntwo",
+        "spaced": b"one two",
+        "latin": "schlüssel".encode(),
+        "mark": b"\xef\xbb\xbfkey",
+        "long": b"k" * 5000,
+        "crlf": b"good-key\r\n",
+        "same": b" good-key ",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with caplog.at_level(logging.INFO, "baton_gateway.limits.api_keys"):
+        keys = ApiKeys(tmp_path)
+    assert keys.client_of(["Bearer good-key"]) == "crlf"
+    for offered in ("", " ", "one", "two", "one two", "schlüssel", "key", "k" * 5000, "k" * 4096):
+        with pytest.raises(APIError):
+            keys.client_of([f"Bearer {offered}"])
+    assert "API keys of 1 clients: crlf" in caplog.text
+    for name in contents.keys() - {"crlf"}:
+        assert f"API key {name} is ignored" in caplog.text
+    assert "good-key" not in caplog.text, "a log repeats no key"
+
+
+async def test_keys_change_while_the_gateway_runs(make_rig: MakeRig, tmp_path: Path) -> None:
+    folder = tmp_path / "secret"
+    publish(folder, "1", {"a": "first", "b": "other"})
+    rig = make_rig(access=AccessConfig(api_keys_dir=str(folder)))
+    await rig.start(rig.engine("d", "decode"))
+    assert await status_of(rig, **bearer("first")) == 200
+
+    async def answers(key: str, status: int) -> bool:
+        return await status_of(rig, **bearer(key)) == status
+
+    publish(folder, "2", {"a": "second"})
+    await until(lambda: answers("second", 200), "the new key is taken")
+    assert await status_of(rig, **bearer("first")) == 401
+    assert await status_of(rig, **bearer("other")) == 401, "its link leads nowhere now"
+    publish(folder, "3", {})
+    await until(lambda: answers("second", 401), "without keys nobody is let in")
+    folder.rename(tmp_path / "gone")
+    publish(tmp_path / "gone", "4", {"a": "third"})
+    (tmp_path / "gone").rename(folder)
+    await until(lambda: answers("third", 200), "the folder is read again after it could not be")
+
+
+async def test_one_client_cannot_take_what_others_need(guarded: GatewayRig) -> None:
+    engine = guarded.engines[0]
+    engine.hold_after = 1
+    greedy = guarded.client().with_options(api_key="key-of-a")
+    modest = guarded.client().with_options(api_key="key-of-b")
+    running = [asyncio.create_task(greedy.completions.create(**COMPLETION)) for _ in range(2)]
+    await until(lambda: len(engine.adds) == 2, "both run")
+    with pytest.raises(openai.RateLimitError) as refused:
+        await greedy.completions.create(**COMPLETION)
+    assert refused.value.response.headers["Retry-After"] == "1"
+    with pytest.raises(openai.BadRequestError, match="at most 2 sequences"):
+        await modest.completions.create(**COMPLETION, n=3)
+    other = asyncio.create_task(modest.completions.create(**COMPLETION))
+    await until(lambda: len(engine.adds) == 3, "another client is served meanwhile")
+    engine.released.set()
+    await asyncio.gather(*running, other)
+    assert (await greedy.completions.create(**COMPLETION, n=2)).choices, (
+        "what has ended is given back"
+    )
+
+
+async def test_lengths_are_limited(make_rig: MakeRig) -> None:
+    rig = make_rig(access=AccessConfig(max_prompt_tokens=40, max_completion_tokens=1))
+    await rig.start(rig.engine("d", "decode", "hello world hello world"))
+    client = rig.client()
+    for prompt in ([5] * 41, "hello world " * 60):
+        with pytest.raises(openai.BadRequestError, match="prompts of at most 40 tokens") as long:
+            await client.completions.create(model="m", prompt=prompt, max_tokens=1)
+        assert (long.value.code, long.value.param) == ("prompt_too_long", "prompt")
+    with pytest.raises(openai.BadRequestError, match="generates at most 1 tokens, got 2"):
+        await client.completions.create(model="m", prompt=[5] * 40, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="generates at most 1 tokens, got 3"):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": ""}], max_completion_tokens=3
+        )
+    answer = await client.completions.create(model="m", prompt=[5] * 40)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (1, "length")
+
+
+async def shown_certificate(port: int) -> str:
+    """Common name in what a new connection is shown."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return x509.load_der_x509_certificate(der).subject.rfc4514_string()
+
+
+async def test_https_with_a_certificate_that_is_renewed(make_rig: MakeRig, tmp_path: Path) -> None:
+    folder = tmp_path / "tls"
+    write_certificate(folder, "first")
+    rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
+    await rig.start(engine := rig.engine("d", "decode"))
+    port = int(rig.url.rsplit(":", 1)[1])
+    trusted = ssl.create_default_context(cafile=str(folder / "tls.crt"))
+    async with openai.DefaultAsyncHttpxClient(verify=trusted, trust_env=False) as http:
+        client = openai.AsyncOpenAI(
+            base_url=f"https://127.0.0.1:{port}/v1", api_key="x", http_client=http, max_retries=0
+        )
+        engine.hold_after = 1
+        stream = await client.completions.create(**COMPLETION, stream=True)
+        write_certificate(folder, "second")
+
+        async def renewed() -> bool:
+            return await shown_certificate(port) == "CN=second"
+
+        await until(renewed, "new connections get the new certificate")
+        engine.released.set()
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].choices[0].finish_reason == "length", "a stream goes on over the change"
+    assert not await answers_plain_http(port)
+
+
+async def answers_plain_http(port: int) -> bool:
+    try:
+        async with http_session() as session, session.get(f"http://127.0.0.1:{port}/health"):
+            return True
+    except aiohttp.ClientError:
+        return False
+
+
+def test_half_a_pair_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_certificate(tmp_path / "new", "new")
+    write_certificate(tmp_path / "tls", "old")
+    served = ServerCertificate(tmp_path / "tls")
+
+    def shown() -> str:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ours = served.context.wrap_bio(incoming, outgoing, server_side=True)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        theirs = context.wrap_bio(outgoing, incoming)
+        for side in (theirs, ours, theirs, ours):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+        der = theirs.getpeercert(binary_form=True)
+        assert der is not None
+        return x509.load_der_x509_certificate(der).subject.rfc4514_string()
+
+    assert shown() == "CN=old"
+    os.replace(tmp_path / "new/tls.crt", tmp_path / "tls/tls.crt")
+    served.refresh()
+    served.refresh()
+    assert shown() == "CN=old"
+    assert caplog.text.count("is not usable, the old one stays") == 1
+    os.replace(tmp_path / "new/tls.key", tmp_path / "tls/tls.key")
+    served.refresh()
+    assert shown() == "CN=new"
+    (tmp_path / "tls/tls.crt").unlink()
+    served.refresh()
+    assert shown() == "CN=new"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--api-keys-dir", "/nowhere/keys"], "FATAL InvalidAccess: API keys or certificate: "),
+        (["--tls-dir", "/nowhere/tls"], "FATAL InvalidAccess: API keys or certificate: "),
+        (
+            ["--max-prompt-tokens", "0"],
+            "FATAL InvalidConfig: access.max_prompt_tokens must be positive",
+        ),
+        (
+            ["--max-concurrent-per-client", "1"],
+            "FATAL InvalidConfig: access.max_concurrent_per_client needs",
+        ),
+    ],
+)
+def test_access_that_cannot_be_had_as_asked_for_opens_no_door(
+    flags: list[str], text: str, tokenizer_folder: Path, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    assert main(["--model", str(tokenizer_folder), "--discovery-file", "f", *flags]) == 78
+    assert text in capsys.readouterr().err.strip().splitlines()[-1]

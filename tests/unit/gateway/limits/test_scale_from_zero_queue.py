@@ -1,0 +1,149 @@
+"""A service that is scaled to zero: requests are held until an engine is there, in bounds, and nobody sees a 404."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton_gateway.limits import scale_from_zero_queue
+from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session, until
+
+TEXT = "hello world, the quick brown fox"
+BODY = {"model": "m", "prompt": "go", "max_tokens": 50}
+HELD = "baton:requests_held"
+
+
+async def complete(rig: GatewayRig) -> str:
+    answer = await rig.client().completions.create(**BODY)
+    return answer.choices[0].text
+
+
+async def stream(rig: GatewayRig) -> str:
+    chunks = await rig.client().completions.create(**BODY, stream=True)
+    return "".join([chunk.choices[0].text async for chunk in chunks])
+
+
+async def test_requests_without_an_engine_are_held_and_answered_when_it_comes(
+    make_rig: MakeRig,
+):
+    rig = make_rig(hold_s=30.0)
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start()
+    assert (await rig.get("/ready"))[0] == 200
+    assert (await rig.get("/v1/models"))[0] == 200
+    asking = [asyncio.create_task(ask(rig)) for ask in (complete, stream)]
+    await until(lambda: rig.metric(HELD) == 2, "two requests held")
+    rig.announce(engine)
+    assert await asyncio.gather(*asking) == [TEXT, TEXT]
+    assert rig.metric(HELD) == 0
+
+
+async def test_requests_are_held_again_when_the_engines_have_left(make_rig: MakeRig):
+    rig = make_rig(hold_s=30.0)
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    assert await complete(rig) == TEXT
+    rig.announce()
+    await rig.connected()
+    asking = asyncio.create_task(complete(rig))
+    await until(lambda: rig.metric(HELD) == 1, "the request held")
+    assert (await rig.get("/ready"))[0] == 200
+    rig.announce(engine)
+    assert await asking == TEXT
+
+
+async def test_the_number_of_those_held_is_bounded(make_rig: MakeRig):
+    rig = make_rig(hold_s=30.0, max_held_requests=2)
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start()
+    asking = [asyncio.create_task(complete(rig)) for _ in range(2)]
+    await until(lambda: rig.metric(HELD) == 2, "two requests held")
+    status, body, headers = await rig.post("/v1/completions", BODY)
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert int(headers["Retry-After"]) == scale_from_zero_queue.RETRY_AFTER_S
+    rig.announce(engine)
+    assert await asyncio.gather(*asking) == [TEXT, TEXT]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_nobody_is_held_longer_than_configured(make_rig: MakeRig, streamed: bool):
+    rig = make_rig(hold_s=0.3)
+    await rig.start()
+    status, body, headers = await rig.post("/v1/completions", {**BODY, "stream": streamed})
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert int(headers["Retry-After"]) > 0
+    assert rig.metric(HELD) == 0
+
+
+async def test_a_request_that_can_not_be_served_wakes_nobody(make_rig: MakeRig):
+    rig = make_rig(hold_s=30.0)
+    await rig.start()
+    assert (await rig.post("/v1/completions", {**BODY, "model": "other"}))[0] == 404
+    assert (await rig.post("/v1/completions", {**BODY, "max_tokens": -1}))[0] == 400
+    assert rig.metric(HELD) == 0
+
+
+async def test_a_client_that_goes_away_is_held_no_more(make_rig: MakeRig):
+    rig = make_rig(hold_s=30.0)
+    await rig.start()
+    asking = asyncio.create_task(complete(rig))
+    await until(lambda: rig.metric(HELD) == 1, "the request held")
+    asking.cancel()
+    await until(lambda: rig.metric(HELD) == 0, "no request held")
+
+
+async def test_a_stream_that_is_held_gives_signs_of_life_which_clients_skip(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scale_from_zero_queue, "KEEP_ALIVE_S", 0.05)
+    rig = make_rig(hold_s=30.0)
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start()
+    async with http_session() as session:
+        asking = asyncio.create_task(stream(rig))
+        async with session.post(
+            f"{rig.url}/v1/completions", json={**BODY, "stream": True}
+        ) as response:
+            assert (response.status, response.content_type) == (200, "text/event-stream")
+            assert (await response.content.readline()).startswith(b":")
+            rig.announce(engine)
+            rest = (await response.read()).decode()
+    assert '"finish_reason":"length"' in rest
+    assert rest.endswith("data: [DONE]\n\n")
+    assert await asking == TEXT
+
+
+async def test_a_stream_that_gave_signs_of_life_ends_with_an_error_in_it(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scale_from_zero_queue, "KEEP_ALIVE_S", 0.05)
+    rig = make_rig(hold_s=0.5)
+    await rig.start()
+    body = {**BODY, "stream": True}
+    async with (
+        http_session() as session,
+        session.post(f"{rig.url}/v1/completions", json=body) as response,
+    ):
+        *_, last = [line async for line in response.content if line.strip()]
+    assert response.status == 200
+    assert last.startswith(b'data: {"error":')
+    assert b"no_ready_engine" in last
+    assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1
+
+
+async def test_who_is_held_by_a_gateway_that_ends_is_told(make_rig: MakeRig):
+    rig = make_rig(hold_s=30.0, drain_timeout_s=0.1)
+    await rig.start()
+    asking = asyncio.create_task(rig.post("/v1/completions", BODY))
+    await until(lambda: rig.metric(HELD) == 1, "the request held")
+    await rig.gateway.stop()
+    status, body, _ = await asking
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+
+
+async def test_without_a_time_to_hold_nothing_is_held(make_rig: MakeRig):
+    rig = make_rig()
+    await rig.start()
+    assert (await rig.get("/ready"))[0] == 503
+    assert (await rig.post("/v1/completions", BODY))[0] == 503

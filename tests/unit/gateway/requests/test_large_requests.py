@@ -1,0 +1,448 @@
+"""Requests of any size: while one is worked on, others are served; what cannot fit is refused before it costs time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton_gateway.http import completion_endpoint, request_body
+from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
+from baton_gateway.requests.generation import STAGGERED_TOKENS
+from baton_gateway.requests.job_builder import MAX_OPTION_ENTRIES
+from baton_gateway.requests.prompts import TEXT_FACTOR
+from baton_gateway.routing.dispatch import Dispatcher
+from baton_protocol.config import AccessConfig
+from baton_text.errors import RequestError
+from baton_text.output import OutputProcessor
+from baton_text.schema import MAX_STOP_LENGTH, ChatCompletionRequest, CompletionRequest
+from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+
+TEXT = {"model": "m", "prompt": "hi"}
+LONG = "hello world, the quick brown fox " * 1000
+MESSAGES = [{"role": "user", "content": "a"}] * 3000
+LONG_IDS = [5] * 30_000
+WITH_LOGPROBS = {"max_tokens": 200, "logprobs": 10}
+
+
+class Held:
+    """A function of the gateway whose call does not come back until `release`. On the event loop it fails at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.entered = threading.Event()
+        self.released = threading.Event()
+        function: Callable[..., Any] = getattr(owner, name)
+        loop_thread = threading.get_ident()
+
+        def held(*args: Any, **options: Any) -> Any:
+            assert threading.get_ident() != loop_thread, (
+                f"{name} must not be called on the event loop"
+            )
+            self.entered.set()
+            assert self.released.wait(DEADLINE_S), "nobody let it go"
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, held)
+
+
+def large_rig(make_rig: MakeRig, **config: Any) -> GatewayRig:
+    """A gateway whose engine takes long prompts and answers with 300 tokens."""
+    rig = make_rig(**config)
+    engine = rig.engine("d", "decode")
+    engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 300, 100_000, 50
+    return rig
+
+
+WORK = [
+    ("parsing", request_body, "parse_request", "/v1/completions", TEXT | {"prompt": LONG * 3}),
+    ("parsing texts", request_body, "parse_request", "/tokenize", {"prompt": LONG * 3}),
+    (
+        "checking messages",
+        ChatCompletionRequest,
+        "validate",
+        "/v1/chat/completions",
+        {"messages": MESSAGES},
+    ),
+    ("checking ids", CompletionRequest, "prompts", "/v1/completions", TEXT | {"prompt": LONG_IDS}),
+    ("rendering", "chat_template", "render", "/v1/chat/completions", {"messages": MESSAGES}),
+    ("tokenizing a chat", "tokenizer", "encode", "/v1/chat/completions", {"messages": MESSAGES}),
+    ("tokenizing a prompt", "tokenizer", "encode", "/v1/completions", TEXT | {"prompt": LONG}),
+    (
+        "checking options",
+        CompletionRequest,
+        "sampling_params",
+        "/v1/completions",
+        TEXT | {"allowed_token_ids": LONG_IDS},
+    ),
+    ("rendering texts", "chat_template", "render", "/tokenize", {"messages": MESSAGES}),
+    ("tokenizing texts", "tokenizer", "encode", "/tokenize", {"prompt": LONG}),
+    (
+        "token strings",
+        "tokenizer",
+        "token_text",
+        "/tokenize",
+        {"prompt": LONG, "return_token_strs": True},
+    ),
+    ("detokenizing", "tokenizer", "decode", "/detokenize", {"tokens": LONG_IDS}),
+    (
+        "logprobs",
+        completion_endpoint,
+        "completion_logprobs",
+        "/v1/completions",
+        TEXT | WITH_LOGPROBS,
+    ),
+    (
+        "beams",
+        OutputProcessor,
+        "push_beam",
+        "/v1/completions",
+        TEXT | {"n": 4, "use_beam_search": True, "max_tokens": 200},
+    ),
+    (
+        "a chunk",
+        completion_endpoint,
+        "completion_logprobs",
+        "/v1/completions",
+        TEXT | {"prompt": [5] * 4000, "echo": True, "logprobs": 5, "max_tokens": 1, "stream": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "path", "body"),
+    [pytest.param(*case[1:], id=case[0]) for case in WORK],
+)
+async def test_others_are_served_while_a_large_request_is_worked_on(
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    path: str,
+    body: dict[str, Any],
+):
+    rig = large_rig(make_rig)
+    await rig.start(*rig.engines)
+    owner = {"tokenizer": rig.tokenizer, "chat_template": rig.tokenizer.chat_template}.get(
+        owner, owner
+    )
+    held = Held(monkeypatch, owner, name)
+    sending = asyncio.create_task(post(rig, path, {"model": "m"} | body))
+    await until(lambda: held.entered.is_set() or sending.done(), f"{name} called")
+    assert not sending.done(), sending.result()
+    assert (await rig.get("/health"))[0] == 200
+    assert (await rig.get("/metrics"))[0] == 200
+    assert not sending.done()
+    held.released.set()
+    status, answer = await sending
+    assert status == 200, answer
+
+
+async def post(rig: GatewayRig, path: str, body: dict[str, Any]) -> tuple[int, object]:
+    if body.get("stream"):
+        return 200, await rig.events(path, body)
+    status, answer, _ = await rig.post(path, body)
+    return status, answer
+
+
+async def test_large_requests_are_answered_as_small_ones_are(make_rig: MakeRig):
+    rig = large_rig(make_rig)
+    await rig.start(*rig.engines)
+    ids = rig.tokenizer.encode(LONG)
+    _, body, _ = await rig.post("/tokenize", {"prompt": LONG, "return_token_strs": True})
+    assert (body["tokens"], "".join(body["token_strs"]), body["max_model_len"]) == (
+        ids,
+        LONG,
+        100_000,
+    )
+    _, body, _ = await rig.post("/detokenize", {"tokens": ids})
+    assert body["prompt"] == LONG
+    whole = (await rig.post("/v1/completions", TEXT | WITH_LOGPROBS))[1]["choices"][0]["logprobs"]
+    assert (len(whole["tokens"]), len(whole["top_logprobs"][199])) == (200, 10)
+    assert rig.engines[0].adds[-1].prompt_token_ids == rig.tokenizer.encode("hi")
+
+
+class Spy:
+    """Sizes of what a function was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.sizes: list[int] = []
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def spied(given: Any, *args: Any, **options: Any) -> Any:
+            self.sizes.append(len(given))
+            return function(given, *args, **options)
+
+        monkeypatch.setattr(owner, name, spied)
+
+
+async def refusal(rig: GatewayRig, path: str, body: dict[str, Any]) -> tuple[str, str]:
+    """(code, param)."""
+    status, answer, _ = await rig.post(path, {"model": "m"} | body)
+    assert status == 400, answer
+    assert not any(engine.adds for engine in rig.engines)
+    return answer["error"]["code"], answer["error"]["param"]
+
+
+async def test_more_messages_than_tokens_fit_are_not_rendered(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+):
+    await rig.start(rig.engine("d", "decode"))
+    spy = Spy(monkeypatch, rig.tokenizer.chat_template, "render")
+    limit = rig.engines[0].max_model_len
+    for path, number, code in (
+        ("/v1/chat/completions", limit, "context_length_exceeded"),
+        ("/tokenize", TEXT_FACTOR * limit + 1, "prompt_too_long"),
+    ):
+        many = {"messages": [{"role": "user", "content": ""}] * number}
+        assert await refusal(rig, path, many) == (code, "messages")
+    assert not spy.sizes
+
+
+@pytest.mark.parametrize(("path", "factor"), [("/v1/completions", 1), ("/tokenize", TEXT_FACTOR)])
+async def test_a_text_of_short_tokens_is_given_up_before_all_of_it_is_tokenized(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch, path: str, factor: int
+):
+    engine = rig.engine("d", "decode")
+    engine.max_model_len = 4096
+    await rig.start(engine)
+    most = 4096 * factor
+    words, short = "<|endoftext|>" * (most - 20), "zq" * 6 * most
+    assert len(short) < len(words), "by its length alone it might fit"
+    spy = Spy(monkeypatch, rig.tokenizer, "encode")
+    code = "context_length_exceeded" if factor == 1 else "prompt_too_long"
+    assert await refusal(rig, path, {"prompt": short}) == (code, "prompt")
+    assert sum(spy.sizes) < len(short)
+    status, answer, _ = await rig.post(path, {"model": "m", "prompt": words})
+    assert status == 200, answer
+    usage = answer.get("usage", {"prompt_tokens": answer.get("count")})
+    assert usage["prompt_tokens"] == most - 20
+
+
+async def test_the_servers_own_bound_holds_for_texts_too(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(access=AccessConfig(max_prompt_tokens=10))
+    await rig.start(rig.engine("d", "decode"))
+    status, answer, _ = await rig.post("/tokenize", {"prompt": "z" * 10 * TEXT_FACTOR})
+    assert (status, answer["count"]) == (200, 10 * TEXT_FACTOR)
+    assert await refusal(rig, "/tokenize", {"prompt": "z" * (10 * TEXT_FACTOR + 1)}) == (
+        "prompt_too_long",
+        "prompt",
+    )
+    assert await refusal(rig, "/detokenize", {"tokens": [5] * (10 * TEXT_FACTOR + 1)}) == (
+        "prompt_too_long",
+        "tokens",
+    )
+    assert await refusal(rig, "/v1/completions", {"prompt": "z" * 11}) == (
+        "prompt_too_long",
+        "prompt",
+    )
+
+
+async def test_texts_are_bounded_before_an_engine_has_told_what_it_takes(rig: GatewayRig):
+    await rig.start()
+    status, answer, _ = await rig.post("/tokenize", {"prompt": "hello world"})
+    assert (status, answer["max_model_len"]) == (200, None)
+    assert await refusal(rig, "/detokenize", {"tokens": [5] * (2**17 + 1)}) == (
+        "prompt_too_long",
+        "tokens",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [[1]] * MAX_CONTAINERS}),
+        ("/v1/completions", {"prompt": "hi", "guided_json": {"a": [1] * (MAX_VALUES + 300)}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * MAX_CONTAINERS}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * MAX_CONTAINERS}),
+        ("/detokenize", {"tokens": [5] * (MAX_VALUES + 300)}),
+    ],
+)
+async def test_a_body_of_too_many_values_is_not_parsed(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+):
+    await rig.start(rig.engine("d", "decode"))
+    spy = Spy(monkeypatch, request_body, "parse_request")
+    code, _ = await refusal(rig, path, body)
+    assert (code, spy.sizes) == ("request_too_large", [])
+
+
+async def test_marks_in_texts_are_no_values(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode"))
+    for text in ("[{,:" * 2**19, '"\\' * MAX_VALUES, ',"' * MAX_VALUES):
+        assert await refusal(rig, "/v1/completions", {"prompt": text}) == (
+            "context_length_exceeded",
+            "prompt",
+        )
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\[]{},:\n\u00e9'),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(alphabet='k"\\,[{:'), inner, max_size=4)
+    ),
+    max_leaves=30,
+)
+
+
+def num_marks(value: Any) -> tuple[int, int]:
+    """(values as the bound counts them, arrays and objects): an entry beyond the first has a comma, one of an object a colon."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [num_marks(item) for item in (value.values() if isinstance(value, dict) else value)]
+    marks = 1 + max(0, len(value) - 1) + (len(value) if isinstance(value, dict) else 0)
+    return marks + sum(count for count, _ in inner), 1 + sum(count for _, count in inner)
+
+
+@given(value=_JSON, ascii_only=st.booleans())
+def test_values_are_counted_exactly_whatever_texts_hold(value: Any, ascii_only: bool):
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    values, containers = num_marks(value)
+    check_values(body, values, containers)
+    if values:
+        with pytest.raises(RequestError, match=r"arrays and objects$|arrays and objects;"):
+            check_values(body, values, containers - 1)
+        with pytest.raises(RequestError, match="values;"):
+            check_values(body, values - 1, containers)
+
+
+@given(body=st.text(alphabet='"\\[{,:a').map(str.encode), most=st.integers(0, 3))
+def test_what_is_no_json_is_left_to_the_parser(body: bytes, most: int):
+    try:
+        check_values(body, most, most)
+    except RequestError as error:
+        assert error.code == "request_too_large"  # noqa: PT017 (either way is right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "body"),
+    [
+        (TokenizeRequest, "/tokenize", {"prompt": LONG}),
+        (DetokenizeRequest, "/detokenize", {"tokens": LONG_IDS}),
+    ],
+)
+async def test_texts_have_their_place_among_what_is_served_at_once(
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: type,
+    path: str,
+    body: dict[str, Any],
+):
+    (tmp_path / "ann").write_text("ann-key")
+    (tmp_path / "bob").write_text("bob-key")
+    rig = large_rig(
+        make_rig,
+        max_concurrent_requests=2,
+        access=AccessConfig(api_keys_dir=str(tmp_path), max_concurrent_per_client=1),
+    )
+    await rig.start(*rig.engines)
+    ann, bob = ({"headers": {"Authorization": f"Bearer {name}-key"}} for name in ("ann", "bob"))
+    held = Held(monkeypatch, kind, "validate")
+    large = body | ({"prompt": LONG * 3} if "prompt" in body else {"tokens": [5] * 50_000})
+    first = asyncio.create_task(rig.post(path, large, **ann))
+    await until(held.entered.is_set, "the first request at work")
+    for other in (path, "/v1/completions"):
+        status, answer, headers = await rig.post(other, TEXT | {"tokens": [5]}, **ann)
+        assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(headers["Retry-After"]) > 0
+    second = asyncio.create_task(rig.post(path, large, **bob))
+    held.released.set()
+    assert [(await task)[0] for task in (first, second)] == [200, 200]
+    status, _, _ = await rig.post("/v1/completions", TEXT, **ann)
+    assert status == 200, "its place is free again"
+
+
+async def test_a_gateway_that_leaves_takes_no_texts(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode"))
+    rig.gateway.admission.is_closed = True
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        status, answer, _ = await rig.post(path, body)
+        assert (status, answer["error"]["code"]) == (503, "draining")
+
+
+async def test_long_options_do_not_go_to_engines_with_many_sequences(make_rig: MakeRig):
+    rig = make_rig()
+    engine = rig.engine("d", "decode")
+    engine.max_model_len = 100
+    await rig.start(engine)
+    ids = [5] * (MAX_OPTION_ENTRIES // 100)
+    body = {"prompt": [[6]] * 101, "allowed_token_ids": ids}
+    _, param = await refusal(rig, "/v1/completions", body)
+    assert param == "allowed_token_ids"
+    status, _, _ = await rig.post(
+        "/v1/completions", TEXT | body | {"prompt": [[6]] * 2, "max_tokens": 1}
+    )
+    assert (status, len(engine.adds[0].sampling_params.allowed_token_ids)) == (200, len(ids))
+
+
+async def test_options_are_checked_once_for_all_prompts(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+):
+    await rig.start(rig.engine("d", "decode"))
+    calls: list[int] = []
+    function = CompletionRequest.sampling_params
+
+    def counted(request: CompletionRequest, **options: Any) -> Any:
+        calls.append(options["max_tokens"])
+        return function(request, **options)
+
+    monkeypatch.setattr(CompletionRequest, "sampling_params", counted)
+    status, answer, _ = await rig.post(
+        "/v1/completions", TEXT | {"prompt": ["a", "b c", "d"] * 5, "max_tokens": 3}
+    )
+    assert (status, len(answer["choices"]), calls) == (200, 15, [3])
+    seeds = {request.sampling_params.seed for request in rig.engines[0].adds}
+    assert len(seeds) == 15, "each prompt has its own"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options"),
+    [(40, {"allowed_token_ids": LONG_IDS}), (40, {}), (2, {"n": 20})],
+    ids=["options", "prompts", "n"],
+)
+async def test_large_sequences_are_sent_off_with_a_breath_between(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, prompts: int, options: dict[str, Any]
+):
+    rig = large_rig(make_rig)
+    await rig.start(*rig.engines)
+    turn, turns_of_adds = 0, []
+    loop = asyncio.get_running_loop()
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(next_turn)
+
+    function = Dispatcher.generate
+
+    def generate(dispatcher: Dispatcher, sequence: Any) -> Any:
+        turns_of_adds.append(turn)
+        return function(dispatcher, sequence)
+
+    monkeypatch.setattr(Dispatcher, "generate", generate)
+    next_turn()
+    status, _, _ = await rig.post(
+        "/v1/completions", TEXT | options | {"prompt": [[5] * 5000] * prompts, "max_tokens": 1}
+    )
+    assert (status, len(turns_of_adds)) == (200, 40)
+    assert max(map(turns_of_adds.count, turns_of_adds)) <= STAGGERED_TOKENS // 5000 + 1
+
+
+async def test_long_stop_strings_are_refused(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode"))
+    _, param = await refusal(
+        rig, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * (MAX_STOP_LENGTH + 1)]}
+    )
+    assert param == "stop"

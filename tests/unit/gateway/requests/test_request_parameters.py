@@ -1,0 +1,337 @@
+"""Parameters beyond plain sampling: groups of samples, best_of, beams, prompt logprobs, structured outputs, tokenization."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from baton_protocol.messages import ErrorCode, KVSide
+from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
+from support.gateway.gateway_rig import GatewayRig, until
+
+TEXT = "hello world, the quick brown fox"
+GO = {"model": "m", "prompt": "go", "max_tokens": 50}
+
+
+async def completion(rig: GatewayRig, **fields):
+    """The JSON answer to a completion."""
+    status, body, _ = await rig.post("/v1/completions", GO | fields)
+    assert status == 200, body
+    return body
+
+
+async def test_samples_of_one_prompt_go_to_one_engine_as_a_group(rig: GatewayRig):
+    engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(3)]
+    await rig.start(*engines)
+    await completion(rig, prompt=["go", "on"], n=3)
+    used = [engine for engine in engines if engine.adds]
+    assert len(used) == 2, "a prompt each"
+    for engine in used:
+        assert len({tuple(add.prompt_token_ids) for add in engine.adds}) == 1
+        assert len({add.group_id for add in engine.adds}) == 1
+        assert sorted(add.sample_index for add in engine.adds) == [0, 1, 2]
+    assert used[0].adds[0].group_id != used[1].adds[0].group_id
+    await completion(rig)
+    assert next(add for engine in engines for add in engine.adds[-1:] if add.group_id == "")
+
+
+async def test_samples_with_a_prefill_leg_go_their_own_ways(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    await rig.start(prefill, decode)
+    body = await completion(rig, n=2)
+    assert [choice["text"] for choice in body["choices"]] == [TEXT, TEXT]
+    assert [add.group_id for add in (*prefill.adds, *decode.adds)] == [""] * 4
+    assert all(add.kv_transfer.side is KVSide.CONSUME for add in decode.adds)
+
+
+async def test_samples_whose_engine_dies_go_on_elsewhere_alone(rig: GatewayRig):
+    dying, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
+    dying.hold_after = 2
+    await rig.start(dying)
+    asking = asyncio.create_task(completion(rig, n=2))
+    await until(lambda: len(dying.adds) == 2, "both samples at the first engine")
+    rig.announce(dying, other)
+    await until(lambda: len(rig.gateway.pool.available("decode")) == 2, "the second engine")
+    dying.die()
+    body = await asking
+    assert [choice["text"] for choice in body["choices"]] == [TEXT, TEXT]
+    assert [add.group_id for add in other.adds] == ["", ""]
+
+
+async def test_best_of_answers_with_the_most_likely_samples(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    body = await completion(rig, prompt=["go", "on"], n=2, best_of=4, return_token_ids=True)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert len(engine.adds) == 8
+    assert {add.sampling_params.logprobs for add in engine.adds} == {0}, (
+        "they are needed to find the best"
+    )
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    assert body["usage"]["completion_tokens"] == 8 * len(engine.answer), (
+        "all that was computed is counted"
+    )
+    shown = await completion(rig, n=1, best_of=3, logprobs=1)
+    assert shown["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(-0.25 / 3)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_beam_search_is_one_request_whose_beams_are_choices(
+    rig: GatewayRig, streamed: bool
+):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    await rig.start(prefill, decode)
+    client = rig.client()
+    options = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True}
+    answer = await client.completions.create(**GO, n=3, stream=streamed, extra_body=options)
+    if streamed:
+        texts = {chunk.choices[0].index: chunk.choices[0].text async for chunk in answer}
+    else:
+        texts = {choice.index: choice.text for choice in answer.choices}
+    expected = [decode.answer[: len(decode.answer) - index] for index in range(3)]
+    assert texts == {index: rig.tokenizer.decode(ids) for index, ids in enumerate(expected)}
+    assert not prefill.adds, "beams are chosen in one place"
+    [add] = decode.adds
+    params = add.sampling_params
+    assert (params.beam_width, params.length_penalty, params.early_stopping) == (3, 0.5, True)
+    assert add.kv_transfer is None
+    assert add.group_id == ""
+
+
+async def test_a_beam_search_starts_anew_where_its_engine_was_lost(rig: GatewayRig):
+    dying, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
+    dying.hold_after = 0
+    await rig.start(dying)
+    asking = asyncio.create_task(completion(rig, n=2, use_beam_search=True))
+    await until(lambda: dying.adds, "the search at the first engine")
+    rig.announce(dying, other)
+    await until(lambda: len(rig.gateway.pool.available("decode")) == 2, "the second engine")
+    dying.die()
+    assert (await asking)["choices"][0]["text"] == TEXT
+    assert other.adds[0].generated_token_ids == []
+
+
+async def test_prompt_logprobs_take_no_prefill_leg_and_are_not_asked_for_twice(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    decode.hold_after = 3
+    await rig.start(prefill, decode)
+    asking = asyncio.create_task(completion(rig, prompt=[5, 6, 7], prompt_logprobs=1))
+    await until(lambda: decode.adds, "the request at the first engine")
+    other = rig.engine("d1", "decode", TEXT)
+    rig.announce(prefill, decode, other)
+    await until(lambda: len(rig.gateway.pool.available("decode")) == 2, "the second engine")
+    await until(lambda: rig.metric("baton:gateway_generation_tokens_total") == 3, "three tokens")
+    decode.die()
+    [choice] = (await asking)["choices"]
+    assert choice["text"] == TEXT
+    first, second, third = choice["prompt_logprobs"]
+    assert first is None
+    assert second["6"] == {"logprob": -1.5, "rank": 2, "decoded_token": rig.tokenizer.decode([6])}
+    assert third["7"]["rank"] == 2, (
+        "the prompt's own token is told as it is, also if it is among the likeliest"
+    )
+    assert not prefill.adds
+    assert other.adds[0].sampling_params.prompt_logprobs is None
+    assert len(other.adds[0].generated_token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 3}, {"n": 2, "best_of": 4}, {"n": 2, "use_beam_search": True}]
+)
+async def test_prompt_logprobs_are_computed_once_for_all_samples(
+    rig: GatewayRig, fields: dict[str, object]
+):
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    body = await completion(rig, prompt=[5, 6, 7], prompt_logprobs=1, **fields)
+    assert len(body["choices"]) == fields["n"]
+    for choice in body["choices"]:
+        assert len(choice["prompt_logprobs"]) == 3
+        assert choice["prompt_logprobs"] == body["choices"][0]["prompt_logprobs"]
+    asked = [add.sampling_params.prompt_logprobs for add in engine.adds]
+    assert asked == [1] + [None] * (len(asked) - 1)
+
+
+async def test_more_prompt_logprobs_than_an_answer_can_hold_are_refused(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    many = GO | {"prompt": [5] * 220, "n": 128}
+    for fields, field in (
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+    ):
+        status, body, _ = await rig.post("/v1/completions", many | {"max_tokens": 1} | fields)
+        assert (status, body["error"]["param"]) == (400, field), body
+    assert not engine.adds
+
+
+async def test_without_a_seed_equal_prompts_get_different_ones(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    await completion(rig, prompt=["a", "a"])
+    assert len({add.sampling_params.seed for add in engine.adds}) == 2
+    await completion(rig, prompt=["a", "a"], seed=4)
+    assert [add.sampling_params.seed for add in engine.adds[2:]] == [4, 4]
+
+
+async def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "m", "messages": messages, "prompt_logprobs": 0}
+    _, answer, _ = await rig.post("/v1/chat/completions", body)
+    assert len(answer["prompt_logprobs"]) == len(engine.adds[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_echo_with_logprobs_has_those_of_the_prompt(rig: GatewayRig, streamed: bool):
+    engine = rig.engine("d", "decode", " world")
+    await rig.start(engine)
+    options = {"model": "m", "prompt": "hello", "echo": True, "logprobs": 1, "max_tokens": 50}
+    answer = await rig.client().completions.create(**options, stream=streamed)
+    choices = [chunk.choices[0] async for chunk in answer] if streamed else answer.choices
+    assert "".join(choice.text for choice in choices) == "hello world"
+    logprobs = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for part in logprobs for token in part.tokens]
+    values = [value for part in logprobs for value in part.token_logprobs]
+    offsets = [offset for part in logprobs for offset in part.text_offset]
+    prompt_ids = rig.tokenizer.encode("hello")
+    assert "".join(tokens) == "hello world"
+    assert values == [None] + [-1.5] * (len(prompt_ids) - 1) + [-0.25] * len(engine.answer)
+    assert offsets == [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+    assert engine.adds[0].sampling_params.prompt_logprobs == 1
+
+
+async def test_echo_of_the_prompt_alone(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    body = await completion(rig, prompt=[5, 6, 7], echo=True, logprobs=0, max_tokens=0)
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (
+        rig.tokenizer.decode([5, 6, 7]),
+        "length",
+    )
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
+    assert body["usage"]["completion_tokens"] == 0
+    assert engine.adds[0].sampling_params.max_tokens == 1
+
+
+async def test_what_an_engine_can_never_fit_is_a_context_length_error(rig: GatewayRig):
+    engine = rig.engine("d", "decode")
+    engine.refuse = ErrorCode.LENGTH, "the prompt has 300 tokens, max_model_len is 256"
+    await rig.start(engine)
+    status, body, _ = await rig.post("/v1/completions", GO)
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert "300 tokens" in body["error"]["message"]
+    assert len(engine.adds) == 1, "no other engine is tried"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+STRUCTURES = [
+    ({"response_format": {"type": "json_object"}}, StructuredOutputKind.JSON_OBJECT, ""),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": SCHEMA},
+            }
+        },
+        StructuredOutputKind.JSON,
+        json.dumps(SCHEMA),
+    ),
+    ({"structured_outputs": {"regex": "a+"}}, StructuredOutputKind.REGEX, "a+"),
+    ({"structured_outputs": {"json_object": True}}, StructuredOutputKind.JSON_OBJECT, ""),
+    ({"guided_json": SCHEMA}, StructuredOutputKind.JSON, json.dumps(SCHEMA)),
+    ({"guided_json": '{"type": "integer"}'}, StructuredOutputKind.JSON, '{"type": "integer"}'),
+    ({"guided_regex": "b"}, StructuredOutputKind.REGEX, "b"),
+    ({"guided_choice": ["x", "y"]}, StructuredOutputKind.CHOICE, '["x", "y"]'),
+    ({"guided_grammar": 'start: "a"'}, StructuredOutputKind.GRAMMAR, 'start: "a"'),
+]
+
+
+async def test_structures_reach_the_engine_and_its_complaints_name_the_field(rig: GatewayRig):
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    for fields, kind, spec in STRUCTURES:
+        await completion(rig, **fields)
+        assert engine.adds[-1].sampling_params.structured_output == StructuredOutput(kind, spec)
+    engine.refuse = ErrorCode.INVALID, "structured_output.spec is not valid: unbalanced"
+    for fields, _, _ in STRUCTURES:
+        status, body, _ = await rig.post("/v1/completions", GO | fields)
+        [field] = fields
+        assert (status, body["error"]["param"]) == (400, field)
+        assert body["error"]["message"] == f"{field} is not valid: unbalanced"
+    for words, param in (
+        ("stop_token_ids must", "stop_token_ids"),
+        ("beam_width=3 is", "n"),
+        ("Who knows", None),
+    ):
+        engine.refuse = ErrorCode.INVALID, words
+        _, body, _ = await rig.post("/v1/completions", GO)
+        assert body["error"]["param"] == param
+
+
+async def test_words_and_tokens_that_may_and_may_not_come(rig: GatewayRig):
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    detection = {"max_pattern_size": 4, "min_count": 3}
+    await completion(
+        rig, bad_words=["fox"], allowed_token_ids=[5, 6], repetition_detection=detection, top_k=-1
+    )
+    params = engine.adds[0].sampling_params
+    encoded = [rig.tokenizer.encode(form, add_special_tokens=False) for form in ("fox", " fox")]
+    assert params.bad_words_token_ids[0] == encoded[0]
+    assert all(
+        ids in params.bad_words_token_ids or ids[-len(encoded[0]) :] == encoded[0]
+        for ids in encoded
+    )
+    assert params.allowed_token_ids == [5, 6]
+    assert params.repetition_detection == RepetitionDetection(4, 1, 3)
+
+
+async def test_an_answer_that_repeats_itself_says_so(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    engine.repeats = True
+    await rig.start(engine)
+    body = await completion(rig)
+    assert body["choices"][0]["finish_reason"] == "repetition"
+
+
+async def test_the_stop_string_is_told(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    body = await completion(rig, stop=["quick", "zzz"])
+    assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == (
+        "stop",
+        "quick",
+    )
+
+
+async def test_tokenize_and_detokenize(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode"))
+    ids = rig.tokenizer.encode("hello world")
+    _, body, _ = await rig.post("/tokenize", {"prompt": "hello world", "return_token_strs": True})
+    assert (body["tokens"], body["count"], body["max_model_len"]) == (ids, len(ids), 256)
+    assert "".join(body["token_strs"]) == "hello world"
+    _, body, _ = await rig.post(
+        "/tokenize", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    )
+    assert rig.tokenizer.decode(body["tokens"]) == "<|user|>hi\n<|assistant|>\n"
+    _, body, _ = await rig.post("/detokenize", {"model": "m", "tokens": ids})
+    assert body == {"prompt": "hello world"}
+
+
+async def test_wrong_tokenizations_are_named(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode"))
+    for path, fields, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "wizard", "content": ""}]}, "messages[0].role"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ):
+        status, body, _ = await rig.post(path, fields)
+        assert (status, body["error"]["param"]) == (400, param)
+    status, _, _ = await rig.post("/tokenize", {"model": "other", "prompt": "a"})
+    assert status == 404

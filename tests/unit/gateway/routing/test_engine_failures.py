@@ -1,0 +1,317 @@
+"""Engines that refuse, die or lie: what the client sees, and who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import openai
+import pytest
+
+from baton_protocol.messages import ErrorCode
+from support.gateway.fake_engine import DEADLINE_S, FakeEngine
+from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+
+TEXT = "hello world, the quick brown fox"
+
+
+async def complete(rig: GatewayRig, **options) -> str:
+    answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=50, **options)
+    return answer.choices[0].text
+
+
+@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL])
+async def test_a_prefill_engine_that_refuses_leaves_the_work_to_decode(
+    rig: GatewayRig, code: ErrorCode
+):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    prefill.refuse = (code, "not now")
+    await rig.start(prefill, decode)
+    assert await complete(rig) == TEXT
+    [result] = decode.prefill_results.values()
+    assert (result.token_ids, result.error) == ([], "not now")
+    outcome = "failed" if code is ErrorCode.INTERNAL else "refused"
+    assert rig.metric("baton:prefill_fallbacks_total", reason=outcome) == 1
+
+
+async def test_a_prefill_engine_that_dies_leaves_the_work_to_decode(rig: GatewayRig):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    prefill.die_on_add = True
+    await rig.start(prefill, decode)
+    assert await complete(rig) == TEXT
+    [result] = decode.prefill_results.values()
+    assert not result.token_ids
+    assert result.error
+    await rig.connected(decode)
+    assert await complete(rig) == TEXT
+    assert decode.adds[-1].kv_transfer is None
+    assert rig.metric("baton:prefill_fallbacks_total", reason="no_ready_engine") == 1
+
+
+async def test_a_prefill_engine_that_makes_no_progress_is_given_up(make_rig: MakeRig):
+    rig = make_rig(prefill_timeout_s=0.3)
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    prefill.hold_after = 0  # alive: it answers every PING
+    decode.hold_after = 3
+    await rig.start(prefill, decode)
+    answer = asyncio.create_task(complete(rig))
+    await until(lambda: prefill.aborts, "the leg aborted while decode still runs")
+    decode.released.set()
+    assert await answer == TEXT
+    [result] = decode.prefill_results.values()
+    assert (result.token_ids, result.error) == ([], "no first token within 0.3 s")
+    assert rig.metric("baton:prefill_stages_total", outcome="timed_out") == 1
+
+
+async def test_a_client_that_does_not_read_loses_its_place_at_the_deadline(make_rig: MakeRig):
+    rig = make_rig(request_timeout_s=2.0)
+    decode = rig.engine("d", "decode")
+    decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
+    await rig.start(decode)
+    body = json.dumps(
+        {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": True, "logprobs": 20}
+    ).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(rig.url.rsplit(":", 1)[1])))
+        connection.sendall(head % len(body) + body)
+        await until(lambda: rig.metric("baton:requests_in_flight"), "the request at the gateway")
+        await until(lambda: not rig.metric("baton:requests_in_flight"), "the request given up")
+    assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
+
+
+@pytest.mark.parametrize(
+    "code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD]
+)
+async def test_a_decode_engine_that_refuses_is_replaced_by_another(
+    rig: GatewayRig, code: ErrorCode
+):
+    prefill = rig.engine("p", "prefill", TEXT)
+    bad, good = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
+    bad.refuse = (code, "not now")
+    await rig.start(prefill, bad, good)
+    async with asyncio.timeout(DEADLINE_S):
+        while not bad.adds:  # the pick among idle engines is random
+            assert await complete(rig) == TEXT
+    assert rig.metric("baton:request_retries_total", reason=code.name.lower()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(ErrorCode.DRAINING, 503), (ErrorCode.OVERLOADED, 429)]
+)
+async def test_when_every_decode_engine_refuses_the_client_is_told_to_retry(
+    rig: GatewayRig, code: ErrorCode, status: int
+):
+    engines = [rig.engine(f"d{i}", "decode") for i in range(2)]
+    for engine in engines:
+        engine.refuse = (code, "not now")
+    await rig.start(*engines)
+    got, body, headers = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (got, body["error"]["message"]) == (status, "not now")
+    assert int(headers["Retry-After"]) > 0
+    assert all(len(engine.adds) == 1 for engine in engines)
+
+
+async def test_what_an_engine_calls_invalid_is_the_clients_error(rig: GatewayRig):
+    engine = rig.engine("d", "decode")
+    engine.refuse = (ErrorCode.INVALID, "logit_bias: token 5000 is outside the vocabulary")
+    await rig.start(engine)
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        await complete(rig)
+
+
+async def die_after(
+    rig: GatewayRig, engines: list[FakeEngine], tokens: int
+) -> tuple[FakeEngine, asyncio.Task[str]]:
+    """Streams a request whose decode engine dies once the client has `tokens` tokens: (that engine, the client's whole text)."""
+    for engine in engines:
+        engine.hold_after = tokens
+    seen = asyncio.Event()
+
+    async def read() -> str:
+        stream = await rig.client().completions.create(
+            model="m", prompt="go", max_tokens=50, seed=3, stream=True
+        )
+        pieces: list[str] = []
+        async for chunk in stream:
+            pieces.append(chunk.choices[0].text)
+            if len(pieces) == tokens:
+                seen.set()
+        return "".join(pieces)
+
+    reading = asyncio.create_task(read())
+    busy = await until(
+        lambda: next((engine for engine in engines if engine.adds), None),
+        "the request at an engine",
+    )
+    await until(lambda: seen.is_set() or not tokens, f"{tokens} tokens at the client")
+    for engine in engines:
+        engine.hold_after = None
+    busy.die()
+    return busy, reading
+
+
+@pytest.mark.parametrize(
+    ("with_prefill", "tokens"), [(True, 1), (True, 5), (False, 0), (False, 1), (False, 5)]
+)
+async def test_a_request_whose_decode_engine_dies_goes_on_elsewhere(
+    rig: GatewayRig, with_prefill: bool, tokens: int
+):
+    engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(2)]
+    prefill = [rig.engine("p", "prefill", TEXT)] if with_prefill else []
+    await rig.start(*prefill, *engines)
+    dead, reading = await die_after(rig, engines, tokens)
+    assert await reading == TEXT
+    [survivor] = [engine for engine in engines if engine is not dead]
+    [request] = survivor.adds
+    assert request.generated_token_ids == survivor.answer[:tokens]
+    assert (request.sampling_params.seed, request.sample_index) == (3, 0)
+    assert rig.metric("baton:request_retries_total", reason="engine_lost") == 1
+
+
+async def test_decode_dying_before_the_first_token_starts_the_way_anew(rig: GatewayRig):
+    prefill = rig.engine("p", "prefill", TEXT)
+    prefill.hold_after = 0
+    engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(2)]
+    await rig.start(prefill, *engines)
+    dead, reading = await die_after(rig, engines, 0)
+    await until(lambda: len(prefill.adds) == 2, "a second prefill stage")
+    assert prefill.aborts == [prefill.adds[0].request_id]
+    prefill.released.set()
+    assert await reading == TEXT
+    transfers = {request.kv_transfer.transfer_id for request in prefill.adds}
+    assert len(transfers) == 2, "a transfer id is unique per attempt"
+    assert dead.instance_id not in prefill.adds[1].kv_transfer.peer_instance_id
+
+
+async def test_a_stream_waits_for_its_only_decode_engine_to_come_back(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    _, reading = await die_after(rig, [engine], 4)
+    await rig.connected()
+    successor = rig.engine("d", "decode", TEXT, port=engine.port)
+    assert await reading == TEXT
+    assert successor.adds[0].generated_token_ids == engine.answer[:4]
+    assert rig.metric("baton:requests_resumed_total", reason="engine_lost") == 1
+
+
+async def test_only_an_engine_with_the_same_config_hash_continues_a_request(make_rig: MakeRig):
+    rig = make_rig(resume_wait_s=1.0)
+    engine = rig.engine("d", "decode", TEXT, config_hash="old")
+    await rig.start(engine)
+    _, reading = await die_after(rig, [engine], 4)
+    await rig.connected()
+    other = rig.engine("d", "decode", TEXT, port=engine.port, config_hash="new")
+    await rig.connected(other)
+    with pytest.raises(openai.APIError, match="no other took it over"):
+        await reading
+    assert not other.adds
+
+
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(make_rig: MakeRig):
+    rig = make_rig(resume_wait_s=0.5)
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    _, reading = await die_after(rig, [engine], 4)
+    with pytest.raises(openai.APIError, match="no other took it over"):
+        await reading
+    await until(
+        lambda: (
+            rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1
+        ),
+        "the failure counted",
+    )
+
+
+@pytest.mark.parametrize(("shift", "kind"), [(1, "gap"), (-1, "repeat")])
+async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(rig: GatewayRig, shift: int, kind: str):
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    decode.offset_error = shift
+    await rig.start(prefill, decode)
+    with pytest.raises(openai.InternalServerError, match=kind):
+        await complete(rig)
+    assert rig.metric("baton:token_offset_errors_total") == 1
+
+
+async def test_engines_with_different_config_hashes_are_not_paired(rig: GatewayRig):
+    prefill = rig.engine("p", "prefill", TEXT, config_hash="other")
+    decode = rig.engine("d", "decode", TEXT)
+    await rig.start(prefill, decode)
+    assert await complete(rig) == TEXT
+    assert not prefill.adds
+    assert decode.adds[0].kv_transfer is None
+    assert rig.metric("baton:engine_pair_mismatches_total") == 1
+    assert rig.metric("baton:prefill_fallbacks_total", reason="no_compatible_engine") == 1
+
+
+async def test_a_request_that_takes_too_long_fails_and_is_aborted(make_rig):
+    rig = make_rig(request_timeout_s=1.0)  # by when it is surely at the engine
+    engine = rig.engine("d", "decode", TEXT)
+    engine.hold_after = 2
+    await rig.start(engine)
+    status, body, _ = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["code"]) == (504, "timeout")
+    with pytest.raises(openai.APIError, match="did not end within"):
+        async for _ in await rig.client().completions.create(model="m", prompt="go", stream=True):
+            pass
+    await until(lambda: len(engine.aborts) == 2, "both requests aborted")
+
+
+async def test_too_many_sequences_get_429(make_rig):
+    rig = make_rig(max_concurrent_requests=2)
+    engine = rig.engine("d", "decode", TEXT)
+    engine.hold_after = 0
+    await rig.start(engine)
+    running = asyncio.create_task(complete(rig, n=2))
+    await until(lambda: len(engine.adds) == 2, "two sequences at the engine")
+    status, body, headers = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+    assert "Retry-After" in headers
+    engine.released.set()
+    assert await running == TEXT
+    status, body, _ = await rig.post("/v1/completions", {"model": "m", "prompt": "go", "n": 3})
+    assert (status, body["error"]["param"]) == (400, "n")
+
+
+async def test_without_a_ready_decode_engine_requests_get_503(rig: GatewayRig):
+    await rig.start(rig.engine("p", "prefill"))
+    assert (await rig.get("/ready"))[0] == 503
+    status, body, headers = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert "Retry-After" in headers
+
+
+async def test_stopping_lets_streams_end_and_takes_nothing_new(rig: GatewayRig):
+    engine = rig.engine("d", "decode", TEXT)
+    engine.hold_after = 3
+    await rig.start(engine)
+    assert (await rig.get("/ready"))[0] == 200
+    running = asyncio.create_task(complete(rig))
+    await until(lambda: engine.adds, "the request at the engine")
+    stopping = asyncio.create_task(rig.gateway.stop())
+    await until(lambda: _ready_is(rig, 503), "/ready to answer 503")
+    status, body, _ = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
+    assert (status, body["error"]["code"]) == (503, "draining")
+    engine.released.set()
+    assert await running == TEXT
+    await stopping
+
+
+async def test_streams_that_outlive_the_drain_timeout_are_told(make_rig):
+    rig = make_rig(drain_timeout_s=0.2)
+    engine = rig.engine("d", "decode", TEXT)
+    engine.hold_after = 3
+    await rig.start(engine)
+    stream = await rig.client().completions.create(model="m", prompt="go", stream=True)
+    await anext(aiter(stream))
+    stopping = asyncio.create_task(rig.gateway.stop())
+    with pytest.raises(openai.APIError, match="shut down"):
+        async for _ in stream:
+            pass
+    await stopping
+
+
+async def _ready_is(rig: GatewayRig, status: int) -> bool:
+    return (await rig.get("/ready"))[0] == status

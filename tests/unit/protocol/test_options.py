@@ -1,0 +1,65 @@
+"""Options: fields of nested structs, as their annotations declare them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from baton_protocol.options import Bound, Option, at_least, choice, options, set_field
+
+
+class Cache(msgspec.Struct):
+    block_size: Annotated[int, Option("tokens per block", at_least(1))] = 16
+    blocks: Annotated[int | None, Option("blocks", at_least(1), "--num-blocks")] = None
+
+
+class Config(msgspec.Struct):
+    cache: Cache
+    device: Annotated[str, choice("auto", "cpu", "cuda")] = "auto"
+
+
+def test_options_are_the_fields_of_all_sections_in_their_order():
+    assert [option[:1] + option[2:] for option in options(Config)] == [
+        ("tokens per block", "--block-size", "cache.block_size", int),
+        ("blocks", "--num-blocks", "cache.blocks", int | None),
+        ("auto, cpu or cuda", "--device", "device", str),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "problems"),
+    [
+        (Config(Cache()), [None, None, None]),
+        (
+            Config(Cache(0, 0), "tpu"),
+            [
+                "must be at least 1, got 0",
+                "must be at least 1, got 0",
+                "must be auto, cpu or cuda, got 'tpu'",
+            ],
+        ),
+    ],
+)
+def test_a_value_out_of_bounds_is_a_problem(config: Config, problems: list[str | None]):
+    assert [option.problem(config) for option in options(Config)] == problems
+
+
+def test_a_choice_may_have_help_of_its_own():
+    option = choice("pull", "push", help="who copies", flag="--kv-mode")
+    assert (option.help, option.flag) == ("who copies", "--kv-mode")
+    assert isinstance(option.bound, Bound)
+    assert option.bound.text == "pull or push"
+
+
+def test_a_field_is_set_in_content_without_its_section():
+    content = {"cache": {"blocks": 3}}
+    set_field(content, "cache.block_size", 8)
+    set_field(content, "scheduler.policy", "fcfs")
+    set_field(content, "device", "cpu")
+    assert content == {
+        "cache": {"blocks": 3, "block_size": 8},
+        "scheduler": {"policy": "fcfs"},
+        "device": "cpu",
+    }
