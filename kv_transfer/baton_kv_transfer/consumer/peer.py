@@ -36,7 +36,6 @@ from baton_kv_transfer.side_channel import MemoryDescription
 from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 
-HANDSHAKE_TIMEOUT_S = 10.0
 MIN_LEASE_S = 0.05
 #: Limit for a peer's slots, and so for what a message can make this side allocate.
 MAX_SLOTS = 2**22
@@ -100,7 +99,7 @@ class Peer:
         #: How long the peer keeps blocks without a message of this engine.
         self.lease_s = 0.0
         self.next_heartbeat = now
-        self.handshake_deadline = now + HANDSHAKE_TIMEOUT_S
+        self.handshake_deadline = now + side_channel.HANDSHAKE_TIMEOUT_S
         self._state = PeerState.HELLO_SENT
         self._address = (host, port)
         self._context = context
@@ -116,7 +115,7 @@ class Peer:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         # A lost connection is a lost peer: its successor needs a handshake of its own.
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(HANDSHAKE_TIMEOUT_S * 1000))
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(side_channel.HANDSHAKE_TIMEOUT_S * 1000))
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
@@ -204,7 +203,7 @@ class Peer:
         if self._state is not PeerState.READY and now >= self.handshake_deadline:
             self.fail(
                 FailureReason.TIMEOUT,
-                f"no handshake with {self.name} within {HANDSHAKE_TIMEOUT_S:g} s",
+                f"no handshake with {self.name} within {side_channel.HANDSHAKE_TIMEOUT_S:g} s",
             )
         return messages
 

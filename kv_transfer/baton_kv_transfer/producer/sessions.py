@@ -207,9 +207,9 @@ class SessionRegistry:
                 self._send(session.identity, side_channel.Refused(session.error))
 
     def probe(self, now: float) -> None:
-        """Send an empty PENDING to silent consumers.
+        """Send an empty PENDING to silent consumers, and forget handshakes that were given up.
 
-        It fails on a lost connection, which ends the session.
+        The message fails on a lost connection, which ends the session.
         """
         if now < self._next_probe:
             return
@@ -217,7 +217,7 @@ class SessionRegistry:
         for session in [
             session
             for session in self._pending.values()
-            if now - session.last_seen >= self._lease_s
+            if now - session.last_seen >= 2 * side_channel.HANDSHAKE_TIMEOUT_S
         ]:
             del self._pending[session.identity]
         for session in list(self._open.values()):

@@ -140,6 +140,27 @@ def test_transfers_may_be_asked_for_only_after_the_handshake(
         consumer.send(consumer.hello())  # which is the first half only
 
 
+def test_a_consumer_that_stood_still_between_hello_and_describe_is_not_refused(
+    make: Callable[..., Any], producer: Producer
+) -> None:
+    consumer = make(Consumer, producer, greet=False)
+    (welcome,) = consumer.send(consumer.hello())
+    producer.advance(side_channel.HANDSHAKE_TIMEOUT_S)
+    description = side_channel.Describe(consumer.proof(welcome), consumer.layout, None)
+    (described,) = consumer.send(description)
+    assert isinstance(described, side_channel.Description)
+
+
+def test_a_handshake_that_both_sides_gave_up_is_forgotten(
+    make: Callable[..., Any], producer: Producer
+) -> None:
+    consumer = make(Consumer, producer, greet=False)
+    consumer.send(consumer.hello())
+    assert num_sessions(producer) == 1
+    producer.advance(2 * side_channel.HANDSHAKE_TIMEOUT_S + LEASE_S)
+    assert num_sessions(producer) == 0
+
+
 @pytest.mark.parametrize(
     "frame",
     [b"", b"\xc1", b"\x00" * 1000, msgspec.msgpack.encode(["Subscribe", "t"]), b"\x91" * 2000],
