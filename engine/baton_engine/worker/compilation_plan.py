@@ -1,4 +1,7 @@
-"""What of compilation and CUDA graphs a worker uses, from what is configured and what its device and model allow."""
+"""The compilation and CUDA graphs of a worker.
+
+They follow from its configuration, device and model.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ CUDAGRAPH_MODES = ("auto", *(mode.name.lower() for mode in CudagraphMode))
 
 @dataclass(frozen=True, slots=True)
 class CompilationPlan:
+    #: none, eager (traced and cut into pieces that run operator by operator) or inductor.
+    """How a worker compiles the model and captures graphs."""
+
     mode: str
-    """none, eager (traced and cut into pieces that run operator by operator) or inductor."""
+    #: Configured by name: a failure is an error, not a warning.
     compilation_is_asked_for: bool
-    """By name: a failure is an error, not a warning."""
     cudagraph_mode: CudagraphMode
     graphs_are_asked_for: bool
     capture_sizes: tuple[int, ...]
@@ -35,7 +40,9 @@ class CompilationPlan:
 def plan_compilation(
     config: EngineConfig, model: CheckpointConfig, max_model_len: int, *, has_graphs: bool
 ) -> CompilationPlan:
-    """Args:
+    """Return the plan for a configuration, with a warning for what cannot be done.
+
+    Args:
         has_graphs: the device can record and replay graphs, as a GPU does.
 
     Raises:
@@ -57,21 +64,21 @@ def plan_compilation(
         if any(not 0 < size <= budget for size in each or ()):
             raise ConfigurationError(
                 "InvalidConfig",
-                f"compilation.{name} are numbers of tokens of a step, 1 to max_num_batched_tokens={budget}, got {each}",
+                f"compilation.{name} are numbers of tokens of a step, 1 to "
+                f"max_num_batched_tokens={budget}, got {each}",
             )
-    has_graphs = (
-        has_graphs and not config.parallel.enable_expert_parallel
-    )  # exchanges with other ranks are not captured
+    # Exchanges with other ranks are not captured.
+    has_graphs = has_graphs and not config.parallel.enable_expert_parallel
     mode = given.mode if given.mode != "auto" else "inductor" if has_graphs else "none"
     if given.enforce_eager:
         if {given.mode, given.cudagraph_mode} - {"auto", "none"}:
             logger.warning(
-                "compilation.enforce_eager switches compilation and CUDA graphs off, whatever else was asked for"
+                "compilation.enforce_eager overrides the configured compilation and CUDA graphs"
             )
         mode = "none"
     if mode != "none" and config.model.quantization is not None and model.sparse_layers:
         logger.warning(
-            "compilation.mode is %s, but experts with quantised weights are not traced: it is none",
+            "compilation.mode is %s, but experts with quantized weights are not traced: it is none",
             mode,
         )
         mode = "none"
@@ -108,8 +115,8 @@ def _cudagraph_mode(config: EngineConfig, *, compiled: bool, has_graphs: bool) -
         return CudagraphMode.NONE
     if mode.has_pieces and not compiled:
         logger.warning(
-            "compilation.cudagraph_mode is %s, but pieces are what compilation.mode makes, which is none: "
-            "only decode steps run as graphs",
+            "compilation.cudagraph_mode is %s, but compilation.mode is none, so there are no "
+            "pieces: only decode steps run as graphs",
             mode.name,
         )
         return CudagraphMode.FULL_DECODE_ONLY

@@ -1,4 +1,7 @@
-"""Which device and dtype a worker computes with, from what is configured and what the machine has."""
+"""The device and the dtype of a worker.
+
+They follow from its configuration and the machine.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `name`, of auto, cpu and cuda. Raises ConfigurationError if it is none of them, or not there."""
+    """Return the device of a name: auto, cpu or cuda.
+
+    Raises:
+        ConfigurationError: the name is another, or the device does not exist.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda"):
@@ -29,16 +36,17 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """Of weights and KV cache; logs why.
+    """Return the dtype of weights and KV cache, and log the reason.
 
-    auto is the checkpoint's, except on a CPU that would convert to float32 and back for every product: there it is float32.
+    auto means the checkpoint's dtype. A CPU that would convert it to float32 for every product uses
+    float32 instead.
 
     Args:
         configured: auto or one of DTYPES.
-        checkpoint: torch's name of what the weights are stored in.
+        checkpoint: torch's name of the dtype in which weights are stored.
 
     Raises:
-        ConfigurationError: if `configured` is something else.
+        ConfigurationError: `configured` is something else.
     """
     if configured != "auto":
         if configured not in DTYPES:
@@ -50,24 +58,28 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
         return DTYPES[configured]
     stored = DTYPES.get(checkpoint, torch.float32)
     if device.type != "cpu" or stored is torch.float32:
-        logger.info("dtype %s: what the checkpoint is stored in", dtype_name(stored))
+        logger.info("dtype %s: the checkpoint's", dtype_name(stored))
         return stored
     if instructions := native_instructions(stored):
         logger.info(
-            "dtype %s: the checkpoint's, in which this CPU multiplies natively (%s)",
+            "dtype %s: the checkpoint's, and this CPU multiplies in it natively (%s)",
             checkpoint,
             instructions,
         )
         return stored
     logger.info(
-        "dtype float32: the checkpoint's is %s, in which this CPU does not multiply natively",
+        "dtype float32: the checkpoint's is %s, but this CPU does not multiply in it natively",
         checkpoint,
     )
     return torch.float32
 
 
 def check_quantization(quantization: str | None, device: torch.device) -> None:
-    """Raises ConfigurationError if weights cannot be quantised so on this device."""
+    """Check that the device supports the quantization.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
     if quantization is None:
         return
     if quantization != "int8":
@@ -77,10 +89,11 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
     if device.type != "cpu":
         raise ConfigurationError(
             "InvalidConfig",
-            f"quantization int8 is for CPUs, but the model runs on {device.type}; leave quantization out, or set device to cpu",
+            f"quantization int8 is for CPUs, but the model runs on {device.type}; leave "
+            "quantization out, or set device to cpu",
         )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without prefix."""
+    """Return torch's name without its prefix."""
     return str(dtype).removeprefix("torch.")

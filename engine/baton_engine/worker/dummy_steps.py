@@ -1,4 +1,4 @@
-"""Steps of sequences that exist nowhere: to warm up, and to measure the memory that the largest step takes."""
+"""Steps without requests, for warm-up and for measuring the memory of the largest step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ WARM_UP_TOKENS = 32
 
 
 def largest(max_num_batched_tokens: int, max_num_seqs: int) -> list[int]:
-    """Query lengths of the step that takes the most memory: every token of the budget, every sequence sampling."""
+    """Return the query lengths of the step that takes the most memory.
+
+    It uses the whole token budget, and every sequence samples.
+    """
     num_seqs = min(max_num_batched_tokens, max_num_seqs)
     each, left = divmod(max_num_batched_tokens, num_seqs)
     return [each + 1] * left + [each] * (num_seqs - left)
@@ -24,14 +27,14 @@ def largest(max_num_batched_tokens: int, max_num_seqs: int) -> list[int]:
 def typical(
     longest: int, max_num_seqs: int, max_num_batched_tokens: int, device: torch.device
 ) -> list[tuple[list[int], int]]:
-    """(query lengths, sequence length) of steps to warm up with: prefill, and decode.
+    """Return (query lengths, sequence length) of the warm-up steps: prefill and decode.
 
-    Triton compiles a kernel again for integer arguments that are 1 or multiples of 16, and for other tile sizes; so a GPU sees
-    some of each: short and long sequences with one query, few queries, a mix, and prompts of every power of two, by which tiles
-    are chosen.
+    Triton compiles a kernel again for integer arguments that are 1 or multiples of 16, and for
+    other tile sizes. A GPU therefore runs some of each: one query in a short and a long sequence,
+    few queries, a mix, and prompts of every power of two, which select the tiles.
 
     Args:
-        longest: tokens that one sequence may have.
+        longest: the most tokens of one sequence.
     """
     num_tokens = min(WARM_UP_TOKENS, longest, max_num_batched_tokens)
     steps = [([num_tokens], num_tokens), ([1] * min(num_tokens, max_num_seqs), num_tokens)]
@@ -57,10 +60,10 @@ def typical(
 def make_batch(
     query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor, device: torch.device
 ) -> ForwardBatch:
-    """A batch that reads block 0 and writes no KV.
+    """Return a batch that reads block 0 and writes no KV.
 
     Args:
-        seq_len: of every sequence; None: each is as long as its query.
+        seq_len: length of every sequence; None: each is as long as its query.
     """
     num_tokens, num_seqs = sum(query_lens), len(query_lens)
     seq_lens = query_lens if seq_len is None else [seq_len] * num_seqs
@@ -78,7 +81,7 @@ def make_batch(
 
 
 def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
-    """That of a step without tokens."""
+    """Return the context of a step without tokens."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     return ForwardContext(
         none.long(), none.view(0, 1), none.new_zeros(1), none, kv_cache, max_seqlen_q=0
@@ -89,7 +92,10 @@ def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
 def run(
     forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor
 ) -> None:
-    """Runs and samples such a step; it writes no KV and waits for no other stage. Arguments as of `make_batch`."""
+    """Run and sample such a step. It writes no KV and waits for no other stage.
+
+    For the arguments see `make_batch`.
+    """
     model = forward.model
     received = None
     if not model.parallel.is_first_stage:
@@ -103,7 +109,7 @@ def run(
 
 
 def sampling_inputs(num_rows: int) -> list[SamplingInput]:
-    """Rows that take every part of the sampler in turn: greedy, random, filtered."""
+    """Return rows that use every part of the sampler in turn: greedy, random, filtered."""
     ids = np.zeros(1, dtype=np.int64)
     kinds = [
         SamplingParams(temperature=1.0, top_p=0.9, top_k=8, min_p=0.01),

@@ -1,4 +1,7 @@
-"""Runs a step's forward in the fastest way that was prepared for it: a captured graph, compiled pieces, or layer by layer."""
+"""The forward of a step, in the fastest way that was prepared for it.
+
+The ways are a captured graph, compiled pieces, and layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +34,27 @@ INT32_MAX = 2**31 - 1
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """What records graphs on `device`; None: nothing does."""
+    """Return the backend that records graphs on a device, None if there is none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class ForwardRunner:
-    """Use: prepare(kv_cache) once the KV memory is there, then `run` per step; `drop_graphs` before weights or KV move.
+    """Runs forwards of one model.
 
-    Args:
-        model: with weights, on its device.
-        graph_backend: of the model's device, see `graph_backend`; None: the plan has no graphs.
+    Call prepare(kv_cache) once the KV memory is allocated, then `run` per step. Call `drop_graphs`
+    before weights or KV memory move.
     """
 
     def __init__(
         self, model: CausalLM, plan: CompilationPlan, graph_backend: GraphBackend | None
     ) -> None:
+        """Set up the compiler; `prepare` compiles and captures.
+
+        Args:
+            model: with weights, on its device.
+            plan: what to compile and capture.
+            graph_backend: the device's, see `graph_backend`. None: the plan has no graphs.
+        """
         self.plan = plan
         self.model = model
         parameter = next(model.parameters())
@@ -66,16 +75,17 @@ class ForwardRunner:
         return len(self._full) + len(self._pieces)
 
     def run(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
-        """The model's forward of one step.
+        """Run the model's forward for one step.
 
         Args:
-            hidden: of the previous pipeline stage.
+            batch: the step's tokens.
+            hidden: output of the previous pipeline stage.
 
         Returns:
-            As of `CausalLM.forward`; valid until the next run.
+            As `CausalLM.forward`; valid until the next run.
         """
         context, num_tokens = batch.context, len(batch.input_ids)
-        if context.routed_experts is not None:  # they are recorded layer by layer
+        if context.routed_experts is not None:  # recorded layer by layer
             return self._call(self.model, batch, hidden)
         _, descriptor = self._dispatcher.dispatch(num_tokens, len(context.seq_lens))
         if descriptor is not None and (replay := self._full.get(descriptor)) is not None:
@@ -91,9 +101,10 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def prepare(self, kv_cache: Tensor) -> None:
-        """Traces and compiles the model, and captures its graphs, as the plan says. Nothing is written into the cache.
+        """Trace and compile the model and capture its graphs, as planned.
 
-        What was not asked for by name and fails is done without; a warning says so.
+        Nothing is written to the cache. If a step fails that was not configured by name, the runner
+        logs a warning and does without it.
         """
         self.drop_graphs()
         self.compile(kv_cache)
@@ -103,15 +114,15 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def compile(self, kv_cache: Tensor) -> None:
-        """Traces the model with its first forward, and compiles pieces for the sizes of the plan."""
+        """Trace the model with its first forward, and compile pieces for the plan's sizes."""
         if self.backend is None or self.backend.num_pieces:
             return
-        self._forward = compile_model(
-            self.model, self.backend
-        )  # not before: the first run must not be of one token
+        # Not earlier: the first run must have more than one token.
+        self._forward = compile_model(self.model, self.backend)
         size = max((2, *self.plan.compile_sizes, *self.plan.capture_sizes))
         if self._largest_step_numel() > INT32_MAX:
-            # The compiler takes 32-bit indices if they do for the step it sees, and no guard would notice a larger one.
+            # The compiler uses 32-bit indices if they suffice for the step that it sees. No guard
+            # detects a larger step.
             size = max(size, self.plan.max_num_batched_tokens)
         inputs = self._new_inputs(size, 1)
         inputs.clear()
@@ -121,7 +132,7 @@ class ForwardRunner:
         except Exception:
             if self.plan.compilation_is_asked_for:
                 raise
-            logger.warning("the model runs without torch.compile, which failed", exc_info=True)
+            logger.warning("torch.compile failed, so the model runs without it", exc_info=True)
             self._forward, self.backend, self.compiler = self.model, None, None
             mode = self._dispatcher.mode
             if mode.has_pieces:
@@ -130,7 +141,10 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def estimate_graph_bytes(self, kv_cache: Tensor) -> int:
-        """What all graphs will take of the GPU, by capturing the two largest of each kind and dropping them."""
+        """Return the memory of the GPU that all graphs will take.
+
+        The two largest of each kind are captured, measured and dropped.
+        """
         by_kind: dict[GraphKind, list[Dispatch]] = {}
         for each in self._dispatcher.graphs():
             by_kind.setdefault(each.kind, []).append(each)
@@ -139,14 +153,17 @@ class ForwardRunner:
             for each, times in zip(wanted, (1, len(wanted) - 1), strict=False):
                 self._capture([each], kv_cache)
                 if not self.num_graphs:
-                    return 0  # they cannot be captured, which is said
+                    return 0  # they cannot be captured; `_capture` logged it
                 before, free = free, self._free_bytes()
                 total += times * max(0, before - free)
         self.drop_graphs()
         return total
 
     def drop_graphs(self) -> None:
-        """They hold addresses of weights and KV; `prepare` captures them again."""
+        """Drop all graphs, because they hold addresses of weights and KV memory.
+
+        `prepare` captures them again.
+        """
         self._full.clear()
         self._pieces.clear()
         self._static = None
@@ -172,7 +189,7 @@ class ForwardRunner:
             if self.plan.graphs_are_asked_for:
                 raise
             logger.warning(
-                "steps run without CUDA graphs, for they could not be captured", exc_info=True
+                "CUDA graphs could not be captured, so steps run without them", exc_info=True
             )
             self._dispatcher = Dispatcher(CudagraphMode.NONE, (), self.plan.max_num_seqs)
 
@@ -186,7 +203,7 @@ class ForwardRunner:
             for kind, descriptor in wanted:
                 assert descriptor is not None
                 run = partial(self._run_static, self._inputs, descriptor, kv_cache)
-                run()  # what is made at a first use is made now
+                run()  # first-use allocations and compilations happen here
                 if kind is GraphKind.FULL:
                     _, self._full[descriptor] = self._graph_backend.capture(run)
                 else:
@@ -194,7 +211,7 @@ class ForwardRunner:
                     run(self._pieces[descriptor])
 
     def _largest_step_numel(self) -> int:
-        """Elements of the largest tensor between a layer's operators, in the largest step."""
+        """Return the size of the largest tensor between operators of the largest step."""
         weights = (weight for weight in self.model.layers.parameters() if weight.dim() == 2)
         return self.plan.max_num_batched_tokens * max(
             (weight.shape[0] for weight in weights), default=1

@@ -1,7 +1,8 @@
-"""The worker's memory of its requests: one row of plain arrays per request, changed in place from step to step.
+"""The worker's state of its requests: one row of plain arrays per request, updated in place.
 
-A step costs copying the scheduled tokens and gathering the rows' block tables; nothing is rebuilt from lists. Python touches a
-request when it joins, gets a block or leaves; what all requests of a step need is one numpy operation.
+A step copies the scheduled tokens and gathers the rows' block tables; nothing is rebuilt from
+lists. Python handles a request when it joins, gets a block or leaves. Work for all requests of a
+step is one numpy operation.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+#: Columns of token ids at first. They double for longer requests, up to the model's limit.
 INITIAL_WIDTH = 1024
-"""Columns of token ids at first; they double when a request is longer, up to the longest a model takes."""
 
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """Who runs in a step, and which positions: sequence i runs [starts[i], ends[i])."""
+    """The requests and positions of a step: sequence i runs [starts[i], ends[i])."""
 
     request_ids: list[str]
     rows: Int64Array
     starts: Int64Array
     ends: Int64Array
+    #: Of all sequences together.
     num_tokens: int
-    """Of all sequences together."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -46,7 +47,7 @@ class ScheduledRows:
 
     @property
     def first_tokens(self) -> Int64Array:
-        """Index, among the step's tokens, of each sequence's first one; one more entry for the end: [n + 1]."""
+        """Return the step's index of each sequence's first token, and the end: [n + 1]."""
         indices = np.zeros(len(self) + 1, dtype=np.int64)
         np.cumsum(self.ends - self.starts, out=indices[1:])
         return indices
@@ -55,8 +56,9 @@ class ScheduledRows:
 class InputBatch:
     """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens.
 
-    Columns, by row: token ids (prompt, then generated), their number, the prompt's length, tokens whose KV is in the cache,
-    the block table and its length, and three flags of the sampling params that decide how a step goes on.
+    Columns, by row: token ids (prompt, then generated), their number, the prompt's length, tokens
+    whose KV is in the cache, the block table and its length, and three flags of the sampling
+    params.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -72,25 +74,25 @@ class InputBatch:
             (max_num_seqs, -(-max_model_len // block_size) + 1), dtype=np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        #: The next token is the most likely one, and no log-probabilities are reported.
         self.is_plain: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
-        """The next token is the most likely one, and nothing is reported of the others."""
         self.wants_prompt_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_routed_experts: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._inputs: list[SamplingInput | None] = [None] * max_num_seqs
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
+        #: The last result of `rows`: the same requests decode step after step.
         self._last_rows: tuple[list[str], Int64Array] = ([], np.zeros(0, dtype=np.int64))
-        """The answer `rows` gave last: the same requests decode step after step."""
         self._one_query_each = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def rows(self, request_ids: list[str]) -> Int64Array:
-        """Row of each request; not to be changed.
+        """Return the row of each request. The caller must not change the array.
 
         Raises:
-            RuntimeError: naming a request this worker has never seen.
+            RuntimeError: this worker has never seen one of the requests.
         """
         known_ids, rows = self._last_rows
         if request_ids == known_ids:
@@ -107,7 +109,7 @@ class InputBatch:
         return rows
 
     def remove(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests; unknown ones (never scheduled) are fine."""
+        """Remove requests. Unknown ones, which were never scheduled, are ignored."""
         for request_id in request_ids:
             row = self._row_of.pop(request_id, None)
             if row is not None:
@@ -116,21 +118,23 @@ class InputBatch:
                 self._last_rows = ([], self._last_rows[1][:0])
 
     def add(self, new: NewRequestData) -> None:
-        """Takes in a request; one of the same id is forgotten.
+        """Add a request; it replaces one of the same id.
 
         Raises:
-            RuntimeError: if there is no room for it; that is a bug of the scheduler.
+            RuntimeError: no row is free or the request is too long: a defect of the scheduler.
         """
         self.remove((new.request_id,))
         if not self._free_rows:
             raise RuntimeError(
-                f"request {new.request_id}: all {len(self._inputs)} rows of the input batch are taken"
+                f"request {new.request_id}: all {len(self._inputs)} rows of the input batch are "
+                "in use"
             )
         num_prompt, num_generated = len(new.prompt_token_ids), len(new.generated_token_ids)
         num_tokens = num_prompt + num_generated
         if num_tokens > self.max_model_len:
             raise RuntimeError(
-                f"request {new.request_id} has {num_tokens} tokens, over max_model_len={self.max_model_len}"
+                f"request {new.request_id} has {num_tokens} tokens, over "
+                f"max_model_len={self.max_model_len}"
             )
         self._make_room(num_tokens)
         row = self._free_rows.pop()
@@ -152,10 +156,10 @@ class InputBatch:
         )
 
     def update(self, cached: Sequence[CachedRequestData]) -> None:
-        """Moves known requests on: most of them only by a number of computed tokens.
+        """Update known requests: for most of them only the number of computed tokens.
 
         Raises:
-            RuntimeError: naming a request this worker has never seen; that is a bug of the scheduler.
+            RuntimeError: this worker has never seen one of the requests: a defect of the scheduler.
         """
         if not cached:
             return
@@ -166,10 +170,10 @@ class InputBatch:
                 self._change(int(rows[index]), request)
 
     def schedule(self, num_scheduled_tokens: dict[str, int]) -> ScheduledRows:
-        """Who runs, in the order of `num_scheduled_tokens`.
+        """Return the rows and positions of a step, in the order of `num_scheduled_tokens`.
 
         Raises:
-            RuntimeError: naming a request of which tokens are scheduled that nobody knows yet; that is a bug of the scheduler.
+            RuntimeError: tokens are scheduled that are not known yet: a defect of the scheduler.
         """
         request_ids = list(num_scheduled_tokens)
         rows = self.rows(request_ids)
@@ -188,7 +192,10 @@ class InputBatch:
     def make_forward_batch(
         self, scheduled: ScheduledRows, kv_cache: torch.Tensor, device: torch.device
     ) -> ForwardBatch:
-        """The step's tensors. On a CPU they share the arrays' memory; to a GPU they are copied without waiting for it."""
+        """Return the step's tensors.
+
+        On a CPU they share the arrays' memory. To a GPU they are copied asynchronously.
+        """
         starts, ends = scheduled.starts, scheduled.ends
         if scheduled.one_token_each:
             row_of, positions = scheduled.rows, starts
@@ -220,12 +227,12 @@ class InputBatch:
         return ForwardBatch(move(self.token_ids[row_of, positions]), move(positions), context)
 
     def reaches_last_token(self, scheduled: ScheduledRows) -> BoolArray:
-        """Which sequences run their last known token, so that the next one can be sampled."""
+        """Return the sequences that run their last known token: the next one can be sampled."""
         reaches: BoolArray = scheduled.ends == self.num_tokens[scheduled.rows]
         return reaches
 
     def sampling_inputs(self, rows: Int64Array) -> list[SamplingInput]:
-        """What the sampler needs, with views of the requests' ids that are valid until the next change."""
+        """Return the sampler's inputs, with views of the ids that the next change invalidates."""
         inputs = []
         ends, prompt_ends = self.num_tokens[rows].tolist(), self.num_prompt_tokens[rows].tolist()
         for row, prompt_end, end in zip(rows.tolist(), prompt_ends, ends, strict=True):
@@ -240,7 +247,7 @@ class InputBatch:
         return item
 
     def append_tokens(self, rows: Int64Array, token_ids: Sequence[int]) -> None:
-        """Tokens this worker sampled, one per row: known from now on, computed in a later step."""
+        """Append tokens that this worker sampled, one per row. A later step computes them."""
         ends = self.num_tokens[rows]
         self._make_room(int(ends.max()) + 1)
         self.token_ids[rows, ends] = token_ids
@@ -264,11 +271,12 @@ class InputBatch:
         self.num_blocks[row] += len(block_ids)
 
     def _make_room(self, num_tokens: int) -> None:
-        """Widens the token ids for a request of so many tokens."""
+        """Widen the token ids for a request of this length."""
         rows, width = self.token_ids.shape
         if num_tokens <= width:
             return
-        # One more column than a request may have: asynchronous scheduling samples a token past the end and drops it.
+        # One more column than a request may have: asynchronous scheduling samples a token past the
+        # end and drops it.
         wider = np.zeros(
             (rows, min(max(num_tokens, 2 * width), self.max_model_len + 1)), dtype=np.int64
         )
@@ -279,7 +287,7 @@ class InputBatch:
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A tensor of `array` on `device`; a GPU copies it when it gets there, without stopping this thread."""
+    """Return a tensor of `array` on `device`; the copy to a GPU is asynchronous."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -287,7 +295,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether a sample is nothing but the argmax of the logits."""
+    """Return whether a sample is simply the argmax of the logits."""
     return params.temperature == 0 and not (
         params.logit_bias
         or params.min_tokens

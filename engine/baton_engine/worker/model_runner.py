@@ -1,6 +1,7 @@
-"""ModelRunner: runs one step of the scheduler on one device, from request ids to sampled tokens.
+"""One step of the scheduler on one device, from request ids to sampled tokens.
 
-It owns the model, the KV memory and the input batch. It decides nothing: what runs, and in which blocks, comes with the step.
+The runner owns the model, the KV memory and the input batch. It decides nothing: the step names the
+requests and their blocks.
 """
 
 from __future__ import annotations
@@ -60,38 +61,46 @@ if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.e
 logger = logging.getLogger(__name__)
 
 LAYOUT_NAME = "NHL2BD"
+#: The tags of `wake_up`.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""What `wake_up` may bring back."""
 
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """What execute_model leaves for sample_tokens, on the last stage."""
+    """State between execute_model and sample_tokens, on the last stage."""
 
     scheduled: ScheduledRows
+    #: [num_tokens, hidden_size].
     hidden: Tensor
-    """[num_tokens, hidden_size]."""
+    #: Requests whose last known token ran.
     sampling_ids: list[str]
-    """Requests whose last known token ran."""
     sampling_rows: Int64Array
+    #: [len(sampling_ids), vocab_size]; None if no request samples.
     logits: Tensor | None
-    """[len(sampling_ids), vocab_size]; None if nobody samples."""
     routed_experts: list[Tensor] | None
 
 
 class ModelRunner:
-    """Use: load_model(), profile_num_blocks(), allocate_kv_cache(n), warm_up(), then execute_model(step) and
-    sample_tokens(grammar) per step, all by one thread.
+    """Runs steps on one rank.
 
-    What follows from the checkpoint (model_config, dtype, compatibility_hash) is read when first asked for and raises what
-    load_model raises.
+    Call load_model(), profile_num_blocks(), allocate_kv_cache(n) and warm_up(), then
+    execute_model(step) and sample_tokens(grammar) per step, all on one thread.
 
-    Args:
-        parallel: where this rank stands. Every rank applies the same steps; pipeline stages hand hidden states on, and only the
-            last one samples.
+    Properties of the checkpoint (model_config, dtype, compatibility_hash) are read at the first
+    access, which raises the errors of load_model.
     """
 
     def __init__(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
+        """Resolve the device; `load_model` reads the weights.
+
+        Args:
+            config: the engine's.
+            parallel: this rank's place. Every rank applies the same steps. Pipeline stages pass
+                hidden states on, and only the last one samples.
+
+        Raises:
+            ConfigurationError: the device or the quantization cannot be used.
+        """
         self.config = config
         self.parallel = parallel or ParallelContext()
         self.path: Path = container_path(config.model.path)
@@ -105,8 +114,8 @@ class ModelRunner:
         self._forward_runner: ForwardRunner | None = None
         self._model: CausalLM | None = None
         self._expert_steps: ExpertSteps | None = None
+        #: While this runner sleeps at level 1.
         self._model_on_host: CausalLM | None = None
-        """While this runner sleeps at level 1."""
         self._kv: KVMemory | None = None
         self._in_flight: _StepInFlight | None = None
         if config.num_threads is not None:
@@ -125,17 +134,23 @@ class ModelRunner:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of weights and KV cache."""
+        """The dtype of weights and KV cache."""
         return resolve_dtype(self.config.model.dtype, self.model_config.dtype, self.device)
 
     @cached_property
     def compatibility_hash(self) -> str:
-        """Equal on engines that may exchange KV blocks: same checkpoint (see identity_files), dtype, quantization, layout."""
+        """A hash that is equal on engines that may exchange KV blocks.
+
+        They have the same checkpoint (see identity_files), dtype, quantization and layout.
+        """
         return self._hashes[0]
 
     @cached_property
     def _hashes(self) -> tuple[str, str]:
-        """(compatibility hash, hash of the checkpoint alone); what they are made of is read once and not kept."""
+        """(Compatibility hash, hash of the checkpoint alone).
+
+        The files are read once and not kept.
+        """
         files = identity_files(self.path)
         compatible = compatibility_hash(
             files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization
@@ -144,10 +159,10 @@ class ModelRunner:
 
     @cached_property
     def max_model_len(self) -> int:
-        """Tokens of one request, prompt and generated.
+        """The most tokens of one request, prompt and generated.
 
         Raises:
-            ConfigurationError: if the configured one is more than the model was made for.
+            ConfigurationError: the configured number is above the model's limit.
         """
         limit = self.model_config.max_position_embeddings
         configured = self.config.model.max_model_len
@@ -159,12 +174,12 @@ class ModelRunner:
         return configured or limit
 
     def load_model(self) -> None:
-        """Reads config and weights.
+        """Read config and weights.
 
         Raises:
-            ModelNotFound: if the folder does not exist.
-            ModelInvalid: naming the file and tensor at fault.
-            ConfigurationError: if the model cannot be split over the configured ranks.
+            ModelNotFound: the folder does not exist.
+            ModelInvalid: a file or tensor is wrong; the message names it.
+            ConfigurationError: the model cannot be split over the configured ranks.
         """
         if self._is_expert_parallel:
             from baton_engine.worker.experts.config_checks import check_expert_parallel
@@ -185,7 +200,7 @@ class ModelRunner:
         return ExpertStore(self.path, model, self.dtype, device, form)
 
     def kv_cache_layout(self, num_blocks: int) -> KVCacheLayout:
-        """Of this rank's blocks."""
+        """Return the layout of this rank's blocks."""
         heads = split_kv_heads(self.model_config.num_kv_heads, self.parallel.tensor)
         return KVCacheLayout(
             num_blocks=num_blocks,
@@ -200,7 +215,11 @@ class ModelRunner:
         )
 
     def kv_compatibility(self, version: int) -> KVCompatibility:
-        """What engines that exchange blocks with this one must have in common. `version`: of the side channel."""
+        """Return what engines must have in common to exchange blocks with this one.
+
+        Args:
+            version: of the side channel.
+        """
         layout = self.kv_cache_layout(1)
         return KVCompatibility(
             version=version,
@@ -215,10 +234,10 @@ class ModelRunner:
         )
 
     def profile_num_blocks(self) -> tuple[int, int]:
-        """(cache blocks, host swap blocks) that this rank has room for. A GPU runs the largest step to find out.
+        """Return (cache blocks, host swap blocks) that fit. A GPU runs the largest step for it.
 
         Raises:
-            ConfigurationError: if there is no room for one, or for what is configured.
+            ConfigurationError: not one block fits, or fewer than configured.
         """
         size = self._block_size
         if self.device.type == "cpu":
@@ -233,28 +252,36 @@ class ModelRunner:
 
     @property
     def num_offload_blocks(self) -> int:
-        """Host blocks for what the prefix cache evicts: what the configured budget holds, the same on every rank."""
+        """Host blocks for evicted prefixes, from the configured budget.
+
+        The number is the same on every rank.
+        """
         return offload_blocks(self.config.cache, self._block_size)
 
     def allocate_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> Tensor:
-        """The KV memory, zeroed: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], one allocation.
+        """Allocate the KV memory, zeroed.
 
-        Host blocks, those of the offload tier included, are allocated at their first use.
+        Its shape is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], in one
+        allocation. Host blocks, those of the offload tier included, are allocated at their first
+        use.
 
         Args:
+            num_blocks: blocks of the cache.
             num_swap_blocks: host blocks for swapped requests.
 
         Returns:
-            The cache, the same tensor for as long as this runner lives. Its storage is empty while the runner sleeps, and may lie
-            elsewhere afterwards.
+            The cache, the same tensor for the runner's whole life. Its storage is empty while the
+            runner sleeps, and its address may differ afterwards.
         """
         layout = self.kv_cache_layout(num_blocks)
         self._kv = KVMemory(layout, num_swap_blocks, self.device, self.num_offload_blocks)
         return self._kv.cache
 
     def warm_up(self) -> None:
-        """Compiles and captures what is configured, then runs batches of typical shapes that write no KV, and samples, so that
-        the first request pays for none of it."""
+        """Compile and capture what is configured, then run and sample batches of typical shapes.
+
+        They write no KV. The first request then pays for no compilation.
+        """
         _, kv = self._ready()
         self._runner().prepare(kv.cache)
         longest = min(kv.layout.num_blocks * self.config.cache.block_size, self.max_model_len)
@@ -265,17 +292,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Saves the content that the step will overwrite and the offload tier keeps. Before transfers of the step start."""
+        """Copy evicted blocks to the offload tier before the step overwrites them.
+
+        Call it before transfers of the step start.
+        """
         _, kv = self._ready()
         kv.store_evicted(step)
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Applies the step's other changes, runs its tokens and writes their KV. What it samples from stays for `sample_tokens`.
+        """Apply the step's other changes, run its tokens and write their KV.
+
+        The state for sampling stays for `sample_tokens`.
 
         Raises:
-            GroupBrokenError: on all tensor ranks, if the expert group of one of them broke. The step's tokens are not computed, and
-                nothing is left to sample; steps of another generation may follow.
+            GroupBrokenError: on all tensor ranks, if the expert group of one of them broke. The
+                step's tokens are not computed, and there is nothing to sample. Steps of another
+                generation may follow.
         """
         model, kv = self._ready()
         batch, pipeline = self._input_batch, self.parallel.pipeline
@@ -312,10 +345,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Samples for every request whose last known token ran, and reports what the step's requests asked for.
+        """Sample for every request whose last known token ran, and add the requested reports.
 
-        Sampled tokens are appended to the worker's own state: the scheduler does not send them back, except to other stages.
-        On a stage that is not the last, the output is empty.
+        Sampled tokens are appended to the worker's own state. The scheduler does not send them
+        back, except to other stages. On a stage that is not the last, the output is empty.
         """
         output = ModelRunnerOutput()
         if self._in_flight is None:
@@ -345,7 +378,8 @@ class ModelRunner:
             token_ids = sampled.token_ids
             for row in sampled.impossible_rows:
                 logger.warning(
-                    "request %s is ended: no token is possible, for its logits are NaN or all masked",
+                    "request %s is ended: its logits are NaN or all masked, so it has no possible "
+                    "token",
                     step.sampling_ids[row],
                 )
             output.logprobs = {
@@ -358,16 +392,19 @@ class ModelRunner:
         return output
 
     def sleep(self, level: int) -> None:
-        """Gives memory back until `wake_up`: the KV cache, and on level 1 the GPU's copy of the weights, on level 2 all copies.
+        """Release memory until `wake_up`.
 
-        What is cached is lost, so no request may count on it: the scheduler computes them again.
+        The KV cache is released on both levels. Level 1 also releases the GPU's copy of the
+        weights, level 2 all copies. Cached blocks are lost, and the scheduler computes requests
+        again.
 
         Raises:
-            ValueError: for another level.
+            ValueError: the level is another one.
         """
         if level not in (1, 2):
             raise ValueError(
-                f"sleep level must be 1 (weights go to host memory) or 2 (weights are dropped), got {level}"
+                f"sleep level must be 1 (weights go to host memory) or 2 (weights are dropped), "
+                f"got {level}"
             )
         self._in_flight = None
         if self._forward_runner is not None:
@@ -383,19 +420,20 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes back what `sleep` gave away: weights from the host or the checkpoint, the KV cache zeroed.
+        """Restore what `sleep` released: weights from the host or checkpoint, the KV cache zeroed.
 
         Args:
-            tags: of "weights" and "kv_cache", what to take back now; None: both.
+            tags: of "weights" and "kv_cache", what to restore now; None: both.
 
         Raises:
-            ValueError: for another tag.
-            ModelInvalid: if the checkpoint cannot be read any more.
+            ValueError: a tag is another one.
+            ModelInvalid: the checkpoint cannot be read any more.
         """
         wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
         if unknown := wanted - {WEIGHTS, KV_CACHE}:
             raise ValueError(
-                f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got {', '.join(sorted(unknown))}"
+                f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got "
+                f"{', '.join(sorted(unknown))}"
             )
         slept = self._model is None or (self._kv is not None and self._kv.is_dropped)
         if WEIGHTS in wanted and self._model is None:
@@ -409,11 +447,15 @@ class ModelRunner:
             self._runner().prepare(self._kv.cache)
 
     def start_profile(self) -> None:
-        """Records the steps from now on. Raises ValueError if observability.profiler_dir is not configured."""
+        """Record the steps from now on.
+
+        Raises:
+            ValueError: observability.profiler_dir is not configured.
+        """
         self._profiler.start()
 
     def stop_profile(self) -> Path:
-        """Writes the trace since start_profile and returns its file."""
+        """Write the trace since start_profile and return its file."""
         return self._profiler.stop()
 
     def _load_weights(self) -> None:
@@ -450,13 +492,14 @@ class ModelRunner:
 
     def _runner(self) -> ForwardRunner:
         self._loaded()
-        assert self._forward_runner is not None, "it comes with the weights"
+        assert self._forward_runner is not None, "load_model() makes it"
         return self._forward_runner
 
     def _ready(self) -> tuple[CausalLM, KVMemory]:
         if self._kv is None or self._kv.is_dropped:
             raise RuntimeError(
-                "this runner has no KV memory: call allocate_kv_cache() first, or wake_up() after sleep()"
+                "this runner has no KV memory: call allocate_kv_cache() first, or wake_up() after "
+                "sleep()"
             )
         return self._loaded(), self._kv
 
@@ -467,9 +510,8 @@ class ModelRunner:
     @property
     def _block_size(self) -> BlockSize:
         own = self.kv_cache_layout(1)
-        heads = (
-            own.num_kv_heads * self.parallel.tensor.size
-        )  # more than the model's, where ranks hold copies of one
+        # More than the model's where ranks hold copies of a head.
+        heads = own.num_kv_heads * self.parallel.tensor.size
         per_head_and_layer = own.block_nbytes // (own.num_kv_heads * own.num_layers)
         return BlockSize(
             own.block_nbytes, heads * self.model_config.num_layers * per_head_and_layer
@@ -482,7 +524,10 @@ class ModelRunner:
         return self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1)
 
     def _receive_routed_experts(self, num_tokens: int) -> list[Tensor]:
-        """Those of the earlier stages' sparse layers; this stage's layers append theirs."""
+        """Return the experts of the earlier stages' sparse layers.
+
+        This stage's layers append theirs.
+        """
         earlier = sum(layer < self.shard.first_layer for layer in self.model_config.sparse_layers)
         if not earlier:
             return []
@@ -497,7 +542,7 @@ class ModelRunner:
         hidden: Tensor,
         routed_experts: list[Tensor] | None,
     ) -> _StepInFlight:
-        """Starts the logits of those that sample."""
+        """Start the logits of the requests that sample."""
         sampling = self._input_batch.reaches_last_token(scheduled)
         logits: Tensor | None = None
         if scheduled.one_token_each and sampling.all():
@@ -515,7 +560,10 @@ class ModelRunner:
         return _StepInFlight(scheduled, hidden, ids, rows, logits, routed_experts)
 
     def _expand_bitmask(self, grammar: GrammarOutput, sampling_ids: list[str]) -> Tensor:
-        """The grammars' rows among all that sample: int32 [len(sampling_ids), words]; all bits set where there is no grammar."""
+        """Return the grammars' rows among all that sample: int32 [len(sampling_ids), words].
+
+        Rows without a grammar have all bits set.
+        """
         row_of = {request_id: row for row, request_id in enumerate(sampling_ids)}
         bitmask = np.full((len(sampling_ids), grammar.bitmask.shape[1]), -1, dtype=np.int32)
         bitmask[[row_of[request_id] for request_id in grammar.request_ids]] = grammar.bitmask

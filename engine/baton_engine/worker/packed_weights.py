@@ -1,4 +1,7 @@
-"""Reorders or quantises a model's weights for products on a CPU (see baton_kernels.linear), after they were loaded."""
+"""Packing and quantization of a loaded model's weights for products on a CPU.
+
+See baton_kernels.linear.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ Prepare = Callable[[Tensor], nn.Parameter | Int8Weight]
 
 @torch.no_grad()
 def pack_weights(model: CausalLM) -> None:
-    """Packs every weight that is multiplied by, in place, one by one; the plain ones are freed, except that of a tied embedding.
-    Experts that are spread over ranks are packed as they come: see `expert_weights`.
+    """Pack every weight of a product, in place, one by one.
 
-    Does nothing where oneDNN does not multiply in the model's dtype. A packed model cannot be filled again: load another.
+    Plain weights are freed, except that of a tied embedding. Experts that are spread over ranks are
+    packed when they arrive: see `expert_weights`. Nothing happens where oneDNN does not multiply in
+    the model's dtype. A packed model cannot be loaded again: make another.
     """
     if can_pack(next(model.parameters())):
         _replace_weights(
@@ -32,10 +36,11 @@ def pack_weights(model: CausalLM) -> None:
 
 @torch.no_grad()
 def quantize_weights(model: CausalLM) -> None:
-    """Rounds every weight that is multiplied by to eight bits, in place, one by one; otherwise as `pack_weights`.
+    """Round every weight of a product to eight bits, in place, one by one.
 
-    Embeddings and norms stay as they are, and so do the routers of sparse layers: they are small, and an expert more or less
-    changes a token more than rounding does.
+    Embeddings and norms stay as they are. Routers of sparse layers do, too: they are small, and
+    another choice of experts changes a token more than rounding does. Otherwise it works like
+    `pack_weights`.
     """
     _replace_weights(model, Int8Weight, routers=False)
 
@@ -63,5 +68,5 @@ def _routers(model: CausalLM) -> Iterator[nn.Module]:
 
 def _replace(module: nn.Module, name: str, prepare: Prepare) -> None:
     weight = prepare(getattr(module, name))
-    delattr(module, name)  # torch takes nothing but a parameter in a parameter's place
+    delattr(module, name)  # torch replaces a parameter only by a parameter
     setattr(module, name, weight)

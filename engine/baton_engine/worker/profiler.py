@@ -1,4 +1,7 @@
-"""torch's profiler around any number of steps: what ran, how long, in a trace for chrome://tracing or Perfetto."""
+"""torch's profiler around any number of steps.
+
+A trace shows what ran, and how long, in chrome://tracing or Perfetto.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ from baton_protocol.config import container_path
 
 
 class Profiler:
-    """Sees what the thread that calls `start` runs, and the GPU. One per worker.
-
-    Args:
-        directory: where traces go, as the container sees it; empty: profiling is refused.
-        rank: of the worker among all of the engine; part of the traces' names.
-    """
+    """A worker's profiler. It records the thread that calls `start`, and the GPU."""
 
     def __init__(self, directory: str, rank: int, device: torch.device) -> None:
+        """Start nothing yet.
+
+        Args:
+            directory: folder of the traces, as the container sees it; empty: profiling is refused.
+            rank: of the worker in the engine; it is part of the traces' names.
+            device: the worker's.
+        """
         self._directory = directory
         self._rank = rank
         self._activities = [ProfilerActivity.CPU]
@@ -29,21 +34,30 @@ class Profiler:
         self._running: profile | None = None
 
     def start(self) -> None:
-        """Raises ValueError if no directory is configured, RuntimeError if it runs already."""
+        """Start recording.
+
+        Raises:
+            ValueError: no directory is configured.
+            RuntimeError: it is running already.
+        """
         if not self._directory:
             raise ValueError(
-                "profiling is off: set observability.profiler_dir to the folder where traces shall go"
+                "profiling is off: set observability.profiler_dir to the folder of the traces"
             )
         if self._running is not None:
-            raise RuntimeError("the profiler runs already; stop it first")
+            raise RuntimeError("the profiler is running already; stop it first")
         started = profile(activities=self._activities)
         started.start()
         self._running = started
 
     def stop(self) -> Path:
-        """Writes the trace and returns its file. Raises RuntimeError if the profiler does not run."""
+        """Write the trace and return its file.
+
+        Raises:
+            RuntimeError: it is not running.
+        """
         if self._running is None:
-            raise RuntimeError("the profiler does not run; start it first")
+            raise RuntimeError("the profiler is not running; start it first")
         stopped, self._running = self._running, None
         stopped.stop()
         folder = container_path(self._directory)

@@ -1,4 +1,4 @@
-"""What a step tells of its tokens besides the sampled ones, for requests that asked: prompt log-probabilities, routed experts."""
+"""Reports of a step for requests that want them: prompt log-probabilities, routed experts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_engine.worker.sampling.logprobs import prompt_logprobs
 from baton_protocol.messages import PromptLogprobs, RoutedExperts
 
+#: Limit for logits of prompt positions at one time: they are many times the hidden states.
 MAX_LOGITS_BYTES = 64 * 2**20
-"""Of prompt positions, at a time: a prompt's logits are many times its hidden states."""
 
 
 def prompt_logprobs_of(
@@ -23,11 +23,17 @@ def prompt_logprobs_of(
     compute_logits: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> dict[str, PromptLogprobs]:
-    """Of the prompt tokens that the step's positions predict: from position `starts[i] + 1` on.
+    """Return log-probabilities of the prompt tokens that the step's positions predict.
+
+    They begin at position `starts[i] + 1`.
 
     Args:
         hidden: of the step's tokens, [num_tokens, hidden_size].
-        compute_logits: [n, hidden_size] -> float32 [n, vocab_size]; collective, so all ranks call it with the same slices.
+        scheduled: the step's rows.
+        batch: the rows' requests.
+        compute_logits: [n, hidden_size] -> float32 [n, vocab_size]. It is collective, so all ranks
+            call it with the same slices.
+        vocab_size: of the model.
     """
     slice_size = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
     first_tokens = scheduled.first_tokens.tolist()
@@ -36,9 +42,8 @@ def prompt_logprobs_of(
         row, start, end = (
             int(of[index]) for of in (scheduled.rows, scheduled.starts, scheduled.ends)
         )
-        end = min(
-            end, int(batch.num_prompt_tokens[row]) - 1
-        )  # the prompt's last token predicts a generated one
+        # The prompt's last token predicts a generated one.
+        end = min(end, int(batch.num_prompt_tokens[row]) - 1)
         if start >= end:
             continue
         num_top = batch.sampling_input(row).params.prompt_logprobs
@@ -56,8 +61,13 @@ def prompt_logprobs_of(
 def routed_experts_of(
     layers: list[Tensor], scheduled: ScheduledRows, batch: InputBatch
 ) -> dict[str, RoutedExperts]:
-    """Args:
-    layers: of each sparse layer, in order, the experts of every token: int [num_tokens, experts per token].
+    """Return the experts of each request's tokens, for requests that want them.
+
+    Args:
+        layers: of each sparse layer, in order, the experts of every token: int [num_tokens, experts
+            per token].
+        scheduled: the step's rows.
+        batch: the rows' requests.
     """
     if not layers:
         return {}

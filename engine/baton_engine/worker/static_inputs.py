@@ -1,7 +1,7 @@
-"""The tensors that captured graphs read: always at the same place, padded to the size a graph was captured for.
+"""The tensors that captured graphs read: at fixed addresses, padded to the graph's size.
 
-Padding is made so that kernels do nothing for it: a token's slot is -1, a sequence has no queries and no tokens. What comes out for
-padded tokens is arbitrary, NaN perhaps, and no other token sees it.
+Kernels do nothing for padding: a padded token has slot -1, a padded sequence has no queries and no
+tokens. Outputs of padded tokens are arbitrary, perhaps NaN. They reach no other token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 
 
 class StaticInputs:
-    """Args:
-    max_tokens, max_seqs: of the largest graph.
-    max_blocks: of one sequence.
-    hidden: room for what an earlier pipeline stage sends, of shape [max_tokens, hidden_size]; None on the first stage.
-    """
+    """The inputs of all graphs of one model."""
 
     def __init__(
         self,
@@ -28,7 +24,17 @@ class StaticInputs:
         device: torch.device,
         hidden: Tensor | None,
     ) -> None:
-        # Each an allocation of its own: compiled code would copy what does not lie at a multiple of 16 bytes.
+        # One allocation each: compiled code copies tensors that are not aligned to 16 bytes.
+        """Allocate the tensors.
+
+        Args:
+            max_tokens: of the largest graph.
+            max_seqs: of the largest graph.
+            max_blocks: of one sequence.
+            device: the model's.
+            hidden: buffer for the output of an earlier pipeline stage, [max_tokens, hidden_size];
+                None on the first stage.
+        """
         self.input_ids, self.positions, self.slot_mapping = (
             torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)
         )
@@ -38,7 +44,7 @@ class StaticInputs:
         self.hidden = hidden
 
     def clear(self) -> None:
-        """Makes all of it padding, to capture with."""
+        """Fill the tensors with padding, for capturing."""
         for tensor in (
             self.input_ids,
             self.positions,
@@ -50,7 +56,7 @@ class StaticInputs:
         self.slot_mapping.fill_(-1)
 
     def batch(self, descriptor: BatchDescriptor, kv_cache: Tensor) -> ForwardBatch:
-        """What lies here, as a step of as many tokens and sequences as the descriptor says."""
+        """Return the tensors as a step of the descriptor's size."""
         num_seqs = 1 if descriptor.num_seqs is None else descriptor.num_seqs
         return ForwardBatch(
             self.input_ids[: descriptor.num_tokens],
@@ -71,7 +77,10 @@ class StaticInputs:
     def fill_tokens(
         self, num_padded: int, batch: ForwardBatch, hidden: Tensor | None
     ) -> ForwardBatch:
-        """For graphs without attention: the tokens here, padded; of the rest, which attention reads itself, the step's own."""
+        """Fill the inputs of graphs without attention, and return the step with them.
+
+        Attention runs outside these graphs and reads the step's own tensors.
+        """
         num_tokens = len(batch.input_ids)
         _fill(self.input_ids[:num_padded], batch.input_ids, 0)
         _fill(self.positions[:num_padded], batch.positions, 0)
@@ -81,7 +90,7 @@ class StaticInputs:
         return ForwardBatch(self.input_ids[:num_padded], self.positions[:num_padded], batch.context)
 
     def fill(self, descriptor: BatchDescriptor, batch: ForwardBatch, hidden: Tensor | None) -> None:
-        """For graphs of the whole forward."""
+        """Fill the inputs of graphs of the whole forward."""
         assert descriptor.num_seqs is not None
         context, num_seqs = batch.context, len(batch.context.seq_lens)
         self.fill_tokens(descriptor.num_tokens, batch, hidden)
@@ -90,7 +99,7 @@ class StaticInputs:
         _fill(
             self.cu_seqlens_q[: descriptor.num_seqs + 1], context.cu_seqlens_q, len(batch.input_ids)
         )
-        # Nothing is read of the tables of padded sequences, nor past the blocks of a sequence.
+        # Kernels read no table of a padded sequence, and none past a sequence's blocks.
         self.block_tables[:num_seqs, : context.block_tables.shape[1]].copy_(context.block_tables)
 
 

@@ -1,8 +1,9 @@
-"""A worker: one rank's model runner, its KV memory, and the connector that moves blocks in and out of it.
+"""A worker: one rank's model runner, its KV memory, and its KV connector.
 
-Executors call its methods by name, in this order: join_groups (if there are other ranks), load_model, num_available_blocks,
-initialize_cache, warm_up, open_connector, connect, model_info; then execute_model and sample_tokens per step, and the rest when
-asked to. Where experts are spread over engines, a generation is adopted before the first step that runs tokens.
+Executors call its methods by name, in this order: join_groups (if there are other ranks),
+load_model, num_available_blocks, initialize_cache, warm_up, open_connector, connect, model_info;
+then execute_model and sample_tokens per step, and the others on request. An expert-parallel engine
+commits a generation before its first step with tokens.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
+    """One rank of an engine."""
+
     def __init__(self, config: EngineConfig, instance_id: str, rank: int = 0) -> None:
-        """Cheap; `join_groups` and `load_model` do the work.
+        """Set the attributes; `join_groups` and `load_model` do the work.
 
         Args:
-            instance_id: of the engine process this worker belongs to.
+            config: the engine's.
+            instance_id: of the engine process of this worker.
             rank: global rank of this worker.
         """
         self.config = config
@@ -71,15 +75,17 @@ class Worker:
         host: str | None = None,
         secret: bytes = b"",
     ) -> None:
-        """Meets the other ranks. Collective.
+        """Join the groups of the other ranks. Collective.
 
         Args:
+            store_address: of the store at which ranks find each other.
+            generation: number of the groups.
             host: this worker's own address; None: the pod's.
             secret: the store's.
 
         Raises:
             ConfigurationError: there are fewer GPUs than ranks.
-            TimeoutError: not all of them came.
+            TimeoutError: not all ranks joined.
         """
         self._leave_groups()
         device = resolve_device(self.config.device)
@@ -97,7 +103,7 @@ class Worker:
         )
 
     def load_model(self) -> None:
-        """Reads this rank's part of the weights.
+        """Read this rank's part of the weights.
 
         Raises:
             ConfigurationError: the model or the configuration cannot be served.
@@ -110,11 +116,11 @@ class Worker:
             self._generations = self._make_generations(runner)
 
     def num_available_blocks(self) -> tuple[int, int]:
-        """(device blocks, host blocks for swapped requests) that this rank has room for."""
+        """Return (device blocks, host blocks for swapped requests) that fit on this rank."""
         return self._loaded.profile_num_blocks()
 
     def initialize_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
-        """Allocates the KV cache: so many blocks on every rank."""
+        """Allocate the KV cache, with the same numbers on every rank."""
         runner = self._loaded
         self._kv_cache = runner.allocate_kv_cache(num_blocks, num_swap_blocks)
         self._info = ModelInfo(
@@ -131,17 +137,17 @@ class Worker:
         )
 
     def warm_up(self) -> None:
-        """Runs a few batches, so that the first request pays for no compilation. Collective."""
+        """Run a few batches, so that the first request pays for no compilation. Collective."""
         self._loaded.warm_up()
 
     def open_connector(self, wakeup: Callable[[], None]) -> RankAddress | None:
-        """Makes the KV connector, if configured. It answers nobody before `connect`.
+        """Create the KV connector, if configured. It answers no peer before `connect`.
 
         Args:
-            wakeup: called from the connector's thread when the next step would find something new.
+            wakeup: called from the connector's thread when it has news for the next step.
 
         Returns:
-            Where it will answer, and about which heads; None without a connector.
+            Its address and heads; None without a connector.
 
         Raises:
             ConfigurationError: the transport cannot be used here.
@@ -164,10 +170,10 @@ class Worker:
         return RankAddress(host, self.connector.port, runner.kv_cache_layout(1).heads)
 
     def connect(self, ranks: Sequence[RankAddress]) -> None:
-        """Opens the KV cache to peers, if configured.
+        """Open the KV cache to peers, if configured.
 
         Args:
-            ranks: what `open_connector` returned on every worker, in rank order.
+            ranks: the results of `open_connector` on all workers, in rank order.
 
         Raises:
             ConfigurationError: the KV cache cannot be exchanged.
@@ -183,7 +189,7 @@ class Worker:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
 
     def make_peer_memory(self, cache: torch.Tensor, layout: KVCacheLayout) -> PeerMemory:
-        """What peers reach of the KV cache."""
+        """Return the memory that peers reach."""
         return PeerMemory(cache, layout, self.config.kv_transfer.staging_bytes)
 
     def model_info(self) -> ModelInfo:
@@ -193,7 +199,10 @@ class Worker:
     # Steps
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Starts the step's transfers, runs its tokens, and publishes the blocks they complete: these travel while it samples."""
+        """Start the step's transfers, run its tokens, and publish the blocks that they complete.
+
+        These blocks travel while the step samples.
+        """
         runner = self._loaded
         self._step = step
         if step.store:  # before a transfer may write to these blocks
@@ -205,14 +214,14 @@ class Worker:
             try:
                 runner.execute_model(step)
             except GroupBrokenError:
-                self._step = None  # it is dropped, and others follow
+                self._step = None  # the step is dropped
                 raise
         if self.connector is not None and step.connector.saves:
             self._mark_queued_work()
             self.connector.save(step.connector)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Samples from the step that ran last."""
+        """Sample from the last step that ran."""
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
         output = (
@@ -227,13 +236,14 @@ class Worker:
     # Generations of an expert-parallel group: see worker.experts.generations
 
     def prepare_generation(self, generation: Generation, current: Generation | None = None) -> None:
-        """Begins to prepare it beside what serves, in the background.
+        """Begin to prepare a generation in the background, beside the current one.
 
         Args:
-            current: what the engine serves in. Who holds which experts, the members of the new one tell each other.
+            generation: the new one.
+            current: the generation in which the engine serves, for the log.
         """
         logger.info(
-            "prepares generation %d (%s) beside %s",
+            "preparing generation %d (%s) beside %s",
             generation.number,
             generation.operation_id or "no operation",
             f"generation {current.number}" if current is not None else "none",
@@ -244,11 +254,15 @@ class Worker:
         return self._expert_generations.preparation()
 
     def commit_generation(self, nonce: str) -> None:
-        """Between two steps. Raises ValueError if it is not prepared."""
+        """Switch to the prepared generation, between two steps.
+
+        Raises:
+            ValueError: it is not prepared.
+        """
         self._expert_generations.commit(nonce)
 
     def drop_generation(self, nonce: str) -> None:
-        """Of what is prepared."""
+        """Drop the generation if it is the prepared one."""
         self._expert_generations.drop(nonce)
 
     def leave_generation(self) -> None:
@@ -258,10 +272,12 @@ class Worker:
         return self._expert_generations.loads()
 
     def interrupt(self, nonce: str = "") -> None:
-        """Ends an exchange of experts that a step waits in: it raises GroupBrokenError. By any thread.
+        """End the exchange of experts in which a step waits: it raises GroupBrokenError.
+
+        Callable from any thread.
 
         Args:
-            nonce: only if the worker is in that generation.
+            nonce: only if the worker is in that generation; empty: any generation.
         """
         if self._generations is not None:
             self._generations.interrupt(nonce)
@@ -272,16 +288,21 @@ class Worker:
         return self.connector.stats() if self.connector is not None else None
 
     def sleep(self, level: int) -> None:
-        """Gives memory back until `wake_up`; see `ModelRunner.sleep`. Raises ValueError if others count on this engine."""
+        """Release memory until `wake_up`; see `ModelRunner.sleep`.
+
+        Raises:
+            ValueError: other engines depend on this one.
+        """
         if self._generations is not None:
             raise ValueError(
-                "an engine with parallel.enable_expert_parallel cannot sleep: the other ranks of its group use its experts; ask "
-                "the coordinator for a topology without it instead"
+                "an engine with parallel.enable_expert_parallel cannot sleep: the other ranks of "
+                "its group use its experts; ask the coordinator for a topology without it instead"
             )
         if self.connector is not None:
             raise ValueError(
-                f"an engine with kv_transfer.role={self.config.kv_transfer.role.value} cannot sleep: other engines read and "
-                f"write its KV cache; drain it and delete its pod instead"
+                f"an engine with kv_transfer.role={self.config.kv_transfer.role.value} cannot "
+                "sleep: other engines read and write its KV cache; drain it and delete its pod "
+                "instead"
             )
         self._loaded.sleep(level)
 
@@ -292,11 +313,11 @@ class Worker:
         self._loaded.start_profile()
 
     def stop_profile(self) -> Path:
-        """Returns the trace's file."""
+        """Return the trace's file."""
         return self._loaded.stop_profile()
 
     def shutdown(self) -> None:
-        """Leaves peers and groups. Idempotent."""
+        """Disconnect from peers and leave groups. Idempotent."""
         if self.connector is not None:
             self.connector.shutdown()
             self.connector = None
@@ -305,18 +326,18 @@ class Worker:
         self._leave_groups()
 
     def _mark_queued_work(self) -> None:
-        """Blocks are copied behind what computes them, and written to behind what read them before."""
+        """Order later block copies after the work that is queued now on the device."""
         if self._peer_memory is not None:
             self._peer_memory.mark()
 
     def _take_gpu(self) -> None:
-        """Ranks of one host take one GPU each. What starts them says which, as torchrun does."""
+        """Select the GPU that the launcher assigned in LOCAL_RANK, as torchrun does."""
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if index >= count:
             raise ConfigurationError(
                 "InsufficientDevices",
                 f"worker {self.rank} needs a GPU of its own, but this host shows {count}; lower "
-                f"parallel.tensor_parallel_size or pipeline_parallel_size, or give the pod more GPUs",
+                "parallel.tensor_parallel_size or pipeline_parallel_size, or give the pod more GPUs",
             )
         torch.cuda.set_device(index)
 
@@ -342,7 +363,8 @@ class Worker:
 
         timeout_s = self.config.parallel.collective_timeout_s
         tensor = self.parallel.tensor
-        # A tensor rank whose expert group is silent must give up before those that wait for it in the tensor group do.
+        # A tensor rank with a silent expert group must give up before the other tensor ranks, which
+        # wait for it.
         step_timeout_s = timeout_s / 2 if tensor.size > 1 else timeout_s
         return Generations(
             ExpertWorker(
@@ -364,16 +386,16 @@ class Worker:
         if parallel.pipeline_parallel_size > 1:
             raise ConfigurationError(
                 "KVTransferInvalid",
-                f"kv_transfer.role is {role}, but KV blocks are only moved between workers that have all layers and "
-                f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; set it to 1 (tensor_parallel_size may be more), "
-                f"or kv_transfer.role to none",
+                f"kv_transfer.role is {role}, but KV blocks move only between workers that have "
+                f"all layers and pipeline_parallel_size is {parallel.pipeline_parallel_size}; set "
+                "it to 1 (tensor_parallel_size may be more), or kv_transfer.role to none",
             )
         num_heads = runner.model_config.num_kv_heads
         if parallel.tensor_parallel_size > num_heads:
             raise ConfigurationError(
                 "KVTransferInvalid",
                 f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has "
-                f"{num_heads} KV heads, but kv_transfer.role is {role} and workers without KV heads "
-                "of their own exchange no KV blocks; lower the first (in an LLMService: "
+                f"{num_heads} KV heads, but kv_transfer.role is {role} and workers without KV "
+                "heads of their own exchange no KV blocks; lower the first (in an LLMService: "
                 "parallelism.tensor), or set kv_transfer.role to none",
             )

@@ -1,4 +1,4 @@
-"""Whether an engine can be a rank of an expert-parallel group, from what is configured."""
+"""Checks of a configuration with expert parallelism."""
 
 from __future__ import annotations
 
@@ -12,33 +12,40 @@ from baton_protocol.config import EngineConfig
 def check_expert_parallel(
     config: EngineConfig, model: CheckpointConfig, device: torch.device
 ) -> None:
-    """Raises ConfigurationError, naming the field that does not go with parallel.enable_expert_parallel."""
+    """Check that an engine with this configuration can be a rank of an expert-parallel group.
+
+    Raises:
+        ConfigurationError: a field excludes parallel.enable_expert_parallel. The message names it.
+    """
     parallel, compilation = config.parallel, config.compilation
     if not model.sparse_layers:
         raise _cannot(f"{model.architecture} has no experts to spread; set it to false")
     if parallel.pipeline_parallel_size > 1:
         raise _cannot(
-            f"parallel.pipeline_parallel_size is {parallel.pipeline_parallel_size}, but ranks of an expert group have all layers; "
-            f"set it to 1 (tensor_parallel_size may be more)"
+            f"parallel.pipeline_parallel_size is {parallel.pipeline_parallel_size}, but ranks of "
+            f"an expert group have all layers; set it to 1 (tensor_parallel_size may be more)"
         )
     if config.scheduler.async_scheduling:
         raise _cannot(
-            "scheduler.async_scheduling is set, but ranks agree on every step before it is scheduled; set it to false"
+            "scheduler.async_scheduling is set, but ranks agree on every step before it is "
+            "scheduled; set it to false"
         )
     for name, value in (("mode", compilation.mode), ("cudagraph_mode", compilation.cudagraph_mode)):
         if value not in ("auto", "none") and not compilation.enforce_eager:
             raise _cannot(
-                f"compilation.{name} is {value}, but exchanges with other ranks are neither compiled nor captured; set it to none "
-                f"or leave it out"
+                f"compilation.{name} is {value}, but exchanges with other ranks are neither "
+                f"compiled nor captured; set it to none or leave it out"
             )
     if parallel.num_redundant_experts < 0:
         raise _cannot(
-            f"parallel.num_redundant_experts must not be negative, got {parallel.num_redundant_experts}"
+            "parallel.num_redundant_experts must not be negative, got "
+            f"{parallel.num_redundant_experts}"
         )
     if device.type == "cuda" and config.cache.num_blocks is None:
         raise _cannot(
-            "cache.num_blocks is not set, but how much of the GPU experts will take depends on the size of the group; set it so "
-            "that they fit beside the KV cache, twice while a topology changes"
+            "cache.num_blocks is not set, but the memory of the GPU that experts will take depends "
+            "on the size of the group; set it so that they fit beside the KV cache, twice while a "
+            "topology changes"
         )
 
 

@@ -1,7 +1,8 @@
-"""Experts that a rank gets from the ranks which hold them already, instead of reading the checkpoint.
+"""Transfer of experts between ranks, so that they need not be read from the checkpoint.
 
-Over a group of its own, so that serving is not disturbed. All members tell each other what they hold; from that, and from the
-placement, each makes the same list of transfers, and works off its part of it in the list's order: no two can wait for each other.
+It runs in a group of its own and does not disturb serving. First, each member sends the list of its
+experts to all others. From these lists and the placement, each computes the same list of transfers.
+Each runs its own transfers in the order of this list, so no deadlock is possible.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ logger = logging.getLogger(__name__)
 
 
 class Transfer(NamedTuple):
+    """One expert's transfer between two ranks."""
+
     key: ExpertKey
     source: int
     target: int
 
 
 def wanted_by(placement: Placement, rank: int) -> set[ExpertKey]:
-    """What the rank is to hold."""
+    """Return the experts that the placement gives to a rank."""
     return {
         ExpertKey(layer, expert) for layer, ranks in enumerate(placement) for expert in ranks[rank]
     }
 
 
 def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[Transfer]:
-    """What is to be sent, ordered by layer; the same on every rank. Experts that nobody holds are not in it.
+    """Return the transfers, ordered by layer; the same list on every rank.
+
+    Experts that no rank holds are not in it.
 
     Args:
         held: by rank.
@@ -59,10 +64,14 @@ def exchange_experts(
     take: Callable[[ExpertKey, Expert], None],
     is_cancelled: Callable[[], bool],
 ) -> None:
-    """Sends and receives what the members of the group lack; `take` gets each expert that has come. Collective.
+    """Send and receive the experts that members of the group lack. Collective.
 
-    A member that is lost or silent ends it, for everybody: what has not come by then is read from the checkpoint. Ends early, too,
-    when `is_cancelled`.
+    A lost or silent member ends the exchange for all members. The experts that are missing then are
+    read from the checkpoint.
+
+    Args:
+        take: receives each expert that arrived.
+        is_cancelled: True ends the exchange early.
     """
     try:
         for transfer in plan_transfers(
@@ -90,7 +99,7 @@ def exchange_experts(
 def _tell_held(
     group: Group, placement: Placement, held: Collection[ExpertKey], num_experts: int
 ) -> list[set[ExpertKey]]:
-    """By rank."""
+    """Exchange the lists of experts; return them by rank."""
     own = torch.zeros((len(placement), num_experts), dtype=torch.uint8)
     for layer, expert in held:
         own[layer, expert] = 1

@@ -24,7 +24,7 @@ class ExpertSteps:
         """Run a step in which only the other ranks have tokens.
 
         Raises:
-            GroupBrokenError: As `check_expert_groups` does.
+            GroupBrokenError: as `check_expert_groups` does.
         """
         context = dummy_steps.no_batch(kv_cache, self._device)
         context.wave_tokens = wave_tokens
@@ -33,7 +33,11 @@ class ExpertSteps:
         self.check_expert_groups(context)
 
     def check_has_experts(self) -> None:
-        """Raise RuntimeError if no generation has been committed, because then no layer has experts."""
+        """Check that a generation has been committed: before that, no layer has experts.
+
+        Raises:
+            RuntimeError: no generation has been committed.
+        """
         if self._model.sparse_layers[0][1].shard is None:
             raise RuntimeError("a step has tokens, but no generation has been committed")
 
@@ -43,7 +47,7 @@ class ExpertSteps:
         Each tensor rank belongs to an expert group of its own. If one breaks, all of them stop.
 
         Raises:
-            GroupBrokenError: On all tensor ranks.
+            GroupBrokenError: on all tensor ranks.
         """
         one_is_broken = False
         if self._tensor_group.size > 1:

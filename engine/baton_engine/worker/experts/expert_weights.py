@@ -1,4 +1,4 @@
-"""Single experts of sparse layers: how their weights lie in memory, how they are read from the checkpoint, how they travel."""
+"""Weights of single experts: in memory, in the checkpoint, and as messages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Weight = Tensor | Int8Weight
 
 
 class ExpertKey(NamedTuple):
+    #: Index among the sparse layers.
+    """Name of an expert of the model."""
+
     layer: int
-    """Among the sparse ones."""
     expert: int
 
 
@@ -33,16 +35,16 @@ class Expert(NamedTuple):
 
 
 class ExpertForm(enum.Enum):
-    """In which a worker multiplies by its experts."""
+    """The form of experts' weights in products."""
 
     PLAIN = enum.auto()
+    #: In oneDNN's order.
     PACKED = enum.auto()
-    """In oneDNN's order."""
     INT8 = enum.auto()
 
 
 def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> ExpertForm:
-    """That of experts beside other weights which `packed_weights` has prepared."""
+    """Return the form that experts have beside weights of `packed_weights`."""
     if quantization is not None:
         return ExpertForm.INT8
     return (
@@ -53,10 +55,10 @@ def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.devi
 
 
 class ExpertStore:
-    """Makes experts of one model: from its checkpoint, or from what another rank of the same model sends.
+    """A factory of one model's experts: from its checkpoint, or from another rank's messages.
 
-    Weights travel as they lie in memory, on the host; packed ones are put back into rows first, which is exact and takes as long as
-    packing. By any thread.
+    Messages have weights in the form of the host's memory. Packed weights are first put back into
+    rows, which is exact and takes as long as packing. Callable from any thread.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class ExpertStore:
         device: torch.device,
         form: ExpertForm,
     ) -> None:
-        """Args:
-        path: the checkpoint, of which names and shapes were checked when `model` was loaded.
-        model: with spread experts.
+        """Open the checkpoint.
+
+        Args:
+            path: the checkpoint. Names and shapes were checked when `model` was loaded.
+            model: with experts that are spread over ranks.
         """
         self.device = device
         self.num_experts = model.config.num_experts
@@ -82,20 +86,24 @@ class ExpertStore:
         return [layer for _, layer in self._layers]
 
     def read(self, key: ExpertKey) -> Expert:
-        """From the checkpoint, this tensor rank's slices only. Raises ModelInvalid if they cannot be read."""
+        """Read this tensor rank's slices of an expert from the checkpoint.
+
+        Raises:
+            ModelInvalid: they cannot be read.
+        """
         prefix, layer = self._layers[key.layer]
         gate_up, down = layer.new_expert(self._dtype, self.device)
         targets = layer.expert_targets(prefix, key.expert, gate_up, down)
-        read_ahead(self._entries, targets)  # steps run meanwhile
+        read_ahead(self._entries, targets)  # steps run at the same time
         read_slices(self._entries, targets)
         return Expert(self._prepare(gate_up), self._prepare(down))
 
     def to_parts(self, expert: Expert) -> list[Tensor]:
-        """The tensors that another rank needs to have the same expert; dense, on the host."""
+        """Return the tensors that another rank needs for this expert: dense, on the host."""
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
-        """Room for what `to_parts` gives on another rank."""
+        """Return empty tensors for the `to_parts` of another rank."""
         shapes = [
             weight.shape
             for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))
@@ -112,7 +120,7 @@ class ExpertStore:
         ]
 
     def from_parts(self, parts: list[Tensor]) -> Expert:
-        """The expert of which these parts came."""
+        """Return the expert that another rank took apart with `to_parts`."""
         if self._form is ExpertForm.INT8:
             values_and_scales = zip(parts[::2], parts[1::2], strict=True)
             return Expert(*(_int8_weight(values, scales) for values, scales in values_and_scales))
@@ -131,8 +139,10 @@ class ExpertStore:
 def stack_experts(
     experts: Iterable[Expert], device: torch.device
 ) -> tuple[ExpertWeights, ExpertWeights]:
-    """(gate and up, down) of several experts as `run_experts` takes them: one by one on a CPU, which shares them with whoever has
-    them already, and stacked, so copied, on a GPU."""
+    """Return (gate and up, down) of several experts as `run_experts` takes them.
+
+    On a CPU these are tuples that share the experts' memory, on a GPU stacked copies.
+    """
     gate_up, down = zip(*experts, strict=True)
     if device.type == "cpu":
         return gate_up, down

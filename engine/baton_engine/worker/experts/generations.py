@@ -1,10 +1,11 @@
-"""The generations of an expert-parallel group as one worker sees them: one that serves, and perhaps one prepared beside it.
+"""A worker's generations of an expert-parallel group: the one that serves and the next one.
 
-A thread of low priority prepares: it joins the generation's expert group, gets the experts that this worker lacks (from members
-that hold them, else from the checkpoint), and puts together the layers' shards. Experts that are here already are shared. To adopt
+A thread of low priority prepares the next generation. It joins the generation's expert group, gets
+the experts that this worker lacks, and makes the layers' shards. Experts come from members that
+hold them, otherwise from the checkpoint. Experts that this worker already has are shared. To commit
 the generation is then to give every sparse layer its new shard.
 
-All methods are called by the worker's thread, except `interrupt`.
+All methods except `interrupt` are called by the worker's thread.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from baton_protocol.topology import ExpertLoads, Generation
 
 logger = logging.getLogger(__name__)
 
+#: Of threads that prepare. Serving steps go first.
 NICENESS = 10
-"""Of threads that prepare: a serving step goes first."""
+#: Time after which a silent member's experts are read from the checkpoint.
 PEER_TIMEOUT_S = 30.0
-"""A member that sends no expert for so long is given up: the checkpoint has them all."""
+#: Delay before the groups of a retired generation are left: a slower member may still read what its
+#: last step sent.
 GRACE_S = 5.0
-"""Groups of a generation that served are left so late: a slower member may still read what was sent in its last step."""
 CPU = torch.device("cpu")
 
 
 class Join(Protocol):
-    """Joins a group of a generation, all members of which do so."""
+    """Joins a group of a generation, together with all its members."""
 
     def __call__(
         self, name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float
@@ -51,9 +53,12 @@ class Join(Protocol):
 
 
 def join_group(join_timeout_s: float, secret: bytes = b"") -> Join:
-    """Through the generation's store; who waits longer than `join_timeout_s` for the others raises TimeoutError.
+    """Return a `Join` through the generation's store.
+
+    It raises TimeoutError if the other members are not there in time.
 
     Args:
+        join_timeout_s: limit of the wait for the others.
         secret: the store's; see `store_proof`.
     """
 
@@ -79,37 +84,42 @@ def join_group(join_timeout_s: float, secret: bytes = b"") -> Join:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWorker:
-    """What a worker brings into every generation."""
+    """A worker's own part of every generation."""
 
+    #: Of its engine.
     instance_id: str
-    """Of its engine."""
+    #: In its engine. Workers of one tensor rank form an expert group.
     tensor_rank: int
-    """In its engine: workers of one tensor rank form an expert group."""
     store: ExpertStore
+    #: Equal on workers with the same weights. Others cannot be members of one generation.
     compatibility_hash: str
-    """Equal on workers with the same weights; others cannot be members of one generation."""
     join: Join
+    #: Limit of one exchange in a step.
     timeout_s: float
-    """Of exchanges in steps."""
 
 
 class Generations:
+    """The generation that serves, and the one that is prepared beside it."""
+
     def __init__(self, worker: ExpertWorker) -> None:
         self._worker = worker
+        #: In preparation, prepared, or failed.
         self._prepared: _LocalGeneration | None = None
-        """What is being prepared, or is prepared, or failed."""
         self._current: _LocalGeneration | None = None
 
     def prepare(self, generation: Generation) -> None:
-        """Begins to prepare; returns at once. What was prepared before is dropped; one that is known already changes nothing.
+        """Begin to prepare a generation and return at once.
+
+        Another generation that was prepared before is dropped. A generation that is known already
+        changes nothing.
 
         Raises:
-            ValueError: this engine is no member.
+            ValueError: this engine is not a member.
         """
         rank = generation.rank_of(self._worker.instance_id)
         if rank is None:
             raise ValueError(
-                f"generation {generation.number} does not have {self._worker.instance_id} as a member"
+                f"{self._worker.instance_id} is not a member of generation {generation.number}"
             )
         known = (
             each.generation.nonce for each in (self._prepared, self._current) if each is not None
@@ -120,30 +130,37 @@ class Generations:
         self._prepared = _LocalGeneration(generation, rank, self._worker, self._current)
 
     def preparation(self) -> Preparation:
+        """Return the state of the preparation."""
         return Preparation() if self._prepared is None else self._prepared.status
 
     def commit(self, nonce: str) -> None:
-        """Steps are of the prepared generation from now on. Raises ValueError if that is not what was prepared."""
+        """Switch steps to the prepared generation.
+
+        Raises:
+            ValueError: this generation is not prepared.
+        """
         prepared, status = self._prepared, self.preparation()
         if (
             prepared is None
             or status.nonce != nonce
             or status.state is not PreparationState.PREPARED
         ):
-            raise ValueError(f"generation {nonce} cannot be adopted: {status}")
+            raise ValueError(f"generation {nonce} cannot be committed: {status}")
         retired, self._current, self._prepared = self._current, prepared, None
         self._give_layers(prepared.shards)
-        logger.info("serves in generation %d as rank %d", prepared.generation.number, prepared.rank)
+        logger.info(
+            "serving in generation %d as rank %d", prepared.generation.number, prepared.rank
+        )
         if retired is not None:
             retired.close(GRACE_S)
 
     def drop(self, nonce: str) -> None:
-        """What is prepared, if it is that generation."""
+        """Drop what is prepared, if it is that generation."""
         if self._prepared is not None and self._prepared.generation.nonce == nonce:
             self._drop()
 
     def leave(self) -> None:
-        """Serves in no generation and prepares none: experts are freed."""
+        """Serve in no generation, prepare none, and free the experts."""
         self._drop()
         current, self._current = self._current, None
         self._give_layers([None] * len(self._worker.store.layers))
@@ -151,17 +168,19 @@ class Generations:
             current.close(GRACE_S)
 
     def interrupt(self, nonce: str = "") -> None:
-        """Gives up the group that steps exchange in, so that one which waits in it fails at once. By any thread.
+        """Abort the group in which steps exchange, so that a waiting step fails at once.
+
+        Callable from any thread.
 
         Args:
-            nonce: only if it is that generation's; empty: whichever it is.
+            nonce: only if the current generation has this nonce; empty: any generation.
         """
         current = self._current
         if current is not None and nonce in ("", current.generation.nonce):
             current.abort()
 
     def loads(self) -> ExpertLoads:
-        """Of the current generation; empty without one."""
+        """Return the loads of the current generation; empty without one."""
         shards = self._current.shards if self._current is not None else []
         return ExpertLoads(tuple(tuple(shard.tokens.tolist()) for shard in shards))
 
@@ -177,7 +196,7 @@ class Generations:
 
 
 class _LocalGeneration:
-    """One generation on this worker, from the beginning of its preparation to its end."""
+    """One generation on this worker, from the start of its preparation to its end."""
 
     def __init__(
         self,
@@ -186,21 +205,21 @@ class _LocalGeneration:
         worker: ExpertWorker,
         before: _LocalGeneration | None,
     ) -> None:
-        """Begins.
+        """Start the thread that prepares.
 
         Args:
             before: the generation whose experts are shared.
         """
         self.generation = generation
         self.rank = rank
+        #: The experts of this worker: complete once prepared, none after a failure.
         self.experts: dict[ExpertKey, Expert] = {}
-        """That this worker holds. Complete once prepared; none if that failed."""
         self.shards: list[ExpertShard] = []
         self._worker = worker
+        #: None after the preparation.
         self._before = before
-        """Only while it is prepared."""
+        #: Guards the attributes below: the thread adds to them, `abort` and `close` end them.
         self._lock = threading.Lock()
-        """Guards what follows: the thread adds, `abort` and `close` end."""
         self._status = Preparation(generation.nonce, PreparationState.PREPARING)
         self._groups: list[Group] = []
         self._closed = False
@@ -215,14 +234,20 @@ class _LocalGeneration:
             return self._status
 
     def abort(self) -> None:
-        """Operations in its groups fail at once, in all threads. Idempotent, also when closed."""
+        """End operations in its groups at once, in all threads.
+
+        Idempotent, also when closed.
+        """
         with self._lock:
             groups = list(self._groups)
         for group in groups:
             group.abort()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Leaves its groups after `grace_s`, in the background: without waiting for a thread that still prepares. Idempotent."""
+        """Leave its groups after `grace_s`, in the background. Idempotent.
+
+        It does not wait for a thread that still prepares.
+        """
         with self._lock:
             self._closed = True
         threading.Thread(
@@ -230,7 +255,8 @@ class _LocalGeneration:
         ).start()
 
     def _close(self, grace_s: float) -> None:
-        self._thread.join()  # it ends soon: its groups are aborted, or it waits for members no longer than it may
+        # It ends soon: its groups are aborted, or its own limits end its waiting.
+        self._thread.join()
         self.experts, self.shards = {}, []  # memory has no grace
         time.sleep(grace_s)
         with self._lock:
@@ -242,9 +268,8 @@ class _LocalGeneration:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             if self._worker.store.device.type == "cuda":
-                torch.cuda.set_device(
-                    self._worker.store.device
-                )  # the worker's: new threads begin with the first
+                # A new thread begins with the first device.
+                torch.cuda.set_device(self._worker.store.device)
             self._prepare()
             status = Preparation(self.generation.nonce, PreparationState.PREPARED)
         except Exception as error:
@@ -260,7 +285,7 @@ class _LocalGeneration:
             logger.warning(
                 "generation %d cannot be prepared: %s", self.generation.number, status.reason
             )
-            self.abort()  # the others need not wait for this one
+            self.abort()  # so that the others do not wait for this one
 
     @torch.no_grad()
     def _prepare(self) -> None:
@@ -283,7 +308,8 @@ class _LocalGeneration:
             self.experts[key] = worker.store.read(key)
         self.shards = [self._make_shard(layer, group) for layer in range(len(generation.placement))]
         logger.info(
-            "generation %d prepared in %.2f s as rank %d of %d: %d experts were here, %d came from other ranks, %d were read",
+            "generation %d prepared in %.2f s as rank %d of %d: %d experts were here, %d came from "
+            "other ranks, %d were read",
             generation.number,
             time.monotonic() - started,
             self.rank,
@@ -294,13 +320,17 @@ class _LocalGeneration:
         )
 
     def _ask_members(self, held: Mapping[ExpertKey, Expert]) -> None:
-        """Gets from them what they hold, and sends them what they lack. `held` may be more than this rank keeps."""
+        """Get experts from other members and send them those that they lack.
+
+        Args:
+            held: may be more than this rank keeps.
+        """
         try:
             group = self._join(f"weights-{self._worker.tensor_rank}", CPU, PEER_TIMEOUT_S)
         except (GroupBrokenError, TimeoutError) as error:
             self._check_open()
             logger.warning(
-                "experts are read from the checkpoint, for ranks cannot exchange them: %s", error
+                "ranks cannot exchange experts, so they are read from the checkpoint: %s", error
             )
             return
         exchange_experts(
@@ -319,10 +349,8 @@ class _LocalGeneration:
         self._check_open()
         group = self._worker.join(name, self.generation, self.rank, device, timeout_s)
         with self._lock:
-            self._groups.append(
-                group
-            )  # before it is looked whether somebody closes this: one of both ends the group
-        self._check_open()
+            self._groups.append(group)
+        self._check_open()  # after the append: either this or a concurrent `close` ends the group
         return group
 
     def _check_open(self) -> None:
@@ -333,7 +361,8 @@ class _LocalGeneration:
         num_layers = len(self._worker.store.layers)
         if len(self.generation.placement) != num_layers:
             raise ValueError(
-                f"{len(self.generation.placement)} layers are placed, but the model has {num_layers}"
+                f"the placement has {len(self.generation.placement)} sparse layers, but the model "
+                f"has {num_layers}"
             )
         for layer, ranks in enumerate(self.generation.placement):
             experts = {expert for slots in ranks for expert in slots}
@@ -341,7 +370,8 @@ class _LocalGeneration:
                 range(self._worker.store.num_experts)
             ):
                 raise ValueError(
-                    f"the placement of sparse layer {layer} is not of these ranks, or not of all experts"
+                    f"the placement of sparse layer {layer} is not for these ranks, or not of all "
+                    "experts"
                 )
 
     def _check_compatible(self, group: Group) -> None:
@@ -367,7 +397,6 @@ class _LocalGeneration:
         else:
             gate_up, down = stack_experts([self.experts[key] for key in keys], device)
             if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-                self.experts.update(
-                    zip(keys, map(Expert, gate_up, down), strict=True)
-                )  # once in memory, not twice
+                # Views of the stacked copies replace the experts, so that memory has them once.
+                self.experts.update(zip(keys, map(Expert, gate_up, down), strict=True))
         return ExpertShard(group, placement, self._worker.store.num_experts, gate_up, down, device)

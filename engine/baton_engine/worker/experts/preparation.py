@@ -1,4 +1,7 @@
-"""How far a worker is with a generation that is prepared beside the one it serves in. Torch-free: engine cores read it."""
+"""The state of a generation that a worker prepares beside the one that serves.
+
+Torch-free: engine cores read it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from dataclasses import dataclass
 
 
 class PreparationState(enum.StrEnum):
+    #: Nothing is prepared: it was not requested, was committed, or was dropped.
+    """How far a preparation is."""
+
     NONE = "none"
-    """Nothing is prepared: not asked for, adopted, or dropped."""
     PREPARING = "preparing"
     PREPARED = "prepared"
     FAILED = "failed"
@@ -16,8 +21,10 @@ class PreparationState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
+    #: Nonce of the generation.
+    """A preparation and its state."""
+
     nonce: str = ""
-    """Of the generation."""
     state: PreparationState = PreparationState.NONE
+    #: Why it failed.
     reason: str = ""
-    """Why it failed."""

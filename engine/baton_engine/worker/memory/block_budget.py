@@ -1,4 +1,4 @@
-"""How many KV blocks a rank has room for."""
+"""The number of KV blocks that fit on a rank."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ CGROUPS = Path("/sys/fs/cgroup")
 class BlockSize:
     """Bytes of one KV block."""
 
+    #: This rank's part: its layers and heads.
     rank: int
-    """What this rank holds of it: its layers and heads."""
+    #: All ranks together: budgets of host memory are for a whole engine.
     engine: int
-    """All ranks together. Budgets of host memory are meant for a whole engine."""
 
 
 def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
-    """(cache blocks, host swap blocks) of the configured budgets.
+    """Return (cache blocks, host swap blocks) of the configured budgets.
 
     Raises:
-        ConfigurationError: if the budget holds no block, or is more than the machine has left.
+        ConfigurationError: the budget holds no block, or is more than the machine has left.
     """
     num_blocks = cache.memory_bytes // size.engine if cache.num_blocks is None else cache.num_blocks
     if num_blocks < 1:
         raise ConfigurationError(
             "InsufficientMemory",
-            f"cache.memory_bytes={cache.memory_bytes} does not hold one KV block of {size.engine} bytes; raise it",
+            f"cache.memory_bytes={cache.memory_bytes} does not hold one KV block of {size.engine} "
+            "bytes; raise it",
         )
     num_swap_blocks = cache.swap_memory_bytes // size.engine
     num_offload_blocks = offload_blocks(cache, size)
@@ -45,9 +46,9 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
         setting = "cache.memory_bytes" if cache.num_blocks is None else "cache.num_blocks"
         raise ConfigurationError(
             "InsufficientMemory",
-            f"{num_blocks} KV blocks, {num_swap_blocks} swap blocks and {num_offload_blocks} offload blocks need "
-            f"{needed / GIB:.2f} GiB, but {available / GIB:.2f} GiB are available; lower {setting}, cache.swap_memory_bytes or "
-            "cache.offload_memory_bytes",
+            f"{num_blocks} KV blocks, {num_swap_blocks} swap blocks and {num_offload_blocks} "
+            f"offload blocks need {needed / GIB:.2f} GiB, but {available / GIB:.2f} GiB are "
+            f"available; lower {setting}, cache.swap_memory_bytes or cache.offload_memory_bytes",
         )
     return num_blocks, num_swap_blocks
 
@@ -59,14 +60,19 @@ def blocks_on_gpu(
     run_largest_step: Callable[[], None],
     graph_bytes: int = 0,
 ) -> tuple[int, int]:
-    """(cache blocks, host swap blocks): of the GPU what the largest step and other processes leave.
+    """Return (cache blocks, host swap blocks).
+
+    The cache gets the memory of the GPU that the largest step and other processes leave.
 
     Args:
+        cache: the configuration.
+        size: of one block.
+        device: the GPU.
         run_largest_step: its peak of memory, weights included, is measured.
-        graph_bytes: that captured graphs will take.
+        graph_bytes: the memory of captured graphs.
 
     Raises:
-        ConfigurationError: if not one block is left, or less than configured.
+        ConfigurationError: not one block fits, or fewer than configured.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -85,26 +91,30 @@ def blocks_on_gpu(
         )
         raise ConfigurationError(
             "InsufficientMemory",
-            f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} GiB, "
-            f"cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, weights and activations take "
-            f"{peak / GIB:.2f} GiB, CUDA graphs {graph_bytes / GIB:.2f} GiB and others {others / GIB:.2f} GiB; raise it, or lower "
-            "scheduler.max_num_batched_tokens or cache.num_blocks",
+            f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} "
+            f"GiB, cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, weights and "
+            f"activations take {peak / GIB:.2f} GiB, CUDA graphs {graph_bytes / GIB:.2f} GiB and "
+            f"others {others / GIB:.2f} GiB; raise it, or lower scheduler.max_num_batched_tokens "
+            "or cache.num_blocks",
         )
     return num_blocks, cache.swap_memory_bytes // size.engine
 
 
 def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
-    """Blocks of the offload tier: as many on every rank."""
+    """Return the blocks of the offload tier, the same number on every rank."""
     return cache.offload_memory_bytes // size.engine
 
 
 def available_host_memory(
     meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS
 ) -> int | None:
-    """Bytes this process can still take without swapping or being killed; None where the system does not say.
+    """Return the bytes that this process can still allocate without swapping or an OOM kill.
 
-    The least of what the machine has and what the limits of the process's control groups (version 2) leave. Page cache counts
-    as available: it is given up for anonymous memory.
+    It is the minimum of the machine's memory and the limits of the process's control groups
+    (version 2). Page cache counts as available, because the kernel reclaims it.
+
+    Returns:
+        None if the system does not report it.
     """
     found = []
     try:
@@ -117,7 +127,7 @@ def available_host_memory(
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """This process's group and those above it."""
+    """Return this process's control group and its parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

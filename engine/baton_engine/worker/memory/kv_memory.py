@@ -1,4 +1,7 @@
-"""One rank's KV memory: the blocks of its cache, host blocks for swapped requests and evicted prefixes, and copies between them."""
+"""One rank's KV memory and the copies inside it.
+
+It has the cache's blocks, and host blocks for swapped requests and evicted prefixes.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,7 @@ from baton_kv_transfer.memory.layout import KVCacheLayout
 
 
 class KVMemory:
-    """Args:
-    layout: of the cache, of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
-    num_swap_blocks: host blocks; their memory is taken when the first block is swapped out.
-    num_offload_blocks: host blocks of the offload tier; their memory is taken when the first block is stored there.
-    """
+    """The blocks of one rank, on its device and on the host."""
 
     def __init__(
         self,
@@ -32,6 +31,14 @@ class KVMemory:
         device: torch.device,
         num_offload_blocks: int = 0,
     ) -> None:
+        """Allocate the cache, zeroed. Host blocks are allocated at their first use.
+
+        Args:
+            layout: of the cache, [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+            num_swap_blocks: host blocks for swapped requests.
+            device: of the cache.
+            num_offload_blocks: host blocks of the offload tier.
+        """
         self.layout = layout
         self.num_swap_blocks = num_swap_blocks
         self.num_offload_blocks = num_offload_blocks
@@ -47,19 +54,24 @@ class KVMemory:
         return self.cache.untyped_storage().nbytes() == 0
 
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """The copies that come before anything else writes to the cache: of evicted blocks to the offload tier."""
+        """Copy evicted blocks to the offload tier.
+
+        These copies come before any other write to the cache.
+        """
         if not step.store:
             return
         if self._offloaded is None:
             self._offloaded = self._allocate_host_blocks(self.num_offload_blocks)
         swap_blocks(self.cache, self._offloaded, _pairs(step.store))
-        if (
-            step.connector.loads and self.cache.is_cuda
-        ):  # a peer may write to these blocks, and knows no streams
+        # A peer may write to these blocks, and does not wait for streams.
+        if step.connector.loads and self.cache.is_cuda:
             torch.cuda.current_stream(self.cache.device).synchronize()
 
     def move_blocks(self, step: SchedulerOutput) -> None:
-        """The step's other copies, in their order: out to the host, in from the host, from the offload tier, within the cache."""
+        """Run the step's other copies, in their order.
+
+        The order is: out to the host, in from the host, from the offload tier, within the cache.
+        """
         if step.swap_out:
             if self._swapped is None:
                 self._swapped = self._allocate_host_blocks(self.num_swap_blocks)
@@ -74,14 +86,20 @@ class KVMemory:
             copy_blocks(self.cache, _pairs(step.block_copies))
 
     def drop(self) -> None:
-        """Gives the memory back to the system, and with it all that is cached. `cache` stays the same tensor, without storage."""
+        """Return the memory, and all cached blocks, to the system.
+
+        `cache` stays the same tensor, without storage.
+        """
         if self.cache.is_cuda:
-            torch.cuda.synchronize(self.cache.device)  # copies may be under way
+            torch.cuda.synchronize(self.cache.device)  # copies may be running
         self.cache.untyped_storage().resize_(0)
         self._swapped = self._offloaded = None
 
     def restore(self) -> None:
-        """Takes the memory again, zeroed; its address may be another, and that of a small cache need not begin a page."""
+        """Allocate the memory again, zeroed.
+
+        Its address may differ, and a small cache need not begin at a page.
+        """
         if self.is_dropped:
             self.cache.untyped_storage().resize_(self._storage_nbytes)
             _ask_for_huge_pages(self.cache)
@@ -105,7 +123,10 @@ class KVMemory:
 
 
 def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU it begins with a page: a block that does not reaches into one more, where few processors go on reading ahead."""
+    """Return a tensor that begins at a page on a CPU.
+
+    Otherwise each block reaches into one more page, and few processors prefetch across pages.
+    """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     num_elements = math.prod(shape)
@@ -117,9 +138,10 @@ def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def _ask_for_huge_pages(cache: Tensor) -> None:
-    """Attention jumps from block to block: with pages of 4 KiB on a CPU, each jump looks up an address translation anew.
+    """Advise Linux to use huge pages, before the memory is touched.
 
-    Advice to Linux, before the memory is touched: without effect where it cannot be followed.
+    Attention jumps from block to block. With pages of 4 KiB on a CPU, each jump needs another
+    address translation. The advice has no effect where it cannot be followed.
     """
     if cache.device.type != "cpu" or sys.platform != "linux":
         return
@@ -133,5 +155,5 @@ def _ask_for_huge_pages(cache: Tensor) -> None:
 
 
 def _pairs(copies: Sequence[BlockCopy]) -> Tensor:
-    """int64 [n, 2]: source and target of each."""
+    """Return int64 [n, 2]: source and target of each copy."""
     return torch.from_numpy(np.array(copies, dtype=np.int64))

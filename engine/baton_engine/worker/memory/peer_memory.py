@@ -1,4 +1,7 @@
-"""A rank's KV cache as its connector sees it: in host memory the cache itself, on a GPU slots of pinned host memory before it."""
+"""A rank's KV cache as its connector sees it.
+
+In host memory it is the cache itself; on a GPU it is slots of pinned host memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from baton_kv_transfer.memory.staged_memory import StagedKVMemory
 
 
 class PeerMemory:
-    """Made by the worker's thread; `memory` is the connector's."""
+    """The memory for peers. The worker's thread makes it; the connector uses `memory`."""
 
     def __init__(
         self,
@@ -27,11 +30,13 @@ class PeerMemory:
         *,
         staged: bool | None = None,
     ) -> None:
-        """
+        """Allocate the slots, if the cache needs them.
+
         Args:
-            cache: of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
-            staging_bytes: for the slots, if there are any.
-            staged: whether blocks travel through slots; None: where the cache is on a GPU.
+            cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
+            layout: of the cache.
+            staging_bytes: limit for the slots.
+            staged: whether blocks travel through slots; None: if the cache is on a GPU.
 
         Raises:
             ValueError: a block cannot be exchanged, or staging_bytes has no room for one.
@@ -58,7 +63,10 @@ class PeerMemory:
         )
 
     def mark(self) -> None:
-        """The connector's later copies come after what this thread has queued on the device so far. Waits for nothing."""
+        """Order the connector's later copies after this thread's work that is queued now.
+
+        It does not wait.
+        """
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._cache.device))
@@ -89,7 +97,10 @@ class PeerMemory:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """What is queued inside runs behind `mark`, and has ended when this ends. The device's other streams go on meanwhile."""
+        """Run the copies inside after the last `mark`, and wait for them at the end.
+
+        The device's other streams continue.
+        """
         if self._stream is None:
             yield
             return
@@ -101,5 +112,5 @@ class PeerMemory:
 
 
 def _pairs(sources: Sequence[int], targets: Sequence[int]) -> Tensor:
-    """int64 [n, 2]"""
+    """Return int64 [n, 2]."""
     return torch.from_numpy(np.array([sources, targets], dtype=np.int64).T.copy())

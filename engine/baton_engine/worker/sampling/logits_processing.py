@@ -1,15 +1,17 @@
-"""What a request's parameters do to its logits before a token is chosen: bias, penalties, masks.
+"""Processing of logits by a request's parameters: bias, penalties, masks.
 
-In this order; the masks commute with everything, so theirs does not matter:
+This is the order. Masks commute with everything, so their place does not matter:
 
     logit_bias            added
-    repetition_penalty    prompt and generated ids: positive logits divided by it, negative ones multiplied
-    frequency_penalty     generated ids: minus it per occurrence
-    presence_penalty      generated ids: minus it once
-    allowed_token_ids     all others masked
-    bad_words             the last id of a word masked where the others stand before it; they may begin in the prompt
-    min_tokens            EOS and stop tokens masked before
-    grammar bitmask       what structured output does not allow masked
+    repetition_penalty    prompt and generated ids: positive logits are divided by it, negative
+                          ones multiplied
+    frequency_penalty     generated ids: subtracted once per occurrence
+    presence_penalty      generated ids: subtracted once
+    allowed_token_ids     all others are masked
+    bad_words             the last id of a word is masked after its other ids; a word may begin in
+                          the prompt
+    min_tokens            EOS and stop tokens are masked before this number of tokens
+    grammar bitmask       ids outside the grammar are masked
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class SamplingInput:
 
     @property
     def position(self) -> int:
-        """Index in the generated sequence of the token to be sampled."""
+        """Index of the token to sample in the generated sequence."""
         return len(self.generated_token_ids)
 
 
@@ -49,11 +51,13 @@ def process_logits(
     eos_token_ids: Sequence[int],
     grammar_bitmask: Tensor | None,
 ) -> Tensor:
-    """Returns the processed logits: a copy, or `logits` itself if no row asks for anything.
+    """Return the processed logits: a copy, or `logits` itself if no row needs processing.
 
     Args:
-        logits: float32 of shape [rows, vocab_size]; not changed.
-        grammar_bitmask: int32 of shape [rows, ceil(vocab_size / 32)]; rows without a grammar are all -1.
+        logits: float32 [rows, vocab_size]; not changed.
+        inputs: one per row.
+        eos_token_ids: the model's.
+        grammar_bitmask: int32 [rows, ceil(vocab_size / 32)]; rows without a grammar are all -1.
     """
     if grammar_bitmask is None and not any(_needs_processing(item) for item in inputs):
         return logits
@@ -70,12 +74,18 @@ def process_logits(
 
 
 def end_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
-    """EOS and stop tokens. Those of a request that ignores EOS include it, too: min_tokens masks it all the same."""
+    """Return EOS and stop tokens.
+
+    EOS is included for requests that ignore it, because min_tokens masks it for them, too.
+    """
     return {*eos_token_ids, *params.stop_token_ids}
 
 
 class _Places:
-    """Collects (row, token id, values), to be applied to all rows at once. Ids past the vocabulary name no token: left out."""
+    """(row, token id, value) triples that are applied to all rows at once.
+
+    Ids past the vocabulary are dropped.
+    """
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -173,7 +183,7 @@ def _mask_bad_words(logits: Tensor, inputs: Sequence[SamplingInput]) -> None:
     for row, item in enumerate(inputs):
         if words := item.params.bad_words_token_ids:
             longest = max(len(word) for word in words) - 1
-            # Only so many ids can matter.
+            # No more ids than this can matter.
             recent = (
                 [*item.prompt_token_ids[-longest:], *item.generated_token_ids[-longest:]]
                 if longest

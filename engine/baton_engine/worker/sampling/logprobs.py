@@ -1,6 +1,6 @@
-"""Log-probabilities to report: of sampled tokens, of prompt tokens, and of the continuations of beams.
+"""Log-probabilities to report: of sampled tokens, of prompt tokens, and of beams.
 
-What is reported to clients is of the raw logits. None is lower than MIN_LOGPROB: JSON has no infinity.
+Clients get those of the raw logits. None is lower than MIN_LOGPROB, because JSON has no infinity.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ MIN_LOGPROB = -9999.0
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Per row the chosen token's log-probability and rank, and the `num_top` most likely tokens, best first.
+    """Return each chosen token's log-probability and rank, and the `num_top` likeliest tokens.
+
+    The best token comes first.
 
     Args:
-        logits: raw, float32, of shape [rows, vocab_size]. NaN counts as -inf.
+        logits: raw, float32 [rows, vocab_size]. NaN counts as -inf.
         token_ids: the chosen token per row.
         num_top: per row.
     """
@@ -33,10 +35,10 @@ def token_logprobs(
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """The same for prompt tokens.
+    """Return the same for prompt tokens.
 
     Args:
-        logits: raw, float32, of shape [n, vocab_size]: of n consecutive prompt positions.
+        logits: raw, float32 [n, vocab_size], of n consecutive prompt positions.
         next_token_ids: the prompt's tokens at the n positions that follow.
         num_top: SamplingParams.prompt_logprobs.
     """
@@ -44,10 +46,12 @@ def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int)
 
 
 def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[TokenLogprobs]:
-    """Per row the most likely continuations of a beam, by the processed logits; `top` leaves out those that are impossible.
+    """Return the most likely continuations of each beam, by the processed logits.
+
+    `top` leaves out impossible tokens.
 
     Args:
-        processed: float32 of shape [rows, vocab_size], without NaN; masked tokens are -inf.
+        processed: float32 [rows, vocab_size], without NaN; masked tokens are -inf.
         num_candidates: per row.
     """
     values, ids = processed.log_softmax(dim=-1).topk(min(max(num_candidates), processed.shape[-1]))
@@ -66,13 +70,13 @@ def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[To
 
 
 def count_nans(logits: Tensor) -> list[int]:
-    """Of each row; logits of shape [rows, vocab_size]."""
+    """Return the NaNs of each row of logits [rows, vocab_size]."""
     counts: list[int] = logits.isnan().sum(dim=-1).tolist()
     return counts
 
 
 def without_nans(logits: Tensor) -> Tensor:
-    """NaN counts as -inf, +inf as the largest number. A copy."""
+    """Return a copy with -inf for NaN and the largest number for +inf."""
     return logits.nan_to_num(
         nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf
     )

@@ -1,18 +1,23 @@
-"""Sampling as a pure function of (logits, sampling params, prompt ids, generated ids, seed, sample index).
+"""Sampling as a pure function.
 
-No generator holds state: the noise of a candidate token is a hash (baton_kernels.sampling), so any pod that continues a request
-draws what the first pod would have drawn, whatever else is in its batch.
+Its arguments are logits, sampling params, prompt ids, generated ids, seed and sample index. No
+generator holds state: the noise of a candidate token is a hash (baton_kernels.sampling). Any pod
+that continues a request draws the tokens that the first pod would have drawn, whatever else is in
+its batch.
 
-    processed   logits after bias, penalties and masks                             logits_processing.py
-    greedy      argmax of the processed logits; of equal ones the lowest id        temperature 0
-    random      argmax of (processed / temperature + Gumbel noise) over what       baton_kernels.sampling
-                min_p, top_k and top_p keep: a sample of their softmax
-    beams       the best continuations by log-probability; the token is the best   logprobs.py
+    processed   logits after bias, penalties and masks               logits_processing.py
+    greedy      argmax of the processed logits; the lowest of equal  temperature 0
+                ids
+    random      argmax of (processed / temperature + Gumbel noise)   baton_kernels.sampling
+                over the ids that min_p, top_k and top_p keep: a
+                sample of their softmax
+    beams       the best continuations by log-probability; the       logprobs.py
+                token is the best
 
 Reported log-probabilities are of the raw logits, except those of beams.
 
-Logits that are NaN count as -inf. A row that has no possible token (all are masked, or NaN) gets the model's EOS, so that its
-request ends and the others go on, and is named in `SamplerOutput.impossible_rows`.
+Logits that are NaN count as -inf. A row without a possible token (all are masked or NaN) gets the
+model's EOS, which ends its request and no other. `SamplerOutput.impossible_rows` names it.
 """
 
 from __future__ import annotations
@@ -39,11 +44,13 @@ __all__ = ["SamplerOutput", "SamplingInput", "sample"]
 
 @dataclass(slots=True)
 class SamplerOutput:
+    """The tokens of a step, and the log-probabilities to report."""
+
     token_ids: list[int]
+    #: None for rows that did not request them. For rows of beam search see `sample`.
     logprobs: list[TokenLogprobs | None]
-    """None for rows that did not ask. Rows of beam search: see `sample`."""
+    #: Rows in which no token was possible; their token is EOS.
     impossible_rows: list[int] = field(default_factory=list)
-    """Rows whose token stands for "nothing was possible"."""
 
 
 def sample(
@@ -52,17 +59,17 @@ def sample(
     eos_token_ids: Sequence[int],
     grammar_bitmask: Tensor | None = None,
 ) -> SamplerOutput:
-    """Samples one token per row.
+    """Sample one token per row.
 
-    A row with a beam_width is not sampled: `logprobs` has its best continuations in `top`, at least 2 * beam_width, and beam_width
-    that are no end tokens, if so many are possible.
+    A row with a beam_width is not sampled: `logprobs` has its best continuations in `top`. There
+    are at least 2 * beam_width, and beam_width that are no end tokens, if that many are possible.
 
     Args:
-        logits: raw, float32, of shape [rows, vocab_size]; not changed.
+        logits: raw, float32 [rows, vocab_size]; not changed.
         inputs: one per row.
         eos_token_ids: the model's own end tokens, masked before min_tokens.
-        grammar_bitmask: int32 of shape [rows, ceil(vocab_size / 32)], on the logits' device, laid out as GrammarOutput.bitmask;
-            rows of requests without a grammar are all -1.
+        grammar_bitmask: int32 [rows, ceil(vocab_size / 32)], on the logits' device, in the form of
+            GrammarOutput.bitmask. Rows of requests without a grammar are all -1.
     """
     if not inputs:
         return SamplerOutput([], [])

@@ -200,7 +200,7 @@ def wait_for(rank: ThreadRank, state: PreparationState) -> Preparation:
     return found
 
 
-def test_what_cannot_be_prepared_says_why_and_is_not_adopted(
+def test_what_cannot_be_prepared_says_why_and_is_not_committed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = ThreadNetwork()
@@ -210,7 +210,7 @@ def test_what_cannot_be_prepared_says_why_and_is_not_adopted(
     assert wait_for(rank, PreparationState.FAILED) == Preparation(
         "nonce-1", PreparationState.FAILED, "TimeoutError: group experts-0 is unreachable"
     )
-    with pytest.raises(ValueError, match="generation nonce-1 cannot be adopted"):
+    with pytest.raises(ValueError, match="generation nonce-1 cannot be committed"):
         rank.generations.commit("nonce-1")
     network.unreachable = set()
 
@@ -225,21 +225,25 @@ def test_what_cannot_be_prepared_says_why_and_is_not_adopted(
             == "ModelInvalid: model.safetensors is gone"
         )
     for number, placement, reason in (
-        (3, place_experts(1, NUM_EXPERTS, 1), "1 layers are placed, but the model has 2"),
+        (
+            3,
+            place_experts(1, NUM_EXPERTS, 1),
+            "the placement has 1 sparse layers, but the model has 2",
+        ),
         (
             4,
             place_experts(NUM_LAYERS, NUM_EXPERTS - 1, 1),
-            "placement of sparse layer 0 is not of these ranks",
+            "placement of sparse layer 0 is not for these ranks",
         ),
         (
             5,
             place_experts(NUM_LAYERS, NUM_EXPERTS, 2),
-            "placement of sparse layer 0 is not of these ranks",
+            "placement of sparse layer 0 is not for these ranks",
         ),
     ):
         rank.generations.prepare(generation(number, ["r0"], placement))
         assert reason in wait_for(rank, PreparationState.FAILED).reason
-    with pytest.raises(ValueError, match="does not have r0 as a member"):
+    with pytest.raises(ValueError, match="r0 is not a member"):
         rank.generations.prepare(generation(6, ["r1"], place_experts(NUM_LAYERS, NUM_EXPERTS, 1)))
     commit_everywhere([rank], of_all(7, [rank]))
 
@@ -337,7 +341,7 @@ def test_the_next_preparation_replaces_the_one_before(checkpoint: Path, expected
         ranks,
         generation(1, ["r0", "r1"], place_experts(NUM_LAYERS, NUM_EXPERTS, 2, 2), "second-attempt"),
     )
-    with pytest.raises(ValueError, match="nonce-1 cannot be adopted"):
+    with pytest.raises(ValueError, match="nonce-1 cannot be committed"):
         ranks[0].generations.commit("nonce-1")
     for rank in ranks:
         rank.generations.commit("second-attempt")
