@@ -1,12 +1,13 @@
-"""A pair of processes with one agent each, of Baton or of NIXL. They move blocks on request; see bench.py.
+"""A pair of processes with one agent each, of Baton or of NIXL. bench.py makes them move blocks.
 
-plain     the initiator posts all blocks as one transfer, READ or WRITE, and waits for DONE
-proved    in pieces of a few MiB, each on its own: the producer sums its blocks, they move, the consumer sums what arrived and
-          compares. Pieces overlap. Control messages are notifications of the same library. The sums of a WRITE travel with
-          the transfer. It ends when the initiator has received that all blocks were verified.
+    plain     The initiator posts all blocks as one transfer, READ or WRITE, and waits for DONE.
+    proved    Blocks move in pieces of a few MiB that overlap. The producer sums the blocks of a
+              piece, they move, and the consumer sums and compares them. Control messages are
+              notifications of the same library. The sums of a WRITE travel with the transfer. The
+              exchange ends when the initiator knows that all blocks were verified.
 
-A pair is stopped (SIGSTOP) while another one is measured. NIXL's progress thread never sleeps, so each of its processes takes
-a whole core from the pair that is measured.
+A pair is stopped (SIGSTOP) while another one is measured: NIXL's progress thread never sleeps, so
+each of its processes would take a whole core from the measured pair.
 """
 
 from __future__ import annotations
@@ -35,17 +36,23 @@ except ImportError:
 
 DEADLINE_S = 60.0
 PIECE_BYTES = 4 * 2**20
+#: How long a side of that library sleeps between two looks. NIXL wakes nobody; one that never slept
+#: would take a processor.
 NIXL_POLL_S = {"nixl": 0.0001, "nixl 20 us": 0.00002}
-"""How long a side of that library sleeps between two looks. NIXL wakes nobody; one that never slept would take a processor."""
+#: NIXL has them, too: with UCX's own it is half as fast.
 UCX_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "512K"}
-"""NIXL has them, too: with UCX's own it is half as fast."""
 NAMES = ("initiator", "owner")
 _PIECE = struct.Struct("<II")  # first block in the order of the shape, blocks; their sums follow
 _GO, _PROVED = b"go", b"proved"
 
 
 def make_agent(library: str, name: str) -> Any:
-    """Both libraries share one vocabulary, hence one type. Ours goes by the name of its transport."""
+    """Return an agent of a library. Both libraries have the same methods.
+
+    Args:
+        library: a name in NIXL_POLL_S, or the name of one of our transports.
+        name: the agent's name.
+    """
     if library not in NIXL_POLL_S:
         from baton_kv_transfer.agent.create import create_agent
 
@@ -56,7 +63,10 @@ def make_agent(library: str, name: str) -> Any:
 
 
 class Side:
-    """One of the two processes. `source` never changes after it was filled; `target` is what the other's blocks arrive in."""
+    """One of the two processes.
+
+    `source` is filled once; the other process's blocks arrive in `target`.
+    """
 
     def __init__(self, library: str, name: str, pipe: Connection, max_bytes: int) -> None:
         self.peer = NAMES[1 - NAMES.index(name)]
@@ -219,7 +229,10 @@ class Side:
         return heard
 
     def _wait(self, condition: Callable[[], Any]) -> Any:
-        """As each library has it: ours wakes its user, NIXL is polled. Both look once before they wait."""
+        """Wait for a condition: our library wakes its user, NIXL is polled.
+
+        Both look once before they wait.
+        """
         deadline = time.perf_counter() + DEADLINE_S
         while not (value := condition()):
             if time.perf_counter() > deadline:
@@ -260,7 +273,13 @@ class Sample:
 
 class AgentPair:
     def __init__(self, library: str, tls: str, max_bytes: int) -> None:
-        """`tls`: UCX_TLS of both processes; "": not set. Both libraries get our settings of UCX's TCP."""
+        """Start both processes. Both libraries get our settings of UCX's TCP.
+
+        Args:
+            library: see `make_agent`.
+            tls: UCX_TLS of both processes; "" leaves it unset.
+            max_bytes: the most bytes of one transfer.
+        """
         context = mp.get_context("spawn")
         before = {key: os.environ.pop(key, None) for key in ("UCX_TLS", *UCX_SETTINGS)}
         os.environ.update(UCX_SETTINGS | ({"UCX_TLS": tls} if tls else {}))

@@ -1,23 +1,30 @@
-"""Block transfers between two processes of one host: our transports against NIXL, and against what the machine gives.
+"""Block transfers between two processes of one host: ours, NIXL's, and the machine's limits.
 
     make bench SUBJECT=kv_transfer [ARGS="--max-mib 256 --repeats 7"]
 
-Each transport runs in a pair of processes of its own. UCX, ours and NIXL's, has the same settings in all of them. Two parts:
+Each transport runs in a pair of processes of its own. Our UCX and NIXL's have the same settings.
+There are two parts:
 
     tcp       UCX_TLS=tcp: `ucx` and `tcp` beside NIXL
-    default   UCX_TLS is not set: `auto`, which is `shm` on one host, beside NIXL, which then has shared memory
+    default   UCX_TLS is not set: `auto`, which is `shm` on one host, beside NIXL, which then has
+              shared memory
 
-Blocks are taken in different random orders on both sides, so none merge: one descriptor per block. A figure is the blocks' bytes
-over the time of the whole transfer: `off` from posting to DONE; `on` with every block summed by its producer, moved, and verified
-by its consumer, in pieces that overlap (agent_pair.py). Our API wakes its user. NIXL's is polled, by one pair every 100 us, by
-another every 20. Only the pair that is measured runs, the others are stopped. The first turn changes with every repeat. Shapes of
-up to 16 MiB, whose milliseconds vary most, are repeated three times as often. A ratio, of NIXL's time to ours, is the median of
-the repeats' ratios, because the machine may be busy, and the lower of the two pairs', so that the better NIXL counts.
+Each side takes its blocks in a random order of its own. So none merge: one descriptor per block. A
+figure is the blocks' bytes over the time of the whole transfer. `off` is the time from posting to
+DONE. With `on`, the producer sums every block, it moves, and the consumer verifies it, in pieces
+that overlap (agent_pair.py).
 
-Limits are told by counting, with checksums on: the processor time of both processes over the time of the transfer (2.0: both
-processors of a pair were busy), and how often a thread of them went to sleep. `copies`: 1.5 processors or more were busy, and a
-byte is summed twice and copied twice through a socket, or once by process_vm_readv. `wake-ups`: less, each side waits for the
-other. Ceilings: ceilings.py. NIXL runs if `nixl_cu12` is installed.
+Our API wakes its user. One NIXL pair polls every 100 us, another every 20. Only the measured pair
+runs, the others are stopped. Each repeat begins with another pair. Shapes of up to 16 MiB vary most
+and are repeated three times as often. A ratio is NIXL's time over ours: the median of the repeats'
+ratios, because the machine may be busy, and the lower of the two pairs', so that the better NIXL
+counts.
+
+Limits are found by counting, with checksums on: the processor time of both processes over the time
+of the transfer (2.0: both processors were busy), and how often a thread of them went to sleep.
+`copies`: 1.5 processors or more were busy. A byte is summed twice, and copied twice through a
+socket or once by process_vm_readv. `wake-ups`: fewer were busy, each side waits for the other.
+ceilings.py measures the ceilings. NIXL runs if `nixl_cu12` is installed.
 """
 
 from __future__ import annotations
@@ -36,12 +43,12 @@ from report import Goal, print_table, write
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 NUM_BLOCKS = (1, 16, 256, 1024, 4096)
 TLS = {"tcp": "tcp", "default": ""}
+#: Our transports in each part; the goals are of the first.
 OURS = {"tcp": ("ucx", "tcp"), "default": ("auto",)}
-"""Our transports in each part; the goals are of the first."""
 GOAL_FROM_KIB = 64
 GOAL_FROM_BYTES = {"tcp": 4 * 2**20, "default": 0}
+#: Shapes of no more bytes are repeated SHORT_REPEATS times as often.
 SHORT_BYTES = 16 * 2**20
-"""Shapes of no more bytes are repeated SHORT_REPEATS times as often."""
 SHORT_REPEATS = 3
 BUSY_PROCESSORS = 1.5
 CEILING_BYTES = 64 * 2**20
@@ -52,7 +59,7 @@ Row = dict[str, Any]
 def measure(
     pairs: dict[str, AgentPair], part: str, shape: tuple[int, int], repeats: int, proved: bool
 ) -> Row:
-    """GB/s of each transport and operation, how many times as fast as the better NIXL ours are, and what limits them.
+    """Measure GB/s of each transport and operation, ratios to the better NIXL, and the limits.
 
     Args:
         shape: (number of blocks, bytes of a block).

@@ -1,4 +1,7 @@
-"""What the machine gives: copies without any library of ours, and UCX's own performance test. GB/s, one figure per block size."""
+"""The machine's limits: copies without a library of ours, and UCX's own performance test.
+
+Figures are GB/s, one per block size.
+"""
 
 from __future__ import annotations
 

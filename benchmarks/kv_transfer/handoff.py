@@ -1,21 +1,25 @@
-"""The hand-off as a client sees it: how much of the transfer prefill hides, and how much later the second token comes.
+"""The hand-off as a client sees it: the hidden part of the transfer, the delay of the second token.
 
     PYTHONPATH=benchmarks python benchmarks/kv_transfer/handoff.py [--repeats 5] [--quick]
 
-after `make bench SUBJECT=kv_transfer`: its figures join those. Engines are processes with one compute thread each: those that
-prefill on one core, those that decode on another. The model is a llama of 340 million parameters whose KV block has 4 MiB, as one
-of 64 layers with 8 KV heads of 128 has in bfloat16. Every prompt is new. Each hand-off has a partner: the same decode engine
-prefills as many tokens for itself just before it, or just after it, in turns. Figures are medians; shorter prompts, whose
-growth is fewer milliseconds of the same noise, are measured more often.
+Run it after `make bench SUBJECT=kv_transfer`: its figures join that result. Engines are processes
+with one compute thread each. Prefill engines run on one core, decode engines on another. The model
+is a llama of 340 million parameters. Its KV block has 4 MiB, like that of 64 layers with 8 KV heads
+of 128 in bfloat16. Every prompt is new. Each hand-off has a partner: just before or after it, in
+turns, the same decode engine prefills a prompt of the same length itself. Figures are medians.
+Shorter prompts are measured more often, because the same noise is a larger part of their growth.
 
-    hidden = 1 - visible / alone    visible: from the end of a prompt's last prefill step, which samples its token, to the last
-                                    block proved, where prefill runs in chunks of one block. alone: the whole transfer, from its
-                                    blocks being computed to the last one proved, where prefill runs in one step.
-    growth = gap - own gap          of partners. gap: from the first token (of the prefill engine) to the second (of the decode
-                                    engine), as their client sees them. own gap: the same on the decode engine that prefilled
-                                    for itself.
-    waited                          the part of the growth that passes before the step that computes the second token begins; what
-                                    remains is how much longer that step took than the partner's, which computes the same
+    hidden = 1 - visible / alone
+    visible          from the end of a prompt's last prefill step, which samples its token, to the
+                     verification of the last block; prefill runs in chunks of one block
+    alone            the whole transfer, from the computation of its blocks to the verification of
+                     the last one; prefill runs in one step
+    growth = gap - own gap, of partners
+    gap              from the first token (of the prefill engine) to the second (of the decode
+                     engine), as their client sees them
+    own gap          the same on the decode engine that prefilled the prompt itself
+    waited           the part of the growth before the step that computes the second token begins;
+                     the rest is how much longer that step took than the partner's
 """
 
 from __future__ import annotations
@@ -73,20 +77,22 @@ MODEL = {
 }
 QUICK = {"num_layers": 4}
 KV_BYTES = 2**28
+#: What the figures mean, and what limits them.
 REMARKS = (
-    "Hidden is 1 - visible / alone: visible is the time from the end of a prompt's last prefill step to the last block proved "
-    "where prefill runs in chunks of one block; alone is the time from the blocks being computed to the last one proved where it "
-    "runs in one step. The last block travels while the step's token is sampled; the rest of it is visible in any case. Growth is "
-    "the median difference of a hand-off and its partner, the same decode engine prefilling for itself right before or after it; "
-    "growth_error_ms is that median's standard error. Waited is the part of the growth before the second token's step begins, the "
-    "hand-off itself; what remains is that step, one token's decode in both cases, whose time varies with the memory bandwidth "
-    "that the machine has left."
+    "Hidden is 1 - visible / alone. Visible is the time from the end of a prompt's last prefill "
+    "step to the verification of the last block, with prefill in chunks of one block. Alone is the "
+    "time from the computation of the blocks to the verification of the last one, with prefill in "
+    "one step. The last block travels while the step's token is sampled; the rest of its transfer "
+    "is always visible. Growth is the median difference between a hand-off and its partner: the "
+    "same decode engine prefills a prompt of that length itself, right before or after it. "
+    "growth_error_ms is that median's standard error. Waited is the part of the growth before the "
+    "second token's step begins: the hand-off itself. The rest is that step, one token's decode in "
+    "both cases. Its time varies with the memory bandwidth that the machine has left."
 )
-"""What the figures mean, and what limits them."""
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
+#: Ways to prefill.
 IN_CHUNKS, IN_ONE_STEP = "in chunks", "in one step"
-"""Ways to prefill."""
 Rows = list[dict[str, Any]]
 
 
@@ -104,9 +110,10 @@ class Engine:
         mode: str,
         chunk: int,
     ) -> None:
-        """
+        """Describe an engine; `start` starts its process.
+
         Args:
-            chunk: tokens that a step prefills at most.
+            chunk: the most tokens that a step prefills.
         """
         config = EngineConfig(
             model=ModelConfig(path=str(checkpoint), dtype="float32"),
@@ -186,17 +193,17 @@ class Engine:
 class Times:
     """Of one request, in seconds."""
 
+    #: From its start to the first token.
     prefill: float
-    """From its start to the first token."""
+    #: From the first token to the second.
     gap: float
-    """From the first token to the second."""
+    #: From the end of the last prefill step to the verification of the last block.
     visible: float = 0.0
-    """From the end of the last prefill step to the verification of the last block."""
+    #: From the computation of the last step's blocks to the verification of the last block.
     transfer: float = 0.0
-    """From the computation of the last step's blocks to the verification of the last block."""
+    #: From the first token to the beginning of the step that computes the second; less than 0: it
+    #: began before the client saw the first.
     waited: float = 0.0
-    """From the first token to the beginning of the step that computes the second; less than 0: it began before the client saw
-    the first."""
 
 
 _ids = itertools.count()
@@ -262,7 +269,12 @@ def greedy(num_tokens: int) -> SamplingParams:
 async def engines(
     folder: Path, checkpoint: Path
 ) -> AsyncIterator[tuple[dict[str, Engine], dict[str, Engine]]]:
-    """Those that prefill, by their way: in chunks of a block, in one step; and those that decode, by mode: pull, push."""
+    """Start the engines and close them at the end.
+
+    Yields:
+        The prefill engines by way (in chunks of a block, in one step), and the decode engines by
+        mode (pull, push).
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError("prefill and decode need a core each, this process has one")
@@ -304,16 +316,16 @@ async def engines(
             await engine.close()
 
 
+#: (way, the decode engine's mode, blocks of the prompt).
 Key = tuple[str, str, int]
-"""(way, the decode engine's mode, blocks of the prompt)."""
 
 
 @dataclass(frozen=True)
 class Pair:
     """Partners: two prompts of one length, one after the other."""
 
+    #: The decode engine prefilled for itself.
     own: Times
-    """The decode engine prefilled for itself."""
     handed: Times
 
 

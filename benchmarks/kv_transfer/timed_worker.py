@@ -1,11 +1,13 @@
-"""A worker that writes down when its transfers began and ended: one JSON line per event, into the file $BATON_TRANSFER_TIMES.
+"""A worker that records when its transfers began and ended.
 
-Times are of the machine's monotonic clock, which all processes of a host share.
+It writes one JSON line per event to the file $BATON_TRANSFER_TIMES. Times are of the machine's
+monotonic clock, which all processes of a host share.
 
-    handed   a prompt's last blocks were handed to the producer's connector: they are computed, the token is not sampled yet
-    saved    that step has ended on the producer: its token is about to be sent
-    loaded   the consumer's connector proved the last block of a load
-    decoded  a step began that runs one token of this request: its prompt is there, be it loaded or computed
+    handed   The producer's connector got a prompt's last blocks: they are computed, the token is
+             not sampled yet.
+    saved    That step has ended on the producer; its token is about to be sent.
+    loaded   The consumer's connector verified the last block of a load.
+    decoded  A step began that runs one token of this request. Its prompt was loaded or computed.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ from baton_kv_transfer.memory.layout import RankAddress
 
 
 class TimedConnector(KVConnectorWorker):
-    """The connector of an engine with one transfer at a time: the last wake-up before a load's result is its end."""
+    """The connector of an engine with one transfer at a time.
+
+    A load ends with the last wake-up before its result.
+    """
 
     def __init__(self, inner: KVConnectorWorker, file: Path) -> None:
         self._inner = inner
         self._file = file
         self.port = inner.port
         self.woken = 0.0
+        #: Transfers whose last step is running, and when their last blocks were handed over.
         self._saved: list[tuple[str, float]] = []
-        """Transfers whose last step is running, and when their last blocks were handed over."""
 
     def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
         self._inner.register_kv_cache(memory, ranks)

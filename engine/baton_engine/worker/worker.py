@@ -337,7 +337,8 @@ class Worker:
             raise ConfigurationError(
                 "InsufficientDevices",
                 f"worker {self.rank} needs a GPU of its own, but this host shows {count}; lower "
-                "parallel.tensor_parallel_size or pipeline_parallel_size, or give the pod more GPUs",
+                "parallel.tensor_parallel_size or pipeline_parallel_size, or give the pod more "
+                "GPUs",
             )
         torch.cuda.set_device(index)
 
