@@ -92,10 +92,10 @@ def blocks_on_gpu(
         raise ConfigurationError(
             "InsufficientMemory",
             f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} "
-            f"GiB, cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, weights and "
-            f"activations take {peak / GIB:.2f} GiB, CUDA graphs {graph_bytes / GIB:.2f} GiB and "
-            f"others {others / GIB:.2f} GiB; raise it, or lower scheduler.max_num_batched_tokens "
-            "or cache.num_blocks",
+            f"GiB, cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, "
+            f"weights and activations take {peak / GIB:.2f} GiB, CUDA graphs "
+            f"{graph_bytes / GIB:.2f} GiB and others {others / GIB:.2f} GiB; raise it, or lower "
+            "scheduler.max_num_batched_tokens or cache.num_blocks",
         )
     return num_blocks, cache.swap_memory_bytes // size.engine
 
