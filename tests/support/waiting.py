@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def eventually(probe: Callable[[], T], *, timeout_s: float, what: str, every_s: float = 0.1) -> T:
-    """The first true value of `probe`. An AssertionError inside counts as not yet, and its text goes into the failure."""
+def eventually(
+    probe: Callable[[], T], what: str, timeout_s: float = 60.0, *, every_s: float = 0.02
+) -> T:
+    """Return the first true value of `probe`.
+
+    An AssertionError inside counts as not yet, and its text goes into the failure.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         last: object = None
@@ -23,3 +29,20 @@ def eventually(probe: Callable[[], T], *, timeout_s: float, what: str, every_s: 
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what}; last seen: {last}")
         time.sleep(every_s)
+
+
+async def until(
+    probe: Callable[[], Any], what: str, timeout_s: float = 60.0, *, every_s: float = 0.02
+) -> Any:
+    """Return the first true value of `probe`, or of what it awaits. For coroutines."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = probe()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, (
+            f"not within {timeout_s:g} s: {what}; last seen: {value}"
+        )
+        await asyncio.sleep(every_s)

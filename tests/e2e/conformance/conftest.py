@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import requests
 import yaml
 
 from pocketkube.control_plane.interface import ControlPlane
+from support.waiting import eventually
 
 Object = dict[str, Any]
 
@@ -100,13 +100,7 @@ class Api:
         )
 
     def eventually(self, what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-        """The condition's first true value. Fails naming `what` was awaited."""
-        deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
-            if time.monotonic() > deadline:
-                pytest.fail(f"not within {timeout_s:.0f} s: {what}")
-            time.sleep(0.1)
-        return value
+        return eventually(condition, what, timeout_s)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

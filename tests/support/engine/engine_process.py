@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 from baton_protocol.client import EngineClient
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
+from support.waiting import eventually
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -85,14 +85,16 @@ def wait_for(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> Any:
-    """What `condition` returns once that is true. Fails when the time is up, or the engine has ended."""
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
+    """Return the first true value of `condition`. Fails at once if the engine ends."""
+
+    def checked() -> Any:
         if result := condition():
             return result
-        assert engine.process.poll() is None, f"engine ended: {engine.text}"
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not come: {engine.text}")
+        if engine.process.poll() is not None:
+            raise RuntimeError(f"engine ended: {engine.text}")
+        return None
+
+    return eventually(checked, what, deadline_s, every_s=0.02)
 
 
 async def connect(engine: EngineProcess, **options: Any) -> EngineClient:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,19 +20,7 @@ from baton_protocol.config import (
 )
 from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import DEADLINE_S, FakeEngine
-
-
-async def until(probe: Callable[[], Any], what: str) -> Any:
-    """The first true value of `probe` (or of what it awaits); fails with `what` was missing."""
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while True:
-        value = probe()
-        if isinstance(value, Awaitable):
-            value = await value
-        if value:
-            return value
-        assert asyncio.get_running_loop().time() < deadline, f"not within {DEADLINE_S:g} s: {what}"
-        await asyncio.sleep(0.01)
+from support.waiting import until
 
 
 def http_session() -> aiohttp.ClientSession:

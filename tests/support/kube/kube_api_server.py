@@ -99,10 +99,3 @@ def pod(name: str, version: int) -> Object:
     return {
         "metadata": {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version)}
     }
-
-
-async def until(check: Callable[[], bool], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while not check():
-        assert asyncio.get_running_loop().time() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
-        await asyncio.sleep(0.01)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from baton_kv_transfer.agent.agent import INIT_AGENT, DlistHandle, XferHandle
 from baton_kv_transfer.agent.create import create_agent
-from support.kv_transfer.kv_processes import _Process, _serve, wait_for
+from support.kv_transfer.kv_processes import _Process, _serve
+from support.waiting import eventually
 
 NUM_BLOCKS, BLOCK_NBYTES = 32, 65536
 BLOCK_WORDS = BLOCK_NBYTES // 8
@@ -59,7 +60,7 @@ class OwnerMethods:
 
     def on_notif(self, notif: bytes) -> tuple[int, int]:
         """Waits for it in this process; least and greatest word in memory right then."""
-        wait_for(f"notification {notif!r}", lambda: notif in self.new_notifs().get("me", []))
+        eventually(lambda: notif in self.new_notifs().get("me", []), f"notification {notif!r}")
         return int(self.words.min()), int(self.words.max())
 
     def register_spare(self) -> tuple[bytes, int]:
@@ -113,7 +114,7 @@ class OwnerProcess(_Process):
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
-            wait_for("all threads to stand still", self._stands_still)
+            eventually(self._stands_still, "all threads to stand still")
             yield
         finally:
             with suppress(ProcessLookupError):  # killed meanwhile
@@ -174,7 +175,7 @@ class Side:
         return self.make(op, order[::-1], order, notif)
 
     def end(self, handle: XferHandle) -> str:
-        wait_for("end of the transfer", lambda: self.agent.check_xfer_state(handle) != "PROC")
+        eventually(lambda: self.agent.check_xfer_state(handle) != "PROC", "end of the transfer")
         return self.agent.check_xfer_state(handle)
 
     def run(self, handle: XferHandle) -> str:
@@ -192,5 +193,5 @@ class Side:
             received.extend(self.owner.call("new_notifs").get("me", []))
             return len(received) >= number
 
-        wait_for(f"{number} notifications", all_there)
+        eventually(all_there, f"{number} notifications")
         return received

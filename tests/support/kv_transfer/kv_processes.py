@@ -8,7 +8,6 @@ import logging
 import multiprocessing as mp
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -25,6 +24,7 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import library
 from baton_protocol.config import KVRole, KVTransferConfig
+from support.waiting import eventually
 
 library.load()  # here, for the fork server: it takes longer than most tests. Whatever UCX keeps, each process makes for itself.
 
@@ -33,15 +33,6 @@ DEADLINE_S = 60.0
 LAYOUT = KVCacheLayout(
     num_blocks=64, num_kv_heads=2, num_layers=4, block_size=16, head_dim=64, dtype="float32"
 )
-
-
-def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
-    """Polls until `condition` is true and returns its value; fails naming what was missing."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01)
-    return value
 
 
 @functools.cache
@@ -231,13 +222,15 @@ class Engine(_Process):
         self.call("save", BlockSave(transfer_id, first, block_ids, hashes, tokens, last))
 
     def result(self, transfer_id: str, timeout_s: float = DEADLINE_S) -> LoadResult:
-        wait_for(f"result of {transfer_id}", lambda: transfer_id in self.call("poll")[1], timeout_s)
+        eventually(
+            lambda: transfer_id in self.call("poll")[1], f"result of {transfer_id}", timeout_s
+        )
         return self.call("poll")[1][transfer_id]
 
     def wait_sent(self, transfer_id: str, timeout_s: float = DEADLINE_S) -> None:
-        wait_for(
-            f"finished_sending of {transfer_id}",
+        eventually(
             lambda: transfer_id in self.call("poll")[0],
+            f"finished_sending of {transfer_id}",
             timeout_s,
         )
 

@@ -18,7 +18,7 @@ from baton_kv_transfer.transports.tcp.tcp_transport import TCPTransport
 from baton_kv_transfer.transports.transfer import Region, Transfer, XferState
 from baton_kv_transfer.transports.transport import TransportContext
 from baton_kv_transfer.transports.transport_thread import TransportThread
-from support.kv_transfer.kv_processes import wait_for
+from support.waiting import eventually
 
 WORDS = 2**20
 HEADER = struct.Struct("<IIQ")
@@ -75,7 +75,7 @@ class TransportHere:
 
 
 def end(transfer: Transfer) -> tuple[XferState, str]:
-    wait_for("end of the transfer", lambda: transfer.state is not XferState.PROC)
+    eventually(lambda: transfer.state is not XferState.PROC, "end of the transfer")
     return transfer.state, transfer.error
 
 

@@ -17,7 +17,7 @@ from baton_kv_transfer.transports.transport_thread import TransportThread
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.ucx_transport import PeerAddress, UCXTransport
 from baton_kv_transfer.transports.ucx.worker import Buffer, UCXContext
-from support.kv_transfer.kv_processes import wait_for
+from support.waiting import eventually
 
 WORDS = 2**20
 HOST = "127.0.0.1"
@@ -31,7 +31,7 @@ def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
 
 
 def end(transfer: Transfer) -> tuple[XferState, str]:
-    wait_for("end of the transfer", lambda: transfer.state is not XferState.PROC)
+    eventually(lambda: transfer.state is not XferState.PROC, "end of the transfer")
     return transfer.state, transfer.error
 
 
@@ -119,7 +119,7 @@ class Raw:
             self.worker.progress()
             return condition()
 
-        return wait_for(what, look)
+        return eventually(look, what)
 
     def close(self) -> None:
         self.worker.disconnect(self._endpoint, lambda error: None)

@@ -18,7 +18,7 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
-from support.operator.operator_process import eventually
+from support.waiting import until
 
 
 class DrainingEngine:
@@ -93,7 +93,7 @@ class FakeCoordinator:
         async def asked() -> bool:
             return bool(self.requests) and self.requests[-1].members == sorted(names)
 
-        await eventually(asked, f"the topology {names}; asked for: {self.requests}")
+        await until(asked, f"the topology {names}; asked for: {self.requests}")
 
     @asynccontextmanager
     async def serve(self, ip: str) -> AsyncIterator[None]:

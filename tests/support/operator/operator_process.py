@@ -5,10 +5,7 @@ Tests take the part of the kubelet and of the Deployment controller: they write 
 
 from __future__ import annotations
 
-import asyncio
-import time
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from baton_kube.client import connect
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from pocketkube.control_plane.real import find_assets
+from support.waiting import until
 
 Object = dict[str, Any]
 DEADLINE_S = 60.0
@@ -46,7 +44,7 @@ async def install(kubeconfig: Path) -> None:
             for obj in yaml.safe_load_all(file.read_text()):
                 if path := paths.get(obj["kind"]):
                     await kube.client.create(path, obj)
-        await eventually(kube.discover, "the CRD to be served")
+        await until(kube.discover, "the CRD to be served")
 
 
 @dataclass
@@ -71,19 +69,7 @@ class Operator:
         async def looked() -> bool:
             return self.metric("baton_operator_reconcile_seconds_count") >= looks
 
-        await eventually(looked, f"{times} resyncs")
-
-
-async def eventually(check: Callable[[], Any], what: str) -> Any:
-    """Return the first true result of `check`."""
-    deadline = time.monotonic() + DEADLINE_S
-    result = None
-    while time.monotonic() < deadline:
-        result = await check()
-        if result:
-            return result
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}; last: {result!r}")
+        await until(looked, f"{times} resyncs")
 
 
 class Cluster:
@@ -119,7 +105,7 @@ class Cluster:
             pods = await self.pods()
             return pods if set(pods) == full else None
 
-        return dict(await eventually(check, f"exactly the pods {sorted(full)}"))
+        return dict(await until(check, f"exactly the pods {sorted(full)}"))
 
     async def run(self, pod: str, ip: str = "127.201.0.1", ready: bool = True) -> None:
         """Write the status of a running pod."""
@@ -152,7 +138,7 @@ class Cluster:
         async def deployed() -> Any:
             return await self.kube.read("Deployment", NAMESPACE, f"{self.name}-gateway")
 
-        deployment = await eventually(deployed, "the gateway Deployment")
+        deployment = await until(deployed, "the gateway Deployment")
         template = deployment["spec"]["template"]
         await self.kube.create(
             {
@@ -184,7 +170,7 @@ class Cluster:
             return None
 
         try:
-            return dict(await eventually(check, f"{type_}={status} {reason}"))
+            return dict(await until(check, f"{type_}={status} {reason}"))
         except AssertionError as error:
             raise AssertionError(
                 f"{error}; status: {(await self.service()).get('status')}"

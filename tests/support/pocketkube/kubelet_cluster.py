@@ -9,21 +9,15 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pocketkube.certificates import create_signing_key
 from pocketkube.ports import free_ports
-from support import waiting
+from support.waiting import eventually
 
 Json = dict[str, Any]
 TOKEN = "test-admin-token"
-
-
-def eventually(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    """See `support.waiting`."""
-    return waiting.eventually(probe, timeout_s=timeout_s, what=what)
 
 
 class ApiServer:

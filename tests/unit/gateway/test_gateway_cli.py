@@ -15,7 +15,7 @@ import pytest
 from baton_gateway.cli import ConfigurationError, load_config, main, make_discovery
 from baton_protocol.config import DiscoveryConfig
 from support.gateway.fake_engine import FakeEngine
-from support.gateway.gateway_rig import until
+from support.waiting import until
 
 
 def test_flags_override_the_file(tmp_path: Path):

@@ -12,7 +12,8 @@ from aiohttp import web
 
 from baton_kube import reflector
 from baton_kube.reflector import Reflector
-from support.kube.kube_api_server import PODS, Object, event, pod, serving, until
+from support.kube.kube_api_server import PODS, Object, event, pod, serving
+from support.waiting import until
 
 
 class Pods:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton_protocol.config import KVRole
-from support.kv_transfer.kv_processes import LAYOUT, Engine, wait_for
+from support.kv_transfer.kv_processes import LAYOUT, Engine
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -59,10 +60,10 @@ def test_blocks_arrive_chunk_by_chunk_while_prefill_runs(either: tuple[Engine, E
     producer.offer("t", "D")
     consumer.load("t", producer, [40, 3, 17, 4, 5, 6])
     producer.save("t", 0, [9, 8], last=False)
-    wait_for("first chunk", lambda: consumer.call("stats").blocks_received == 2)
+    eventually(lambda: consumer.call("stats").blocks_received == 2, "first chunk")
     assert "t" not in consumer.call("poll")[1]
     producer.save("t", 2, [20, 21, 22], last=False)
-    wait_for("second chunk", lambda: consumer.call("stats").blocks_received == 5)
+    eventually(lambda: consumer.call("stats").blocks_received == 5, "second chunk")
     assert not producer.sent("t")
     producer.save("t", 5, [1], last=True)
     assert consumer.result("t").error == ""
@@ -173,7 +174,7 @@ def test_killed_producer_fails_the_load_at_once(engine: Callable[..., Engine], m
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2, 3])
     producer.save("t", 0, [5], last=False)
-    wait_for("first block", lambda: consumer.call("stats").blocks_received == 1)
+    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
     producer.kill()
     result = consumer.result("t", timeout_s=5)
     assert result.num_valid_blocks == 1
@@ -198,7 +199,7 @@ def test_killed_consumer_costs_the_producer_one_lease(
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2, 3])
     producer.save("t", 0, [5], last=False)
-    wait_for("first block", lambda: consumer.call("stats").blocks_received == 1)
+    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
     consumer.kill()
     producer.wait_sent("t")
     assert producer.call("stats").leases_expired == 1
@@ -264,7 +265,7 @@ def test_consumer_cancels(either: tuple[Engine, Engine]) -> None:
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2])
     producer.save("t", 0, [5], last=False)
-    wait_for("first block", lambda: consumer.call("stats").blocks_received == 1)
+    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
     consumer.cancel("t")
     assert consumer.result("t").error == "cancelled"
     producer.wait_sent("t")
@@ -277,7 +278,7 @@ def test_producer_cancels(either: tuple[Engine, Engine]) -> None:
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2])
     producer.save("t", 0, [5], last=False)
-    wait_for("first block", lambda: consumer.call("stats").blocks_received == 1)
+    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
     producer.cancel("t")
     assert "cancelled by the producer" in consumer.result("t").error
     producer.wait_sent("t")

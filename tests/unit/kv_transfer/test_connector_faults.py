@@ -20,7 +20,8 @@ from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import KVCacheLayout, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
-from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash, wait_for
+from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash
+from support.waiting import eventually
 
 
 class Side:
@@ -53,7 +54,7 @@ class Side:
             self.results |= self.connector.get_finished().load_results
             return self.results.get(transfer_id)
 
-        return wait_for(f"result of {transfer_id}", arrived)
+        return eventually(arrived, f"result of {transfer_id}")
 
 
 def one_block(transfer_id: str, port: int, peer: str = "P", host: str = HOST) -> LoadRequest:
@@ -108,9 +109,9 @@ def test_the_lease_begins_when_there_are_blocks_to_keep(side: Callable[..., Side
     producer.offer("unfetched")
     producer.save("unfetched")
     sent: set[str] = set()
-    wait_for(
-        "end of a lease",
+    eventually(
         lambda: sent.update(producer.connector.get_finished().finished_sending) or sent,
+        "end of a lease",
     )
     assert sent == {"unfetched"}
     consumer.load("queued", producer.connector.port)
@@ -231,8 +232,8 @@ def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
     assert "a defect" in consumer.result("later").error
     assert "a defect" in consumer.connector.stats().failure
     # An event left unread would make the thread spin.
-    wait_for(
-        "sleep",
+    eventually(
         lambda: not select.select([consumer.connector._wake_fd], [], [], 0)[0],
+        "sleep",
         timeout_s=60,
     )

@@ -13,7 +13,8 @@ from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
-from support.kv_transfer.kv_processes import HOST, chain_hash, wait_for
+from support.kv_transfer.kv_processes import HOST, chain_hash
+from support.waiting import eventually
 
 NUM_HEADS = 4
 NUM_BLOCKS = 8
@@ -119,11 +120,11 @@ def test_every_head_arrives_whatever_the_number_of_workers(
     )
     producer.save(BlockSave("t", 0, [2, 3], hashes[:2], 8, last=False))
     producer.save(BlockSave("t", 2, [4, 1], hashes[2:], 14, last=True))
-    results = wait_for("results of all workers", lambda: consumer.all_results("t"))
+    results = eventually(lambda: consumer.all_results("t"), "results of all workers")
     assert results == [LoadResult(3)] * theirs
     assert (consumer.heads()[[7, 6, 0]] == producer.heads()[[3, 4, 1]]).all()
     assert not consumer.heads()[1:6].any()
-    wait_for("end at all workers", lambda: producer.all_sent("t"))
+    eventually(lambda: producer.all_sent("t"), "end at all workers")
     assert [connector.stats().descriptors_refused for connector in producer.connectors] == [
         0
     ] * ours
@@ -140,8 +141,8 @@ def test_a_load_of_nothing_frees_all_the_producers_workers(
             loads=[LoadRequest("t", HOST, producer.connectors[0].port, "P", 0, [], [])]
         )
     )
-    assert wait_for("result", lambda: consumer.all_results("t")) == [LoadResult(0)]
-    wait_for("end at all workers", lambda: producer.all_sent("t"))
+    assert eventually(lambda: consumer.all_results("t"), "result") == [LoadResult(0)]
+    eventually(lambda: producer.all_sent("t"), "end at all workers")
 
 
 def test_workers_that_share_a_head_are_refused_naming_both_numbers() -> None:

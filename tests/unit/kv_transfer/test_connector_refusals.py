@@ -15,7 +15,8 @@ from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadReques
 from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
-from support.kv_transfer.kv_processes import HOST, LAYOUT, wait_for
+from support.kv_transfer.kv_processes import HOST, LAYOUT
+from support.waiting import eventually
 
 
 def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:
@@ -90,7 +91,7 @@ def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engi
             )
         )
         engines["P"].save(ConnectorMetadata(saves=[BlockSave("t", 0, [3], hashes, 16, last=True)]))
-        wait_for("both wake-ups", lambda: set(woken) == {"P", "D"})
+        eventually(lambda: set(woken) == {"P", "D"}, "both wake-ups")
         assert engines["D"].get_finished().load_results["t"].num_valid_blocks == 1
         assert engines["P"].get_finished().finished_sending == {"t"}
         assert not engines["D"].get_finished()

@@ -9,7 +9,8 @@ import pytest
 
 from baton_protocol.messages import KVSide
 from support.gateway.fake_engine import EOS_ID
-from support.gateway.gateway_rig import GatewayRig, until
+from support.gateway.gateway_rig import GatewayRig
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 

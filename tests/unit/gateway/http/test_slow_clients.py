@@ -15,7 +15,8 @@ from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.slow_clients import has_unread_bytes
 from baton_gateway.requests import generation
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID
-from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
 
 
 async def test_a_stream_that_nobody_reads_is_ended_before_all_of_it_is_kept(

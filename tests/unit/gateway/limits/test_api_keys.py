@@ -23,7 +23,8 @@ from baton_gateway.limits.api_keys import ApiKeys
 from baton_protocol.config import AccessConfig
 from support.certificates import write_certificate
 from support.gateway.fake_engine import DEADLINE_S
-from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
+from support.waiting import until
 
 OPEN = {"/health", "/ready", "/metrics"}
 COMPLETION = {"model": "m", "prompt": "hello", "max_tokens": 2}

@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 
 from baton_gateway.http.listener import listen, stop_listening
-from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 QUESTION = {"model": "m", "prompt": "go"}

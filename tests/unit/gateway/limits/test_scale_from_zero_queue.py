@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from baton_gateway.limits import scale_from_zero_queue
-from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 BODY = {"model": "m", "prompt": "go", "max_tokens": 50}

@@ -25,7 +25,8 @@ from baton_text.output import OutputProcessor
 from baton_text.schema import MAX_STOP_LENGTH, ChatCompletionRequest, CompletionRequest
 from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from support.gateway.fake_engine import DEADLINE_S
-from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
 
 TEXT = {"model": "m", "prompt": "hi"}
 LONG = "hello world, the quick brown fox " * 1000

@@ -9,7 +9,8 @@ import pytest
 
 from baton_protocol.messages import ErrorCode, KVSide
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
-from support.gateway.gateway_rig import GatewayRig, until
+from support.gateway.gateway_rig import GatewayRig
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 GO = {"model": "m", "prompt": "go", "max_tokens": 50}

@@ -11,7 +11,8 @@ import pytest
 
 from baton_protocol.messages import ErrorCode
 from support.gateway.fake_engine import DEADLINE_S, FakeEngine
-from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 

@@ -9,7 +9,8 @@ import pytest
 
 from baton_gateway.routing.file_discovery import FileDiscovery, parse_endpoints
 from baton_gateway.routing.kubernetes_discovery import endpoint_of
-from support.gateway.gateway_rig import GatewayRig, until
+from support.gateway.gateway_rig import GatewayRig
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from baton_protocol.config import GatewayConfig
-from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 HEARTBEATS = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.5}

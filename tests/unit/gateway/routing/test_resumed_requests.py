@@ -12,7 +12,8 @@ from baton_gateway.routing.placer import MAX_FAILURES
 from baton_protocol.messages import ErrorCode
 from baton_protocol.sampling import StructuredOutputKind
 from support.gateway.fake_engine import FakeEngine
-from support.gateway.gateway_rig import GatewayRig, MakeRig, until
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 GO: dict[str, Any] = {"model": "m", "prompt": "go", "max_tokens": 50}

@@ -33,7 +33,7 @@ from support.kv_transfer.agent_processes import (
     block_rows,
     counting,
 )
-from support.kv_transfer.kv_processes import wait_for
+from support.waiting import eventually
 
 OURS = ("ucx", "tcp", "shm", "auto")
 KINDS = ("inproc", *OURS, "nixl")
@@ -183,7 +183,7 @@ def test_an_agent_is_its_own_peer(side: Side) -> None:
     assert side.run(handle) == "DONE"
     assert (side.block(5) == 8).all()
     assert not side.block(6).any()
-    assert wait_for("the notification", side.agent.get_new_notifs) == {"me": [b"to myself"]}
+    assert eventually(side.agent.get_new_notifs, "the notification") == {"me": [b"to myself"]}
     with pytest.raises(ValueError, match="own name"):
         side.agent.add_remote_agent(side.agent.get_agent_metadata())
 
@@ -228,7 +228,7 @@ def test_wakeup_is_called_for_notifications_and_ended_transfers(side: Side) -> N
     handle = side.make_everything("READ")
     side.agent.transfer(handle)
     assert woken.wait(10)
-    wait_for("end of the transfer", lambda: side.agent.check_xfer_state(handle) == "DONE")
+    eventually(lambda: side.agent.check_xfer_state(handle) == "DONE", "end of the transfer")
     woken.clear()
     remote = side.agent.prep_xfer_dlist("me", block_rows(side.words.ctypes.data))
     side.agent.send_notif("me", b"hello")
@@ -503,7 +503,7 @@ def test_a_transfer_that_its_peers_removal_ended_brings_no_more_bytes(
         side.words[:] = 0
     if kind in ABORTS_ANSWERING_A_LOST_CONNECTION:
         process = side.owner.process
-        wait_for("the owner's end", lambda: not process.is_alive())
+        eventually(lambda: not process.is_alive(), "the owner's end")
     else:
         side.meet(side.owner)
         assert side.run(side.make("WRITE", [5], [6], b"the owner answers")) == "DONE"
@@ -560,9 +560,9 @@ def initiator(kind: str, own_side: Side) -> Iterator[OwnerProcess]:
     process = OwnerProcess(kind, "initiator")
     process.call("add_peer", own_side.metadata)
     process.call("post", "READ", "owner", [0], own_side.base, [1])
-    wait_for("the connection", lambda: process.call("state") == "DONE")
+    eventually(lambda: process.call("state") == "DONE", "the connection")
     process.call("post", "WRITE", "owner", [0], own_side.base, [1])
-    wait_for("the connection", lambda: process.call("state") == "DONE")
+    eventually(lambda: process.call("state") == "DONE", "the connection")
     yield process
     process.stop()
 
@@ -614,16 +614,16 @@ def test_after_a_fence_old_metadata_reaches_nothing_and_new_does(side: Side) -> 
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     base = side.words.ctypes.data
     side.owner.call("post", "WRITE", "me", [1], base, [1])
-    wait_for("the first write", lambda: side.owner.call("state") == "DONE")
+    eventually(lambda: side.owner.call("state") == "DONE", "the first write")
     side.agent.fence()
     side.words[:] = 0
     side.owner.call("post", "WRITE", "me", [2], base, [2])
-    wait_for("the end of the second", lambda: side.owner.call("state") != "PROC")
+    eventually(lambda: side.owner.call("state") != "PROC", "the end of the second")
     assert side.owner.call("state") == "ERR"
     assert not side.words.any()
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     side.owner.call("post", "WRITE", "me", [3], base, [3])
-    wait_for("the third write", lambda: side.owner.call("state") == "DONE")
+    eventually(lambda: side.owner.call("state") == "DONE", "the third write")
     np.testing.assert_array_equal(side.block(3), counting(3))
 
 
@@ -631,10 +631,10 @@ def test_a_fence_stops_what_a_peer_is_writing(side: Side) -> None:
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     everything = list(range(NUM_BLOCKS)) * 100
     side.owner.call("post", "WRITE", "me", everything[::-1], side.words.ctypes.data, everything)
-    wait_for("first bytes", side.words.any)
+    eventually(side.words.any, "first bytes")
     side.agent.fence()
     side.words[:] = 0
-    wait_for("the end of the write", lambda: side.owner.call("state") != "PROC")
+    eventually(lambda: side.owner.call("state") != "PROC", "the end of the write")
     assert not side.words.any()
 
 

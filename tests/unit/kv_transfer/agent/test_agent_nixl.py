@@ -22,8 +22,9 @@ from baton_kv_transfer.connector import (
 from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
-from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash, wait_for
+from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash
 from support.kv_transfer.plain_nixl import PlainProgram
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ class Connector:
         self.worker.register_kv_cache(HostKVMemory(self.words.ctypes.data, LAYOUT))
 
     def expect(self, what: str) -> ConnectorOutput:
-        return wait_for(what, self.worker.get_finished)
+        return eventually(self.worker.get_finished, what)
 
 
 def content(value: int) -> np.ndarray:
@@ -122,7 +123,9 @@ def test_the_library_merges_as_many_descriptors_as_are_counted(
             theirs[-1] += random.integers(2)
             handle = agent.make_prepped_xfer("READ", local, ours, remote, theirs)
             agent.transfer(handle)
-            wait_for("the transfer", lambda handle=handle: agent.check_xfer_state(handle) == "DONE")
+            eventually(
+                lambda handle=handle: agent.check_xfer_state(handle) == "DONE", "the transfer"
+            )
             assert handle.num_descs == agent._nixl.get_xfer_telemetry(handle.native.value).descCount
     finally:
         agent.close()
@@ -163,12 +166,12 @@ def test_other_peers_stay_when_one_does_not_let_go(monkeypatch: pytest.MonkeyPat
         with stuck._lock:  # it answers nothing
             assert me.transfer(bad) == "PROC"
             me.remove_remote_agent("stuck")
-            wait_for("the end", lambda: me.check_xfer_state(bad) != "PROC")
+            eventually(lambda: me.check_xfer_state(bad) != "PROC", "the end")
             assert me.check_xfer_state(bad) == "ERR"
             assert bad.error == "agent stuck was removed"
             np.testing.assert_array_equal(memory[0], np.arange(8192))
             me.transfer(good)
-            wait_for("the end", lambda: me.check_xfer_state(good) == "DONE")
+            eventually(lambda: me.check_xfer_state(good) == "DONE", "the end")
             np.testing.assert_array_equal(memory[0], memory[2])
     finally:
         for agent in agents:

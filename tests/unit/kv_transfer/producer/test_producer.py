@@ -14,8 +14,8 @@ from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.producer import early_messages, sessions, transfer_manager
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Welcome
 from baton_protocol.service_key import ServiceKey
-from support.kv_transfer.kv_processes import wait_for
 from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_a_consumer_whose_connection_is_gone_is_found_out_and_forgotten(
         producer.advance(LEASE_S)
         return num_sessions(producer) == 0
 
-    wait_for("end of the session", forgotten)
+    eventually(forgotten, "end of the session")
     assert "D/0" not in producer.agent._peers
 
 

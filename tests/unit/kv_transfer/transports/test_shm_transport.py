@@ -27,7 +27,7 @@ from baton_kv_transfer.transports.transfer import CopyError, Region, Transfer, X
 from baton_kv_transfer.transports.transport import TransportContext
 from baton_kv_transfer.transports.transport_thread import TransportThread
 from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
-from support.kv_transfer.kv_processes import wait_for
+from support.waiting import eventually
 
 WORDS = 4096
 
@@ -106,7 +106,7 @@ def side() -> Iterator[Side]:
 
 
 def end(operation: Transfer) -> tuple[XferState, str]:
-    wait_for("end of the operation", lambda: operation.state is not XferState.PROC)
+    eventually(lambda: operation.state is not XferState.PROC, "end of the operation")
     return operation.state, operation.error
 
 
@@ -199,7 +199,7 @@ def test_the_transport_is_agreed_with_processes_of_this_host_that_prove_their_ce
     one, other = transports("one"), transports("other")
     address = other.address
     assert one.knows(address)
-    wait_for("the notification", lambda: other.notifs == [("one", b"hello")])
+    eventually(lambda: other.notifs == [("one", b"hello")], "the notification")
     replace = msgspec.structs.replace
     for wrong in (
         replace(address, boot_id="another boot"),
@@ -253,7 +253,7 @@ def test_a_client_without_a_valid_proof_is_hung_up_on(
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
     peer = transports("peer")
     assert peer.knows(address)
-    wait_for("a word of a real peer", lambda: owner.notifs == [("peer", b"hello")])
+    eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a real peer")
 
 
 def test_writes_are_checked_by_their_target_as_a_whole(
@@ -325,7 +325,7 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
 
     thread.call_later(0.0, forget)
     thread.start(clients.close)
-    wait_for("all writes were queued", lambda: queued)
+    eventually(lambda: queued, "all writes were queued")
     thread.close()
     assert queued == [0]
     assert not memory.any()
@@ -397,7 +397,7 @@ def test_a_transport_that_is_closed_leaves_nothing_open(
     for _ in range(3):
         one, other = TransportHere("one"), TransportHere("other")
         assert one.knows(other.address)
-        wait_for("the notification", lambda other=other: other.notifs)
+        eventually(lambda other=other: other.notifs, "the notification")
         other.thread.mailbox.call(other.transport.fence)
         one.thread.close()
         other.thread.close()

@@ -17,8 +17,8 @@ from baton_kv_transfer.transports.sockets.peer_link import HELLO, READ, WRITE
 from baton_kv_transfer.transports.tcp.tcp_server import Address
 from baton_kv_transfer.transports.transfer import TransportError, XferState
 from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side
-from support.kv_transfer.kv_processes import wait_for
 from support.kv_transfer.tcp_rig import LENGTH, WORDS, Raw, TransportHere, end, rows
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_rows_of_all_sizes_move_and_nothing_beside_them(
         expected[first : first + count] = source[first : first + count]
     assert end(one.post(op, "owner", local, remote, b"moved"))[0] is XferState.DONE
     np.testing.assert_array_equal(target, expected)
-    wait_for("the notification", lambda: owner.notifs == [("one", b"moved")])
+    eventually(lambda: owner.notifs == [("one", b"moved")], "the notification")
 
 
 def test_transfers_of_a_peer_take_turns(tcp_transports: Callable[..., TransportHere]) -> None:
@@ -74,7 +74,7 @@ def test_a_notification_does_not_wait_behind_a_long_transfer(
     everything = [(0, WORDS)] * 64
     write = one.post("WRITE", "owner", rows(one.words, *everything), rows(owner.words, *everything))
     one.transport.send_notif("owner", b"quick")
-    wait_for("the notification", lambda: owner.notifs)
+    eventually(lambda: owner.notifs, "the notification")
     assert write.state is XferState.PROC
     assert end(write)[0] is XferState.DONE
 
@@ -158,7 +158,7 @@ def test_a_transport_that_is_closed_leaves_nothing_open(
         one, other = TransportHere("one"), TransportHere("other")
         one.transport.add_peer("other", other.transport.address)
         one.transport.send_notif("other", b"hello")
-        wait_for("the notification", lambda other=other: other.notifs)
+        eventually(lambda other=other: other.notifs, "the notification")
         other.thread.mailbox.call(other.transport.fence)
         one.thread.close()
         other.thread.close()

@@ -24,8 +24,8 @@ from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES
 from baton_kv_transfer.transports.tcp import tcp_server as tcp_clients
 from baton_kv_transfer.transports.tcp.tcp_server import Address, Hello
 from baton_kv_transfer.transports.transfer import XferState
-from support.kv_transfer.kv_processes import wait_for
 from support.kv_transfer.tcp_rig import HEADER, LENGTH, WORDS, Raw, TransportHere, end, rows
+from support.waiting import eventually
 
 # -- who may connect, and ask for what
 
@@ -61,7 +61,7 @@ def test_who_does_not_know_the_secret_is_hung_up_on(
     peer = tcp_transports("peer")
     peer.transport.add_peer("owner", owner.transport.address)
     peer.transport.send_notif("owner", b"hello")
-    wait_for("a word of a real peer", lambda: owner.notifs == [("peer", b"hello")])
+    eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a real peer")
 
 
 def test_who_says_nothing_is_hung_up_on_and_many_of_them_keep_nobody_out(
@@ -73,7 +73,7 @@ def test_who_says_nothing_is_hung_up_on_and_many_of_them_keep_nobody_out(
     strangers = [Raw.to(owner, "") for _ in range(5)]
     assert all(stranger.is_cut_off() for stranger in strangers[:2])
     Raw.to(owner).send(NOTIF, 1, b"me")
-    wait_for("a word of one who knows the secret", lambda: owner.notifs == [("raw", b"me")])
+    eventually(lambda: owner.notifs == [("raw", b"me")], "a word of one who knows the secret")
     monkeypatch.setattr(tcp_clients, "HELLO_TIMEOUT_S", 0.05)
     assert Raw.to(owner, "").is_cut_off()
 
@@ -135,7 +135,7 @@ def test_a_write_that_breaks_off_is_not_notified_and_its_connection_ends_alone(
     raw = Raw.to(owner)
     raw.ask(WRITE, 1, rows(owner.words, (0, 2 * LENGTH)), b"all there")
     raw.end.sendall(HEADER.pack(FRAME_BYTES, DATA, 1) + b"\xff" * 1000)
-    wait_for("the first bytes", lambda: (owner.words[:125] == -1).all())
+    eventually(lambda: (owner.words[:125] == -1).all(), "the first bytes")
     raw.end.close()
     assert (
         end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (200, 8))))[0]
@@ -152,13 +152,13 @@ def test_memory_deregistered_while_it_is_written_gets_no_more_bytes(
     raw = Raw.to(owner)
     raw.ask(WRITE, 1, rows(owner.words, (0, 2 * LENGTH)), b"all there")
     raw.end.sendall(HEADER.pack(FRAME_BYTES, DATA, 1) + b"\xff" * 1000)
-    wait_for("the first bytes", lambda: (owner.words[:125] == -1).all())
+    eventually(lambda: (owner.words[:125] == -1).all(), "the first bytes")
     owner.deregister()
     raw.end.sendall(b"\xff" * (FRAME_BYTES - 1000))
     raw.send(DATA, 1, b"\xff" * FRAME_BYTES)
     assert raw.receive() == (ANSWER, 1, b"the memory was deregistered")
     raw.send(NOTIF, 2, b"after it")
-    wait_for("a later message", lambda: owner.notifs == [("raw", b"after it")])
+    eventually(lambda: owner.notifs == [("raw", b"after it")], "a later message")
     np.testing.assert_array_equal(owner.words[125:], np.arange(125, WORDS))
     raw.end.close()
 
@@ -209,7 +209,7 @@ def test_after_a_fence_nothing_of_before_is_stored_and_the_old_secret_leads_nowh
     before = owner.transport.address
     one.words[:] = 7
     write = one.post("WRITE", "owner", rows(one.words, *everything), rows(owner.words, *everything))
-    wait_for("the first bytes", lambda: owner.words[0] == 7)
+    eventually(lambda: owner.words[0] == 7, "the first bytes")
     owner.thread.mailbox.call(owner.transport.fence)
     owner.words[:] = -5
     assert end(write)[0] is XferState.ERR

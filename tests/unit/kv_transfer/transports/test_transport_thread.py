@@ -14,7 +14,7 @@ import pytest
 
 from baton_kv_transfer.transports import transport_thread
 from baton_kv_transfer.transports.transport_thread import AWAY_S, TransportThread
-from support.kv_transfer.kv_processes import wait_for
+from support.waiting import eventually
 
 DEADLINE_S = 60.0
 
@@ -59,7 +59,7 @@ class Transport:
         self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
         """As soon as that is possible."""
-        wait_for("the thread always works", lambda: self.wait(timeout_s, meanwhile), DEADLINE_S)
+        eventually(lambda: self.wait(timeout_s, meanwhile), "the thread always works", DEADLINE_S)
 
     def close(self) -> None:
         self.thread.close()
@@ -91,7 +91,7 @@ def test_who_waits_does_the_work(transport: Transport) -> None:
 def test_the_thread_works_while_nobody_waits(transport: Transport) -> None:
     transport.wait_as_worker(0.0)
     transport.send(1)
-    wait_for("nobody did the work", lambda: transport.taken, DEADLINE_S)
+    eventually(lambda: transport.taken, "nobody did the work", DEADLINE_S)
     assert transport.taken[0][1] != threading.get_ident()
 
 
@@ -103,7 +103,7 @@ def test_a_user_goes_on_until_there_is_news(transport: Transport) -> None:
 def test_the_thread_goes_on_where_a_user_leaves_for_news(transport: Transport) -> None:
     transport.act = lambda number: transport.thread.on_news()
     transport.wait_as_worker(meanwhile=lambda: transport.send(*range(100)))
-    wait_for("numbers were left", lambda: len(transport.taken) == 100, DEADLINE_S)
+    eventually(lambda: len(transport.taken) == 100, "numbers were left", DEADLINE_S)
     assert transport.numbers == list(range(100))
     assert transport.taken[0][1] == threading.get_ident()
     assert transport.taken[-1][1] != threading.get_ident()
@@ -139,7 +139,7 @@ def test_users_are_woken_for_what_the_thread_or_anybody_else_finds(transport: Tr
     transport.act = lambda number: woken.append(transport.thread.on_news())
     transport.wait_as_worker(0.0)
     transport.send(1)
-    wait_for("nobody did the work", lambda: woken, DEADLINE_S)
+    eventually(lambda: woken, "nobody did the work", DEADLINE_S)
     assert woken == [True]
     assert transport.thread.on_news()
 
@@ -149,7 +149,7 @@ def test_of_two_users_one_waits(transport: Transport) -> None:
         with transport.thread.waiting() as fd:
             return fd is None
 
-    wait_for("the thread always works", lambda: transport.wait(0.0), DEADLINE_S)
+    eventually(lambda: transport.wait(0.0), "the thread always works", DEADLINE_S)
     with transport.thread.waiting() as fd:
         assert fd is not None
         assert wait_beside()
@@ -197,7 +197,7 @@ def test_the_end_wakes_a_user_also_where_the_last_turn_used_up_the_signal() -> N
 
     def close_and_take_the_signal() -> None:
         closing.start()
-        wait_for("the transport did not end", lambda: transport.ended, DEADLINE_S)
+        eventually(lambda: transport.ended, "the transport did not end", DEADLINE_S)
 
     transport.wait_as_worker(meanwhile=close_and_take_the_signal)
     assert transport.woken
@@ -211,7 +211,7 @@ def test_a_defect_in_a_users_turn_ends_the_transport_and_not_the_user(transport:
 
     transport.act = fail
     transport.wait_as_worker(meanwhile=lambda: transport.send(1))
-    wait_for("the transport goes on after a defect", lambda: transport.ended, DEADLINE_S)
+    eventually(lambda: transport.ended, "the transport goes on after a defect", DEADLINE_S)
 
 
 def test_a_transport_that_never_started_closes() -> None:
@@ -239,9 +239,9 @@ def test_nothing_is_left_undone_however_user_and_thread_take_turns(
         for index in range(60):
             transport.send(index % 256)
             expected = index + 1
-            wait_for(
-                f"number {index} was left",
+            eventually(
                 lambda expected=expected: len(transport.taken) == expected,
+                f"number {index} was left",
                 DEADLINE_S,
             )
             time.sleep(rng.choice((0.0, AWAY_S)))

@@ -16,7 +16,7 @@ import pytest
 from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES
 from baton_kv_transfer.transports.ucx.ucx_transport import UCXTransport
 from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
-from support.kv_transfer.kv_processes import wait_for
+from support.waiting import eventually
 
 NUM_KILLS = int(os.environ.get("BATON_CHAOS_ROUNDS", "4"))
 NUM_TIMES = 100
@@ -40,9 +40,9 @@ def transport_of(side: Side) -> UCXTransport:
 
 def wait_for_some_bytes(side: Side) -> None:
     before = sum(side.agent.bytes_moved.values())
-    wait_for(
-        "a part of the transfer",
+    eventually(
         lambda: sum(side.agent.bytes_moved.values()) > before + 4 * PIECE_BYTES,
+        "a part of the transfer",
     )
 
 

@@ -20,8 +20,8 @@ from baton_kv_transfer.transports.ucx import ucx_transport as lane_module
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES, Pieces
 from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
-from support.kv_transfer.kv_processes import wait_for
 from support.kv_transfer.ucx_rig import WORDS, Raw, TransportHere, end, rows
+from support.waiting import eventually
 
 MIB_WORDS = 2**17
 
@@ -95,7 +95,7 @@ def test_rows_of_all_sizes_move_and_nothing_beside_them(
         expected[first : first + count] = source[first : first + count]
     assert end(one.post(op, "owner", local, remote, b"moved"))[0] is XferState.DONE
     np.testing.assert_array_equal(target, expected)
-    wait_for("the notification", lambda: owner.notifs == [("one", b"moved")])
+    eventually(lambda: owner.notifs == [("one", b"moved")], "the notification")
     nbytes = 8 * sum(count for _, count in runs)
     assert one.context.moved == owner.context.moved == {"tcp/lo": nbytes}
 
@@ -107,7 +107,7 @@ def test_messages_arrive_in_the_order_they_were_sent_whatever_their_length(
     sent = [bytes([i]) * (10 if i % 2 else 300_000) for i in range(20)]
     for message in sent:
         one.transport.send_notif("owner", message)
-    wait_for("all of them", lambda: len(owner.notifs) == len(sent))
+    eventually(lambda: len(owner.notifs) == len(sent), "all of them")
     assert [message for _, message in owner.notifs] == sent
 
 
@@ -122,7 +122,7 @@ def test_gpu_memory_goes_the_same_way_where_ucx_has_cuda(monkeypatch: pytest.Mon
     )
     handle = agent.initialize_xfer("READ", target, source, "gpu")
     agent.transfer(handle)
-    wait_for("the end", lambda: agent.check_xfer_state(handle) == "DONE")
+    eventually(lambda: agent.check_xfer_state(handle) == "DONE", "the end")
     assert words[8:].tolist() == words[:8].tolist()
     agent.close()
 
@@ -156,7 +156,7 @@ def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(
     assert owner.context.num_refused == 2
     assert not elsewhere.any()
     assert not owner.notifs
-    wait_for("nothing is held", lambda: not one.num_held() and not owner.num_held())
+    eventually(lambda: not one.num_held() and not owner.num_held(), "nothing is held")
     some = rows(one.words, (0, 8))
     assert end(one.post("READ", "owner", some, rows(owner.words, (8, 8))))[0] is XferState.DONE
 
@@ -178,7 +178,7 @@ def test_a_stranger_without_the_secret_is_ignored(
     raw.send_message(messages.Notif(raw.session, b"hello"))
     raw.wait("all was sent", lambda: len(raw.sent) >= 2)
     one.transport.send_notif("owner", b"me")
-    wait_for("a message of a real peer", lambda: owner.notifs)
+    eventually(lambda: owner.notifs, "a message of a real peer")
     assert owner.notifs == [("one", b"me")]
     assert not owner.transport._by_session.get(raw.session)
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
@@ -191,7 +191,7 @@ def test_data_that_nobody_waits_for_is_thrown_away(
     for piece in range(50):
         raw.send(messages.data_tag(1, piece), b"x" * (PIECE_BYTES if piece % 2 else 100))
     raw.wait("all was taken", lambda: len(raw.sent) == 50)
-    wait_for("nothing is held", lambda: not owner.num_held())
+    eventually(lambda: not owner.num_held(), "nothing is held")
     assert (
         end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
         is XferState.DONE
@@ -269,8 +269,8 @@ def test_a_peer_that_stops_halfway_is_given_up_by_the_owner(
     )
     raw.wait("the owner's receives", lambda: raw.received)
     raw.send(messages.data_tag(5, 0), b"\xff" * PIECE_BYTES)
-    wait_for(
-        "the connection was cut", lambda: not owner.transport._by_address and not owner.num_held()
+    eventually(
+        lambda: not owner.transport._by_address and not owner.num_held(), "the connection was cut"
     )
     assert not owner.notifs
 
@@ -284,8 +284,8 @@ def test_deregistered_memory_is_not_held_when_the_call_returns(
         transfer = one.post(
             op, "owner", rows(one.words, *everything), rows(owner.words, *everything)
         )
-        wait_for(
-            "it began", lambda: any(c.incoming for c in list(owner.transport._by_address.values()))
+        eventually(
+            lambda: any(c.incoming for c in list(owner.transport._by_address.values())), "it began"
         )
         owner.deregister()
         held = [connection for connection in owner.transport._cut if connection.is_busy]
@@ -335,9 +335,9 @@ def test_a_peer_that_connects_again_replaces_its_connection(
         one.transport.remove_peer("owner")
         one.transport.add_peer("owner", owner.transport.address)
     assert end(one.post("READ", "owner", some, theirs))[0] is XferState.DONE
-    wait_for(
-        "one connection is left",
+    eventually(
         lambda: len(owner.transport._by_address) == 1 and not owner.num_held(),
+        "one connection is left",
     )
 
 
@@ -357,7 +357,7 @@ def test_memory_that_ucx_does_not_give_back_costs_the_worker(
         connection.fail("a test")
 
     one.on_thread(hold)
-    wait_for("another worker", lambda: one.transport.address != before)
+    eventually(lambda: one.transport.address != before, "another worker")
     assert (
         end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
         is XferState.DONE
@@ -369,13 +369,13 @@ def test_a_fence_takes_no_longer_because_a_frozen_peer_sent_half_a_message(side:
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     everything = list(range(32)) * 100
     side.owner.call("post", "WRITE", "me", everything[::-1], side.words.ctypes.data, everything)
-    wait_for("first bytes", side.words.any)
+    eventually(side.words.any, "first bytes")
     with side.owner.frozen():
         began = time.monotonic()
         side.agent.fence()
         side.words[:] = 0
         assert time.monotonic() - began < 5
-    wait_for("the end of the write", lambda: side.owner.call("state") != "PROC")
+    eventually(lambda: side.owner.call("state") != "PROC", "the end of the write")
     assert not side.words.any()
 
 
@@ -423,7 +423,7 @@ def test_a_transport_that_is_closed_leaves_nothing_open(
         one, other = TransportHere("one"), TransportHere("other")
         one.transport.add_peer("other", other.transport.address)
         one.transport.send_notif("other", b"hello")
-        wait_for("the notification", lambda other=other: other.notifs)
+        eventually(lambda other=other: other.notifs, "the notification")
         other.thread.mailbox.call(other.transport.fence)
         one.thread.close()
         other.thread.close()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
-from support.kv_transfer.kv_processes import wait_for
+from support.waiting import eventually
 
 NUM_STRANGERS = 600
 NUM_ROUNDS = 3
@@ -109,6 +109,6 @@ def test_600_strangers_disturb_no_transfer_and_leave_nothing_behind(side: Side) 
             move_all(side)
             num_transfers += 2
         strangers.leave()
-        wait_for("the strangers' descriptors are closed", lambda: owner.num_fds() <= num_fds)
+        eventually(lambda: owner.num_fds() <= num_fds, "the strangers' descriptors are closed")
         used.append(owner.memory_info().rss)
     assert used[-1] <= used[0] + MARGIN_BYTES, used

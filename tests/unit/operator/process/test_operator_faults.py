@@ -24,7 +24,8 @@ from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from support.api_proxy import ApiProxy, Fault, api_proxy
-from support.operator.operator_process import Cluster, eventually
+from support.operator.operator_process import Cluster
+from support.waiting import until
 
 Object = dict[str, Any]
 NAMESPACE = "default"
@@ -59,7 +60,7 @@ async def _install(kubeconfig: Path) -> None:
         await client.create(
             "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", custom_resource_definition()
         )
-        await eventually(Kube(client).discover, "the CRD to be served")
+        await until(Kube(client).discover, "the CRD to be served")
 
 
 @dataclass
@@ -152,7 +153,7 @@ async def replaced(cluster: Cluster, pod: str) -> None:
         now = (await cluster.pods()).get(before["name"])
         return now is not None and now["metadata"]["uid"] != before["uid"]
 
-    await eventually(is_back, f"{before['name']} to be replaced")
+    await until(is_back, f"{before['name']} to be replaced")
     await cluster.run(pod)
     await cluster.condition("DecodeReady", "True")
 

@@ -19,14 +19,8 @@ from baton_operator.names import GROUP
 from baton_operator.observe.observation import is_ready
 from baton_protocol.config import EngineConfig
 from support.operator.fake_members import DrainingEngine, FakeCoordinator, serve_drain
-from support.operator.operator_process import (
-    NAMESPACE,
-    Cluster,
-    Object,
-    Operator,
-    eventually,
-    needs_api_server,
-)
+from support.operator.operator_process import NAMESPACE, Cluster, Object, Operator, needs_api_server
+from support.waiting import until
 
 pytestmark = needs_api_server
 
@@ -109,7 +103,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
                 "TopologyOperationEnded",
             } <= mine
 
-        await eventually(told, "the events of the operations")
+        await until(told, "the events of the operations")
 
     # No member is deleted while the topology is not known.
     await experts.patch({"decode": {"replicas": 1}})
@@ -139,8 +133,8 @@ async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
         ]
         return not any(found)
 
-    await eventually(replaced, "the rank to be replaced by an engine of its own")
-    await eventually(gone, "the coordinator's Deployment and Service to be deleted")
+    await until(replaced, "the rank to be replaced by an engine of its own")
+    await until(gone, "the coordinator's Deployment and Service to be deleted")
     status = (await plain.service())["status"]
     assert "topology" not in status["decode"]
     assert "Scaling" not in {condition["type"] for condition in status["conditions"]}
@@ -224,12 +218,12 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
             )
             return annotations.get(f"{GROUP}/draining") == "true"
 
-        await eventually(draining, "decode-1 to be marked as draining")
+        await until(draining, "decode-1 to be marked as draining")
 
         async def asked_again() -> bool:
             return engine.asked > 3
 
-        await eventually(asked_again, "the engine to be asked more than once")
+        await until(asked_again, "the engine to be asked more than once")
         assert "shrink-decode-1" in await shrink.pods(), "deleted with two requests unfinished"
         engine.unfinished = 0
         await shrink.names("decode-0")
@@ -257,14 +251,14 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator
 
         return check
 
-    await eventually(replaced("roll-decode-1"), "decode-1 to be replaced")
+    await until(replaced("roll-decode-1"), "decode-1 to be replaced")
     await roll.condition("DecodeReady", "False")
     await operator.look_around(times=3)
     assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"][
         "metadata"
     ]["uid"]
     await roll.run("decode-1")
-    await eventually(replaced("roll-decode-0"), "decode-0 to be replaced")
+    await until(replaced("roll-decode-0"), "decode-0 to be replaced")
     await roll.run("decode-0")
     await roll.condition("DecodeReady", "True")
 
@@ -274,7 +268,7 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator
         )
         return len(found) == 1
 
-    await eventually(one_configuration, "the old ConfigMap to be collected")
+    await until(one_configuration, "the old ConfigMap to be collected")
 
 
 def key_of(pod: Object) -> str:
@@ -315,7 +309,7 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
         found = await kube.read("Secret", NAMESPACE, "rotated-key")
         return found and found["data"] != drawn["data"]
 
-    await eventually(drawn_anew, "another key")
+    await until(drawn_anew, "another key")
     old_key = key_of(old["rotated-decode-0"])
 
     async def decode_pods() -> list[Object]:
@@ -324,7 +318,7 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
     async def begun() -> Any:
         return [pod for pod in await decode_pods() if key_of(pod) != old_key]
 
-    await eventually(begun, "a decode pod with another key")
+    await until(begun, "a decode pod with another key")
     await operator.look_around(times=3)
     assert [pod for pod in await decode_pods() if key_of(pod) == old_key], (
         "all went although no new one is ready"
@@ -337,7 +331,7 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
                 await service.run(pod["metadata"]["name"].removeprefix("rotated-"))
         return len(pods) == 2 and all(key_of(pod) != old_key for pod in pods)
 
-    await eventually(done, "all decode pods to be replaced")
+    await until(done, "all decode pods to be replaced")
     gateway = await kube.read("Deployment", NAMESPACE, "rotated-gateway")
     assert gateway
     assert key_of(gateway["spec"]["template"]) != old_key

@@ -11,13 +11,8 @@ from baton_kube.client import KubeError
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from support.http_routes import ROUTES
-from support.operator.operator_process import (
-    NAMESPACE,
-    Cluster,
-    Object,
-    eventually,
-    needs_api_server,
-)
+from support.operator.operator_process import NAMESPACE, Cluster, Object, needs_api_server
+from support.waiting import until
 
 pytestmark = needs_api_server
 
@@ -37,7 +32,7 @@ async def test_a_missing_model_is_named_and_heals(kube: Kube) -> None:
             e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events
         )
 
-    await eventually(told, "the event, which follows the status")
+    await until(told, "the event, which follows the status")
     await lost.run("decode-0")
     await lost.condition("Ready", "True")
 
@@ -107,7 +102,7 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
         return False
 
     await allow(1, used=0)
-    await eventually(lambda: refuses(2), "the quota to count")
+    await until(lambda: refuses(2), "the quota to count")
     narrow = Cluster(kube, "narrow")
     await narrow.create(
         decode={"resources": {"limits": {gpu: "1"}}, "replicas": 1}, prefill={"replicas": 1}
@@ -194,7 +189,7 @@ async def test_a_secret_of_ours_without_a_key_is_told(kube: Kube) -> None:
             raise
         return True
 
-    await eventually(replaced, "the Secret to be replaced before the operator draws another key")
+    await until(replaced, "the Secret to be replaced before the operator draws another key")
     condition = await service.condition("Ready", "False", "ServiceKeyUnusable")
     assert "keyless-key" in condition["message"]
     assert "delete it" in condition["message"]
@@ -227,7 +222,7 @@ async def test_what_an_older_api_server_would_have_let_pass_is_named(kube: Kube)
 
     await kube.client.replace(definition, await with_rules(kube, definition, False))
     try:
-        await eventually(let_pass, "the schema without rules to be in force")
+        await until(let_pass, "the schema without rules to be in force")
         condition = await bad.condition("Ready", "False", "InvalidSpec")
     finally:
         await kube.client.replace(definition, await with_rules(kube, definition, True))
@@ -251,7 +246,7 @@ async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kub
     async def written() -> Any:
         return await route()
 
-    found = await eventually(written, "the route to be written")
+    found = await until(written, "the route to be written")
     assert found["spec"]["hostnames"] == ["a.example"]
     await routed.run("decode-0")
     await routed.run_gateway()
@@ -279,7 +274,7 @@ async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kub
     async def gone() -> bool:
         return await route() is None
 
-    await eventually(gone, "the route to be deleted")
+    await until(gone, "the route to be deleted")
 
 
 async def with_rules(kube: Kube, path: str, rules: bool) -> Object:

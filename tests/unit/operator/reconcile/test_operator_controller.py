@@ -14,6 +14,7 @@ from baton_operator import controller as module
 from baton_operator.controller import Controller, Outcome, Reconcile
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness, StaleReadError
+from support.waiting import until
 
 A, B = Key("ns", "a"), Key("ns", "b")
 NOTHING = Outcome()
@@ -28,15 +29,6 @@ async def running(reconcile: Reconcile) -> AsyncIterator[Controller]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(check: Callable[[], bool], what: str) -> None:
-    try:
-        async with asyncio.timeout(60):
-            while not check():
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(f"waited 60 s for {what}") from None
 
 
 async def test_a_service_is_never_reconciled_twice_at_once_and_no_change_is_lost() -> None:

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from pocketkube.control_plane.real import find_assets
-from support.pocketkube.kubelet_cluster import ApiServer, Json, KubeletProcess, eventually
+from support.pocketkube.kubelet_cluster import ApiServer, Json, KubeletProcess
+from support.waiting import eventually
 
 PODS = "/api/v1/namespaces/default/pods"
 # Of this process alone, so that two runs on one machine do not share addresses.
