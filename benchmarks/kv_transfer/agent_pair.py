@@ -40,7 +40,7 @@ PIECE_BYTES = 4 * 2**20
 #: would take a processor.
 NIXL_POLL_S = {"nixl": 0.0001, "nixl 20 us": 0.00002}
 #: NIXL has them, too: with UCX's own it is half as fast.
-UCX_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "512K"}
+UCX_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "513K"}
 NAMES = ("initiator", "owner")
 _PIECE = struct.Struct("<II")  # first block in the order of the shape, blocks; their sums follow
 _GO, _PROVED = b"go", b"proved"

@@ -18,7 +18,7 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer.sessions import Session
-from baton_kv_transfer.producer.transfer_state import Subscriber
+from baton_kv_transfer.producer.transfer_state import Block, Subscriber, checksum_blocks
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_kv_transfer.transports.transfer import TransportError
 
@@ -69,7 +69,8 @@ class BlockWriter:
         self._windows: dict[str, _PeerWindow] = {}  # by agent name
         self._in_flight: list[_Write] = []
 
-    def enqueue(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
+    def enqueue(self, subscriber: Subscriber, blocks: list[Block]) -> None:
+        """Queue blocks. They are summed when they are posted, while earlier ones travel."""
         if not blocks:
             return
         window = self._windows.setdefault(subscriber.session.agent_name, _PeerWindow())
@@ -121,10 +122,11 @@ class BlockWriter:
             self._begin(window, subscriber, blocks, count * nbytes)
 
     def _begin(
-        self, window: _PeerWindow, subscriber: Subscriber, blocks: list[PublishedBlock], nbytes: int
+        self, window: _PeerWindow, subscriber: Subscriber, blocks: list[Block], nbytes: int
     ) -> None:
+        published = checksum_blocks(self._context.memory, subscriber, blocks)
         try:
-            handle = self._make(subscriber, blocks)
+            handle = self._make(subscriber, published)
             self._agent.transfer(handle)
         except (
             ValueError,
@@ -140,7 +142,7 @@ class BlockWriter:
         window.inflight_bytes += nbytes
         self._stats.inflight_bytes += nbytes
         self._stats.descriptors_posted += handle.num_descs
-        self._in_flight.append(_Write(window, subscriber, blocks, nbytes, handle))
+        self._in_flight.append(_Write(window, subscriber, published, nbytes, handle))
 
     def _make(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> XferHandle:
         remote_side = subscriber.session.slots

@@ -54,7 +54,7 @@ PART_BYTES = 16 * 2**20
 
 
 class _BlockWriter(Protocol):
-    def enqueue(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None: ...
+    def enqueue(self, subscriber: Subscriber, blocks: list[Block]) -> None: ...
 
     def stop(self, subscriber: Subscriber) -> None: ...
 
@@ -343,7 +343,7 @@ class TransferManager:
         end = first + len(subscriber.slots) if subscriber.push else math.inf
         wanted = [block for block in blocks if first <= block.index < end]
         if subscriber.push and wanted:
-            self._writes.enqueue(subscriber, checksum_blocks(self._memory, subscriber, wanted))
+            self._writes.enqueue(subscriber, wanted)
             return
         step = max(1, PART_BYTES // self._memory.layout.block_nbytes)
         while len(wanted) > step:

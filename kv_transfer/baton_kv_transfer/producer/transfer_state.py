@@ -54,7 +54,7 @@ class Subscriber:
     #: RELEASED was sent.
     confirmed: bool = False
     #: Push: blocks to be written.
-    queue: deque[PublishedBlock] = field(default_factory=deque)
+    queue: deque[Block] = field(default_factory=deque)
     #: Writes in flight.
     num_writes: int = 0
     #: Push: blocks in the consumer's memory.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,8 @@ def total_bytes(iovec: bytes | bytearray) -> int:
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
     """Return the number of bytes up to the end of each run."""
+    if _are_few(iovec):
+        return list(accumulate(lengths_of(iovec)))
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]
     return ends
 
@@ -90,6 +93,12 @@ def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
 
 def split(iovec: bytes, max_bytes: int) -> bytes:
     """Return the same bytes with runs longer than `max_bytes` cut into pieces."""
+    if _are_few(iovec):
+        runs = []
+        for address, length in _RUN.iter_unpack(iovec):
+            for first in range(0, length, max_bytes):
+                runs += [address + first, min(max_bytes, length - first)]
+        return struct.pack(f"<{len(runs)}q", *runs)
     rows = _as_array(iovec)
     lengths = rows[:, 1]
     if lengths.max() <= max_bytes:

@@ -57,7 +57,7 @@ class Connection:
         self._worker = worker
         self._moved = moved
         self._lanes = ""
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[tuple[bytes, Callable[[], None]]] = deque()
         self._sending: bytes | None = None
         self._num_held = 0
         self._is_cut = False
@@ -84,9 +84,14 @@ class Connection:
         """Drop the last reference to the endpoint, before its worker is destroyed."""
         self._endpoint = None
 
-    def send_message(self, message: Message) -> None:
-        """Send after earlier messages. With UCX alone a short message could overtake a long one."""
-        self._outbox.append(messages.encode(message))
+    def send_message(self, message: Message, then: Callable[[], None] = lambda: None) -> None:
+        """Send after earlier messages. With UCX alone a short message could overtake a long one.
+
+        Args:
+            message: the message.
+            then: called when UCX has the message.
+        """
+        self._outbox.append((messages.encode(message), then))
         if self._sending is None and not self.error:
             self._send_next()
 
@@ -114,12 +119,14 @@ class Connection:
         return end
 
     def _send_next(self) -> None:
-        packed = self._sending = self._outbox.popleft()
+        packed, then = self._outbox.popleft()
+        self._sending = packed
         address = c.cast(c.c_char_p(packed), c.c_void_p).value
         assert address is not None, "a message is not empty"
         self._num_held += 1
         buffer = Buffer.of(address, len(packed))
         self._worker.send(self._endpoint, messages.CONTROL_TAG, buffer, self._sent)
+        then()
 
     def _sent(self, error: str) -> None:
         self._sending = None

@@ -1,8 +1,12 @@
 """Messages between the two sides of the `ucx` transport, and the tags of UCX's tag matching.
 
-    READ    reader: READ             owner: the data                  (or REFUSED)
-    WRITE   writer: WRITE            owner: GO         (or REFUSED)
-            writer: the data         owner: DONE
+    READ    reader: READ                         owner: the data    (or REFUSED)
+    WRITE   writer: WRITE, the data              owner: DONE        (or REFUSED)
+            writer: WRITE that awaits GO         owner: GO          (or REFUSED)
+            writer: the data                     owner: DONE
+
+A short WRITE is certain to arrive before its data: the owner posts receives in time. A long one
+awaits GO.
 
 The first message of a side over a new endpoint is HELLO. It shows that the sender has this agent's
 metadata. It announces a random session id, which every later message about the sender's requests
@@ -40,6 +44,7 @@ class Write(msgspec.Struct, array_like=True, tag=3):
     transfer: int
     rows: bytes
     notif: bytes
+    awaits_go: bool
 
 
 class Go(msgspec.Struct, array_like=True, tag=4):

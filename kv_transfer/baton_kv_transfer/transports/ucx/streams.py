@@ -1,19 +1,21 @@
-"""The data of a transfer as tag messages: pieces of about a megabyte, cut alike on both sides.
+"""The data of a transfer as tag messages: pieces of half a megabyte, cut alike on both sides.
 
 UCX sends them directly from the rows and receives them into the rows.
 """
 
 from __future__ import annotations
 
+import ctypes as c
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Protocol
 
-from baton_kv_transfer.transports.iovec import ends_of, split
+from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.worker import Buffer, Request
 
-PIECE_BYTES = 2**20
+#: Fits into a receive segment: larger messages are copied before UCX sends them.
+PIECE_BYTES = 2**19
 _PIECE_ROWS = 1024
 #: Pieces of one transfer that are sent at a time, so that other transfers have their turn.
 WINDOW = 8
@@ -24,8 +26,10 @@ class Pieces:
 
     def __init__(self, iovec: bytes) -> None:
         self.iovec = iovec
-        self._rows = bytearray(split(iovec, PIECE_BYTES))
-        ends = ends_of(self._rows)
+        rows = bytearray(split(iovec, PIECE_BYTES))
+        ends = ends_of(rows)
+        self._rows = c.c_char.from_buffer(rows)
+        self._address = c.addressof(self._rows)
         self._cuts = [0]
         #: Bytes up to each cut. `_cuts` has the rows.
         self._bytes = [0]
@@ -40,7 +44,7 @@ class Pieces:
     def __getitem__(self, index: int) -> Buffer:
         first, count = self._cuts[index], self._cuts[index + 1] - self._cuts[index]
         nbytes = self._bytes[index + 1] - self._bytes[index]
-        return Buffer(self._rows, first, count, nbytes)
+        return Buffer(self._rows, self._address + RUN_BYTES * first, count, nbytes)
 
 
 class MessageCarrier(Protocol):
@@ -90,10 +94,7 @@ class Stream:
         self._held: dict[int, Request] = {}
 
     def receive(self) -> None:
-        """Post receives for all pieces, before the other side is asked to send.
-
-        So UCX keeps no data.
-        """
+        """Post receives for all pieces."""
         while self._next < len(self.pieces):
             self._post(self._connection.receive)
 

@@ -134,8 +134,11 @@ class UCXTransport(Transport):
         if transfer.op == "READ":
             stream.receive()
             connection.send_message(Read(connection.session, number, remote))
+        elif len(remote) + len(notif) > self._ucx.max_eager_bytes:
+            connection.send_message(Write(connection.session, number, remote, notif, True))
         else:
-            connection.send_message(Write(connection.session, number, remote, notif))
+            write = Write(connection.session, number, remote, notif, False)
+            connection.send_message(write, then=stream.send)
 
     def _notify(self, peer: PeerAddress, name: str, message: bytes) -> None:
         try:
@@ -186,6 +189,7 @@ class UCXTransport(Transport):
             worker.progress()
             while arrived := worker.probe(0, DATA_BIT):
                 self._take(worker, *arrived)
+            worker.call_back()
             # Data of a transfer that was given up, or of an untrusted client.
             worker.discard(DATA_BIT, DATA_BIT)
             self._cut_failed()
@@ -267,7 +271,8 @@ class UCXTransport(Transport):
             stream.send()
         else:
             stream.receive()
-            connection.send_message(Go(request.session, request.transfer))
+            if request.awaits_go:
+                connection.send_message(Go(request.session, request.transfer))
 
     def _take_answer(self, connection: Connection, answer: Go | Refused | Done) -> None:
         outgoing = connection.outgoing.get(answer.transfer)

@@ -22,7 +22,7 @@ from baton_kv_transfer.transports.ucx.library import UCXError
 SETTINGS = {
     "TLS": "^sm",  # UCX's shared memory aborts a process whose peer dies
     "TCP_TX_SEG_SIZE": "256K",  # two to three times the throughput of the defaults (8K, 64K)
-    "TCP_RX_SEG_SIZE": "512K",
+    "TCP_RX_SEG_SIZE": "513K",  # a piece of a transfer and its header
     "TCP_CONN_NB": "y",  # one host that does not answer must not delay the other peers
     "TCP_SYN_CNT": "1",
     "KEEPALIVE_INTERVAL": "500ms",
@@ -31,6 +31,8 @@ SETTINGS = {
     "RNDV_THRESH": "64K",
     "ZCOPY_THRESH": "64K",
 }
+#: Far below RNDV_THRESH and every transport's segment.
+MAX_EAGER_BYTES = 4096
 #: How long a destroyed worker may take to end messages whose senders are gone.
 DRAIN_TIMEOUT_S = 0.2
 
@@ -60,6 +62,11 @@ class UCXContext:
                 f"UCX does not start: {error} (does UCX_TLS or UCX_NET_DEVICES name something that "
                 "this machine lacks?)"
             ) from error
+
+    @property
+    def max_eager_bytes(self) -> int:
+        """Size up to which messages are certain to arrive in order."""
+        return 0 if "UCX_RNDV_THRESH" in os.environ else MAX_EAGER_BYTES
 
     @property
     def has_cuda(self) -> bool:
@@ -119,23 +126,22 @@ class Buffer:
 
     __slots__ = ("_runs", "address", "count", "nbytes")
 
-    def __init__(self, runs: bytearray, first: int, count: int, nbytes: int) -> None:
-        """Refer to some of the runs.
+    def __init__(self, runs: object, address: int, count: int, nbytes: int) -> None:
+        """Refer to runs.
 
         Args:
-            runs: packed struct iovecs.
-            first: index of the first run of the message.
-            count: number of its runs.
-            nbytes: bytes of its runs.
+            runs: what keeps them allocated.
+            address: of the first one, packed as struct iovec.
+            count: number of runs.
+            nbytes: bytes of all of them.
         """
-        self._runs = c.c_char.from_buffer(runs)
-        self.address = c.addressof(self._runs) + RUN_BYTES * first
-        self.count, self.nbytes = count, nbytes
+        self._runs, self.address, self.count, self.nbytes = runs, address, count, nbytes
 
     @classmethod
     def of(cls, address: int, nbytes: int) -> Buffer:
         """Return contiguous memory. Without bytes the message is discarded."""
-        return cls(bytearray(pack_run(address, nbytes)), 0, 1 if nbytes else 0, nbytes)
+        run = c.create_string_buffer(pack_run(address, nbytes), RUN_BYTES)
+        return cls(run, c.addressof(run), 1 if nbytes else 0, nbytes)
 
 
 class Request:
@@ -265,6 +271,9 @@ class UCXWorker:
     def progress(self) -> None:
         """Move what can be moved, and call back for requests that ended."""
         self._worker.progress()
+        self.call_back()
+
+    def call_back(self) -> None:
         while self._ended:
             key, status, nbytes = self._ended.popleft()
             request = self._requests.pop(key)

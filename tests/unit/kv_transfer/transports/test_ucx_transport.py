@@ -61,7 +61,7 @@ def side() -> Iterator[Side]:
 # -- bytes
 
 
-def test_rows_of_equal_lengths_are_cut_alike_into_pieces_of_at_most_a_mebibyte() -> None:
+def test_rows_of_equal_lengths_are_cut_alike_into_pieces_of_at_most_half_a_mebibyte() -> None:
     words = np.zeros(8 * MIB_WORDS, dtype=np.int64)
     runs = [
         (0, 3 * MIB_WORDS + 5),
@@ -174,7 +174,7 @@ def test_a_stranger_without_the_secret_is_ignored(
         raw.send(messages.CONTROL_TAG, b"\x91" * 60_000 + b"\xc0")
     elif hello == "no message":
         raw.send(messages.CONTROL_TAG + 1, b"x" * 1000)
-    raw.send_message(messages.Write(raw.session, 7, pack(rows(owner.words, (0, 8))), b"n"))
+    raw.send_message(messages.Write(raw.session, 7, pack(rows(owner.words, (0, 8))), b"n", True))
     raw.send_message(messages.Notif(raw.session, b"hello"))
     raw.wait("all was sent", lambda: len(raw.sent) >= 2)
     one.transport.send_notif("owner", b"me")
@@ -231,7 +231,7 @@ def test_a_piece_of_another_length_ends_the_connection(
 ) -> None:
     owner = pair[1]
     raw.send_hello(owner)
-    raw.send_message(messages.Write(raw.session, 5, pack(rows(owner.words, (0, 100))), b"n"))
+    raw.send_message(messages.Write(raw.session, 5, pack(rows(owner.words, (0, 100))), b"n", True))
     raw.wait("the owner's receives", lambda: raw.received == [messages.Go(raw.session, 5)])
     raw.send(messages.data_tag(5, 0), b"x" * 400)
     raw.wait("the end of the connection", lambda: not owner.transport._by_address)
@@ -265,7 +265,7 @@ def test_a_peer_that_stops_halfway_is_given_up_by_the_owner(
     owner = pair[1]
     raw.send_hello(owner)
     raw.send_message(
-        messages.Write(raw.session, 5, pack(rows(owner.words, (0, 4 * MIB_WORDS))), b"n")
+        messages.Write(raw.session, 5, pack(rows(owner.words, (0, 4 * MIB_WORDS))), b"n", True)
     )
     raw.wait("the owner's receives", lambda: raw.received)
     raw.send(messages.data_tag(5, 0), b"\xff" * PIECE_BYTES)
