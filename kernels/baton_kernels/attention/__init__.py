@@ -5,13 +5,7 @@ g = h // (num_heads / num_kv_heads):
 
     out[h] = sum over t <= p of softmax_t(scale * q[h] . K[g, t]) * V[g, t]
 
-Options, each off by default:
-
-    sliding window (Beltagy et al. 2020)   the sum is over p - window < t <= p
-    soft cap (Gemma Team 2024)             score = cap * tanh(score / cap)
-    fp8 caches                             K[g, t] = key_scale[g] * cached key, V likewise
-
-The engine does not set the soft cap or the scales yet. Gemma models and fp8 KV caches need them.
+With a sliding window (Beltagy et al. 2020), the sum is over p - window < t <= p.
 
 One call serves prefill chunks and decode steps together (varlen). Sequence s owns the query rows
 `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, the last ones of its `seq_lens[s]` tokens. Slots of its
@@ -67,9 +61,6 @@ def paged_attention(
     window: int | None = None,
     plan: AttentionPlan | None = None,
     *,
-    soft_cap: float | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     max_seqlen_q: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -80,9 +71,9 @@ def paged_attention(
 
     Args:
         query: of shape [num_tokens, num_heads, head_dim].
-        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype or
-            float8_e4m3fn. The last stride is 1. On a CPU the tokens of a block and head are
-            contiguous, and the other strides are multiples of their size.
+        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype.
+            The last stride is 1. On a CPU the tokens of a block and head are contiguous, and the
+            other strides are multiples of their size.
         value_cache: like key_cache, with the same strides.
         block_tables: int32 block ids of each sequence, of shape [num_seqs, max_blocks_per_seq].
             Padding is not read.
@@ -91,9 +82,6 @@ def paged_attention(
         scale: positive factor of the scores, usually head_dim ** -0.5.
         window: tokens that a query sees, itself included. At least 1; None for all.
         plan: result of `plan_attention` for the same arguments. None computes it here.
-        soft_cap: positive bound of the scores.
-        key_scale: positive float32 of shape [num_kv_heads]. Required for fp8 caches, else None.
-        value_scale: like key_scale.
         max_seqlen_q: upper bound of a sequence's queries, if the host knows one. With few queries
             per sequence (decode), a GPU splits long sequences.
         out: receives the result. Shape and dtype of query, last stride 1.
@@ -103,10 +91,10 @@ def paged_attention(
         gets zeros.
 
     Raises:
-        ValueError: the options contradict each other, or the device's implementation does not
-            support the strides.
+        ValueError: dtypes, heads, scale or window are invalid, or the device's implementation
+            does not support the strides.
     """
-    _check(query, key_cache, scale, window, soft_cap, key_scale, value_scale)
+    _check(query, key_cache, scale, window)
     if query.is_cuda:
         from baton_kernels.attention.triton_kernel import paged_attention_triton
 
@@ -119,73 +107,30 @@ def paged_attention(
             seq_lens,
             scale,
             window,
-            soft_cap=soft_cap,
-            key_scale=key_scale,
-            value_scale=value_scale,
             max_seqlen_q=max_seqlen_q,
             out=out,
         )
     if compiled.OPS is not None and key_cache.dtype in compiled.DTYPES:
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         sequences = (block_tables, cu_seqlens_q, seq_lens)
-        compiled.OPS.paged_attention(
-            out, query, key_cache, value_cache, *sequences, scale, window, soft_cap
-        )
+        compiled.OPS.paged_attention(out, query, key_cache, value_cache, *sequences, scale, window)
         return out
-    if soft_cap is not None or key_scale is not None:
-        from baton_kernels.attention.reference import paged_attention_reference
+    from baton_kernels.attention.cpu import AttentionPlan, paged_attention_cpu
 
-        attended = paged_attention_reference(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            cu_seqlens_q,
-            seq_lens,
-            scale,
-            window,
-            soft_cap=soft_cap,
-            key_scale=key_scale,
-            value_scale=value_scale,
-        )
-    else:
-        from baton_kernels.attention.cpu import AttentionPlan, paged_attention_cpu
-
-        plan = plan or AttentionPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
-        attended = paged_attention_cpu(query, key_cache, value_cache, plan, scale)
+    plan = plan or AttentionPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
+    attended = paged_attention_cpu(query, key_cache, value_cache, plan, scale)
     return attended if out is None else out.copy_(attended)
 
 
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-) -> None:
+def _check(query: Tensor, key_cache: Tensor, scale: float, window: int | None) -> None:
     """Raise ValueError for arguments that no implementation supports. Reads no tensor's values."""
-    is_fp8 = key_cache.dtype == torch.float8_e4m3fn
-    if (key_scale is not None, value_scale is not None) != (is_fp8, is_fp8):
+    if key_cache.dtype != query.dtype:
         raise ValueError(
-            "key_scale and value_scale go with float8_e4m3fn caches, and these are "
-            f"{key_cache.dtype}"
-        )
-    if not is_fp8 and key_cache.dtype != query.dtype:
-        raise ValueError(
-            f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, "
-            f"not {key_cache.dtype}"
+            f"queries of {query.dtype} need caches of the same dtype, not {key_cache.dtype}"
         )
     if query.shape[1] % key_cache.shape[1]:
         raise ValueError(
             f"{query.shape[1]} query heads cannot share {key_cache.shape[1]} KV heads evenly"
         )
-    if (
-        scale <= 0
-        or (window is not None and window < 1)
-        or (soft_cap is not None and soft_cap <= 0)
-    ):
-        raise ValueError(
-            f"scale, window and soft_cap must be positive: {scale}, {window}, {soft_cap}"
-        )
+    if scale <= 0 or (window is not None and window < 1):
+        raise ValueError(f"scale and window must be positive: {scale}, {window}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ class PagedCase:
     seq_lens: Tensor
     scale: float
     window: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of paged_attention: soft_cap, key_scale, value_scale."""
 
     def to(self, device: str) -> PagedCase:
         # The whole allocation moves, so that views keep their strides.
@@ -49,17 +47,8 @@ class PagedCase:
         moved = kv_cache.to(device)
         key_cache, value_cache = layer_views(moved, layer=1)
         tensors = [t.to(device) for t in (self.block_tables, self.cu_seqlens_q, self.seq_lens)]
-        options = {
-            name: o.to(device) if isinstance(o, Tensor) else o for name, o in self.options.items()
-        }
         return PagedCase(
-            self.query.to(device),
-            key_cache,
-            value_cache,
-            *tensors,
-            self.scale,
-            self.window,
-            options,
+            self.query.to(device), key_cache, value_cache, *tensors, self.scale, self.window
         )
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None]:
@@ -89,14 +78,8 @@ def paged_case(
     dtype: torch.dtype = torch.float32,
     share_first_block: bool = False,
     window: int | None = None,
-    soft_cap: float | None = None,
-    fp8: bool = False,
 ) -> PagedCase:
-    """Return a case of sequences (query length, total length), with NaN or nonsense in padding.
-
-    Args:
-        fp8: the caches are float8_e4m3fn, with a scale per KV head for keys and for values.
-    """
+    """Return a case of sequences (query length, total length), with NaN or nonsense in padding."""
     blocks_of = [-(-total // block_size) for _, total in lengths]
     num_blocks = sum(blocks_of) + 3
     kv_cache = torch.full((num_blocks, num_kv_heads, 3, 2, block_size, head_dim), float("nan"))
@@ -111,14 +94,7 @@ def paged_case(
             if not shared:
                 kv_cache[block, :, 1, :, :filled] = torch.randn(num_kv_heads, 2, filled, head_dim)
     query_lengths = torch.tensor([0] + [q for q, _ in lengths])
-    key_cache, value_cache = layer_views(
-        kv_cache.to(torch.float8_e4m3fn if fp8 else dtype), layer=1
-    )
-    options: dict[str, Any] = {}
-    if soft_cap is not None:
-        options["soft_cap"] = soft_cap
-    if fp8:
-        options["key_scale"], options["value_scale"] = torch.rand(2, num_kv_heads) + 0.5
+    key_cache, value_cache = layer_views(kv_cache.to(dtype), layer=1)
     return PagedCase(
         query=torch.randn(int(query_lengths.sum()), num_heads, head_dim).to(dtype),
         key_cache=key_cache,
@@ -128,7 +104,6 @@ def paged_case(
         seq_lens=torch.tensor([total for _, total in lengths], dtype=torch.int32),
         scale=head_dim**-0.5,
         window=window,
-        options=options,
     )
 
 
@@ -142,7 +117,7 @@ def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 
 def assert_attends(actual: Tensor, case: PagedCase) -> None:
-    expected = paged_attention_reference(*case.arguments(), **case.options)
+    expected = paged_attention_reference(*case.arguments())
     assert not expected.isnan().any(), "the case itself is broken"
     tolerance = TOLERANCE[case.query.dtype]
     torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
@@ -166,4 +141,4 @@ def triton_output(case: PagedCase, device: str, **arguments: Any) -> Tensor:
 
     moved = case.to(device)
     poisoned = torch.full_like(moved.query, float("nan"))
-    return paged_attention_triton(*moved.arguments(), **moved.options, out=poisoned, **arguments)
+    return paged_attention_triton(*moved.arguments(), out=poisoned, **arguments)

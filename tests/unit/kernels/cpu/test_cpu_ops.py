@@ -118,10 +118,10 @@ def test_a_slot_past_the_cache_is_refused() -> None:
     assert not kv_cache.any()
 
 
-def assert_attends(case: PagedCase, **options: Tensor | float | None) -> None:
+def assert_attends(case: PagedCase) -> None:
     out = torch.full_like(case.query, torch.nan)
-    assert paged_attention(*case.arguments(), out=out, **options) is out
-    expected = paged_attention_reference(*case.arguments(), **options)
+    assert paged_attention(*case.arguments(), out=out) is out
+    expected = paged_attention_reference(*case.arguments())
     assert not expected.isnan().any(), "the case itself is broken"
     assert_close(out, expected)
 
@@ -162,12 +162,6 @@ def test_attention_of_sequences_that_are_split(window: int | None) -> None:
 def test_what_is_hidden_in_tiles_of_whole_vectors(window: int | None) -> None:
     """Tiles without padding whose end or, under the larger window, whose beginning some rows do not see."""
     assert_attends(paged_case([(2, 128), (12, 256), (1, 384), (12, 512)], 4, 2, 16, window=window))
-
-
-def test_soft_caps() -> None:
-    case = paged_case(LENGTHS, 4, 2, 24)
-    case.query *= 10
-    assert_attends(case, soft_cap=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -237,7 +231,7 @@ def test_caches_that_hold_nothing_are_refused() -> None:
         ops().write_kv(rows, rows, no_slots, no_slots.clone(), torch.tensor([0]))
     one = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[1]], [0, 1], [1])]
     with pytest.raises(RuntimeError, match="do not fit together"):
-        ops().paged_attention(rows.clone(), rows, no_heads, no_heads, *one, 1.0, None, None)
+        ops().paged_attention(rows.clone(), rows, no_heads, no_heads, *one, 1.0, None)
 
 
 def test_no_sequences_are_nothing() -> None:
@@ -283,7 +277,6 @@ def test_every_operation_can_be_traced() -> None:
             *case.arguments()[:1],
             *contiguous(case),
             *case.arguments()[3:],
-            None,
         ),
     }
     for name, values_ in arguments.items():
