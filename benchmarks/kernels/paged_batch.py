@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from baton_kernels.attention import AttentionPlan, paged_attention, plan_attention
+
 #: The sizes that the goals refer to.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
@@ -28,7 +30,6 @@ class Paged:
     seq_lens: list[int]
 
     def __post_init__(self) -> None:
-        self.max_seqlen_q = max(self.query_lens)
         blocks = [-(-length // BLOCK_SIZE) for length in self.seq_lens]
         order = torch.randperm(self.cache.shape[0])[: sum(blocks)].int().split(blocks)
         tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
@@ -56,26 +57,17 @@ class Paged:
 
     def attend(self, layer: int) -> Tensor:
         """Compute a layer's attention as the model does."""
-        from baton_kernels.attention import paged_attention
-
         key, value = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
-        batch = (self.block_tables, self.cu_seqlens_q, self.lengths)
-        return paged_attention(
-            self.query,
-            key,
-            value,
-            *batch,
-            self.scale,
-            plan=self._plan,
-            max_seqlen_q=self.max_seqlen_q,
-        )
+        return paged_attention(self.query, key, value, self.plan, self.scale)
 
     @cached_property
-    def _plan(self):  # type: ignore[no-untyped-def]  # its type depends on the device
-        from baton_kernels.attention import plan_attention
-
+    def plan(self) -> AttentionPlan:
         return plan_attention(
-            self.cache[:, :, 0, 0], self.block_tables, self.cu_seqlens_q, self.lengths
+            self.cache[:, :, 0, 0],
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.lengths,
+            max_seqlen_q=max(self.query_lens),
         )
 
     def gathered(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:

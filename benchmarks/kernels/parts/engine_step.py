@@ -285,7 +285,7 @@ def _alone(
     slots = tables[:, -1].long() * BLOCK_SIZE + (num_tokens - 1) % BLOCK_SIZE
     caches = [kv_cache[:, :, index].unbind(2) for index in range(len(layers))]
     write_plan = plan_write(slots, BLOCK_SIZE)
-    plan = plan_attention(caches[0][0], tables, starts, lengths)
+    plan = plan_attention(caches[0][0], tables, starts, lengths, max_seqlen_q=1)
 
     def products(weight_of: Callable[[torch.nn.Module], Tensor], y: Tensor) -> list[Call]:
         return [partial(linear, y, weight_of(layer)) for layer in layers]
@@ -301,18 +301,7 @@ def _alone(
         "down": products(lambda layer: layer.mlp.down_proj.weight, inside),
         "lm head": [partial(linear, x, model.lm_head.weight)],
         "attention": [
-            partial(
-                paged_attention,
-                query,
-                *cache,
-                tables,
-                starts,
-                lengths,
-                head_dim**-0.5,
-                plan=plan,
-                max_seqlen_q=1,
-            )
-            for cache in caches
+            partial(paged_attention, query, *cache, plan, head_dim**-0.5) for cache in caches
         ],
         "KV write": [partial(write_kv, new, new, *cache, slots, write_plan) for cache in caches],
         "norms": [

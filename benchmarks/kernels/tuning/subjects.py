@@ -50,10 +50,7 @@ def _attend(setting: Setting, points: list[tuple[list[int], list[int]]], head_di
 
     def attend(batch: Paged, layer: int) -> Tensor:
         key, value = cache[:, :, layer, 0], cache[:, :, layer, 1]
-        tables = (batch.block_tables, batch.cu_seqlens_q, batch.lengths)
-        return paged_attention_triton(
-            batch.query, key, value, *tables, batch.scale, max_seqlen_q=batch.max_seqlen_q
-        )
+        return paged_attention_triton(batch.query, key, value, batch.plan, batch.scale)
 
     def expected(batch: Paged) -> Tensor:
         rows = [torch.tensor([n - 1], device=setting.device) for n in batch.query_lens]

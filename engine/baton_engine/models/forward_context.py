@@ -17,17 +17,16 @@ from torch import Tensor
 
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_kernels.attention import plan_attention
-from baton_kernels.attention.cpu import AttentionPlan
+from baton_kernels.attention import AttentionPlan, plan_attention
 from baton_kernels.kv_write import plan_write
 from baton_kernels.kv_write.cpu import Slots
 
 
 class LayerPlan(NamedTuple):
-    """Plans of `baton_kernels`, shared by layers; None if the device's kernels need none."""
+    """Plans of `baton_kernels`, shared by the layers with one window."""
 
-    write: Slots | None
-    attention: AttentionPlan | None
+    write: Slots | None  #: None if the device's kernels need none.
+    attention: AttentionPlan
 
 
 #: (index of the piece, the piece, its arguments) -> its result. Arguments are tensors and sizes.
@@ -76,7 +75,14 @@ class ForwardContext:
             cache = self.kv_cache[:, :, 0, 0]
             plan = self._plans[window] = LayerPlan(
                 plan_write(self.slot_mapping, cache.shape[2]),
-                plan_attention(cache, self.block_tables, self.cu_seqlens_q, self.seq_lens, window),
+                plan_attention(
+                    cache,
+                    self.block_tables,
+                    self.cu_seqlens_q,
+                    self.seq_lens,
+                    window,
+                    self.max_seqlen_q,
+                ),
             )
         return plan
 

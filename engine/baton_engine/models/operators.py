@@ -30,7 +30,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
         v: Values of the same shape as k.
         layer: Index of the layer on this rank.
         scale: See `baton_kernels.attention.paged_attention`.
-        window: See `baton_kernels.attention.paged_attention`.
+        window: See `baton_kernels.attention.AttentionPlan`.
 
     Returns:
         The attention's result, of the same shape as q.
@@ -119,19 +119,7 @@ def _attend(
     key_cache, value_cache = context.layer_cache(layer)
     plan = context.plan(window)
     write_kv(k, v, key_cache, value_cache, context.slot_mapping, plan.write)
-    return paged_attention(
-        q,
-        key_cache,
-        value_cache,
-        context.block_tables,
-        context.cu_seqlens_q,
-        context.seq_lens,
-        scale,
-        window,
-        plan.attention,
-        max_seqlen_q=context.max_seqlen_q,
-        out=out,
-    )
+    return paged_attention(q, key_cache, value_cache, plan.attention, scale, out=out)
 
 
 def _attend_to_real_tokens(

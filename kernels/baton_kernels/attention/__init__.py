@@ -10,19 +10,32 @@ With a sliding window (Beltagy et al. 2020), the sum is over p - window < t <= p
 One call serves prefill chunks and decode steps together (varlen). Sequence s owns the query rows
 `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, the last ones of its `seq_lens[s]` tokens. Slots of its
 last block past `seq_lens[s]` may hold stale bytes or NaN, which never affect the result.
+
+A step calls `plan_attention` once, and `paged_attention` in each layer.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baton_kernels import cpu as compiled  # this folder has a module named cpu
+from baton_kernels.attention.cpu import GatherPlan, paged_attention_cpu
 
-if TYPE_CHECKING:
-    from baton_kernels.attention.cpu import AttentionPlan
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """The sequences of a step, for the attention of all its layers. Made by `plan_attention`."""
+
+    #: int32 [num_seqs, max_blocks_per_seq]: block ids of each sequence. Padding is not read.
+    block_tables: Tensor
+    cu_seqlens_q: Tensor  #: int32 [num_seqs + 1]: prefix sum of query lengths.
+    seq_lens: Tensor  #: int32 [num_seqs]: tokens of each sequence, including its queries.
+    window: int | None = None  #: Tokens that a query sees, including its own. None: all.
+    max_seqlen_q: int | None = None  #: Upper bound of a sequence's queries. None: unknown.
+    gather: GatherPlan | None = None  #: Only for torch on a CPU.
 
 
 def plan_attention(
@@ -31,37 +44,34 @@ def plan_attention(
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     window: int | None = None,
-) -> AttentionPlan | None:
-    """Compute once what all layers of a step share. Other arguments as in `paged_attention`.
+    max_seqlen_q: int | None = None,
+) -> AttentionPlan:
+    """Prepare the attention of a step, once for all layers. Other arguments as in `AttentionPlan`.
 
     Args:
-        key_cache: the cache of any layer. All layers have the same shape and strides.
-
-    Returns:
-        None for Triton and C++, which prepare nothing.
+        key_cache: the cache of any layer. All layers have the same shape, strides and dtype.
+        window: at least 1.
+        max_seqlen_q: with few queries per sequence (decode), a GPU splits long sequences.
 
     Raises:
-        ValueError: the device's implementation does not support the cache's strides.
+        ValueError: the window is not positive, or the device's implementation does not support the
+            cache's strides.
     """
-    if key_cache.is_cuda or (compiled.OPS is not None and key_cache.dtype in compiled.DTYPES):
-        return None
-    from baton_kernels.attention.cpu import AttentionPlan
-
-    return AttentionPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
+    if window is not None and window < 1:
+        raise ValueError(f"the window must be positive, not {window}")
+    gather = None
+    if not key_cache.is_cuda and (compiled.OPS is None or key_cache.dtype not in compiled.DTYPES):
+        gather = GatherPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
+    return AttentionPlan(block_tables, cu_seqlens_q, seq_lens, window, max_seqlen_q, gather)
 
 
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
+    plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
-    plan: AttentionPlan | None = None,
     *,
-    max_seqlen_q: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention with grouped query heads, on the device of `query`.
@@ -75,15 +85,8 @@ def paged_attention(
             The last stride is 1. On a CPU the tokens of a block and head are contiguous, and the
             other strides are multiples of their size.
         value_cache: like key_cache, with the same strides.
-        block_tables: int32 block ids of each sequence, of shape [num_seqs, max_blocks_per_seq].
-            Padding is not read.
-        cu_seqlens_q: int32 prefix sum of query lengths, of shape [num_seqs + 1].
-        seq_lens: int32 tokens of each sequence including its queries, of shape [num_seqs].
+        plan: result of `plan_attention` for this step.
         scale: positive factor of the scores, usually head_dim ** -0.5.
-        window: tokens that a query sees, itself included. At least 1; None for all.
-        plan: result of `plan_attention` for the same arguments. None computes it here.
-        max_seqlen_q: upper bound of a sequence's queries, if the host knows one. With few queries
-            per sequence (decode), a GPU splits long sequences.
         out: receives the result. Shape and dtype of query, last stride 1.
 
     Returns:
@@ -91,38 +94,25 @@ def paged_attention(
         gets zeros.
 
     Raises:
-        ValueError: dtypes, heads, scale or window are invalid, or the device's implementation
-            does not support the strides.
+        ValueError: the dtypes, heads or scale are invalid, or the device's implementation does not
+            support the strides.
     """
-    _check(query, key_cache, scale, window)
+    _check(query, key_cache, scale)
     if query.is_cuda:
         from baton_kernels.attention.triton_kernel import paged_attention_triton
 
-        return paged_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            cu_seqlens_q,
-            seq_lens,
-            scale,
-            window,
-            max_seqlen_q=max_seqlen_q,
-            out=out,
-        )
-    if compiled.OPS is not None and key_cache.dtype in compiled.DTYPES:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-        sequences = (block_tables, cu_seqlens_q, seq_lens)
-        compiled.OPS.paged_attention(out, query, key_cache, value_cache, *sequences, scale, window)
-        return out
-    from baton_kernels.attention.cpu import AttentionPlan, paged_attention_cpu
-
-    plan = plan or AttentionPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
-    attended = paged_attention_cpu(query, key_cache, value_cache, plan, scale)
-    return attended if out is None else out.copy_(attended)
+        return paged_attention_triton(query, key_cache, value_cache, plan, scale, out=out)
+    if plan.gather is not None:
+        attended = paged_attention_cpu(query, key_cache, value_cache, plan.gather, scale)
+        return attended if out is None else out.copy_(attended)
+    assert compiled.OPS is not None
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    sequences = (plan.block_tables, plan.cu_seqlens_q, plan.seq_lens)
+    compiled.OPS.paged_attention(out, query, key_cache, value_cache, *sequences, scale, plan.window)
+    return out
 
 
-def _check(query: Tensor, key_cache: Tensor, scale: float, window: int | None) -> None:
+def _check(query: Tensor, key_cache: Tensor, scale: float) -> None:
     """Raise ValueError for arguments that no implementation supports. Reads no tensor's values."""
     if key_cache.dtype != query.dtype:
         raise ValueError(
@@ -132,5 +122,5 @@ def _check(query: Tensor, key_cache: Tensor, scale: float, window: int | None) -
         raise ValueError(
             f"{query.shape[1]} query heads cannot share {key_cache.shape[1]} KV heads evenly"
         )
-    if scale <= 0 or (window is not None and window < 1):
-        raise ValueError(f"scale and window must be positive: {scale}, {window}")
+    if scale <= 0:
+        raise ValueError(f"the scale must be positive, not {scale}")

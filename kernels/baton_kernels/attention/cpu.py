@@ -3,7 +3,7 @@
 The keys of one block and head are contiguous, and so are its values. Each cache is therefore a
 matrix with a row per block and head, and whole rows are gathered by index. Sequences with one query
 (decode) are computed together if they have the same number of blocks. Each prefill chunk is a call
-of its own. The rows and masks are the same for all layers of a step; `AttentionPlan` computes them
+of its own. The rows and masks are the same for all layers of a step; `GatherPlan` computes them
 once.
 """
 
@@ -22,9 +22,9 @@ GROUP_BYTES = 1 << 20
 
 
 def paged_attention_cpu(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float
 ) -> Tensor:
-    """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
+    """Compute `baton_kernels.attention.paged_attention` from a `GatherPlan`.
 
     Raises:
         ValueError: the caches' strides differ from those of the plan.
@@ -48,7 +48,7 @@ def _attend(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: AttentionPlan,
+    plan: GatherPlan,
     group: _Group,
     scale: float,
 ) -> Tensor:
@@ -109,8 +109,8 @@ class _Decode(NamedTuple):
     end: int
 
 
-class AttentionPlan:
-    """Rows and masks shared by all layers of a step.
+class GatherPlan:
+    """Rows to gather and masks, shared by all layers of a step.
 
     Arguments as in `baton_kernels.attention.plan_attention`.
 

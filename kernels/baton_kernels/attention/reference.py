@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from baton_kernels.attention import AttentionPlan
+
 
 def paged_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
     """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
 
     Works on every device. It reads lengths on the host.
     """
     num_kv_heads, block_size = key_cache.shape[1:3]
+    window = plan.window
     group = query.shape[1] // num_kv_heads
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for seq, seq_len in enumerate(seq_lens.tolist()):
-        first, end = int(cu_seqlens_q[seq]), int(cu_seqlens_q[seq + 1])
+    for seq, seq_len in enumerate(plan.seq_lens.tolist()):
+        first, end = plan.cu_seqlens_q[seq : seq + 2].tolist()
         # No query sees a token before `oldest`.
         oldest = 0 if window is None else max(0, seq_len - (end - first) - window + 1)
         positions = torch.arange(oldest, seq_len, device=query.device)
-        blocks, slots = block_tables[seq, positions // block_size].long(), positions % block_size
+        blocks, slots = (
+            plan.block_tables[seq, positions // block_size].long(),
+            positions % block_size,
+        )
         keys, values = key_cache[blocks, :, slots].double(), value_cache[blocks, :, slots].double()
         for row in range(first, end):
             position = seq_len - end + row

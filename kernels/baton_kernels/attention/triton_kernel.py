@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from baton_kernels.attention.split_kv import find_segment, join_segments_kernel
 from baton_kernels.configurations import Configuration, configuration
+
+if TYPE_CHECKING:
+    from baton_kernels.attention import AttentionPlan
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -307,13 +311,9 @@ def paged_attention_triton(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
+    plan: AttentionPlan,
     scale: float,
-    window: int | None = None,
     *,
-    max_seqlen_q: int | None = None,
     out: Tensor | None = None,
     config: Configuration | None = None,
 ) -> Tensor:
@@ -323,11 +323,12 @@ def paged_attention_triton(
         config: overrides single constants of the measured or default configuration.
 
     Raises:
-        ValueError: the kernel does not support the strides, or the scale is not positive.
+        ValueError: the kernel does not support the strides.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
-    num_seqs = seq_lens.shape[0]
+    block_tables, max_seqlen_q = plan.block_tables, plan.max_seqlen_q
+    num_seqs = len(plan.seq_lens)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if (
@@ -340,8 +341,6 @@ def paged_attention_triton(
             "key and value cache need equal strides, and the head dimension of q, k, v and out "
             "stride 1"
         )
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, not {scale}")
     if num_tokens == 0 or num_seqs == 0:
         return out
     group = num_heads // num_kv_heads
@@ -393,8 +392,8 @@ def paged_attention_triton(
         key_cache,
         value_cache,
         block_tables,
-        cu_seqlens_q,
-        seq_lens,
+        plan.cu_seqlens_q,
+        plan.seq_lens,
         float(scale),
         num_seqs,
         target_segments,
@@ -414,7 +413,7 @@ def paged_attention_triton(
         BLOCK_M=block_m,
         BLOCK_Q=block_q,
         KV_TILE=kv_tile,
-        WINDOW=window or 0,
+        WINDOW=plan.window or 0,
         ONE_BLOCK=one_block,
         SPLIT=split,
         MIN_TILES=MIN_TILES,
@@ -429,7 +428,7 @@ def paged_attention_triton(
             partial_sum,
             partial_max,
             segments,
-            cu_seqlens_q,
+            plan.cu_seqlens_q,
             out.stride(0),
             out.stride(1),
             NUM_KV_HEADS=num_kv_heads,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from baton_kernels.attention import AttentionPlan, plan_attention
 from baton_kernels.attention.reference import paged_attention_reference
+from baton_kernels.configurations import Configuration
 
 # (query length, total length) per sequence
 DECODE = [(1, 1), (1, 17), (1, 16), (1, 63)]
@@ -51,17 +52,13 @@ class PagedCase:
             self.query.to(device), key_cache, value_cache, *tensors, self.scale, self.window
         )
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None]:
-        return (
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_tables,
-            self.cu_seqlens_q,
-            self.seq_lens,
-            self.scale,
-            self.window,
-        )
+    def arguments(
+        self, max_seqlen_q: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionPlan, float]:
+        """Return the arguments of paged_attention, with a new plan."""
+        sequences = (self.block_tables, self.cu_seqlens_q, self.seq_lens)
+        plan = plan_attention(self.key_cache, *sequences, self.window, max_seqlen_q)
+        return self.query, self.key_cache, self.value_cache, plan, self.scale
 
 
 def layer_views(kv_cache: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -135,10 +132,15 @@ def poison_what_no_query_sees(case: PagedCase) -> None:
             case.value_cache[block, :, position % block_size] = float("nan")
 
 
-def triton_output(case: PagedCase, device: str, **arguments: Any) -> Tensor:
+def triton_output(
+    case: PagedCase,
+    device: str,
+    max_seqlen_q: int | None = None,
+    config: Configuration | None = None,
+) -> Tensor:
     """Return the output of the Triton kernel, written over NaN."""
     from baton_kernels.attention.triton_kernel import paged_attention_triton
 
     moved = case.to(device)
     poisoned = torch.full_like(moved.query, float("nan"))
-    return paged_attention_triton(*moved.arguments(), out=poisoned, **arguments)
+    return paged_attention_triton(*moved.arguments(max_seqlen_q), out=poisoned, config=config)

@@ -42,9 +42,7 @@ def test_attention(
     moved = case.to(triton_device)
     moved.key_cache, moved.value_cache = layer_views(cache, layer=0)
     moved.block_tables = table.to(triton_device)
-    assert_attends(
-        paged_attention_triton(*moved.arguments(), max_seqlen_q=max_seqlen_q, config=config), case
-    )
+    assert_attends(paged_attention_triton(*moved.arguments(max_seqlen_q), config=config), case)
 
 
 def test_kv_write(triton_device: str) -> None:

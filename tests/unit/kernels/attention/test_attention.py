@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton_kernels import cpu
-from baton_kernels.attention import paged_attention, plan_attention
+from baton_kernels.attention import paged_attention
 from baton_kernels.attention.reference import paged_attention_reference
 from support.kernels.paged_cases import (
     DECODE,
@@ -109,15 +109,13 @@ def test_cpu_attention_refuses_strides_it_cannot_address() -> None:
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_plan_serves_every_layer_of_a_step(window: int | None) -> None:
     case = paged_case(LONG, 4, 2, 16, window=window)
-    plan = plan_attention(
-        case.key_cache, case.block_tables, case.cu_seqlens_q, case.seq_lens, window
-    )
-    first = paged_attention(*case.arguments(), plan=plan)
-    assert_attends(first, case)
-    case.query, layer_1 = torch.randn_like(case.query), case.key_cache._base
-    layer_1[:, :, 2] = torch.randn_like(layer_1[:, :, 2])
-    case.key_cache, case.value_cache = layer_views(layer_1, layer=2)
-    assert_attends(paged_attention(*case.arguments(), plan=plan), case)
+    *first_layer, plan, scale = case.arguments()
+    assert_attends(paged_attention(*first_layer, plan, scale), case)
+    case.query, kv_cache = torch.randn_like(case.query), case.key_cache._base
+    kv_cache[:, :, 2] = torch.randn_like(kv_cache[:, :, 2])
+    case.key_cache, case.value_cache = layer_views(kv_cache, layer=2)
+    second = paged_attention(case.query, case.key_cache, case.value_cache, plan, scale)
+    assert_attends(second, case)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_captured_graph_follows_lengths_and_block_tables() -> None:
     out = torch.full_like(device.query, float("nan"))
 
     def attend() -> None:
-        kernel_file.paged_attention_triton(*device.arguments(), max_seqlen_q=1, out=out)
+        kernel_file.paged_attention_triton(*device.arguments(max_seqlen_q=1), out=out)
 
     attend()
     torch.cuda.synchronize()

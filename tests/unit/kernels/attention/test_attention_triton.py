@@ -146,12 +146,15 @@ def test_attention_refuses_strides_it_cannot_address() -> None:
 def test_every_device_has_the_window(device: str, triton_device: str) -> None:
     case = paged_case(MIXED, 4, 2, 16, window=20)
     moved = case.to("cpu" if device == "cpu" else triton_device)
-    assert_attends(paged_attention(*moved.arguments(), max_seqlen_q=19), case)
+    assert_attends(paged_attention(*moved.arguments(max_seqlen_q=19)), case)
 
 
 def test_invalid_arguments_are_refused() -> None:
-    case = paged_case(MIXED, 4, 2, 16, window=0)
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="window must be positive"):
+        paged_case(MIXED, 4, 2, 16, window=0).arguments()
+    case = paged_case(MIXED, 4, 2, 16)
+    case.scale = 0.0
+    with pytest.raises(ValueError, match="scale must be positive"):
         paged_attention(*case.arguments())
     case = paged_case(MIXED, 4, 3, 16)
     with pytest.raises(ValueError, match="evenly"):

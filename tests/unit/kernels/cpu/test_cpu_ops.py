@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton_kernels import cpu
 from baton_kernels.activation.reference import silu_and_mul_reference
-from baton_kernels.attention import paged_attention, plan_attention
+from baton_kernels.attention import AttentionPlan, paged_attention
 from baton_kernels.attention.reference import paged_attention_reference
 from baton_kernels.kv_write import plan_write
 from baton_kernels.norm.reference import add_rms_norm_reference, rms_norm_reference
@@ -175,13 +175,10 @@ def test_results_depend_neither_on_threads_nor_on_the_batch(dtype: torch.dtype) 
         torch.testing.assert_close(paged_attention(*case.arguments()), together, atol=0, rtol=0)
     finally:
         torch.set_num_threads(threads)
-    alone = (
-        case.block_tables[1:2],
-        torch.tensor([0, 1], dtype=torch.int32),
-        case.seq_lens[1:2],
-        case.scale,
+    alone = AttentionPlan(
+        case.block_tables[1:2], torch.tensor([0, 1], dtype=torch.int32), case.seq_lens[1:2]
     )
-    last = paged_attention(case.query[4:5], case.key_cache, case.value_cache, *alone)
+    last = paged_attention(case.query[4:5], case.key_cache, case.value_cache, alone, case.scale)
     torch.testing.assert_close(last, together[4:5], atol=0, rtol=0)
 
 
@@ -195,15 +192,14 @@ def test_offsets_past_two_billion_elements() -> None:
     key, value = torch.randn(2, 16, heads, head_dim)
     ops().write_kv(key, value, keys, values, torch.arange(16, 32))
     query = torch.randn(1, 4, head_dim)
-    one = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[1]], [0, 1], [16])]
-    near = paged_attention(query, keys[1:].clone(), values[1:].clone(), *replace_block(one), 0.125)
-    torch.testing.assert_close(
-        paged_attention(query, keys, values, *one, 0.125), near, atol=0, rtol=0
+    starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1], [16]))
+    block_0, block_1 = (
+        AttentionPlan(torch.tensor([[block]], dtype=torch.int32), starts, lengths)
+        for block in range(2)
     )
-
-
-def replace_block(arguments: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(arguments[0]), *arguments[1:]]
+    near = paged_attention(query, keys[1:].clone(), values[1:].clone(), block_0, 0.125)
+    far = paged_attention(query, keys, values, block_1, 0.125)
+    torch.testing.assert_close(far, near, atol=0, rtol=0)
 
 
 def test_a_block_that_does_not_exist_is_refused() -> None:
@@ -236,19 +232,14 @@ def test_caches_that_hold_nothing_are_refused() -> None:
 
 def test_no_sequences_are_nothing() -> None:
     case = paged_case([(1, 5)], 2, 1, 16)
-    none = (case.block_tables[:0], case.cu_seqlens_q[:1], case.seq_lens[:0])
-    assert paged_attention(case.query[:0], case.key_cache, case.value_cache, *none, 1.0).shape == (
-        0,
-        2,
-        16,
-    )
+    none = AttentionPlan(case.block_tables[:0], case.cu_seqlens_q[:1], case.seq_lens[:0])
+    out = paged_attention(case.query[:0], case.key_cache, case.value_cache, none, 1.0)
+    assert out.shape == (0, 2, 16)
 
 
-def test_a_step_needs_no_plan() -> None:
-    case = paged_case([(1, 5)], 2, 1, 16)
-    assert (
-        plan_attention(case.key_cache, case.block_tables, case.cu_seqlens_q, case.seq_lens) is None
-    )
+def test_compiled_operations_prepare_nothing() -> None:
+    plan = paged_case([(1, 5)], 2, 1, 16).arguments()[3]
+    assert plan.gather is None
     assert plan_write(torch.tensor([3]), 16) is None
 
 
@@ -274,9 +265,11 @@ def test_every_operation_can_be_traced() -> None:
         ),
         "paged_attention": (
             out,
-            *case.arguments()[:1],
+            case.query,
             *contiguous(case),
-            *case.arguments()[3:],
+            *(case.block_tables, case.cu_seqlens_q, case.seq_lens),
+            case.scale,
+            None,
         ),
     }
     for name, values_ in arguments.items():
