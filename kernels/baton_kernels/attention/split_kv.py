@@ -1,143 +1,50 @@
-"""Split-KV in Triton: a few long sequences occupy the whole GPU (Flash-Decoding, Dao et al. 2023).
+"""Split-KV: a few long sequences occupy the whole GPU (Flash-Decoding, Dao et al. 2023).
 
 The key tiles of a sequence are divided among segments. Each segment is a program per KV head, and a
-reduction joins their results. The device computes the number of segments of each sequence from all
-lengths of the batch:
+second launch joins their results (`split_kv_triton`). The host decides from shapes whether to
+split, and sets a target number of segments. The device divides the sequences by their lengths:
 
-    tiles_per_segment = max(min_tiles, ceil(tiles of all sequences / target_segments))
+    tiles_per_segment = max(MIN_TILES, ceil(tiles of all sequences / target_segments))
     segments of a sequence = max(1, round(tiles / tiles_per_segment))
 
-Their sum is at most target_segments + num_seqs. This bounds the grid without reading lengths back
-from the device.
+The sum over the sequences is at most target_segments + num_seqs. This bounds the grid without
+reading lengths back from the device.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+#: Upper bound of (query heads of a KV head * queries of a sequence) for one query block per
+#: sequence. Only such sequences may be split.
+FEW_ROWS = 64
+#: From this many (sequences * KV heads) per SM on, no sequence is split: the GPU is busy.
+ENOUGH_PROGRAMS_PER_SM = 4
+MIN_TILES = 4  #: Lower bound of a segment's KV tiles, unless the sequence has fewer.
+SCAN = 128  #: Sequences that a program reads at once to find its segment.
 
 
-@triton.jit
-def _segments_of(tiles, tiles_per_segment):
-    return tl.maximum(1, (2 * tiles + tiles_per_segment) // (2 * tiles_per_segment))
+def fits_one_block(max_seqlen_q: int | None, group: int) -> bool:
+    """Return whether the queries of each sequence fit into one query block.
 
-
-@triton.jit
-def _count_tiles(
-    seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr
-):
-    """Count the tiles with keys that a sequence's queries see; 0 outside of the batch."""
-    seq_len = tl.load(seq_lens_ptr + seqs, mask=in_batch, other=0)
-    tiles = (seq_len + KV_TILE - 1) // KV_TILE
-    if WINDOW > 0:
-        q_start = tl.load(cu_seqlens_q_ptr + seqs, mask=in_batch, other=0)
-        q_len = tl.load(cu_seqlens_q_ptr + seqs + 1, mask=in_batch, other=0) - q_start
-        tiles -= tl.maximum(0, seq_len - q_len - WINDOW + 1) // KV_TILE
-    return tiles
-
-
-@triton.jit
-def find_segment(
-    item,
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
-    seq_lens_ptr,  # [num_seqs]
-    num_seqs,
-    target_segments,
-    KV_TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SCAN: tl.constexpr,  # sequences read at once
-):
-    """Find segment `item` of the batch, counted sequence by sequence.
-
-    Returns:
-        (sequence, index within the sequence, segments of the sequence). The sequence is num_seqs if
-        there is no such segment.
+    Args:
+        max_seqlen_q: upper bound of a sequence's queries; None: unknown.
+        group: query heads per KV head.
     """
-    lanes = tl.arange(0, SCAN)
-    all_tiles = 0
-    for start in range(0, num_seqs, SCAN):
-        seqs = start + lanes
-        all_tiles += tl.sum(
-            _count_tiles(seqs, seqs < num_seqs, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
-        )
-    tiles_per_segment = tl.maximum(MIN_TILES, (all_tiles + target_segments - 1) // target_segments)
-
-    seq = 0
-    first_item = 0
-    end = 0
-    for start in range(0, num_seqs, SCAN):
-        seqs = start + lanes
-        in_batch = seqs < num_seqs
-        tiles = _count_tiles(seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
-        segments = tl.where(in_batch, _segments_of(tiles, tiles_per_segment), 0)
-        ends = end + tl.cumsum(segments)
-        passed = in_batch & (ends <= item)
-        seq += tl.sum(passed.to(tl.int32))
-        first_item = tl.maximum(first_item, tl.max(tl.where(passed, ends, 0)))
-        end += tl.sum(segments)
-    found = seq < num_seqs
-    tiles = _count_tiles(seq, found, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
-    return seq, item - first_item, _segments_of(tiles, tiles_per_segment)
+    one_query = 1 << (group - 1).bit_length()  # rows of a block with one query
+    return max_seqlen_q is not None and max_seqlen_q * group <= max(FEW_ROWS, one_query)
 
 
-@triton.jit(do_not_specialize_on_alignment=["cu_seqlens_q_ptr"])
-def join_segments_kernel(
-    out_ptr,  # [num_tokens, num_heads, head_dim]
-    partial_out_ptr,  # float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum
-    partial_sum_ptr,  # float32 [items, num_kv_heads, BLOCK_M]
-    partial_max_ptr,  # float32, like the sums: base-2 logarithm of the weights' divisor
-    segments_ptr,  # int32 [num_seqs, 2]: first item and segments of each sequence
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
-    stride_out_token,
-    stride_out_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SEGMENT_TILE: tl.constexpr,  # segments joined at once
-):
-    """Join the segments of one (query head, sequence, query of the sequence) per program.
+def target_segments(
+    num_seqs: int, num_kv_heads: int, max_tiles: int, num_sms: int, programs_per_sm: int
+) -> int:
+    """Return the target number of segments of a batch, or 0 if no sequence is to be split.
 
-    Sequences of one segment have their result already.
+    Args:
+        num_seqs: sequences of the batch. The queries of each fit into one block.
+        num_kv_heads: KV heads, each of which has its own programs.
+        max_tiles: KV tiles of the longest sequence that the block tables can hold.
+        num_sms: streaming multiprocessors of the GPU.
+        programs_per_sm: programs that each of them should run.
     """
-    head = tl.program_id(0)
-    seq = tl.program_id(1)
-    query = tl.program_id(2)
-    segments = tl.load(segments_ptr + 2 * seq + 1)
-    if segments == 1:
-        return
-    q_start = tl.load(cu_seqlens_q_ptr + seq)
-    if query >= tl.load(cu_seqlens_q_ptr + seq + 1) - q_start:
-        return
-    first_item = tl.load(segments_ptr + 2 * seq)
-    row = query * GROUP + head % GROUP
-    dims = tl.arange(0, HEAD_DIM_PADDED)
-    dim_mask = dims < HEAD_DIM
-
-    running_max = float("-inf")
-    running_sum = 0.0
-    acc = tl.zeros([HEAD_DIM_PADDED], dtype=tl.float32)
-    for start in range(0, segments, SEGMENT_TILE):
-        segment = start + tl.arange(0, SEGMENT_TILE)
-        in_sequence = segment < segments
-        index = ((first_item + segment) * NUM_KV_HEADS + head // GROUP) * BLOCK_M + row
-        maxima = tl.load(partial_max_ptr + index, mask=in_sequence, other=float("-inf"))
-        sums = tl.load(partial_sum_ptr + index, mask=in_sequence, other=0.0)
-        partial = tl.load(
-            partial_out_ptr + index[:, None] * HEAD_DIM + dims[None, :],
-            mask=in_sequence[:, None] & dim_mask[None, :],
-            other=0.0,
-        )  # [SEGMENT_TILE, HEAD_DIM_PADDED]
-        new_max = tl.maximum(running_max, tl.max(maxima, axis=0))
-        # -inf: the query has seen no key yet.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.math.exp2(running_max - base)
-        weights = tl.math.exp2(maxima - base)
-        running_sum = running_sum * rescale + tl.sum(sums * weights, axis=0)
-        acc = acc * rescale + tl.sum(partial * weights[:, None], axis=0)
-        running_max = new_max
-    acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)
-    out = out_ptr + (q_start + query).to(tl.int64) * stride_out_token + head * stride_out_head
-    tl.store(out + dims, acc.to(out_ptr.dtype.element_ty), mask=dim_mask)
+    is_busy = num_seqs * num_kv_heads >= ENOUGH_PROGRAMS_PER_SM * num_sms
+    is_short = 2 * max_tiles < 3 * MIN_TILES  # even the longest sequence would be one segment
+    return 0 if is_busy or is_short else max(1, num_sms * programs_per_sm // num_kv_heads)

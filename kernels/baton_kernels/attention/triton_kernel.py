@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.attention.split_kv import find_segment, join_segments_kernel
+from baton_kernels.attention import split_kv
+from baton_kernels.attention.split_kv_triton import find_segment, join_segments_kernel
 from baton_kernels.configurations import Configuration, configuration
 
 if TYPE_CHECKING:
@@ -64,14 +65,6 @@ PREFILL_CANDIDATES: list[Configuration] = [
 #: Candidates of the tuner, which takes the half that a shape class begins with. Some need more
 #: shared memory than the device has.
 CANDIDATES = [*DECODE_CANDIDATES, *PREFILL_CANDIDATES]
-
-#: Upper bound of (query heads of a KV head * queries of a sequence) for one query block per
-#: sequence. Only such sequences may be split.
-FEW_ROWS = 64
-#: From this many (sequences * KV heads) per SM on, no sequence is split: the GPU is busy.
-ENOUGH_PROGRAMS_PER_SM = 4
-MIN_TILES = 4  #: Lower bound of a segment's KV tiles, unless the sequence has fewer.
-SCAN = 128  #: Sequences that a program reads at once to find its segment.
 
 
 def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -> str:
@@ -307,6 +300,68 @@ def _num_sms(device: torch.device) -> int:
     )
 
 
+class _Launch(NamedTuple):
+    """The grids and constants of a batch's launches."""
+
+    items: int  #: Programs per KV head: query blocks, sequences or segments.
+    target_segments: int  #: 0: no sequence is split.
+    max_queries: int  #: Upper bound of a sequence's queries if one block has all of them, else 1.
+    shared: dict[str, int]  #: Constants of both kernels.
+    constants: dict[str, int]  #: Other constants of the attention kernel.
+
+
+def _plan_launch(
+    query: Tensor, key_cache: Tensor, plan: AttentionPlan, config: Configuration | None
+) -> _Launch:
+    """Choose blocks, segments and constants. Reads shapes, dtypes and host values only."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    num_seqs = len(plan.seq_lens)
+    group = num_heads // num_kv_heads
+    one_block = split_kv.fits_one_block(plan.max_seqlen_q, group)
+    # The longest query may be unknown. If queries are short on average, long blocks would be mostly
+    # empty.
+    decode = one_block or num_tokens <= 4 * num_seqs
+    max_queries = (plan.max_seqlen_q or 1) if one_block else 1
+    rows = max(16, triton.next_power_of_2(max_queries * group))
+    default = default_configuration(decode, head_dim, key_cache.dtype)
+    measured = configuration(
+        "attention", shape_class(decode, rows, head_dim, key_cache.dtype), query.device, default
+    )
+    config = {**measured, **(config or {})}
+    block_m, kv_tile = max(config["BLOCK_M"], rows), config["KV_TILE"]
+    block_q = block_m // group
+
+    if one_block:
+        max_tiles = triton.cdiv(plan.block_tables.shape[1] * block_size, kv_tile)
+        target_segments = split_kv.target_segments(
+            num_seqs, num_kv_heads, max_tiles, _num_sms(query.device), config["PROGRAMS_PER_SM"]
+        )
+        items = num_seqs + target_segments
+    else:
+        target_segments, items = 0, num_seqs + num_tokens // block_q
+    shared = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
+        "GROUP": group,
+        "BLOCK_M": block_m,
+    }
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "BLOCK_Q": block_q,
+        "KV_TILE": kv_tile,
+        "WINDOW": plan.window or 0,
+        "ONE_BLOCK": one_block,
+        "SPLIT": target_segments > 0,
+        "MIN_TILES": split_kv.MIN_TILES,
+        "SCAN": split_kv.SCAN,
+        "num_warps": config["num_warps"],
+        "num_stages": config["num_stages"],
+    }
+    return _Launch(items, target_segments, max_queries, shared, constants)
+
+
 def paged_attention_triton(
     query: Tensor,
     key_cache: Tensor,
@@ -325,10 +380,6 @@ def paged_attention_triton(
     Raises:
         ValueError: the kernel does not support the strides.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
-    block_tables, max_seqlen_q = plan.block_tables, plan.max_seqlen_q
-    num_seqs = len(plan.seq_lens)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if (
@@ -341,48 +392,20 @@ def paged_attention_triton(
             "key and value cache need equal strides, and the head dimension of q, k, v and out "
             "stride 1"
         )
+    (num_tokens, num_heads, head_dim), num_seqs = query.shape, len(plan.seq_lens)
     if num_tokens == 0 or num_seqs == 0:
         return out
-    group = num_heads // num_kv_heads
-    one_block = max_seqlen_q is not None and max_seqlen_q * group <= max(
-        FEW_ROWS, triton.next_power_of_2(group)
-    )
-    # The longest query may be unknown. If queries are short on average, long blocks would be mostly
-    # empty.
-    decode = one_block or num_tokens <= 4 * num_seqs
-    queries_at_once = max_seqlen_q if one_block and max_seqlen_q is not None else 1
-    rows = max(16, triton.next_power_of_2(queries_at_once * group))
-    default = default_configuration(decode, head_dim, key_cache.dtype)
-    measured = configuration(
-        "attention", shape_class(decode, rows, head_dim, key_cache.dtype), query.device, default
-    )
-    config = measured if config is None else {**measured, **config}
-    block_m = max(config["BLOCK_M"], rows)
-    block_q = block_m // group
-    kv_tile = config["KV_TILE"]
-
-    target_segments = max(1, _num_sms(query.device) * config["PROGRAMS_PER_SM"] // num_kv_heads)
-    most_tiles = -(-block_tables.shape[1] * block_size // kv_tile)
-    split = (
-        one_block
-        and num_seqs * num_kv_heads < ENOUGH_PROGRAMS_PER_SM * _num_sms(query.device)
-        and 2 * most_tiles >= 3 * MIN_TILES  # else even the longest sequence is one segment
-    )
-    items = num_seqs
-    if split:
-        items += target_segments
-    elif not one_block:
-        items += num_tokens // block_q
+    launch = _plan_launch(query, key_cache, plan, config)
+    num_kv_heads = key_cache.shape[1]
     partial_out = partial_sum = partial_max = segments = out  # unused without splits
-    if split:
-        partials = (items, num_kv_heads, block_m)
-        partial_out = torch.empty((*partials, head_dim), dtype=torch.float32, device=query.device)
+    if launch.target_segments:
+        rows, device = (launch.items, num_kv_heads, launch.shared["BLOCK_M"]), query.device
+        partial_out = torch.empty((*rows, head_dim), dtype=torch.float32, device=device)
         partial_sum, partial_max = torch.empty(
-            (2, *partials), dtype=torch.float32, device=query.device
+            (2, *rows), dtype=torch.float32, device=device
         ).unbind()
-        segments = torch.empty((num_seqs, 2), dtype=torch.int32, device=query.device)
-    head_dim_padded = max(16, triton.next_power_of_2(head_dim))
-    _paged_attention_kernel[(items * num_kv_heads,)](
+        segments = torch.empty((num_seqs, 2), dtype=torch.int32, device=device)
+    _paged_attention_kernel[(launch.items * num_kv_heads,)](
         out,
         partial_out,
         partial_sum,
@@ -391,12 +414,12 @@ def paged_attention_triton(
         query,
         key_cache,
         value_cache,
-        block_tables,
+        plan.block_tables,
         plan.cu_seqlens_q,
         plan.seq_lens,
         float(scale),
         num_seqs,
-        target_segments,
+        launch.target_segments,
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -404,25 +427,12 @@ def paged_attention_triton(
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),
-        block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
-        BLOCK_SIZE=block_size,
-        GROUP=group,
-        BLOCK_M=block_m,
-        BLOCK_Q=block_q,
-        KV_TILE=kv_tile,
-        WINDOW=plan.window or 0,
-        ONE_BLOCK=one_block,
-        SPLIT=split,
-        MIN_TILES=MIN_TILES,
-        SCAN=SCAN,
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
+        plan.block_tables.stride(0),
+        **launch.shared,
+        **launch.constants,
     )
-    if split:
-        join_segments_kernel[(num_heads, num_seqs, queries_at_once)](
+    if launch.target_segments:
+        join_segments_kernel[(num_heads, num_seqs, launch.max_queries)](
             out,
             partial_out,
             partial_sum,
@@ -431,11 +441,7 @@ def paged_attention_triton(
             plan.cu_seqlens_q,
             out.stride(0),
             out.stride(1),
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PADDED=head_dim_padded,
-            GROUP=group,
-            BLOCK_M=block_m,
+            **launch.shared,
             SEGMENT_TILE=32,
             num_warps=4,
         )

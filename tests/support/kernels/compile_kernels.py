@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton_kernels.activation.triton_kernel import _silu_and_mul_kernel
-from baton_kernels.attention.split_kv import join_segments_kernel
+from baton_kernels.attention.split_kv_triton import join_segments_kernel
 from baton_kernels.attention.triton_kernel import _paged_attention_kernel, default_configuration
 from baton_kernels.block_checksum.triton_kernel import _block_sums_kernel
 from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel

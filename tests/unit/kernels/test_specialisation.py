@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.split_kv import join_segments_kernel
+from baton_kernels.attention.split_kv_triton import join_segments_kernel
 from baton_kernels.attention.triton_kernel import _paged_attention_kernel
 from baton_kernels.block_checksum.triton_kernel import _block_sums_kernel, block_sums_triton
 from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel, copy_blocks_triton

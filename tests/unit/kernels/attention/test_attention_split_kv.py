@@ -1,11 +1,11 @@
-"""Decode in Triton: sequences split into segments, and their results joined."""
+"""Decode on a GPU: whether sequences are split, their segments, and the joined results."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from baton_kernels.attention import split_kv
+from baton_kernels.attention import AttentionPlan, split_kv, split_kv_triton
 from baton_kernels.attention import triton_kernel as kernel_file
 from baton_kernels.configurations import Configuration, answering
 from support.kernels.paged_cases import (
@@ -19,8 +19,10 @@ from support.kernels.paged_cases import (
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
+H100 = {"num_sms": 132, "programs_per_sm": 2}
+
 TILE = 16
-SEGMENT = kernel_file.MIN_TILES * TILE
+SEGMENT = split_kv.MIN_TILES * TILE
 """Tokens of a segment if the number of programs allows the maximum number of segments."""
 MANY = {"KV_TILE": TILE, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
 FEW = MANY | {"PROGRAMS_PER_SM": 1}
@@ -34,7 +36,7 @@ def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[in
         def __getitem__(self, grid: tuple[int, ...]) -> object:
             def launch(*arguments: torch.Tensor, **constants: int) -> None:
                 told.append(arguments[4][:, 1].tolist())
-                split_kv.join_segments_kernel[grid](*arguments, **constants)
+                split_kv_triton.join_segments_kernel[grid](*arguments, **constants)
 
             return launch
 
@@ -43,6 +45,58 @@ def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[in
         longest = int(case.cu_seqlens_q.diff().max())
         assert_attends(triton_output(case, device, max_seqlen_q=longest, config=config), case)
     return told[0] if told else [1] * len(case.seq_lens)
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen_q", "group", "fits"),
+    [(None, 4, False), (1, 4, True), (16, 4, True), (17, 4, False), (1, 71, True), (2, 71, False)],
+)
+def test_one_block_holds_few_queries(max_seqlen_q: int | None, group: int, fits: bool) -> None:
+    assert split_kv.fits_one_block(max_seqlen_q, group) == fits
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "max_tiles", "segments"),
+    [
+        (1, 8, 100, 33),
+        (65, 8, 100, 33),
+        (66, 8, 100, 0),
+        (1, 8, 6, 33),
+        (1, 8, 5, 0),
+        (1, 300, 6, 1),
+    ],
+    ids=["one", "not yet busy", "busy", "just long enough", "short", "many heads"],
+)
+def test_the_target_is_a_full_gpu(
+    num_seqs: int, num_kv_heads: int, max_tiles: int, segments: int
+) -> None:
+    assert split_kv.target_segments(num_seqs, num_kv_heads, max_tiles, **H100) == segments
+
+
+def launch_of(lengths: list[tuple[int, int]], max_seqlen_q: int | None) -> kernel_file._Launch:
+    """Plan a launch on the meta device, whose tensors have no values."""
+    case = paged_case(lengths, 8, 2, 64).to("meta")
+    sequences = (case.block_tables, case.cu_seqlens_q, case.seq_lens)
+    plan = AttentionPlan(*sequences, max_seqlen_q=max_seqlen_q)
+    return kernel_file._plan_launch(case.query, case.key_cache, plan, None)
+
+
+def test_a_prefill_has_an_item_per_query_block_and_sequence() -> None:
+    launch = launch_of([(70, 70), (7, 300)], None)
+    block_q = launch.constants["BLOCK_Q"]
+    assert launch.shared["BLOCK_M"] == 4 * block_q
+    assert launch.items == 2 + 77 // block_q
+    assert not launch.constants["ONE_BLOCK"]
+    assert launch.target_segments == launch.constants["SPLIT"] == 0
+
+
+def test_a_decode_has_an_item_per_segment() -> None:
+    launch = launch_of([(1, 2000), (3, 90)], 3)
+    assert launch.constants["ONE_BLOCK"]
+    assert launch.constants["SPLIT"]
+    assert launch.items == 2 + launch.target_segments
+    assert launch.max_queries == 3
+    assert launch_of([(1, 60)], 1).items == 1
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
@@ -65,7 +119,7 @@ def test_segments_are_no_more_than_programs_are_wanted(triton_device: str) -> No
 def test_one_segment_where_there_is_enough_to_do(triton_device: str) -> None:
     """Then no reduce is launched at all."""
     sms = kernel_file._num_sms(torch.device(triton_device))
-    num_seqs = kernel_file.ENOUGH_PROGRAMS_PER_SM * sms // 2
+    num_seqs = split_kv.ENOUGH_PROGRAMS_PER_SM * sms // 2
     case = paged_case([(1, 100)] * num_seqs, 2, 2, 16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_file, "join_segments_kernel", None)
@@ -78,7 +132,7 @@ def test_one_segment_where_there_is_enough_to_do(triton_device: str) -> None:
 
 def test_more_sequences_than_are_looked_at_at_once(triton_device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_file, "SCAN", 4)
+        patch.setattr(split_kv, "SCAN", 4)
         lengths = [1, 300, 2, 9, 70, 200, 3, 5, 129]
         case = paged_case([(1, n) for n in lengths], 1, 1, 16)
         assert segments_of(case, MANY, triton_device) == [1, 5, 1, 1, 1, 3, 1, 1, 2]
@@ -97,7 +151,7 @@ def test_a_segment_that_only_later_queries_see(triton_device: str) -> None:
     length = 6 * TILE + 1
     case = paged_case([(4, length), (1, 9), (3, length - 1)], 8, 2, 16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_file, "MIN_TILES", 1)
+        patch.setattr(split_kv, "MIN_TILES", 1)
         assert segments_of(case, MANY, triton_device) == [7, 1, 6]
 
 
@@ -127,7 +181,7 @@ def test_the_reduce_joins_what_the_segments_left(triton_device: str) -> None:
         return room.to(triton_device)
 
     out = torch.full((2, 2 * group, head_dim), float("nan"), device=triton_device)
-    split_kv.join_segments_kernel[(2 * group, 2, 1)](
+    split_kv_triton.join_segments_kernel[(2 * group, 2, 1)](
         out,
         among_others(weights @ values),
         among_others(weights.sum(-1)),

@@ -1,0 +1,135 @@
+"""Split-KV in Triton: a program finds its segment, and a second launch joins the segments.
+
+The number of segments of each sequence is defined in `split_kv`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _segments_of(tiles, tiles_per_segment):
+    return tl.maximum(1, (2 * tiles + tiles_per_segment) // (2 * tiles_per_segment))
+
+
+@triton.jit
+def _count_tiles(
+    seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Count the tiles with keys that a sequence's queries see; 0 outside of the batch."""
+    seq_len = tl.load(seq_lens_ptr + seqs, mask=in_batch, other=0)
+    tiles = (seq_len + KV_TILE - 1) // KV_TILE
+    if WINDOW > 0:
+        q_start = tl.load(cu_seqlens_q_ptr + seqs, mask=in_batch, other=0)
+        q_len = tl.load(cu_seqlens_q_ptr + seqs + 1, mask=in_batch, other=0) - q_start
+        tiles -= tl.maximum(0, seq_len - q_len - WINDOW + 1) // KV_TILE
+    return tiles
+
+
+@triton.jit
+def find_segment(
+    item,
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    seq_lens_ptr,  # [num_seqs]
+    num_seqs,
+    target_segments,
+    KV_TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCAN: tl.constexpr,  # sequences read at once
+):
+    """Find segment `item` of the batch, counted sequence by sequence.
+
+    Returns:
+        (sequence, index within the sequence, segments of the sequence). The sequence is num_seqs if
+        there is no such segment.
+    """
+    lanes = tl.arange(0, SCAN)
+    all_tiles = 0
+    for start in range(0, num_seqs, SCAN):
+        seqs = start + lanes
+        all_tiles += tl.sum(
+            _count_tiles(seqs, seqs < num_seqs, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
+        )
+    tiles_per_segment = tl.maximum(MIN_TILES, (all_tiles + target_segments - 1) // target_segments)
+
+    seq = 0
+    first_item = 0
+    end = 0
+    for start in range(0, num_seqs, SCAN):
+        seqs = start + lanes
+        in_batch = seqs < num_seqs
+        tiles = _count_tiles(seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
+        segments = tl.where(in_batch, _segments_of(tiles, tiles_per_segment), 0)
+        ends = end + tl.cumsum(segments)
+        passed = in_batch & (ends <= item)
+        seq += tl.sum(passed.to(tl.int32))
+        first_item = tl.maximum(first_item, tl.max(tl.where(passed, ends, 0)))
+        end += tl.sum(segments)
+    found = seq < num_seqs
+    tiles = _count_tiles(seq, found, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
+    return seq, item - first_item, _segments_of(tiles, tiles_per_segment)
+
+
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens_q_ptr"])
+def join_segments_kernel(
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    partial_out_ptr,  # float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum
+    partial_sum_ptr,  # float32 [items, num_kv_heads, BLOCK_M]
+    partial_max_ptr,  # float32, like the sums: base-2 logarithm of the weights' divisor
+    segments_ptr,  # int32 [num_seqs, 2]: first item and segments of each sequence
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    stride_out_token,
+    stride_out_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SEGMENT_TILE: tl.constexpr,  # segments joined at once
+):
+    """Join the segments of one (query head, sequence, query of the sequence) per program.
+
+    Sequences of one segment have their result already.
+    """
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    query = tl.program_id(2)
+    segments = tl.load(segments_ptr + 2 * seq + 1)
+    if segments == 1:
+        return
+    q_start = tl.load(cu_seqlens_q_ptr + seq)
+    if query >= tl.load(cu_seqlens_q_ptr + seq + 1) - q_start:
+        return
+    first_item = tl.load(segments_ptr + 2 * seq)
+    row = query * GROUP + head % GROUP
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    dim_mask = dims < HEAD_DIM
+
+    running_max = float("-inf")
+    running_sum = 0.0
+    acc = tl.zeros([HEAD_DIM_PADDED], dtype=tl.float32)
+    for start in range(0, segments, SEGMENT_TILE):
+        segment = start + tl.arange(0, SEGMENT_TILE)
+        in_sequence = segment < segments
+        index = ((first_item + segment) * NUM_KV_HEADS + head // GROUP) * BLOCK_M + row
+        maxima = tl.load(partial_max_ptr + index, mask=in_sequence, other=float("-inf"))
+        sums = tl.load(partial_sum_ptr + index, mask=in_sequence, other=0.0)
+        partial = tl.load(
+            partial_out_ptr + index[:, None] * HEAD_DIM + dims[None, :],
+            mask=in_sequence[:, None] & dim_mask[None, :],
+            other=0.0,
+        )  # [SEGMENT_TILE, HEAD_DIM_PADDED]
+        new_max = tl.maximum(running_max, tl.max(maxima, axis=0))
+        # -inf: the query has seen no key yet.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.math.exp2(running_max - base)
+        weights = tl.math.exp2(maxima - base)
+        running_sum = running_sum * rescale + tl.sum(sums * weights, axis=0)
+        acc = acc * rescale + tl.sum(partial * weights[:, None], axis=0)
+        running_max = new_max
+    acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)
+    out = out_ptr + (q_start + query).to(tl.int64) * stride_out_token + head * stride_out_head
+    tl.store(out + dims, acc.to(out_ptr.dtype.element_ty), mask=dim_mask)
