@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: Rows of x that the packing is chosen for. Other numbers run at the same speed, unless this is 1.
+#: Number of rows of x that the packing is chosen for. Unless this is 1, other numbers run at the
+#: same speed.
 TYPICAL_ROWS = 64
 #: Up to this many rows of x, torch's int8 kernel is not slower than `_by_tiles`. Its time grows
 #: with every row. Measured on Zen 5, with and without AVX-512, with a weight of 4096 x 2048.
 FEW_ROWS = 16
-#: torch's int8 kernel reads inputs in groups of 16, also past the end of a row of another length.
+#: torch's int8 kernel reads a row of x in groups of 16, and past its end if 16 is no divisor.
 LANES = 16
 #: Elements of a weight that are widened at a time, so that they stay in a core's cache. Twice and
 #: half as many ran equally fast.

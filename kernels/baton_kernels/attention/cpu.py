@@ -2,8 +2,8 @@
 
 The keys of one block and head are contiguous, and so are its values. Each cache is therefore a
 matrix with a row per block and head, and whole rows are gathered by index. Sequences with one query
-(decode) are computed together if they have the same number of blocks. Each prefill chunk is a call
-of its own. The rows and masks are the same for all layers of a step; `GatherPlan` computes them
+(decode) share a call if they have the same number of blocks. Each prefill chunk is a call of its
+own. The rows and masks are the same for all layers of a step; `GatherPlan` computes them
 once.
 """
 
@@ -57,9 +57,9 @@ def _attend(
     gathered = (group.num_seqs, plan.num_kv_heads, -1, head_dim)
     key, value = (
         torch.index_select(
-            cache.as_strided(plan.matrix, (plan.matrix[1], 1)), 0, group.rows, out=room
+            cache.as_strided(plan.matrix, (plan.matrix[1], 1)), 0, group.rows, out=memory
         ).view(gathered)
-        for cache, room in zip((key_cache, value_cache), plan.room(group), strict=True)
+        for cache, memory in zip((key_cache, value_cache), plan.scratch(group), strict=True)
     )
     if group.invisible is not None:
         # A slot that was never written may hold NaN, which a mask does not remove.
@@ -106,7 +106,7 @@ class _Decode(NamedTuple):
     seq: int
     query: int  #: Row of its query.
     first: int  #: Position of the first token it sees.
-    end: int
+    end: int  #: Tokens of the sequence.
 
 
 class GatherPlan:
@@ -147,14 +147,14 @@ class GatherPlan:
             block_tables, cu_seqlens_q.tolist(), seq_lens.tolist(), window
         )
         most = max((len(group.rows) for group in self.groups), default=0)
-        self._room = torch.empty((2, most, row), dtype=key_cache.dtype)
+        self._scratch = torch.empty((2, most, row), dtype=key_cache.dtype)
 
-    def room(self, group: _Group) -> tuple[Tensor, Tensor]:
+    def scratch(self, group: _Group) -> tuple[Tensor, Tensor]:
         """Return scratch memory for the group's keys and values.
 
         All groups share it, because new memory costs more than the copies.
         """
-        keys, values = self._room[:, : len(group.rows)].unbind()
+        keys, values = self._scratch[:, : len(group.rows)].unbind()
         return keys, values
 
     def _make_groups(
@@ -223,7 +223,7 @@ class GatherPlan:
     def _chunk(
         self, queries: slice, table: Tensor, first: int, end: int, window: int | None
     ) -> _Group:
-        """Make the group of one sequence's last tokens, the first of which sees from `first` on."""
+        """Make the group of a prefill chunk, whose first query sees the positions [first, ...]."""
         num_queries = queries.stop - queries.start
         start = first % self.block_size
         rows = self._rows(table[None, self._blocks(first, end)])

@@ -92,7 +92,7 @@ def join_segments_kernel(
 ):
     """Join the segments of one (query head, sequence, query of the sequence) per program.
 
-    Sequences of one segment have their result already.
+    For a sequence of one segment, the attention kernel has already written the result.
     """
     head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -117,11 +117,12 @@ def join_segments_kernel(
         index = ((first_item + segment) * NUM_KV_HEADS + head // GROUP) * BLOCK_M + row
         maxima = tl.load(partial_max_ptr + index, mask=in_sequence, other=float("-inf"))
         sums = tl.load(partial_sum_ptr + index, mask=in_sequence, other=0.0)
+        # [SEGMENT_TILE, HEAD_DIM_PADDED]
         partial = tl.load(
             partial_out_ptr + index[:, None] * HEAD_DIM + dims[None, :],
             mask=in_sequence[:, None] & dim_mask[None, :],
             other=0.0,
-        )  # [SEGMENT_TILE, HEAD_DIM_PADDED]
+        )
         new_max = tl.maximum(running_max, tl.max(maxima, axis=0))
         # -inf: the query has seen no key yet.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -197,11 +197,12 @@ def _paged_attention_kernel(
     dim_mask = dims < HEAD_DIM
     head = kv_head * GROUP + rows % GROUP
     q_token = (q_start + q_index).to(tl.int64)
+    # [BLOCK_M, HEAD_DIM_PADDED]
     q = tl.load(
         q_ptr + (q_token * stride_q_token + head * stride_q_head)[:, None] + dims[None, :],
         mask=row_mask[:, None] & dim_mask[None, :],
         other=0.0,
-    )  # [BLOCK_M, HEAD_DIM_PADDED]
+    )
     first_position = seq_len - q_len + q_offset
     last_visible = seq_len - q_len + q_index  # [BLOCK_M] position of each query
     unit = scale * LOG2E  # converts scores to base 2

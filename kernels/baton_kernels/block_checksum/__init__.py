@@ -59,14 +59,16 @@ def block_sums(
     Args:
         kv_cache: of shape [num_blocks, heads, ...], contiguous.
         block_ids: int64 [n], in host memory.
-        first_head: index into the heads of this cache.
+        first_head: first head of the range, an index into the heads of this cache.
+        num_heads: heads of the range, at least 1.
         num_threads: used on a CPU only.
 
     Returns:
         The bits of the sums as int64 [n], on the cache's device.
 
     Raises:
-        ValueError: an argument has another form, or a head of a block is not a multiple of 8 bytes.
+        ValueError: the cache is not contiguous, the range is not within its heads, block_ids is not
+            int64 [n] in host memory, or a head of a block is not a multiple of 8 bytes.
         IndexError: a block lies outside the cache.
     """
     if kv_cache.dim() < 3 or not kv_cache.is_contiguous():

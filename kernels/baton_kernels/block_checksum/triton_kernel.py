@@ -26,7 +26,7 @@ def shape_class() -> str:
     return "any"
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # may begin anywhere in a table
+@triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # a view with any offset
 def _block_sums_kernel(
     out_ptr,  # [num_block_ids, parts]
     words_ptr,  # [num_blocks, words_per_block]

@@ -22,7 +22,7 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
         pairs: int64 (source block, target block), of shape [n, 2], in host memory.
 
     Raises:
-        ValueError: the cache or the pairs have another form.
+        ValueError: the cache is not contiguous, or the pairs are not int64 [n, 2] in host memory.
     """
     _check_cache(kv_cache)
     _check_pairs(pairs)
@@ -38,10 +38,10 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy blocks from one cache to another, between host and device or on the host.
 
-    With a GPU the copies are queued on its current stream, as one copy or one launch. The host
-    cache must be in pinned memory, and may be read after that stream was synchronized. The copy
-    engine copies blocks that are consecutive in both caches, which occupies no SM. A kernel copies
-    scattered blocks, because each would be a call of its own.
+    With a GPU the copies are queued on its current stream. The host cache must be in pinned memory,
+    and may be read after that stream was synchronized. The GPU's copy engine copies blocks that are
+    consecutive in both caches, which occupies no SM. One kernel launch copies scattered blocks,
+    because the copy engine would need a call for each.
 
     Args:
         source: of shape [num_blocks, ...], contiguous.
@@ -50,7 +50,8 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
             are distinct.
 
     Raises:
-        ValueError: the caches or the pairs have another form.
+        ValueError: a cache is not contiguous, the blocks differ in shape or dtype, the pairs are
+            not int64 [n, 2] in host memory, or with a GPU the host cache is not pinned.
     """
     _check_cache(source)
     _check_cache(target)

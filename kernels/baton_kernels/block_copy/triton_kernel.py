@@ -29,7 +29,7 @@ def shape_class() -> str:
     return "any"
 
 
-@triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # may begin anywhere in a table
+@triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view with any offset
 def _copy_blocks_kernel(
     source_ptr,  # [num_blocks, words_per_block]
     target_ptr,  # [num_blocks, words_per_block]

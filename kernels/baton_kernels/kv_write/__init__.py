@@ -14,11 +14,14 @@ from baton_kernels.kv_write.cpu import Slots, write_kv_cpu
 
 
 def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
-    """Compute once what all layers of a step share. Triton and C++ prepare nothing: None.
+    """Prepare the KV write of a step, once for all layers.
 
     Args:
         slot_mapping: as in `write_kv`.
         block_size: slots per block.
+
+    Returns:
+        None for Triton and C++, which prepare nothing.
     """
     return (
         None
@@ -35,7 +38,7 @@ def write_kv(
     slot_mapping: Tensor,
     plan: Slots | None = None,
 ) -> None:
-    """Write in place, on the device of `key`.
+    """Write keys and values into the caches, on the device of `key`.
 
     Args:
         key: of shape [num_tokens, num_kv_heads, head_dim].
@@ -44,6 +47,10 @@ def write_kv(
         value_cache: like key_cache, with the same strides.
         slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
         plan: result of `plan_write` for this slot mapping. None computes it here.
+
+    Raises:
+        ValueError: on a GPU, the kernel does not support the strides.
+        IndexError: on a CPU, a slot lies past the cache's end.
     """
     if key.is_cuda:
         from baton_kernels.kv_write.triton_kernel import write_kv_triton

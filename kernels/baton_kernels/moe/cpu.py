@@ -1,4 +1,4 @@
-"""Experts on a CPU, one after the other over all rows routed to each, so each weight is read once.
+"""Experts on a CPU, one after the other. Each reads its weights once for all rows routed to it.
 
 Rows of several tokens are sorted by expert. A single token needs no sorting.
 """

@@ -4,8 +4,8 @@
     out[token] = sum of weight * down[e] @ activated[pair]             per (token, BLOCK_N columns)
 
 Each pair (token, choice) reads its expert's weights. Products are computed in float32 without
-tensor cores: there is one row, and reading the weights takes the time. Partial sums are joined at
-the end, so that an iteration of the loop needs no exchange between threads.
+tensor cores, because reading the weights for one row takes longer than the products. Partial sums
+are joined at the end, so that an iteration of the loop needs no exchange between threads.
 """
 
 from __future__ import annotations

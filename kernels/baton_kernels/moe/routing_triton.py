@@ -43,11 +43,12 @@ def _route_kernel(
     choices = tl.arange(0, TOP_K_PADDED)
     token_mask = token < num_tokens
     expert_mask = experts < NUM_EXPERTS
+    # [ROWS, EXPERTS_PADDED]
     logits = tl.load(
         logits_ptr + token[:, None] * stride_logits_token + experts[None, :],
         mask=token_mask[:, None] & expert_mask[None, :],
         other=float("-inf"),
-    ).to(tl.float32)  # [ROWS, EXPERTS_PADDED]
+    ).to(tl.float32)
     # A row past the end is all -inf: 0 as its maximum avoids a NaN.
     largest = tl.where(token_mask, tl.max(logits, axis=1), 0.0)
     shares = tl.exp(logits - largest[:, None])
@@ -73,6 +74,7 @@ def _route_kernel(
 
 
 def routing_shape_class(num_experts: int, top_k: int) -> str:
+    """Return the class a launch is tuned for."""
     return f"routing/experts={num_experts}/top_k={top_k}"
 
 
@@ -188,7 +190,7 @@ def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPa
     sorted_pairs = torch.empty(max_tiles * block_m, dtype=torch.int32, device=device)
     tile_experts = torch.empty(max_tiles, dtype=torch.int32, device=device)
     num_padded = torch.empty(1, dtype=torch.int32, device=device)
-    # Only two sizes: each size is compiled when a step first has so many pairs.
+    # Only two chunk sizes, because each is compiled when a step first needs it.
     chunk, num_warps = (1024, 4) if num_pairs <= 1024 else (4096, 8)
     _count_kernel[(num_experts,)](counts, expert_ids, num_pairs, CHUNK=chunk, num_warps=num_warps)
     _place_kernel[(num_experts,)](

@@ -1,8 +1,8 @@
 """The sampler's noise: a hash of (seed, position, sample index, token id), without generator state.
 
 SplitMix64 (Steele, Lea and Flood 2014) serves as a counter-based generator. `noise_key` chains the
-mixer over seed, position and sample index. Token t gets mix(key + (t + 1) * GAMMA). Integer
-operations give the same bits on every device. Their upper 52 become u in (0, 1), and the noise is
+mixer over seed, position and sample index. Token t gets the 64 bits mix(key + (t + 1) * GAMMA),
+which are the same on every device. The upper 52 bits become u in (0, 1), and the noise is
 -log(-log(u)) in float64: standard Gumbel.
 """
 

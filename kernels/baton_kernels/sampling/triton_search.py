@@ -119,9 +119,9 @@ def search(
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Find the last place from `threshold` on that tokens of the amount `wanted` reach.
+    """Return the highest place, at least `threshold`, that tokens of a total amount `wanted` reach.
 
-    The amount is a number of tokens, or a sum of probabilities with WEIGH.
+    The amount is a number of tokens, or with WEIGH a sum of probabilities.
     """
     left = threshold
     right = highest

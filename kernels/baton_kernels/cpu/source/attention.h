@@ -24,7 +24,7 @@
 
 namespace baton {
 
-constexpr int64_t ROWS = 32;     // rows of a task
+constexpr int64_t ROWS = 32;  // rows of a task
 // Tokens of a task, if one task has all rows of a sequence and KV head.
 constexpr int64_t SPLIT = 512;
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // key elements below which one thread does all work

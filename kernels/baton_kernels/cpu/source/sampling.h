@@ -22,7 +22,7 @@ constexpr double NOTHING = -std::numeric_limits<double>::infinity();
 constexpr double FIXED_POINT = 0x1p32;
 // At this distance below the best, exp(scaled - best) rounds to 0 units.
 constexpr double WEIGHTLESS = 23.0;
-constexpr int64_t BUCKETS = 512;        // of the distance to the best
+constexpr int64_t BUCKETS = 512;  // of the distance to the best
 
 struct RowParams {
     double temperature, top_p, min_p;  // top_p 1, min_p 0: none
