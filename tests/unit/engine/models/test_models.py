@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from baton_engine.models.factory import load_model
 from baton_engine.models.loader import IDENTITY_PAGE_BYTES, IDENTITY_PAGES, identity_files
 from support.engine.model_cases import edit_config
 
+GUIDE = Path(__file__).parents[4] / "docs" / "internals" / "adding-a-model.md"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -205,8 +210,25 @@ def test_identity_covers_config_headers_and_samples_of_the_weights(checkpoint: P
 def test_the_guide_to_adding_a_model_shows_the_code_as_it_is() -> None:
     from baton_engine.models.architectures import qwen2
 
-    guide = Path(__file__).parents[4] / "docs" / "internals" / "adding-a-model.md"
-    assert Path(qwen2.__file__).read_text() in guide.read_text()
+    assert Path(qwen2.__file__).read_text() in GUIDE.read_text()
+
+
+def test_the_parity_script_of_the_guide_runs_as_printed(original: Path) -> None:
+    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    [script] = [block for block in blocks if "MODEL_DIR" in block]
+    done = subprocess.run(
+        ["bash", "-e", "-c", script.replace("MODEL_DIR", str(original))],
+        cwd=GUIDE.parents[2],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    gaps = re.findall(r"^chunks of \d+: .* differ by (\S+) at most$", done.stdout, re.MULTILINE)
+    assert len(gaps) == 2
+    assert all(float(gap) < 1e-4 for gap in gaps)
 
 
 @pytest.mark.parametrize(
