@@ -23,8 +23,8 @@ from support.chaos.kv_pair import (
     new_prompt,
     start_pair,
 )
+from support.chaos.namespaces import Namespaces, namespaces
 from support.kv_transfer.side_channel_proxy import Passing
-from support.namespaces import Namespaces, namespaces
 from support.pods import Pod, pods
 from support.waiting import eventually
 

@@ -20,7 +20,7 @@ import pytest
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.agent.create import create_agent
 from baton_kv_transfer.transports.tcp.tcp_server import SILENT_S
-from support.namespaces import Namespaces, namespaces
+from support.chaos.namespaces import Namespaces, namespaces
 from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos

@@ -1,4 +1,4 @@
-"""Random traffic against small engines, every answer compared with the same request alone: see support/engine_soak.py.
+"""Random traffic against small engines, every answer compared with the same request alone: see support/integration/engine_soak.py.
 
 A few seeds always run. `BATON_SOAK_SECONDS=600 pytest tests/integration/test_engine_soak.py -k long -s` goes on with new ones.
 """
@@ -11,7 +11,7 @@ import time
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from support.engine_soak import Alone, Soak
+from support.integration.engine_soak import Alone, Soak
 
 NUM_REQUESTS = 40
 SOAK_SECONDS = float(os.environ.get("BATON_SOAK_SECONDS", "0"))

@@ -12,7 +12,7 @@ from baton_protocol.client import EngineClient
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, CacheConfig
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
-from support.completions import VOCAB, complete, generate
+from support.integration.completions import VOCAB, complete, generate
 from support.parity import assert_greedy, prompts
 from support.pods import pods
 

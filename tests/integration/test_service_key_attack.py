@@ -45,7 +45,7 @@ from baton_protocol.messages import (
 )
 from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey
-from support.completions import VOCAB, complete, generate
+from support.integration.completions import VOCAB, complete, generate
 from support.parity import prompts
 from support.pods import Pod, Pods, pods
 from support.waiting import eventually

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
+from support.service.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 
 ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")
 PLANES = ("embedded", "real")

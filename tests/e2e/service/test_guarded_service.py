@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from support.certificates import write_certificate
-from support.local_cluster import LocalClusterUnderTest, manifest
+from support.service.local_cluster import LocalClusterUnderTest, manifest
 from support.waiting import eventually
 
 NAME = "guarded"

@@ -16,8 +16,8 @@ import pytest
 
 from baton_protocol.config import GATEWAY_PORT
 from pocketkube.ports import free_ports
-from support.fake_hub import TOKEN, FakeHub, fake_hub, folder_files
-from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
+from support.fetch.fake_hub import TOKEN, FakeHub, fake_hub, folder_files
+from support.service.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 from support.waiting import eventually
 
 SECRET = "hub-credentials"

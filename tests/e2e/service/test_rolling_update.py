@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from support.local_cluster import (
+from support.parity import reference_model
+from support.service.local_cluster import (
     LocalClusterUnderTest,
     local_cluster,
     manifest,
     processes_with_home,
 )
-from support.parity import reference_model
 from support.under_load import fresh_connections, under_load
 from support.waiting import eventually
 

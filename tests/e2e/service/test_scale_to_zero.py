@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from support.local_cluster import LocalClusterUnderTest, local_cluster, manifest
+from support.service.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 from support.waiting import eventually
 
 NAME = "sleeper"

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from support.local_cluster import LocalClusterUnderTest, manifest, processes_with_home
 from support.parity import assert_greedy, prompts, reference_model
+from support.service.local_cluster import LocalClusterUnderTest, manifest, processes_with_home
 from support.waiting import eventually
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from support.local_cluster import LocalClusterUnderTest, manifest
+from support.service.local_cluster import LocalClusterUnderTest, manifest
 from support.waiting import eventually
 
 NAME = "telling"

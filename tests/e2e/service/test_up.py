@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import yaml
 
-from support.local_cluster import (
+from support.service.local_cluster import (
     BATON,
     LocalClusterUnderTest,
     manifest,

@@ -1,1 +1,1 @@
-"""A fetcher of models for tests."""
+"""A model fetcher, a model hub and a store for tests."""

@@ -6,5 +6,6 @@
 - `convergence_machine`: the state machine over it.
 - `expert_group_simulation`: ranks and their coordinator, for the planner of expert-parallel groups.
 - `autoscale_simulation`, `autoscale_pods`: a service under load, for the autoscaler.
-- `operator_process`, `api_server`, `fake_members`: an operator process on a real API server.
+- `operator_process`, `api_server`, `fake_members`: an operator process on a real API server; `api_proxy` injects faults in front of it.
+- `network_policies`: which connections a set of network policies admits.
 """

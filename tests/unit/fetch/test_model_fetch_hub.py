@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from baton_engine.fetch.folder import INCOMPLETE, MARKER
-from support.fake_hub import TOKEN, FakeHub, fake_hub
 from support.fetch import fetcher
+from support.fetch.fake_hub import TOKEN, FakeHub, fake_hub
 from support.waiting import eventually
 
 URI = "hf://org/model"

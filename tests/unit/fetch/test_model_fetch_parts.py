@@ -19,8 +19,8 @@ from baton_engine.fetch.lock import FetchLock, boot_id
 from baton_engine.fetch.selection import select
 from baton_engine.fetch.source import RemoteFile
 from baton_protocol.progress import LoadProgress
-from support.fake_hub import fake_hub
 from support.fetch import fetcher
+from support.fetch.fake_hub import fake_hub
 from support.waiting import eventually
 
 URI = "hf://org/model"

@@ -10,8 +10,8 @@ from typing import Any
 from baton_engine.fetch.progress import MAX_ERROR_CHARS, Progress
 from baton_protocol.progress import LoadProgress
 from pocketkube.ports import free_ports
-from support.fake_hub import fake_hub
 from support.fetch import fetcher
+from support.fetch.fake_hub import fake_hub
 from support.waiting import eventually
 
 URI = "hf://org/model"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton_engine.fetch.folder import MARKER
-from support.fake_store import ACCESS_KEY, FakeStore, fake_store
 from support.fetch import fetcher
+from support.fetch.fake_store import ACCESS_KEY, FakeStore, fake_store
 
 URI = "s3://models/team/small"
 PREFIX = "team/small/"

@@ -23,7 +23,7 @@ from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
-from support.api_proxy import ApiProxy, Fault, api_proxy
+from support.operator.api_proxy import ApiProxy, Fault, api_proxy
 from support.operator.operator_process import Cluster
 from support.waiting import until
 

@@ -23,7 +23,7 @@ from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.ports import free_ports
-from support.api_proxy import ApiProxy, api_proxy
+from support.operator.api_proxy import ApiProxy, api_proxy
 from support.waiting import eventually
 
 Object = dict[str, Any]

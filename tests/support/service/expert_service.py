@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyStatus
-from support.local_cluster import LocalClusterUnderTest, manifest
+from support.service.local_cluster import LocalClusterUnderTest, manifest
 from support.waiting import eventually
 
 NAME = "experts"

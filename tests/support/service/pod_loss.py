@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_operator.observe.observation import is_ready
-from support.local_cluster import LocalClusterUnderTest
+from support.service.local_cluster import LocalClusterUnderTest
 from support.waiting import eventually
 
 REPLACED_S = 120.0
