@@ -414,12 +414,11 @@ class Scheduler:
         for request in self._preemptor.take_swapped():
             self._compute_again(request)
 
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running: bool = False) -> None:
         """Clear the prefix cache. With `reset_running`, running requests compute their KV again."""
         if reset_running:
             self.preempt_all()
         self.kv.reset_prefix_cache()
-        return True
 
     def take_kv_events(self) -> list[KVEvent]:
         """Return the changes of the prefix cache since the last call."""

@@ -115,7 +115,7 @@ def test_a_reset_of_the_prefix_cache_may_include_what_runs(reset_running):
     engine = Engine()
     engine.add("a", list(range(1, 10)), 6)
     engine.step()
-    assert engine.scheduler.reset_prefix_cache(reset_running)
+    engine.scheduler.reset_prefix_cache(reset_running)
     assert (engine.kv.usage == 0) == reset_running
     engine.add("b", list(range(1, 10)), 2)
     engine.run()

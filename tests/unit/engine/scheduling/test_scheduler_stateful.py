@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(reset_running=st.booleans())
     def reset_prefix_cache(self, reset_running: bool) -> None:
-        assert self.world.scheduler.reset_prefix_cache(reset_running)
+        self.world.scheduler.reset_prefix_cache(reset_running)
 
     @rule(data=st.data())
     def peer_fetches(self, data: st.DataObject) -> None:
