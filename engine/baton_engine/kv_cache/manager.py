@@ -377,9 +377,8 @@ def _take_counterparts(
     moved: list[list[Block]] = []
     for table in tables:
         new_table = [counterpart[block] for block in table]
-        target.touch(
-            block for block in new_table if block in taken
-        )  # `allocate` counted the first holder
+        # `allocate` counted the first holder.
+        target.touch(block for block in new_table if block in taken)
         taken.update(new_table)
         moved.append(new_table)
     return moved, [BlockCopy(old.block_id, new.block_id) for old, new in counterpart.items()]

@@ -70,9 +70,8 @@ class RemotePrefill:
         waiting_to_load = self._queues.waiting_to_load
         if request in waiting_to_load:
             if not result.token_ids and result.error and not self._fail_on_load_error:
-                waiting_to_load.discard(
-                    request
-                )  # no peer computes the prompt, so it is computed here
+                # No peer computes the prompt, so it is computed here.
+                waiting_to_load.discard(request)
                 self._handoff.decline(request)
                 request.kv_transfer = None
                 num_cached = (

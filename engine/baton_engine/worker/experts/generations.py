@@ -308,8 +308,8 @@ class _LocalGeneration:
             self.experts[key] = worker.store.read(key)
         self.shards = [self._make_shard(layer, group) for layer in range(len(generation.placement))]
         logger.info(
-            "generation %d prepared in %.2f s as rank %d of %d: %d experts were here, %d came from "
-            "other ranks, %d were read",
+            "generation %d prepared in %.2f s as rank %d of %d; experts kept: %d, received from "
+            "other ranks: %d, read from the checkpoint: %d",
             generation.number,
             time.monotonic() - started,
             self.rank,
