@@ -385,7 +385,7 @@ class Soak:
             "queues": [*queues.waiting, *queues.loaded, *queues.waiting_to_load, *queues.loading],
             "swapped": scheduler._preemptor.swapped,
             "groups": scheduler._groups._groups,
-            "grammars": [*scheduler._grammars._futures, *scheduler._grammars._waiting],
+            "grammars": [*scheduler.grammars._futures, *scheduler.grammars._waiting],
             "steps": [*scheduler._in_flight, *scheduler._awaiting_steps, *self._core._in_flight],
             "latencies": self._core.request_metrics._unfinished,
         }

@@ -27,8 +27,9 @@ from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.scheduling.refusals import refusal_of
-from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
+from baton_engine.scheduling.parts import PauseState
+from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
+from baton_engine.scheduling.scheduler import Scheduler
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.scheduler import RequestRefusedError
+from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.messages import ErrorCode, FinishReason
 from support.engine.fake_runner import continuation
 from support.engine.scheduler_engine import Engine
