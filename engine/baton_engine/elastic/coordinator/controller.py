@@ -18,8 +18,10 @@ from baton_engine.elastic.coordinator.checks import MAX_FAILURE, Refusal, check_
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.expert_placement import count_moves
 from baton_engine.elastic.coordinator.observation import Observation
-from baton_engine.elastic.coordinator.operation import Ended, Need, Operation, resumed
-from baton_engine.elastic.coordinator.operation_progress import (
+from baton_engine.elastic.coordinator.operation import (
+    Ended,
+    Need,
+    Operation,
     commit_obstacle,
     is_partly_committed,
     latest_commit,
@@ -28,6 +30,7 @@ from baton_engine.elastic.coordinator.operation_progress import (
     not_retired,
     overtaken,
     preparation_failures,
+    resumed,
     unprepared,
 )
 from baton_engine.elastic.coordinator.retries import FEW_FAILURES, Retries
