@@ -17,9 +17,9 @@ BlockHash = bytes
 DIGEST_BYTES = 16
 
 
-def root_hash(model_key: str, cache_salt: str = "", lora_name: str = "") -> BlockHash:
-    """Return the parent of a sequence's first block. It separates models, salts and adapters."""
-    encoded = [key.encode() for key in (model_key, cache_salt, lora_name)]
+def root_hash(model_key: str, cache_salt: str = "") -> BlockHash:
+    """Return the parent of a sequence's first block. It separates models and salts."""
+    encoded = [key.encode() for key in (model_key, cache_salt)]
     # With its length in front, no key can run into the next.
     keys = b"".join(struct.pack("<q", len(key)) + key for key in encoded)
     return hashlib.blake2b(keys, digest_size=DIGEST_BYTES, person=b"baton-root").digest()

@@ -198,14 +198,10 @@ class EngineCoreRequest(_Wire):
     cache_salt: str = ""
     kv_transfer: KVTransferParams | None = None
     data_parallel_rank: int | None = None
-    current_wave: int = 0
-    trace_headers: dict[str, str] | None = None
     #: Samples of one prompt name the same group: the engine computes the prompt once, they share
     #: its blocks (copy-on-write) and are swapped together. All members have equal prompts, no
     #: generated tokens and no kv_transfer; empty: alone.
     group_id: str = ""
-    #: Keys the prefix cache: KV of different adapters is different KV.
-    lora_name: str = ""
 
 
 class PrefillResult(_Wire):
@@ -319,9 +315,6 @@ class UtilityOutput(_Wire):
 class EngineCoreOutputs(_Wire):
     outputs: list[EngineCoreOutput] = []
     utility_output: UtilityOutput | None = None
-    engine_index: int = 0
-    wave_complete: int | None = None
-    start_wave: int | None = None
 
 
 class BlocksStored(_Wire, tag="stored"):

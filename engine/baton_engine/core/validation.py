@@ -62,10 +62,6 @@ def validate_request(
             f"data_parallel_rank is {request.data_parallel_rank}, but this engine is rank "
             f"{data_parallel_rank}; send the request to that rank, or leave the field out",
         )
-    if request.lora_name:
-        raise ValueError(
-            f"lora_name must be empty, got {request.lora_name!r}: no adapters are loaded"
-        )
     if request.group_id:
         _validate_group_member(request)
     if params.beam_width:

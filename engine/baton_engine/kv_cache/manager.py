@@ -364,7 +364,7 @@ class KVCacheManager:
         self.swap_pool.free(blocks)
 
     def _root(self, request: KVSequence) -> BlockHash:
-        return root_hash(self._model_key, request.cache_salt, request.lora_name)
+        return root_hash(self._model_key, request.cache_salt)
 
 
 def _take_counterparts(

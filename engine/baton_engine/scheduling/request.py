@@ -88,7 +88,6 @@ class Request(KVSequence):
             core_request.request_id,
             [*core_request.prompt_token_ids, *core_request.generated_token_ids],
             core_request.cache_salt,
-            core_request.lora_name,
         )
         self.sampling_params = core_request.sampling_params
         self.sample_index = core_request.sample_index
@@ -210,8 +209,7 @@ class SampleGroup:
     #: Order of its first request.
     order: Order
     prompt_token_ids: list[int]
-    #: (cache_salt, lora_name).
-    cache_key: tuple[str, str]
+    cache_salt: str
     members: dict[str, Request] = field(default_factory=dict)
     #: The member that was admitted to compute the prompt.
     leader: Request | None = None

@@ -328,10 +328,3 @@ def test_lookups_are_counted_since_the_start_and_not_only_since_a_reset():
     kv.reset_prefix_cache()
     kv.count_lookup(10, 5)
     assert (kv.stats.queries, kv.stats.hits) == (110, 105)
-
-
-def test_adapters_share_nothing():
-    kv = manager()
-    run(kv, list(range(8)))
-    adapted = Request(EngineCoreRequest("r", list(range(8)), SamplingParams(), lora_name="adapter"))
-    assert kv.find_cached_prefix(adapted, 8) == []
