@@ -441,7 +441,7 @@ class DPEngineCore(EngineCore):
     def status(self) -> Status:
         """Return the status for the coordinator."""
         return self._report.status(
-            self.phase, self.generation, self._standby, self._waves, self.scheduler.stats()
+            self.phase, self.generation, self._standby, self.scheduler.stats()
         )
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:

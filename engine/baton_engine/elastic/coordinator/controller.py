@@ -53,10 +53,7 @@ logger = logging.getLogger(__name__)
 class Controller:
     """The controller of one group. Not thread-safe."""
 
-    def __init__(
-        self, coordinator_id: str, draw_nonce: Callable[[], str], config: ControllerConfig
-    ) -> None:
-        self._id = coordinator_id
+    def __init__(self, draw_nonce: Callable[[], str], config: ControllerConfig) -> None:
         self._draw_nonce = draw_nonce
         self._config = config
         self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
@@ -100,7 +97,7 @@ class Controller:
             ):
                 self._inferred = generation
 
-    def on_request(self, request: TopologyRequest, now: float) -> Refusal | None:
+    def on_request(self, request: TopologyRequest) -> Refusal | None:
         """Handle PUT /topology. A repeated request changes nothing."""
         refusal = check_request(request, self._request)
         if refusal is None and (
@@ -152,7 +149,7 @@ class Controller:
         if self._released and any(
             status.member.instance_id == instance_id for status, _ in self._roster.serving()
         ):
-            return Directive(self._id, dismissed=True)
+            return Directive(dismissed=True)
         operation, target, commit = self._operation, None, True
         if (
             self._stranded_commit is not None
@@ -168,10 +165,8 @@ class Controller:
             generation = None if status is None else serves_in(status)
             is_voter = generation is not None and key_of(generation) in {previous, *legitimate}
             if is_voter or target.rank_of(instance_id) is not None:
-                return Directive(self._id, target, commit)
-        return Directive(
-            self._id, dismissed=self._roster.is_left_behind(instance_id, self._present)
-        )
+                return Directive(target, commit)
+        return Directive(dismissed=self._roster.is_left_behind(instance_id, self._present))
 
     def leaving(self) -> list[bool]:
         """Return whether each serving rank is shutting down."""
