@@ -86,10 +86,6 @@ class KVCacheManager:
         """Blocks without a holder, including cached ones."""
         return self.pool.num_free_blocks
 
-    @property
-    def num_free_swap_blocks(self) -> int:
-        return self.swap_pool.num_free_blocks
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

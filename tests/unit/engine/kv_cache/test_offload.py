@@ -16,10 +16,11 @@ from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
 from baton_kv_transfer.memory.layout import KVCacheLayout
-from baton_protocol.block_hash import hash_blocks, root_hash
+from baton_protocol.block_hash import root_hash
 from baton_protocol.config import EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams
+from support.block_hashes import hash_blocks
 from support.engine.fake_runner import continuation
 from support.engine.scheduler_engine import BLOCK, Engine
 from support.engine.scheduler_machine import BUDGET, MAX_NUM_SEQS, World

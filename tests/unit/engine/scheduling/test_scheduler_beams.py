@@ -103,7 +103,7 @@ def test_a_preempted_search_finds_the_same(preemption_mode):
     assert (stats.num_swapped_out_blocks > 0) == (preemption_mode == "auto")
     assert beams_of(engine, "r") == expected(PROMPT, 16, 4)
     assert engine.kv.num_free_blocks == 14
-    assert engine.kv.num_free_swap_blocks == 24
+    assert engine.kv.swap_pool.num_free_blocks == 24
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_group_is_swapped_out_as_a_whole_and_comes_back_sharing():
     assert stats.prompt_tokens_computed == 10 + 10 + 2, "nothing was computed again"
     for name in names:
         assert engine.text(name) == continuation(PROMPT, 10, ignore_eos=True)
-    assert engine.kv.num_free_swap_blocks == 24
+    assert engine.kv.swap_pool.num_free_blocks == 24
 
 
 def test_a_group_that_is_short_of_memory_itself_gives_up_its_last_member_alone():

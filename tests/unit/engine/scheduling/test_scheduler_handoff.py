@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
+from baton_protocol.block_hash import hash_block, root_hash
 from baton_protocol.messages import ErrorCode, FinishReason, KVSide, KVTransferParams, PrefillResult
+from support.block_hashes import hash_blocks
 from support.engine.fake_runner import VOCAB_SIZE, continuation, next_token
 from support.engine.scheduler_engine import BLOCK, Engine
 
