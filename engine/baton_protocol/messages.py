@@ -280,8 +280,6 @@ class EngineCoreOutput(_Wire):
     new_logprobs: list[TokenLogprobs] | None = None
     #: Prompt tokens taken from the prefix cache; set on the first output.
     num_cached_tokens: int = 0
-    #: Prompt tokens whose KV came from a peer; set on the first output.
-    num_remote_tokens: int = 0
     #: Events since the last output.
     events: list[EngineCoreEvent] | None = None
     #: Logprobs from prompt position 1 on, all on the first output with a token.

@@ -378,7 +378,7 @@ class Soak:
             "blocks": [block for block in kv.pool.blocks if block.ref_count],
             "used blocks": kv.pool.num_blocks - kv.num_free_blocks,
             "used host blocks": kv.swap_pool.num_blocks - kv.swap_pool.num_free_blocks,
-            "offloaded blocks": kv.offload and kv.offload.hashes,
+            "offloaded blocks": kv.offload and kv.offload._slots,
             "requests": scheduler.requests,
             "running": scheduler.running.in_order,
             "places": scheduler.running.num_seqs,

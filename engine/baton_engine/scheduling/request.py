@@ -119,8 +119,6 @@ class Request(KVSequence):
         self.started = False
         #: Prompt tokens cached, or shared with another sample, at its first start.
         self.num_cached_tokens = 0
-        #: Prompt tokens whose KV came from a peer.
-        self.num_remote_tokens = 0
 
         self.worker = WorkerState()
         self.report = Report(

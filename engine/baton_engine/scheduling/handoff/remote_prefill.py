@@ -102,10 +102,9 @@ class RemotePrefill:
         self._handoff.end_load(request)
         del self._queues.loading[request.request_id]
         request.kv_transfer = None  # the hand-off has ended
-        request.num_remote_tokens = max(
+        self._counters.prompt_tokens_remote += max(
             0, min(num_verified, request.num_prompt_tokens) - num_cached
         )
-        self._counters.prompt_tokens_remote += request.num_remote_tokens
         self._counters.kv_transfer_recomputed_tokens += max(
             0, request.num_arrival_tokens - max(num_verified, num_cached)
         )

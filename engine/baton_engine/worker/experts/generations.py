@@ -86,9 +86,9 @@ def join_group(join_timeout_s: float, secret: bytes = b"") -> Join:
 class ExpertWorker:
     """A worker's own part of every generation."""
 
-    #: Of its engine.
+    #: Id of its engine.
     instance_id: str
-    #: In its engine. Workers of one tensor rank form an expert group.
+    #: Its rank in the engine. Workers of one tensor rank form an expert group.
     tensor_rank: int
     store: ExpertStore
     #: Equal on workers with the same weights. Others cannot be members of one generation.

@@ -202,7 +202,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @property
     def _offloaded_hashes(self) -> set[bytes]:
-        return self.kv.offload.hashes if self.kv.offload is not None else set()
+        return set(self.kv.offload._slots) if self.kv.offload is not None else set()
 
     @invariant()
     def everyone_reads_what_was_computed_for_them(self) -> None:
