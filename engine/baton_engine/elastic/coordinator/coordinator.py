@@ -67,7 +67,6 @@ class Coordinator:
             zmq.ZMQError: an address is in use.
             OSError: an address is in use.
         """
-        self.id = secrets.token_hex(8)
         self.metrics = CoordinatorMetrics()
         self._key = key
         #: Guards the controller.
