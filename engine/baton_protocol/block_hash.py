@@ -17,12 +17,11 @@ BlockHash = bytes
 DIGEST_BYTES = 16
 
 
-def root_hash(model_key: str, cache_salt: str = "", lora_name: str = "") -> BlockHash:
-    """Return the parent of a sequence's first block. It separates models, salts and adapters."""
-    encoded = [key.encode() for key in (model_key, cache_salt, lora_name)]
-    keys = b"".join(
-        struct.pack("<q", len(key)) + key for key in encoded
-    )  # no key can run into the next
+def root_hash(model_key: str, cache_salt: str = "") -> BlockHash:
+    """Return the parent of a sequence's first block. It separates models and salts."""
+    encoded = [key.encode() for key in (model_key, cache_salt)]
+    # With its length in front, no key can run into the next.
+    keys = b"".join(struct.pack("<q", len(key)) + key for key in encoded)
     return hashlib.blake2b(keys, digest_size=DIGEST_BYTES, person=b"baton-root").digest()
 
 
@@ -37,13 +36,3 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return hashlib.blake2b(
         parent + packed, digest_size=DIGEST_BYTES, person=b"baton-block"
     ).digest()
-
-
-def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the hashes of the full blocks of `token_ids`, in order."""
-    hashes: list[BlockHash] = []
-    parent = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hash_block(parent, token_ids[start : start + block_size])
-        hashes.append(parent)
-    return hashes

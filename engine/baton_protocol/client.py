@@ -174,9 +174,8 @@ class EngineClient:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket = socket
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(
-            zmq.SNDHWM, 0
-        )  # sending never blocks; a peer that does not read is caught by the heartbeat
+        # Sending never blocks. The heartbeat detects a peer that does not read.
+        socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         # In effect never. With -1, ZMQ would drop received messages when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, 2**31 - 1)
@@ -246,9 +245,8 @@ class EngineClient:
             raise ValueError(
                 f"request id {request.request_id!r} is already in flight on {self.address}"
             )
-        self._send(
-            EngineCoreRequestType.ADD, request
-        )  # first: what cannot be encoded leaves nothing behind
+        # Send first: a request that cannot be encoded must not leave a stream behind.
+        self._send(EngineCoreRequestType.ADD, request)
         stream = self._streams[request.request_id] = RequestStream(request.request_id)
         return stream
 
@@ -329,9 +327,8 @@ class EngineClient:
     async def _receive(self) -> None:
         assert self._socket is not None
         while self.dead_reason is None:
-            arriving = self._arriving = asyncio.ensure_future(
-                self._socket.recv_multipart()
-            )  # is a future already
+            # `recv_multipart` returns a future already.
+            arriving = self._arriving = asyncio.ensure_future(self._socket.recv_multipart())
             await arriving
             self._take_arrived()
 

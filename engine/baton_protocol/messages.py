@@ -198,14 +198,10 @@ class EngineCoreRequest(_Wire):
     cache_salt: str = ""
     kv_transfer: KVTransferParams | None = None
     data_parallel_rank: int | None = None
-    current_wave: int = 0
-    trace_headers: dict[str, str] | None = None
     #: Samples of one prompt name the same group: the engine computes the prompt once, they share
     #: its blocks (copy-on-write) and are swapped together. All members have equal prompts, no
     #: generated tokens and no kv_transfer; empty: alone.
     group_id: str = ""
-    #: Keys the prefix cache: KV of different adapters is different KV.
-    lora_name: str = ""
 
 
 class PrefillResult(_Wire):
@@ -284,8 +280,6 @@ class EngineCoreOutput(_Wire):
     new_logprobs: list[TokenLogprobs] | None = None
     #: Prompt tokens taken from the prefix cache; set on the first output.
     num_cached_tokens: int = 0
-    #: Prompt tokens whose KV came from a peer; set on the first output.
-    num_remote_tokens: int = 0
     #: Events since the last output.
     events: list[EngineCoreEvent] | None = None
     #: Logprobs from prompt position 1 on, all on the first output with a token.
@@ -319,9 +313,6 @@ class UtilityOutput(_Wire):
 class EngineCoreOutputs(_Wire):
     outputs: list[EngineCoreOutput] = []
     utility_output: UtilityOutput | None = None
-    engine_index: int = 0
-    wave_complete: int | None = None
-    start_wave: int | None = None
 
 
 class BlocksStored(_Wire, tag="stored"):

@@ -104,9 +104,8 @@ class ServiceKey:
         """Encrypt a server's socket and admit only clients with the key; before `bind`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("server")
-        domain = (
-            f"baton-{self.secret('zap').hex()[:16]}"  # another per key: a process may have several
-        )
+        # One domain per key: a process may have several.
+        domain = f"baton-{self.secret('zap').hex()[:16]}"
         require_client_key(socket, domain, z85.decode(self._curve_keys("client")[0]))
 
     def protect_client(self, socket: zmq.Socket[Any]) -> None:
@@ -131,9 +130,8 @@ def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> s
         ours: the client's key.
     """
     kind, mismatch = event["event"], event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-    if (
-        kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    ):  # the server closed the connection, and did not say why
+    # The server closed the connection without a reason.
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         why = (
             "wants a service key (none is set here)"
             if ours is None

@@ -130,11 +130,8 @@ class Status(_Wire, frozen=True):
     failure: str = ""
     #: Instance ids of members that do not answer.
     suspects: tuple[str, ...] = ()
-    wave: int = 0
-    wave_running: bool = False
     num_running: int = 0
     num_waiting: int = 0
-    kv_cache_usage: float = 0.0
     loads: ExpertLoads | None = None
     #: It is shutting down, refuses new requests and needs a generation without it.
     leaving: bool = False
@@ -147,8 +144,6 @@ class Status(_Wire, frozen=True):
 
 
 class Directive(_Wire, frozen=True):
-    #: Drawn at process start.
-    coordinator_id: str
     target: Generation | None = None
     commit: bool = False
     #: The group continues or ends without this instance. It returns its requests and becomes

@@ -41,9 +41,8 @@ class IncrementalDetokenizer:
             return ""
         self._window += new_ids
         if self._tokenizer.is_byte_fallback(new_ids[-1]):
-            return (
-                ""  # a run of byte tokens is decoded as a whole: one wrong byte changes all of it
-            )
+            # A run of byte tokens is decoded as a whole: one wrong byte changes all of it.
+            return ""
         text = self._decode(self._window)
         held = 1 if text.endswith(_REPLACEMENT) else 0
         delta = text[self._emitted : len(text) - held]

@@ -438,10 +438,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             raise RequestError("messages must not be empty", param="messages")
         template_messages(self.messages)
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Messages as chat templates take them: text parts become one text."""
-        return template_messages(self.messages)
-
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
         if self.tool_choice not in (None, "none", "auto"):

@@ -85,7 +85,7 @@ nect sist plic rupt loc mov quest cred serv tend vis voc flu jud
 _SUFFIXES = "ing ed er ion able ment ly ness ful al ive ity ance"
 
 
-def _corpus(num_sentences: int = 3000) -> list[str]:
+def _corpus() -> list[str]:
     adjectives, nouns, verbs, adverbs = (
         words.split() for words in (_ADJECTIVES, _NOUNS, _VERBS, _ADVERBS)
     )
@@ -94,7 +94,7 @@ def _corpus(num_sentences: int = 3000) -> list[str]:
         f"The {choose(adjectives)} {choose(nouns)} {choose(verbs)} the {choose(nouns)} of a "
         f"{choose(adjectives)} {choose(nouns)} {choose(adverbs)}, "
         f"and it {choose(verbs)} every {choose(nouns)}."
-        for _ in range(num_sentences)
+        for _ in range(3000)
     ]
     derived = [
         " ".join(map("".join, itertools.product([prefix], _STEMS.split(), _SUFFIXES.split())))

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """Return the context in which all captures, and the runs before them, must happen."""
+        """Return the context for captures and their warm-up runs. Run neither outside of it."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         """Record `run` on tensors whose addresses do not change. `run` must have run once before.
@@ -101,9 +101,8 @@ class PieceGraphs:
         if index not in self._replays:
             self._addresses[index] = _addresses(args)
             result, self._replays[index] = self._backend.capture(lambda: piece(*args))
-            return (
-                result  # the caller holds it while later pieces are captured: they cannot reuse it
-            )
+            # The caller holds it while later pieces are captured, so they cannot use its memory.
+            return result
         if logger.isEnabledFor(logging.DEBUG):
             moved = _addresses(args) != self._addresses[index]
             assert not moved, (

@@ -58,10 +58,6 @@ class InductorCompiler:
     The cache holds code. It is used only if its folder belongs to this user or root and is not
     writable for others. If not, or if it cannot be created, pieces are neither loaded nor kept.
 
-    Attributes:
-        num_compiled: Number of pieces compiled.
-        num_loaded: Number of pieces loaded from disk.
-
     Args:
         folder: Folder of the disk cache, shared by processes. None: `default_cache_dir()`.
     """
@@ -71,8 +67,6 @@ class InductorCompiler:
         self.folder = Path()  # of the current graph
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._known: dict[tuple[str, int | None], Compiled] = {}
-        self.num_compiled = 0
-        self.num_loaded = 0
 
     def open(self, key: str) -> None:
         self._known.clear()
@@ -120,7 +114,6 @@ class InductorCompiler:
             with suppress(OSError):
                 path.unlink()
             return None
-        self.num_loaded += 1
         return artifact
 
     def _compile(
@@ -134,7 +127,6 @@ class InductorCompiler:
                 dynamic_shapes="from_graph" if size is None else "from_example_inputs",
                 options=options,
             )
-        self.num_compiled += 1
         if path is not None:
             try:
                 # Atomic, because other processes may read the file.

@@ -74,7 +74,6 @@ class PiecewiseBackend:
 
     Attributes:
         num_pieces: Pieces that the trace was cut into; 0 before the trace.
-        num_cuts: Operators at which it was cut.
 
     Args:
         compiler: Compiles the pieces.
@@ -94,7 +93,7 @@ class PiecewiseBackend:
     ) -> None:
         self._compiler, self._splitting, self._compile_sizes = compiler, splitting, compile_sizes
         self._config, self._device = config, device
-        self.num_pieces = self.num_cuts = 0
+        self.num_pieces = 0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.num_pieces:  # a second trace would fix the sizes of this step, without a guard
@@ -107,9 +106,9 @@ class PiecewiseBackend:
         whole = split_at(graph, self._splitting)
         for name, part in list(whole.named_children()):
             assert isinstance(part, fx.GraphModule)
-            if _call_functions_directly(part, self._splitting):
-                self.num_cuts += 1
-            elif any(node.op not in ("placeholder", "output") for node in part.graph.nodes):
+            if not _call_functions_directly(part, self._splitting) and any(
+                node.op not in ("placeholder", "output") for node in part.graph.nodes
+            ):
                 setattr(
                     whole, name, Piece(self.num_pieces, part, self._compiler, self._compile_sizes)
                 )

@@ -27,8 +27,9 @@ from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.scheduling.refusals import refusal_of
-from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
+from baton_engine.scheduling.parts import PauseState
+from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
+from baton_engine.scheduling.scheduler import Scheduler
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (
@@ -406,18 +407,15 @@ class EngineCore:
         stats.sleep_level = self._pause.sleep_level
         return stats
 
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Clear the prefix cache.
+    def reset_prefix_cache(self, reset_running: bool = False) -> None:
+        """Clear the prefix cache. Blocks in use stay with their requests, but are not found again.
 
         Args:
             reset_running: also drop the blocks of running requests, which compute them again.
-
-        Returns:
-            Whether the cache is empty.
         """
         if reset_running:
             self.finish_steps()
-        return self.scheduler.reset_prefix_cache(reset_running)
+        self.scheduler.reset_prefix_cache(reset_running)
 
     def drain(self) -> EngineStats:
         """Start to refuse new requests. Accepted requests continue. Idempotent."""
@@ -522,7 +520,10 @@ class _PausedEngine:
     def free_kv_cache(self) -> bool:
         scheduler = self._core.scheduler
         scheduler.preempt_all()
-        return scheduler.kv.usage == 0 and scheduler.reset_prefix_cache()
+        if scheduler.kv.usage > 0:
+            return False
+        scheduler.reset_prefix_cache()
+        return True
 
     def sleep_workers(self, level: int) -> None:
         self._core.executor.collective_rpc("sleep", (level,))

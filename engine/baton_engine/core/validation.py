@@ -56,14 +56,11 @@ def validate_request(
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} must name token ids in [0, {vocab_size}), got {token_id}")
     if request.data_parallel_rank not in (None, data_parallel_rank):
-        raise RequestRefusedError(  # the rank may have changed after the client sent the request
+        # The rank may have changed after the client sent the request.
+        raise RequestRefusedError(
             ErrorCode.DRAINING,
             f"data_parallel_rank is {request.data_parallel_rank}, but this engine is rank "
             f"{data_parallel_rank}; send the request to that rank, or leave the field out",
-        )
-    if request.lora_name:
-        raise ValueError(
-            f"lora_name must be empty, got {request.lora_name!r}: no adapters are loaded"
         )
     if request.group_id:
         _validate_group_member(request)

@@ -89,9 +89,8 @@ class VoteGroup:
                     break
                 (vote, votes), self._next = self._next, None
             try:
-                rows = self._group.all_gather(
-                    torch.tensor([vote], dtype=torch.int64), 0
-                )  # [ranks, 3]
+                # [ranks, 3]
+                rows = self._group.all_gather(torch.tensor([vote], dtype=torch.int64), 0)
                 votes.set_result([StepVote(*row) for row in rows.tolist()])
             except Exception as error:
                 votes.set_exception(error)

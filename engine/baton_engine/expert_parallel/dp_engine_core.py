@@ -39,8 +39,8 @@ from baton_engine.expert_parallel.standby_generation import (
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import Histogram
 from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
+from baton_engine.scheduling.parts import PauseState
 from baton_engine.scheduling.refusals import refusal_of
-from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.config import EngineConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
 from baton_protocol.topology import (
@@ -441,7 +441,7 @@ class DPEngineCore(EngineCore):
     def status(self) -> Status:
         """Return the status for the coordinator."""
         return self._report.status(
-            self.phase, self.generation, self._standby, self._waves, self.scheduler.stats()
+            self.phase, self.generation, self._standby, self.scheduler.stats()
         )
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:

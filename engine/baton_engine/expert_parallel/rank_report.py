@@ -56,7 +56,6 @@ class RankReport:
         phase: RankPhase,
         generation: Generation | None,
         standby: StandbyGeneration | None,
-        waves: Waves | None,
         stats: EngineStats,
     ) -> Status:
         """Build the status for the coordinator."""
@@ -72,11 +71,8 @@ class RankReport:
             failed=self.failed,
             failure=self.failure,
             suspects=self.suspects,
-            wave=waves.wave if waves is not None else 0,
-            wave_running=waves is not None and waves.running,
             num_running=stats.num_requests_running,
             num_waiting=stats.num_requests_waiting,
-            kv_cache_usage=stats.kv_cache_usage,
             loads=self.loads,
             leaving=self.leaving,
             committed=standby.generation if standby is not None and standby.committed else None,

@@ -114,11 +114,6 @@ class BlockPool:
         """Fraction of blocks that have a holder, 0 to 1. 0 for an empty pool."""
         return 1.0 - len(self._free) / self.num_blocks if self.num_blocks else 0.0
 
-    @property
-    def cached_hashes(self) -> set[BlockHash]:
-        """Hashes of all blocks in the prefix cache."""
-        return set(self._cached)
-
     def allocate(self, num_blocks: int) -> list[Block]:
         """Take free blocks and evict their cached content.
 

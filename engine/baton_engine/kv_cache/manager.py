@@ -86,10 +86,6 @@ class KVCacheManager:
         """Blocks without a holder, including cached ones."""
         return self.pool.num_free_blocks
 
-    @property
-    def num_free_swap_blocks(self) -> int:
-        return self.swap_pool.num_free_blocks
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -364,7 +360,7 @@ class KVCacheManager:
         self.swap_pool.free(blocks)
 
     def _root(self, request: KVSequence) -> BlockHash:
-        return root_hash(self._model_key, request.cache_salt, request.lora_name)
+        return root_hash(self._model_key, request.cache_salt)
 
 
 def _take_counterparts(
@@ -377,9 +373,8 @@ def _take_counterparts(
     moved: list[list[Block]] = []
     for table in tables:
         new_table = [counterpart[block] for block in table]
-        target.touch(
-            block for block in new_table if block in taken
-        )  # `allocate` counted the first holder
+        # `allocate` counted the first holder.
+        target.touch(block for block in new_table if block in taken)
         taken.update(new_table)
         moved.append(new_table)
     return moved, [BlockCopy(old.block_id, new.block_id) for old, new in counterpart.items()]

@@ -55,11 +55,6 @@ class OffloadTier:
         """Number of blocks held."""
         return len(self._slots)
 
-    @property
-    def hashes(self) -> set[BlockHash]:
-        """Hashes of all blocks held."""
-        return set(self._slots)
-
     def find(self, block_hash: BlockHash) -> OffloadedBlock | None:
         slot = self._slots.get(block_hash)
         return OffloadedBlock(block_hash, slot) if slot is not None else None

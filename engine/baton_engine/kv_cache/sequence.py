@@ -19,7 +19,6 @@ class KVSequence:
     #: All known tokens: prompt, then generated.
     token_ids: list[int]
     cache_salt: str = ""
-    lora_name: str = ""
     #: Leading tokens whose KV is in `blocks` after all steps scheduled so far.
     num_computed_tokens: int = 0
 

@@ -215,11 +215,11 @@ class LLM:
             self._check_open()
             self._core.wake_up(tags)
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop the KV of earlier prompts. Return False if it was in use."""
+    def reset_prefix_cache(self) -> None:
+        """Drop the KV of earlier prompts. It never fails, so it returns nothing, unlike vLLM's."""
         with self._lock:
             self._check_open()
-            return self._core.reset_prefix_cache()
+            self._core.reset_prefix_cache()
 
     def start_profile(self) -> None:
         """Start torch's profiler in every worker. Needs `profiler_dir`."""

@@ -1,6 +1,7 @@
 """Scheduling: decides which requests run in the next step. No torch.
 
 scheduler        `schedule()` asks the others in order and applies their decisions
+parts            the state and the collaborators of the scheduler, and how they are connected
 decisions        the values that the others return
 planner          how many tokens each running request gets
 admission        which waiting request joins the batch, or starts to load its KV
@@ -10,7 +11,7 @@ handoff          requests whose prompt a peer computes, or whose KV a peer reads
 groups           samples of one prompt, and beam search
 grammar_queue    requests that wait for their grammar
 stop_rules       when a request ends
-refusals         requests that can never run
+refusals         requests that are not accepted
 request          a request as plain data
 queues           waiting and running requests, in order
 step_builder     a step under construction

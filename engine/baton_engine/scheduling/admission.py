@@ -40,7 +40,7 @@ class Admission:
         max_num_seqs: int,
         chunked: bool,
     ) -> None:
-        """Watch these queues. The caller moves requests between them.
+        """Select from these queues. The caller moves the selected requests.
 
         Args:
             chunked: a prompt may run in several steps.
@@ -73,11 +73,10 @@ class Admission:
                 if (decision := self._admit_first(earlier, step)) is not None:
                     yield decision
                     continue
-            request = self._queues.loaded.pop()
-            if self._kv.allocate(request, request.num_tokens) is not None:
-                yield Admitted(request, request)
+            if self._kv.allocate(first, first.num_tokens) is not None:
+                yield Admitted(first, first)
             else:  # the prefill stage sent more tokens than the load reserved blocks for
-                yield Preempted(request)
+                yield Preempted(first)
 
     def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
         """Start requests without KV, and loads of remote KV, until one of them does not fit."""

@@ -80,9 +80,8 @@ class RunningPlanner:
         for sequence in prefills:
             if step.budget == 0:
                 break
-            self.run_chunk(
-                step, sequence
-            )  # all of them still run: preemption takes requests behind those in the step
+            # All of them still run: preemption takes requests behind those in the step.
+            self.run_chunk(step, sequence)
 
     def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
         """Add as much of a sequence that has its blocks as the budget allows."""
@@ -130,9 +129,8 @@ class RunningPlanner:
             ):
                 yield Preempted(loaded)
                 continue
-            if (
-                victim is None
-            ):  # all behind it are PRODUCE requests; wait for earlier requests to end
+            # All behind it are PRODUCE requests. It waits for earlier requests to end.
+            if victim is None:
                 return True
             yield self._preemptor.preempt(victim, beneficiary=request)
             if victim is request:

@@ -49,15 +49,6 @@ class RequestQueue:
         first = self.peek()
         return first if first is not None and first.order < request.order else None
 
-    def pop(self) -> Request:
-        """Remove and return the first request. Raises IndexError if the queue is empty."""
-        request = self.peek()
-        if request is None:
-            raise IndexError("queue is empty")
-        heapq.heappop(self._heap)
-        del self._members[request.request_id]
-        return request
-
     def discard(self, request: Request) -> None:
         """Remove `request` from any position, if it is queued."""
         if request in self:

@@ -88,7 +88,6 @@ class Request(KVSequence):
             core_request.request_id,
             [*core_request.prompt_token_ids, *core_request.generated_token_ids],
             core_request.cache_salt,
-            core_request.lora_name,
         )
         self.sampling_params = core_request.sampling_params
         self.sample_index = core_request.sample_index
@@ -120,8 +119,6 @@ class Request(KVSequence):
         self.started = False
         #: Prompt tokens cached, or shared with another sample, at its first start.
         self.num_cached_tokens = 0
-        #: Prompt tokens whose KV came from a peer.
-        self.num_remote_tokens = 0
 
         self.worker = WorkerState()
         self.report = Report(
@@ -210,8 +207,7 @@ class SampleGroup:
     #: Order of its first request.
     order: Order
     prompt_token_ids: list[int]
-    #: (cache_salt, lora_name).
-    cache_key: tuple[str, str]
+    cache_salt: str
     members: dict[str, Request] = field(default_factory=dict)
     #: The member that was admitted to compute the prompt.
     leader: Request | None = None

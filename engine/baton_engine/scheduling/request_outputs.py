@@ -56,7 +56,6 @@ class RequestOutputs:
         if not report.has_output:
             report.has_output = True
             output.num_cached_tokens = request.num_cached_tokens
-            output.num_remote_tokens = request.num_remote_tokens
         if report.events:
             output.events, report.events = report.events, []
         if output.new_token_ids:

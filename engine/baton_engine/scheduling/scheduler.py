@@ -12,14 +12,10 @@ schedules it again before its token is known here: the worker has that token.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.grammar.structured_output import StructuredOutputManager
-from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
-from baton_engine.scheduling.admission import Admission
 from baton_engine.scheduling.decisions import (
     Admitted,
     Decision,
@@ -31,23 +27,11 @@ from baton_engine.scheduling.decisions import (
     SwappedOut,
     WaitsForPrompt,
 )
-from baton_engine.scheduling.grammar_queue import GrammarQueue, accept_tokens
-from baton_engine.scheduling.groups.beams import BeamSearches, root_id
-from baton_engine.scheduling.groups.samples import SampleGroups
-from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
-from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
-from baton_engine.scheduling.planner import RunningPlanner
-from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
-from baton_engine.scheduling.refusals import RequestRefusedError as RequestRefusedError
-from baton_engine.scheduling.refusals import refuse_what_never_fits
+from baton_engine.scheduling.grammar_queue import accept_tokens
+from baton_engine.scheduling.parts import PauseState, SchedulerParts
+from baton_engine.scheduling.refusals import RequestRefusedError, check_request
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.request_outputs import RequestOutputs
-from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
-from baton_engine.scheduling.step_results import StepResults
-from baton_engine.scheduling.stop_rules import StopRules
-from baton_engine.scheduling.worker_mirror import WorkerMirror
-from baton_protocol.config import SchedulerConfig
+from baton_engine.scheduling.step_builder import StepBuilder
 from baton_protocol.messages import (
     EngineCoreEventType,
     EngineCoreOutput,
@@ -58,192 +42,9 @@ from baton_protocol.messages import (
     PrefillResult,
 )
 
-POLICIES = ("priority", "fcfs")
 
-
-class PauseState(enum.Enum):
-    """What `schedule` may run."""
-
-    UNPAUSED = enum.auto()
-    #: Running and swapped requests continue. No request is admitted.
-    PAUSED_NEW = enum.auto()
-    #: No tokens run. Transfers continue.
-    PAUSED_ALL = enum.auto()
-
-
-class Scheduler:
+class Scheduler(SchedulerParts):
     """Decides which requests run in each step, and owns all unfinished requests."""
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        kv: KVCacheManager,
-        *,
-        max_model_len: int,
-        eos_token_ids: Iterable[int],
-        num_swap_blocks: int = 0,
-        fail_on_load_error: bool = False,
-        send_token_ids: bool = False,
-        structured_output: StructuredOutputManager | None = None,
-    ) -> None:
-        """Create a scheduler without requests.
-
-        Args:
-            max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
-            num_swap_blocks: host blocks of the KV cache manager. 0 disables swapping.
-            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest
-                here.
-            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
-                next step carries them.
-            structured_output: compiles grammars. None: requests that need one are refused.
-
-        Raises:
-            ValueError: the configuration contradicts itself; the message says how.
-        """
-        if max_model_len > kv.pool.num_blocks * kv.block_size:
-            raise ValueError(
-                f"max_model_len={max_model_len} exceeds "
-                f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens"
-            )
-        if config.policy not in POLICIES:
-            raise ValueError(
-                f"scheduler.policy must be one of {', '.join(POLICIES)}, got {config.policy!r}"
-            )
-        self.config = config
-        self.kv = kv
-        self.handoff = KVHandoff(kv)
-        self.max_model_len = max_model_len
-        # Each running sequence needs budget for one token.
-        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        #: All unfinished requests.
-        self.requests: dict[str, Request] = {}
-        self.running = RunningRequests()
-        self.queues = WaitingRequests()
-        self.draining = False
-        self.pause_state = PauseState.UNPAUSED
-        #: The last step ran tokens, moved requests or carried metadata for the connector, so that
-        #: another step may find work.
-        self.made_progress = False
-
-        self._stop_rules = StopRules(eos_token_ids, max_model_len)
-        self._worker = WorkerMirror(send_token_ids=send_token_ids)
-        self._beams = BeamSearches(kv, self._worker, max_model_len)
-        self._counters = EngineStats()
-        self._outputs = RequestOutputs()
-        self._groups = SampleGroups()
-        self._grammars = GrammarQueue(structured_output)
-        self._preemptor = Preemptor(
-            config.preemption_mode,
-            kv,
-            self.running,
-            self.queues.loaded,
-            max_num_seqs=self.max_num_seqs,
-            can_swap=num_swap_blocks > 0,
-        )
-        self._planner = RunningPlanner(
-            kv,
-            self.running,
-            self.queues.waiting,
-            self._preemptor,
-            self._beams,
-            max_model_len=max_model_len,
-            # Only the worker has the token behind a placeholder, so it cannot be sent.
-            runs_ahead=config.async_scheduling and not send_token_ids,
-            long_prefill_threshold=config.long_prefill_token_threshold,
-        )
-        self._admission = Admission(
-            kv,
-            self.queues,
-            self.running,
-            self._groups,
-            max_num_seqs=self.max_num_seqs,
-            chunked=config.enable_chunked_prefill,
-        )
-        self._remote_prefill = RemotePrefill(
-            kv,
-            self.handoff,
-            self.queues,
-            self._counters,
-            self._stop_rules,
-            fail_on_load_error=fail_on_load_error,
-        )
-        self._results = StepResults(
-            kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams
-        )
-        #: Preempted requests, until their steps in flight have returned.
-        self._awaiting_steps: dict[str, Request] = {}
-        self._in_flight: dict[int, list[ScheduledRange]] = {}
-        self._num_steps = 0
-
-    # Requests arrive and leave
-
-    def add_request(self, core_request: EngineCoreRequest) -> None:
-        """Queue a request.
-
-        Raises:
-            RequestRefusedError: the request is not accepted, and nothing has changed.
-        """
-        self._check(core_request)
-        request = Request(core_request)
-        if self.config.policy == "fcfs":
-            request.order = (0, *request.order[1:])
-        try:
-            if core_request.group_id:
-                self._groups.join(core_request.group_id, request)
-            self._grammars.compile(request)
-        except ValueError as error:
-            if request.group is not None:
-                self._groups.leave(request)
-            raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
-        self.requests[request.request_id] = request
-        self._outputs.event(request, EngineCoreEventType.QUEUED)
-        if request.sampling_params.beam_width:
-            self._beams.start(request, self._stop_rules.eos_token_ids)
-        early_result = self._remote_prefill.take_early(request.request_id)
-        if request.consumes:
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-            self.queues.waiting_to_load.push(request)
-            self.handoff.wait(request)
-            if early_result is not None:
-                self._settle(self._remote_prefill.add_result(request, early_result))
-        else:
-            self._enqueue(request)
-            if request.produces:
-                self.handoff.offer(request)
-
-    def forget_refused(self, request_id: str) -> None:
-        """Drop prefill results of a refused request. They must not reach a later namesake."""
-        if request_id not in self.requests:
-            self._remote_prefill.forget(request_id)
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests. Unknown ids are ignored.
-
-        If a request has ended but a peer may still read its blocks, the blocks are released.
-        """
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is not None:
-                self._finish(request, FinishReason.ABORT)
-            else:
-                self.handoff.cancel_finished(request_id)
-
-    def fail_all(self, code: ErrorCode, message: str) -> None:
-        """End all requests with an error."""
-        for request in list(self.requests.values()):
-            self._finish(request, FinishReason.ERROR, code, message)
-
-    def add_prefill_result(self, result: PrefillResult) -> None:
-        """Take in how the prefill stage of a CONSUME request ended: its first token, or an error.
-
-        The result may arrive at any time, also before the request. The gateway owns the request and
-        limits the wait by an abort.
-        """
-        request = self.requests.get(result.request_id)
-        if request is None:
-            self._remote_prefill.remember_early(result)
-        else:
-            self._settle(self._remote_prefill.add_result(request, result))
 
     # Who runs next
 
@@ -320,7 +121,7 @@ class Scheduler:
             Whether there were any.
         """
         found = False
-        for request, error in self._grammars.take_compiled():
+        for request, error in self.grammars.take_compiled():
             found = True
             if error is None and not accept_tokens(request):
                 error = ValueError("the generated_token_ids contradict structured_output")
@@ -352,17 +153,6 @@ class Scheduler:
 
     # Results of a step
 
-    def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
-        """Return the tokens that structured outputs in `step` may sample. None if it has none.
-
-        Call it before `update_from_output` of the step, while the model runs.
-        """
-        return self._grammars.bitmask(
-            entry.request
-            for entry in self._in_flight.get(step.step_id, ())
-            if entry.samples and entry.request.grammar is not None and not entry.request.finished
-        )
-
     def update_from_output(
         self, step: SchedulerOutput, output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
@@ -378,6 +168,17 @@ class Scheduler:
         self.made_progress |= bool(ranges or output.connector)
         return self.take_outputs()
 
+    def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
+        """Return the tokens that structured outputs in `step` may sample. None if it has none.
+
+        Call it before `update_from_output` of the step, while the model runs.
+        """
+        return self.grammars.bitmask(
+            entry.request
+            for entry in self._in_flight.get(step.step_id, ())
+            if entry.samples and entry.request.grammar is not None and not entry.request.finished
+        )
+
     def discard(self, step: SchedulerOutput) -> None:
         """Take back the newest step in flight, whose tokens have not run. Later steps run them.
 
@@ -391,6 +192,76 @@ class Scheduler:
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Return the outputs for clients since the last call."""
         return self._outputs.take()
+
+    # Requests arrive and leave
+
+    def add_request(self, core_request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRefusedError: the request is not accepted, and nothing has changed.
+        """
+        check_request(core_request, self)
+        request = Request(core_request)
+        if self.config.policy == "fcfs":
+            request.order = (0, *request.order[1:])
+        try:
+            if core_request.group_id:
+                self._groups.join(core_request.group_id, request)
+            self.grammars.compile(request)
+        except ValueError as error:
+            if request.group is not None:
+                self._groups.leave(request)
+            raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
+        self.requests[request.request_id] = request
+        self._outputs.event(request, EngineCoreEventType.QUEUED)
+        if request.sampling_params.beam_width:
+            self._beams.start(request, self._stop_rules.eos_token_ids)
+        early_result = self._remote_prefill.take_early(request.request_id)
+        if request.consumes:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+            self.queues.waiting_to_load.push(request)
+            self.handoff.wait(request)
+            if early_result is not None:
+                self._settle(self._remote_prefill.add_result(request, early_result))
+        else:
+            self._enqueue(request)
+            if request.produces:
+                self.handoff.offer(request)
+
+    def forget_refused(self, request_id: str) -> None:
+        """Drop prefill results of a refused request. They must not reach a later namesake."""
+        if request_id not in self.requests:
+            self._remote_prefill.forget(request_id)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests. Unknown ids are ignored.
+
+        If a request has ended but a peer may still read its blocks, the blocks are released.
+        """
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, FinishReason.ABORT)
+            else:
+                self.handoff.cancel_finished(request_id)
+
+    def fail_all(self, code: ErrorCode, message: str) -> None:
+        """End all requests with an error."""
+        for request in list(self.requests.values()):
+            self._finish(request, FinishReason.ERROR, code, message)
+
+    def add_prefill_result(self, result: PrefillResult) -> None:
+        """Take in how the prefill stage of a CONSUME request ended: its first token, or an error.
+
+        The result may arrive at any time, also before the request. The gateway owns the request and
+        limits the wait by an abort.
+        """
+        request = self.requests.get(result.request_id)
+        if request is None:
+            self._remote_prefill.remember_early(result)
+        else:
+            self._settle(self._remote_prefill.add_result(request, result))
 
     # State
 
@@ -414,12 +285,11 @@ class Scheduler:
         for request in self._preemptor.take_swapped():
             self._compute_again(request)
 
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running: bool = False) -> None:
         """Clear the prefix cache. With `reset_running`, running requests compute their KV again."""
         if reset_running:
             self.preempt_all()
         self.kv.reset_prefix_cache()
-        return True
 
     def take_kv_events(self) -> list[KVEvent]:
         """Return the changes of the prefix cache since the last call."""
@@ -467,8 +337,8 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         """Queue a request for memory, or for its grammar if that is not compiled."""
-        if self._grammars.must_wait(request):
-            self._grammars.wait(request)
+        if self.grammars.must_wait(request):
+            self.grammars.wait(request)
         elif request.prefill_result is not None and request.blocks:
             request.status = RequestStatus.WAITING
             self.queues.loaded.push(request)
@@ -479,6 +349,7 @@ class Scheduler:
     def _start(self, request: Request, sequence: Request) -> None:
         """Add a request that has its blocks to the batch."""
         self.queues.waiting.discard(request)
+        self.queues.loaded.discard(request)
         self._count_start(request, sequence)
         request.status = sequence.status = RequestStatus.RUNNING
         self.running.add(request)
@@ -561,7 +432,7 @@ class Scheduler:
         if request in self.queues.waiting_to_load:
             self.handoff.decline(request)
         self.queues.discard(request)
-        self._grammars.discard(request)
+        self.grammars.discard(request)
         self._preemptor.discard(request)
         self._awaiting_steps.pop(request_id, None)
         self.running.discard(request)
@@ -575,46 +446,3 @@ class Scheduler:
         if request.consumes:
             self._remote_prefill.forget(request_id)
         self.handoff.release(request, aborted=aborted)
-
-    def _check(self, core_request: EngineCoreRequest) -> None:
-        """Raise RequestRefusedError if the request cannot be accepted."""
-        request_id, transfer = core_request.request_id, core_request.kv_transfer
-        if request_id in self.requests:
-            raise RequestRefusedError(
-                ErrorCode.INVALID, f"request id {request_id} is already in use"
-            )
-        if self._is_taken_by_beams(core_request):
-            raise RequestRefusedError(
-                ErrorCode.INVALID, f"request id {request_id} could be that of a beam; use another"
-            )
-        refuse_what_never_fits(
-            core_request,
-            self.config,
-            self.kv,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-        )
-        if transfer is not None and transfer.transfer_id in self.handoff:
-            raise RequestRefusedError(
-                ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use"
-            )
-        if self.draining:
-            raise RequestRefusedError(
-                ErrorCode.DRAINING, "this engine is draining; send the request to another one"
-            )
-        num_queued = self.queues.num_without_memory + len(self._grammars)
-        if num_queued >= self.config.max_queue:
-            raise RequestRefusedError(
-                ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later"
-            )
-
-    def _is_taken_by_beams(self, core_request: EngineCoreRequest) -> bool:
-        """Return whether a beam has, or could get, the id of the request, or the reverse."""
-        request_id = core_request.request_id
-        root = self.requests.get(root_id(request_id))
-        if root is not None and root.beams is not None:
-            return True
-        # Looks at all requests, but only for a beam search.
-        return bool(core_request.sampling_params.beam_width) and any(
-            root_id(other) == request_id for other in self.requests
-        )

@@ -42,12 +42,8 @@ class OutputBuffers:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._free: list[bytearray] = []
+        #: Buffers that ZMQ still reads.
         self._lent: deque[tuple[bytearray, zmq.MessageTracker]] = deque()
-
-    @property
-    def num_lent(self) -> int:
-        """Buffers that ZMQ still reads."""
-        return len(self._lent)
 
     @contextmanager
     def encode(self, message: Any) -> Iterator[Payload]:

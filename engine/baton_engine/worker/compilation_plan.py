@@ -21,9 +21,9 @@ CUDAGRAPH_MODES = ("auto", *(mode.name.lower() for mode in CudagraphMode))
 
 @dataclass(frozen=True, slots=True)
 class CompilationPlan:
-    #: none, eager (traced and cut into pieces that run operator by operator) or inductor.
     """How a worker compiles the model and captures graphs."""
 
+    #: none, eager (traced and cut into pieces that run operator by operator) or inductor.
     mode: str
     #: Configured by name: a failure is an error, not a warning.
     compilation_is_asked_for: bool

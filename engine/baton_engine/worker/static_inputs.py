@@ -24,7 +24,6 @@ class StaticInputs:
         device: torch.device,
         hidden: Tensor | None,
     ) -> None:
-        # One allocation each: compiled code copies tensors that are not aligned to 16 bytes.
         """Allocate the tensors.
 
         Args:
@@ -35,6 +34,7 @@ class StaticInputs:
             hidden: buffer for the output of an earlier pipeline stage, [max_tokens, hidden_size];
                 None on the first stage.
         """
+        # One allocation each: compiled code copies tensors that are not aligned to 16 bytes.
         self.input_ids, self.positions, self.slot_mapping = (
             torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)
         )

@@ -318,7 +318,9 @@ class PodWorker:
         """Report an unexpected error as an event. Without it the pod would seem to start slowly."""
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             logger.error(
-                "the worker of pod %s failed", self.pod["metadata"]["name"], exc_info=error
+                "the kubelet cannot continue pod %s because of an error; delete the pod to retry",
+                self.pod["metadata"]["name"],
+                exc_info=error,
             )
             self._services.events.record(
                 self.pod, "Pod", "Failed", f"the kubelet failed: {error!r}"

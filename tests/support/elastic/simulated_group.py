@@ -153,7 +153,6 @@ class SimulatedGroup(SimulatedRanks):
         self._to_ranks: list[tuple[int, str, Directive]] = []
         self._last_due: dict[tuple[int, str], int] = {}
         self._nonces = 0
-        self._controllers = 0
         self._told: dict[str, Directive] = {}
         self.committed: set[str] = set()
         self.open_commit: Generation | None = None
@@ -168,17 +167,14 @@ class SimulatedGroup(SimulatedRanks):
 
     def start_controller(self) -> None:
         """Another one, which knows nothing."""
-        self._controllers += 1
-        self.controller = Controller(
-            f"coordinator-{self._controllers}", self._draw_nonce, self.config
-        )
+        self.controller = Controller(self._draw_nonce, self.config)
         self._told.clear()
         self.highest_target = 0
         self.open_commit = None
 
     def ask(self, operation_id: str, *names: str) -> None:
         request = TopologyRequest(operation_id=operation_id, members=list(names))
-        assert self.controller.on_request(request, self.now) is None
+        assert self.controller.on_request(request) is None
 
     # Time
 

@@ -14,6 +14,7 @@ from baton_engine.elastic.rank.waves import StepVote
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
+from baton_engine.metrics.topology_stats import TopologyStats
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.config import (
     CacheConfig,
@@ -312,7 +313,7 @@ class Rank:
         self, target: Generation | None = None, *, commit: bool = False, dismissed: bool = False
     ) -> None:
         """A directive comes."""
-        directive = Directive("coordinator", target, commit, dismissed)
+        directive = Directive(target, commit, dismissed)
         self.core.interrupt(directive)
         self.inputs.put(lambda: self.core.on_directive(directive))
 
@@ -353,13 +354,18 @@ class Rank:
     def status(self) -> Status:
         return self.core.status()
 
+    def topology(self) -> TopologyStats:
+        topology = self.core.get_stats().topology
+        assert topology is not None
+        return topology
+
     def serves(self, generation: Generation) -> bool:
         status = self.status()
         return status.phase is RankPhase.SERVING and status.generation is generation
 
     def stop(self) -> None:
         self._stopped = True
-        self.core.interrupt(Directive("end", dismissed=True))
+        self.core.interrupt(Directive(dismissed=True))
         self._thread.join(DEADLINE_S)
         self.executor.shutdown()
 

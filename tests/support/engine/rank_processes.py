@@ -78,7 +78,7 @@ class ScriptedCoordinator:
             status = msgspec.msgpack.decode(payload, type=Status)
             self.statuses[status.member.name] = status
             self.history.append(status)
-            directive = self.directives.get(status.member.name, Directive("scripted"))
+            directive = self.directives.get(status.member.name, Directive())
             self._router.send_multipart([route, msgspec.msgpack.encode(directive)])
         self._router.close()
 
@@ -120,7 +120,7 @@ class ScriptedCoordinator:
         dismissed: bool = False,
     ) -> None:
         for name in names:
-            self.directives[name] = Directive("scripted", target, commit, dismissed)
+            self.directives[name] = Directive(target, commit, dismissed)
 
     def adopt(
         self, number: int, names: list[str], *, told: list[str] | None = None, urgent: bool = False

@@ -12,8 +12,9 @@ import numpy as np
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_engine.scheduling.request import Request
-from baton_engine.scheduling.scheduler import RequestRefusedError, Scheduler
+from baton_engine.scheduling.scheduler import Scheduler
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 from baton_protocol.sampling import StructuredOutput
@@ -160,7 +161,7 @@ class World:
     def add(self, request: EngineCoreRequest) -> bool:
         """False: it was refused, for a reason that holds."""
         scheduler = self.scheduler
-        num_queued = scheduler.queues.num_without_memory + len(scheduler._grammars)
+        num_queued = scheduler.queues.num_without_memory + len(scheduler.grammars)
         try:
             scheduler.add_request(request)
         except RequestRefusedError as error:
@@ -315,7 +316,7 @@ class World:
             queues.loading,
         ]
         num_placed = (
-            sum(map(len, places)) + len(scheduler._grammars) + len(scheduler._awaiting_steps)
+            sum(map(len, places)) + len(scheduler.grammars) + len(scheduler._awaiting_steps)
         )
         num_placed += scheduler._preemptor.num_swapped
         num_placed += sum(len(group.waiting) for group in scheduler._groups._groups.values())

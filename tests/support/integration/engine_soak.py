@@ -377,15 +377,15 @@ class Soak:
         leftovers = {
             "blocks": [block for block in kv.pool.blocks if block.ref_count],
             "used blocks": kv.pool.num_blocks - kv.num_free_blocks,
-            "used host blocks": kv.swap_pool.num_blocks - kv.num_free_swap_blocks,
-            "offloaded blocks": kv.offload and kv.offload.hashes,
+            "used host blocks": kv.swap_pool.num_blocks - kv.swap_pool.num_free_blocks,
+            "offloaded blocks": kv.offload and kv.offload._slots,
             "requests": scheduler.requests,
             "running": scheduler.running.in_order,
             "places": scheduler.running.num_seqs,
             "queues": [*queues.waiting, *queues.loaded, *queues.waiting_to_load, *queues.loading],
             "swapped": scheduler._preemptor.swapped,
             "groups": scheduler._groups._groups,
-            "grammars": [*scheduler._grammars._futures, *scheduler._grammars._waiting],
+            "grammars": [*scheduler.grammars._futures, *scheduler.grammars._waiting],
             "steps": [*scheduler._in_flight, *scheduler._awaiting_steps, *self._core._in_flight],
             "latencies": self._core.request_metrics._unfinished,
         }

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
+from baton_protocol.block_hash import hash_block, root_hash
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
@@ -17,6 +17,7 @@ from baton_protocol.config import (
 )
 from baton_protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
 from baton_protocol.sampling import SamplingParams
+from support.block_hashes import hash_blocks
 
 TOKENS = st.lists(st.integers(0, 200_000), max_size=70)
 

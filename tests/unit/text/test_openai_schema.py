@@ -8,6 +8,7 @@ import pytest
 
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 from baton_text.errors import RequestError
+from baton_text.messages import template_messages
 from baton_text.parsing import parse_request
 from baton_text.schema import ChatCompletionRequest, CompletionRequest
 
@@ -86,7 +87,7 @@ def test_prompts_come_in_four_shapes(prompt: object, expected: object):
 def test_text_parts_become_one_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "user", "name": "n", "content": parts}])
-    assert request.template_messages() == [{"role": "user", "content": "a\nb", "name": "n"}]
+    assert template_messages(request.messages) == [{"role": "user", "content": "a\nb", "name": "n"}]
 
 
 def test_an_error_names_the_field_even_inside_lists():

@@ -69,7 +69,7 @@ class CompareSet(msgspec.Struct, tag=True):
 
 
 class Check(msgspec.Struct, tag=True):
-    """Return whether all keys exist."""
+    """Ask whether all keys exist; the answer has it in `number`."""
 
     keys: list[str]
 
@@ -81,7 +81,7 @@ class Delete(msgspec.Struct, tag=True):
 
 
 class CountKeys(msgspec.Struct, tag=True):
-    """Return the number of keys."""
+    """Request the number of keys in the store; the answer has it in `number`."""
 
 
 Request = Set | Get | Add | Append | CompareSet | Check | Delete | CountKeys

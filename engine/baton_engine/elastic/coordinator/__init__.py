@@ -9,8 +9,7 @@ controller.py           desired members and statuses to at most one operation
 controller_config.py    deadlines and thresholds
 roster.py               the latest status of each rank
 observation.py          the change that is needed now
-operation.py            one change of the topology
-operation_progress.py   progress of the ranks with an operation
+operation.py            one change of the topology, and how far the ranks are with it
 expert_placement.py     the placement of experts on ranks
 balance.py              load of the experts, and when to rebalance
 retries.py              delays after failures

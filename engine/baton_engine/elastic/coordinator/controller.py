@@ -18,8 +18,10 @@ from baton_engine.elastic.coordinator.checks import MAX_FAILURE, Refusal, check_
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.expert_placement import count_moves
 from baton_engine.elastic.coordinator.observation import Observation
-from baton_engine.elastic.coordinator.operation import Ended, Need, Operation, resumed
-from baton_engine.elastic.coordinator.operation_progress import (
+from baton_engine.elastic.coordinator.operation import (
+    Ended,
+    Need,
+    Operation,
     commit_obstacle,
     is_partly_committed,
     latest_commit,
@@ -28,6 +30,7 @@ from baton_engine.elastic.coordinator.operation_progress import (
     not_retired,
     overtaken,
     preparation_failures,
+    resumed,
     unprepared,
 )
 from baton_engine.elastic.coordinator.retries import FEW_FAILURES, Retries
@@ -50,10 +53,7 @@ logger = logging.getLogger(__name__)
 class Controller:
     """The controller of one group. Not thread-safe."""
 
-    def __init__(
-        self, coordinator_id: str, draw_nonce: Callable[[], str], config: ControllerConfig
-    ) -> None:
-        self._id = coordinator_id
+    def __init__(self, draw_nonce: Callable[[], str], config: ControllerConfig) -> None:
         self._draw_nonce = draw_nonce
         self._config = config
         self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
@@ -97,7 +97,7 @@ class Controller:
             ):
                 self._inferred = generation
 
-    def on_request(self, request: TopologyRequest, now: float) -> Refusal | None:
+    def on_request(self, request: TopologyRequest) -> Refusal | None:
         """Handle PUT /topology. A repeated request changes nothing."""
         refusal = check_request(request, self._request)
         if refusal is None and (
@@ -149,7 +149,7 @@ class Controller:
         if self._released and any(
             status.member.instance_id == instance_id for status, _ in self._roster.serving()
         ):
-            return Directive(self._id, dismissed=True)
+            return Directive(dismissed=True)
         operation, target, commit = self._operation, None, True
         if (
             self._stranded_commit is not None
@@ -165,10 +165,8 @@ class Controller:
             generation = None if status is None else serves_in(status)
             is_voter = generation is not None and key_of(generation) in {previous, *legitimate}
             if is_voter or target.rank_of(instance_id) is not None:
-                return Directive(self._id, target, commit)
-        return Directive(
-            self._id, dismissed=self._roster.is_left_behind(instance_id, self._present)
-        )
+                return Directive(target, commit)
+        return Directive(dismissed=self._roster.is_left_behind(instance_id, self._present))
 
     def leaving(self) -> list[bool]:
         """Return whether each serving rank is shutting down."""

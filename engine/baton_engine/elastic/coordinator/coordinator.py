@@ -67,12 +67,11 @@ class Coordinator:
             zmq.ZMQError: an address is in use.
             OSError: an address is in use.
         """
-        self.id = secrets.token_hex(8)
         self.metrics = CoordinatorMetrics()
         self._key = key
         #: Guards the controller.
         self._lock = threading.Lock()
-        self._controller = Controller(self.id, lambda: secrets.token_hex(8), config)
+        self._controller = Controller(lambda: secrets.token_hex(8), config)
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -117,8 +116,7 @@ class Coordinator:
 
     def request_topology(self, request: TopologyRequest) -> Refusal | None:
         with self._lock:
-            now = time.monotonic()
-            refusal = self._controller.on_request(request, now)
+            refusal = self._controller.on_request(request)
         self._wake()
         return refusal
 

@@ -77,8 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     coordinator.install_signal_handlers()
     logger.info(
-        "coordinator %s: port %d, http port %d on %s",
-        coordinator.id,
+        "coordinator: port %d, http port %d on %s",
         coordinator.port,
         coordinator.http_port,
         host,

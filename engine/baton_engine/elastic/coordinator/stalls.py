@@ -16,7 +16,7 @@ Durations are measured by the coordinator, from the last change of a rank's stat
 from __future__ import annotations
 
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.operation_progress import is_in
+from baton_engine.elastic.coordinator.operation import is_in
 from baton_engine.elastic.coordinator.roster import Rank, Roster
 from baton_protocol.topology import Activity, Generation, Member, RankPhase
 

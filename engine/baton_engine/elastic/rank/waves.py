@@ -41,7 +41,6 @@ class StepDecision(NamedTuple):
 
     #: Tokens by rank.
     num_tokens: tuple[int, ...]
-    wave_ends: bool
     #: Whether the generation of this rank's vote is committed after this step.
     commit: bool
 
@@ -80,12 +79,11 @@ class Waves:
         """Compute the decision from the votes of all ranks, in rank order, before a step."""
         assert self.running, "votes are exchanged inside waves only"
         commit = votes[0].commit != 0 and all(vote.commit == votes[0].commit for vote in votes)
-        wave_ends = not any(vote.has_work for vote in votes)
-        if wave_ends:
+        if not any(vote.has_work for vote in votes):
             self.wave += 1
             self.running = False
             self._join()
-        return StepDecision(tuple(vote.num_tokens for vote in votes), wave_ends, commit)
+        return StepDecision(tuple(vote.num_tokens for vote in votes), commit)
 
     def _join(self) -> None:
         if self._awaited >= self.wave:

@@ -82,12 +82,10 @@ class BeamStep:
     """Result of one step of a search."""
 
     #: At most `width`, best first. A parent may have several children, or none. Empty if the search
-    #: is over.
+    #: is over: no later hypothesis can count, or no token was possible.
     live: list[LiveBeam]
     #: New hypotheses among the best `width`, best first. The caller adds them to FinishedBeams.
     finished: list[FinishedBeam]
-    #: No later hypothesis can count. If no beam is finished, no token was possible.
-    over: bool
 
 
 class FinishedBeams(Generic[T]):
@@ -158,7 +156,7 @@ def advance(
     if len(best) == config.width:
         finished = [beam for beam in finished if beam.score >= best[-1]]
     over = not live or _cannot_improve(live[0], num_tokens, best, config)
-    return BeamStep([] if over else live, finished, over)
+    return BeamStep([] if over else live, finished)
 
 
 def _cannot_improve(

@@ -196,7 +196,6 @@ def _new_beam(root: Request, group: BeamGroup, token_ids: list[int]) -> Beam:
             generated_token_ids=token_ids[num_prompt:],
             sample_index=root.sample_index,
             cache_salt=root.cache_salt,
-            lora_name=root.lora_name,
         ),
         root=root,
     )

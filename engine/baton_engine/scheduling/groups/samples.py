@@ -21,17 +21,15 @@ class SampleGroups:
         Raises:
             ValueError: the KV of its prompt differs from that of the group.
         """
-        cache_key = (request.cache_salt, request.lora_name)
         prompt = request.token_ids[: request.num_prompt_tokens]
         group = self._groups.get(group_id) or SampleGroup(
-            group_id, request.order, prompt, cache_key
+            group_id, request.order, prompt, request.cache_salt
         )
         if request.token_ids != group.prompt_token_ids:
             raise ValueError("members of a group must have equal prompts and no generated tokens")
-        if cache_key != group.cache_key:
+        if request.cache_salt != group.cache_salt:
             raise ValueError(
-                "members of a group must have the same cache_salt and lora_name: "
-                "they share KV blocks"
+                "members of a group must have the same cache_salt: they share KV blocks"
             )
         request.order = (*group.order[:3], request.order[3])
         request.group = group

@@ -70,9 +70,8 @@ class RemotePrefill:
         waiting_to_load = self._queues.waiting_to_load
         if request in waiting_to_load:
             if not result.token_ids and result.error and not self._fail_on_load_error:
-                waiting_to_load.discard(
-                    request
-                )  # no peer computes the prompt, so it is computed here
+                # No peer computes the prompt, so it is computed here.
+                waiting_to_load.discard(request)
                 self._handoff.decline(request)
                 request.kv_transfer = None
                 num_cached = (
@@ -103,10 +102,9 @@ class RemotePrefill:
         self._handoff.end_load(request)
         del self._queues.loading[request.request_id]
         request.kv_transfer = None  # the hand-off has ended
-        request.num_remote_tokens = max(
+        self._counters.prompt_tokens_remote += max(
             0, min(num_verified, request.num_prompt_tokens) - num_cached
         )
-        self._counters.prompt_tokens_remote += request.num_remote_tokens
         self._counters.kv_transfer_recomputed_tokens += max(
             0, request.num_arrival_tokens - max(num_verified, num_cached)
         )

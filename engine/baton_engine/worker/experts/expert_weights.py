@@ -20,9 +20,9 @@ Weight = Tensor | Int8Weight
 
 
 class ExpertKey(NamedTuple):
-    #: Index among the sparse layers.
     """Name of an expert of the model."""
 
+    #: Index among the sparse layers.
     layer: int
     expert: int
 

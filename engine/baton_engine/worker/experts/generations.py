@@ -86,9 +86,9 @@ def join_group(join_timeout_s: float, secret: bytes = b"") -> Join:
 class ExpertWorker:
     """A worker's own part of every generation."""
 
-    #: Of its engine.
+    #: Id of its engine.
     instance_id: str
-    #: In its engine. Workers of one tensor rank form an expert group.
+    #: Its rank in the engine. Workers of one tensor rank form an expert group.
     tensor_rank: int
     store: ExpertStore
     #: Equal on workers with the same weights. Others cannot be members of one generation.
@@ -308,8 +308,8 @@ class _LocalGeneration:
             self.experts[key] = worker.store.read(key)
         self.shards = [self._make_shard(layer, group) for layer in range(len(generation.placement))]
         logger.info(
-            "generation %d prepared in %.2f s as rank %d of %d: %d experts were here, %d came from "
-            "other ranks, %d were read",
+            "generation %d prepared in %.2f s as rank %d of %d; experts kept: %d, received from "
+            "other ranks: %d, read from the checkpoint: %d",
             generation.number,
             time.monotonic() - started,
             self.rank,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 
 class PreparationState(enum.StrEnum):
-    #: Nothing is prepared: it was not requested, was committed, or was dropped.
     """How far a preparation is."""
 
+    #: Nothing is prepared: it was not requested, was committed, or was dropped.
     NONE = "none"
     PREPARING = "preparing"
     PREPARED = "prepared"
@@ -21,9 +21,9 @@ class PreparationState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    #: Nonce of the generation.
     """A preparation and its state."""
 
+    #: Nonce of the generation.
     nonce: str = ""
     state: PreparationState = PreparationState.NONE
     #: Why it failed.

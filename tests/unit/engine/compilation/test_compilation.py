@@ -114,18 +114,15 @@ def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothin
         lambda self, graph: (passed.append(graph), run_pass(self, graph))[1],
     )
     model = models[arch]
-    first = InductorCompiler(tmp_path)
-    compiled = CompiledModel(model, first, sizes)
+    compiled = CompiledModel(model, InductorCompiler(tmp_path), sizes)
     assert_same_logits(compiled, model)
     assert compiled.backend.num_pieces == NUM_LAYERS + 1
     # Before the first attention, between two of them, after the last: the layers in between are alike.
     num_different = 3 * (1 + len(sizes))
-    assert (first.num_compiled, first.num_loaded) == (num_different, 0)
     assert len(passed) == num_different
 
-    second = InductorCompiler(tmp_path)
-    assert_same_logits(CompiledModel(model, second, sizes), model)
-    assert (second.num_compiled, second.num_loaded) == (0, num_different)
+    assert_same_logits(CompiledModel(model, InductorCompiler(tmp_path), sizes), model)
+    assert len(passed) == num_different, "the second start loads all pieces"
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
@@ -135,7 +132,6 @@ def test_the_graph_is_cut_at_every_attention_and_layers_are_alike(
     compiler = RememberingCompiler()
     compiled = CompiledModel(models[arch], compiler)
     assert_same_logits(compiled, models[arch])
-    assert compiled.backend.num_cuts == NUM_LAYERS
     assert compiled.backend.num_pieces == len(compiler.asked) == NUM_LAYERS + 1
     assert len({key for key, _ in compiler.asked}) == 3
     operators = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]

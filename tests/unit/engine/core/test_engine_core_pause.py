@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseControl
-from baton_engine.scheduling.scheduler import PauseState
+from baton_engine.scheduling.parts import PauseState
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
@@ -201,7 +201,7 @@ def test_workers_that_cannot_sleep_leave_the_engine_paused_and_alive(texts, monk
 def test_a_reset_of_the_prefix_cache_may_take_the_running_requests_along(texts):
     texts.add(*PROMPTS)
     texts.run(max_steps=5)
-    assert texts.core.reset_prefix_cache(True)
+    texts.core.reset_prefix_cache(True)
     texts.run()
     texts.assert_complete()
     assert texts.core.get_stats().num_preemptions > 0

@@ -245,7 +245,7 @@ def test_experts_go_from_engine_to_engine(
         for line in caplog.messages
         if line.startswith("generation 2 prepared") and "rank 2 of 3" in line
     )
-    assert line.endswith("0 experts were here, 6 came from other ranks, 0 were read"), (
+    assert line.endswith("kept: 0, received from other ranks: 6, read from the checkpoint: 0"), (
         "three slots in each of two layers"
     )
 

@@ -58,8 +58,7 @@ def test_ranks_with_uneven_load_say_what_one_engine_says(start, size):
     for request_id, (rank, prompt, length) in lengths.items():
         assert rank.text(request_id) == continuation(prompt, length, ignore_eos=True)
     if size > 1:
-        first = ranks[0].core.get_stats().topology
-        assert first is not None
+        first = ranks[0].topology()
         assert first.num_steps_without_tokens == first.num_steps > 0, (
             "an idle rank lends its experts"
         )
@@ -72,12 +71,12 @@ def test_a_wave_ends_when_nobody_has_work_and_the_next_one_begins_by_itself(star
         ranks[number].add("r", prompt_of(number), 8)
         assert ranks[number].text("r") == continuation(prompt_of(number), 8, ignore_eos=True)
         for rank in ranks:
-            rank.until(lambda rank=rank: not rank.status().wave_running, "the end of the wave")
-        waves = {rank.status().wave for rank in ranks}
+            rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
+        waves = {rank.topology().wave for rank in ranks}
         assert len(waves) == 1, "all count the same waves"
     steps = [rank.executor.num_wave_steps for rank in ranks]
     assert len(set(steps)) == 1
-    assert all(rank.core.get_stats().topology.num_steps == steps[0] for rank in ranks)  # type: ignore[union-attr]
+    assert all(rank.topology().num_steps == steps[0] for rank in ranks)
 
 
 def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_nothing(
@@ -89,13 +88,13 @@ def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_not
     ranks[0].add("a", [1, 2, 3], 6)
     assert ranks[0].text("a") == continuation([1, 2, 3], 6, ignore_eos=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: not rank.status().wave_running, "the end of the wave")
+        rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
     steps = ranks[1].executor.num_wave_steps
     for start_wave in (*network.starts, StartWave(7, "of nobody", 0)):
         ranks[1].inputs.put(lambda start_wave=start_wave: ranks[1].core.on_start_wave(start_wave))
     ranks[0].add("b", [4], 6)
     assert ranks[0].text("b") == continuation([4], 6, ignore_eos=True)
-    ranks[1].until(lambda: not ranks[1].status().wave_running, "the end of the wave")
+    ranks[1].until(lambda: not ranks[1].topology().wave_running, "the end of the wave")
     assert ranks[1].executor.num_wave_steps - steps == 6
 
 
@@ -268,7 +267,7 @@ def test_who_has_voted_alone_notices_that_a_rank_is_gone_before_it_heard_of_the_
     ranks[0].until(lambda: ranks[0].status().prepared == target.nonce, "prepared")
     ranks[1].until(lambda: ranks[1].status().prepared == target.nonce, "prepared")
     ranks[0].tell(target, commit=True)
-    ranks[0].until(lambda: ranks[0].status().wave > 0, "an exchange with its vote")
+    ranks[0].until(lambda: ranks[0].topology().wave > 0, "an exchange with its vote")
     assert ranks[0].status().generation.number == 1, "not all have voted"
     ranks[2].inputs.put(lambda: ranks[2].core._group.abort())
     ranks[0].until(lambda: ranks[0].serves(target), "adopted, for nobody can vote any more")
@@ -373,7 +372,7 @@ def test_one_rank_is_paused_and_the_others_go_on(start, mode):
     ranks[1].add("more", [3], 20)
     assert ranks[1].text("more") == continuation([3], 20, ignore_eos=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: not rank.status().wave_running, "the end of the wave")
+        rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
     assert not ranks[0].tokens("waits")
     ranks[0].inputs.put(lambda: ranks[0].core.resume())
     assert ranks[0].text("waits") == continuation([6], 10, ignore_eos=True)

@@ -6,9 +6,10 @@ import pytest
 
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
-from baton_protocol.block_hash import hash_block, hash_blocks, root_hash
+from baton_protocol.block_hash import hash_block, root_hash
 from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
+from support.block_hashes import hash_blocks
 
 BLOCK = 4
 
@@ -226,7 +227,7 @@ def test_a_group_goes_to_the_host_and_back_with_its_sharing():
     assert [copy.source for copy in out] == device
     assert sorted(copy.target for copy in out) == [0, 1, 2, 3]
     assert parent.blocks == child.blocks == []
-    assert (kv.num_free_blocks, kv.num_free_swap_blocks) == (8, 0)
+    assert (kv.num_free_blocks, kv.swap_pool.num_free_blocks) == (8, 0)
 
     back = kv.swap_in([parent, child])
     assert back is not None
@@ -234,7 +235,7 @@ def test_a_group_goes_to_the_host_and_back_with_its_sharing():
     assert [copy.target for copy in back] == [*parent.block_ids, child.block_ids[2]]
     assert [block.ref_count for block in child.blocks] == [2, 2, 1]
     assert parent.swapped_blocks == child.swapped_blocks == []
-    assert kv.num_free_swap_blocks == 4
+    assert kv.swap_pool.num_free_blocks == 4
 
 
 def test_blocks_that_others_hold_stay_on_the_device_and_cached_ones_stay_findable():
@@ -251,7 +252,7 @@ def test_swapping_needs_room_and_otherwise_changes_nothing():
     kv = KVCacheManager(4, BLOCK, "model", num_swap_blocks=3)
     first, second = run(kv, list(range(8))), run(kv, list(range(50, 58)))
     assert kv.swap_out([first, second]) is None
-    assert kv.num_free_swap_blocks == 3
+    assert kv.swap_pool.num_free_blocks == 3
     assert kv.swap_out([first]) is not None
     assert kv.swap_in([first], keep_free=1) is None
     assert len(first.swapped_blocks) == 2
@@ -264,7 +265,7 @@ def test_freeing_a_swapped_request_frees_its_host_blocks():
     request = run(kv, list(range(8)))
     kv.swap_out([request])
     kv.free(request)
-    assert (kv.num_free_blocks, kv.num_free_swap_blocks) == (4, 3)
+    assert (kv.num_free_blocks, kv.swap_pool.num_free_blocks) == (4, 3)
 
 
 def test_swapping_twice_is_refused():
@@ -328,10 +329,3 @@ def test_lookups_are_counted_since_the_start_and_not_only_since_a_reset():
     kv.reset_prefix_cache()
     kv.count_lookup(10, 5)
     assert (kv.stats.queries, kv.stats.hits) == (110, 105)
-
-
-def test_adapters_share_nothing():
-    kv = manager()
-    run(kv, list(range(8)))
-    adapted = Request(EngineCoreRequest("r", list(range(8)), SamplingParams(), lora_name="adapter"))
-    assert kv.find_cached_prefix(adapted, 8) == []

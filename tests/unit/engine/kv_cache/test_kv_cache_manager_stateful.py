@@ -15,9 +15,10 @@ from baton_engine.executor.step import BlockCopy
 from baton_engine.kv_cache.block_pool import BlockPool
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
-from baton_protocol.block_hash import hash_blocks, root_hash
+from baton_protocol.block_hash import root_hash
 from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
+from support.block_hashes import hash_blocks
 
 BLOCK, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 10, 6
 MAX_TOKENS = 20
@@ -74,7 +75,7 @@ class KVMachine(RuleBasedStateMachine):
             (request.block_ids, [b.block_id for b in request.swapped_blocks])
             for request in self.live
         ]
-        return tables, self.kv.num_free_blocks, self.kv.num_free_swap_blocks
+        return tables, self.kv.num_free_blocks, self.kv.swap_pool.num_free_blocks
 
     @rule(prompts=st.lists(TOKENS | REPEATED, min_size=1, max_size=3), keep_free=st.integers(0, 2))
     def admit(self, prompts: list[list[int]], keep_free: int) -> None:
@@ -196,12 +197,12 @@ class KVMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.kv.reset_prefix_cache()
-        assert not self.kv.pool.cached_hashes
+        assert not self.kv.pool._cached
         assert not self._offloaded_hashes
 
     @property
     def _offloaded_hashes(self) -> set[bytes]:
-        return self.kv.offload.hashes if self.kv.offload is not None else set()
+        return set(self.kv.offload._slots) if self.kv.offload is not None else set()
 
     @invariant()
     def everyone_reads_what_was_computed_for_them(self) -> None:
@@ -217,7 +218,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_findable_holds_the_tokens_of_its_hash(self) -> None:
-        for block_hash in self.kv.pool.cached_hashes:
+        for block_hash in self.kv.pool._cached:
             block = self.kv.pool.find(block_hash)
             assert block is not None
             assert block.block_hash == block_hash
@@ -268,12 +269,12 @@ class KVMachine(RuleBasedStateMachine):
                     self.replayed.difference_update(hashes)
                 case AllBlocksCleared():
                     self.replayed.clear()
-        assert self.replayed == self.kv.pool.cached_hashes | self._offloaded_hashes
+        assert self.replayed == self.kv.pool._cached.keys() | self._offloaded_hashes
 
     def teardown(self) -> None:
         for request in self.live:
             self.kv.free(request)
-        assert (self.kv.num_free_blocks, self.kv.num_free_swap_blocks) == (
+        assert (self.kv.num_free_blocks, self.kv.swap_pool.num_free_blocks) == (
             NUM_BLOCKS,
             NUM_SWAP_BLOCKS,
         )

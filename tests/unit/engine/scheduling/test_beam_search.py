@@ -51,8 +51,7 @@ def search(model: Model, config: BeamConfig, num_candidates: int | None = None) 
             finished.add(
                 end.score, ((*sequences[end.parent], end.token_id), end.score, end.finish_reason)
             )
-        if step.over:
-            assert not step.live
+        if not step.live:
             return list(finished)
         beams = [
             BeamState(live.cumulative_logprob, beams[live.parent].num_tokens + 1)
@@ -173,24 +172,24 @@ def test_a_stop_token_that_ranks_below_the_width_does_not_finish() -> None:
 def test_a_search_goes_on_only_while_a_live_beam_can_still_beat_the_worst_finished_one() -> None:
     config = BeamConfig(1, 10, frozenset([0]), length_penalty=0.0)
     candidates = [[(1, -1.0), (2, -2.0)]]
-    assert not advance([BeamState(0.0, 1)], candidates, config, [-1.5]).over
-    assert advance([BeamState(0.0, 1)], candidates, config, [-1.0]).over
+    assert advance([BeamState(0.0, 1)], candidates, config, [-1.5]).live
+    assert not advance([BeamState(0.0, 1)], candidates, config, [-1.0]).live
     early = BeamConfig(1, 10, frozenset([0]), length_penalty=0.0, early_stopping=True)
-    assert advance([BeamState(0.0, 1)], candidates, early, [-1.5]).over
+    assert not advance([BeamState(0.0, 1)], candidates, early, [-1.5]).live
 
 
 def test_finished_hypotheses_worse_than_the_kept_ones_are_left_out() -> None:
     config = BeamConfig(1, 10, frozenset([0]), length_penalty=0.0)
     step = advance([BeamState(0.0, 1)], [[(0, -2.0), (1, -3.0)]], config, [-1.0])
     assert step.finished == []
-    assert step.over
+    assert not step.live
 
 
 def test_impossible_continuations_are_passed_over_and_none_left_ends_the_search() -> None:
     step = advance([BeamState()], [[(4, -0.1), (5, -math.inf)]], BeamConfig(2, 10))
     assert [live.token_id for live in step.live] == [4]
     dead_end = advance([BeamState()], [[(4, -math.inf)]], BeamConfig(2, 10))
-    assert (dead_end.over, dead_end.live, dead_end.finished) == (True, [], [])
+    assert (dead_end.live, dead_end.finished) == ([], [])
 
 
 def test_finished_beams_keeps_the_best_and_of_equal_ones_the_earlier() -> None:

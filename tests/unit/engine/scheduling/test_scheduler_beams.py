@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.scheduler import RequestRefusedError
+from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.messages import ErrorCode, FinishReason
 from baton_protocol.sampling import SamplingParams
 from support.engine.fake_runner import beam_search, candidates
@@ -103,7 +103,7 @@ def test_a_preempted_search_finds_the_same(preemption_mode):
     assert (stats.num_swapped_out_blocks > 0) == (preemption_mode == "auto")
     assert beams_of(engine, "r") == expected(PROMPT, 16, 4)
     assert engine.kv.num_free_blocks == 14
-    assert engine.kv.num_free_swap_blocks == 24
+    assert engine.kv.swap_pool.num_free_blocks == 24
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,6 @@ def test_a_search_whose_first_tokens_do_not_fit_is_refused():
     ) as refused:
         engine.add("r", PROMPT, 4, {"beam_width": 5})
     assert refused.value.code is ErrorCode.LENGTH
-    assert refused.value.finish_reason is FinishReason.LENGTH
 
 
 def test_an_aborted_search_leaves_nothing():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError, Scheduler
+from baton_engine.scheduling.parts import PauseState
+from baton_engine.scheduling.refusals import RequestRefusedError
+from baton_engine.scheduling.scheduler import Scheduler
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import ErrorCode
 from support.engine.fake_runner import continuation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.scheduler import PauseState, RequestRefusedError
+from baton_engine.scheduling.parts import PauseState
+from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 from support.engine.fake_runner import VOCAB_SIZE, continuation, next_token
@@ -115,7 +116,7 @@ def test_a_reset_of_the_prefix_cache_may_include_what_runs(reset_running):
     engine = Engine()
     engine.add("a", list(range(1, 10)), 6)
     engine.step()
-    assert engine.scheduler.reset_prefix_cache(reset_running)
+    engine.scheduler.reset_prefix_cache(reset_running)
     assert (engine.kv.usage == 0) == reset_running
     engine.add("b", list(range(1, 10)), 2)
     engine.run()

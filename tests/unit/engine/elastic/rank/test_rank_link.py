@@ -112,7 +112,7 @@ def test_the_latest_status_is_said_again_and_again_and_what_it_is_answered_is_de
         assert coordinator.hear().phase is RankPhase.LOADING
     rank.publish(Status(member("a", rank.port), RankPhase.STANDBY, num_running=3))
     assert coordinator.hear_until(lambda status: status.phase is RankPhase.STANDBY).num_running == 3
-    directive = Directive("coordinator", dismissed=True)
+    directive = Directive(dismissed=True)
     coordinator.say(msgspec.msgpack.encode(directive))
     assert received.get(timeout=DEADLINE_S) == directive
 
@@ -141,8 +141,8 @@ def test_a_coordinator_that_was_restarted_hears_the_rank_again(link, coordinator
     again = Coordinator(coordinator.port)
     try:
         assert again.hear().phase is RankPhase.STANDBY
-        again.say(msgspec.msgpack.encode(Directive("second")))
-        assert received.get(timeout=DEADLINE_S) == Directive("second")
+        again.say(msgspec.msgpack.encode(Directive(dismissed=True)))
+        assert received.get(timeout=DEADLINE_S) == Directive(dismissed=True)
     finally:
         again.socket.close()
 
@@ -187,8 +187,8 @@ def test_what_cannot_be_read_is_dropped_from_whomever_it_comes(link, coordinator
         peer.send_multipart([b"a", b"b", b"c"])
         peer.send(msgspec.msgpack.encode(START))
         assert received.get(timeout=DEADLINE_S) == START
-        coordinator.say(msgspec.msgpack.encode(Directive("coordinator")))
-        assert received.get(timeout=DEADLINE_S) == Directive("coordinator")
+        coordinator.say(msgspec.msgpack.encode(Directive(dismissed=True)))
+        assert received.get(timeout=DEADLINE_S) == Directive(dismissed=True)
     finally:
         peer.close()
 

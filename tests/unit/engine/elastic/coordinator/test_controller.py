@@ -218,7 +218,7 @@ class TestRequests:
         self, group: SimulatedGroup, members: list[str], operation_id: str, field: str
     ) -> None:
         refusal = group.controller.on_request(
-            TopologyRequest(operation_id=operation_id, members=members), group.now
+            TopologyRequest(operation_id=operation_id, members=members)
         )
         assert refusal is not None
         assert refusal.field == field
@@ -227,14 +227,10 @@ class TestRequests:
     def test_an_operation_id_stands_for_one_set_of_members(self, group: SimulatedGroup) -> None:
         group.ask("o", "a", "b")
         assert (
-            group.controller.on_request(
-                TopologyRequest(operation_id="o", members=["b", "a"]), group.now
-            )
+            group.controller.on_request(TopologyRequest(operation_id="o", members=["b", "a"]))
             is None
         )
-        refusal = group.controller.on_request(
-            TopologyRequest(operation_id="o", members=["a"]), group.now
-        )
+        refusal = group.controller.on_request(TopologyRequest(operation_id="o", members=["a"]))
         assert refusal is not None
         assert refusal.field == "operation_id"
 

@@ -88,8 +88,9 @@ class KeepsTheNumber(Waves):
     """A wave without tokens leaves the number as it is."""
 
     def decide(self, votes: Sequence[StepVote]) -> StepDecision:
+        wave = self.wave
         decision = super().decide(votes)
-        self.wave -= decision.wave_ends
+        self.wave = wave
         return decision
 
 
