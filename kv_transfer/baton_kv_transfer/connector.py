@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton_kv_transfer.memory.kv_memory import KVMemory
 from baton_kv_transfer.memory.layout import RankAddress
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_protocol.block_hash import BlockHash
 
 
@@ -221,7 +221,7 @@ class KVConnectorWorker(abc.ABC):
     port: int
 
     @abc.abstractmethod
-    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
+    def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         """Register the memory with the agent and start serving.
 
         Args:

@@ -49,7 +49,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
-    """A worker's memory for the transfers of a peer. See `memory.kv_memory.KVMemory`."""
+    """A worker's memory for the transfers of a peer. See `memory.slot_memory.SlotMemory`."""
 
     agent_metadata: bytes
     base_address: int

@@ -27,8 +27,8 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.consumer.consumer_side import ConsumerSide
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory.kv_memory import KVMemory
 from baton_kv_transfer.memory.layout import RankAddress
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
 from baton_kv_transfer.transports.ucx.capabilities import require_rdma
 from baton_protocol.block_hash import BlockHash
@@ -118,7 +118,7 @@ class TransferConnector(KVConnectorWorker):
 
     # -- called by the engine's thread
 
-    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
+    def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         if self._running:
             raise ValueError("the KV cache is registered: one connector serves one memory")
         layout = memory.layout

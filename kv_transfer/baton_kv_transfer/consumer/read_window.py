@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.consumer.load_state import RankTransfer
-from baton_kv_transfer.memory.kv_memory import KVMemory
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 
 #: Size of a transfer, and of what is verified at once while the next batches travel.
 BATCH_BYTES = 4 * 2**20
@@ -33,11 +33,11 @@ class Batch:
         return len(self.positions) * self.rank_transfer.block_nbytes
 
 
-def blocks_per_batch(rank_transfer: RankTransfer, memory: KVMemory) -> int:
+def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
     return max(1, min(BATCH_BYTES // rank_transfer.block_nbytes, memory.num_slots))
 
 
-def _accept(memory: KVMemory, block_ids: list[int]) -> list[int]:
+def _accept(memory: SlotMemory, block_ids: list[int]) -> list[int]:
     """Return slots for the leading blocks, for as many as there are free slots.
 
     A load that waited for slots for all its blocks might never get them.
@@ -76,7 +76,7 @@ class ReadWindow:
             self._stats.queued_bytes -= len(rank_transfer.queued) * rank_transfer.block_nbytes
             rank_transfer.queued.clear()
 
-    def take_batch(self, memory: KVMemory) -> Batch | None:
+    def take_batch(self, memory: SlotMemory) -> Batch | None:
         """Return the next batch that fits into the window and has slots.
 
         It counts as in flight from now on.

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.memory import checksum
-from baton_kv_transfer.memory.kv_memory import HostKVMemory, KVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.slot_memory import HostMemory, SlotMemory
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ CopyOut = Callable[[Sequence[int], Sequence[int]], None]
 CopyIn = Callable[[Sequence[int], Sequence[int], HeadRange], None]
 
 
-class StagedKVMemory(KVMemory):
-    """KV memory with staging slots. A slot has one user until it is released."""
+class StagedMemory(SlotMemory):
+    """KV memory whose blocks are copied into and out of slots. A slot has one user at a time."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class StagedKVMemory(KVMemory):
                 f"the staging memory has no room for one block of {layout.block_nbytes} bytes: "
                 "raise kv_transfer.staging_bytes"
             )
-        self._staging = HostKVMemory(base_address, layout, sum_runs)
+        self._staging = HostMemory(base_address, layout, sum_runs)
         self.layout = layout
         self.base_address = base_address
         self.num_slots = num_slots
@@ -96,7 +96,7 @@ class StagedKVMemory(KVMemory):
         return slots
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
-        """See KVMemory.
+        """See SlotMemory.
 
         Raises:
             ValueError: a slot was not accepted for its block.
@@ -108,7 +108,7 @@ class StagedKVMemory(KVMemory):
             self._copy_in(slots, block_ids, heads)
 
     def release(self, slots: Sequence[int]) -> None:
-        """See KVMemory.
+        """See SlotMemory.
 
         Raises:
             ValueError: a slot is free or named twice; no slot is released then.
@@ -122,7 +122,7 @@ class StagedKVMemory(KVMemory):
         self._give_back(slots)
 
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
-        """See KVMemory.
+        """See SlotMemory.
 
         Raises:
             ValueError: a slot is free.

@@ -21,8 +21,8 @@ import msgspec
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import DlistHandle
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory.kv_memory import slot_rows
 from baton_kv_transfer.memory.layout import KVCacheLayout, explain_layout_mismatch
+from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 
 MAX_HANDSHAKES = 1024

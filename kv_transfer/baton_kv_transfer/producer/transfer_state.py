@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import BlockSave, ConnectorStats
 from baton_kv_transfer.memory import checksum
-from baton_kv_transfer.memory.kv_memory import KVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_kv_transfer.producer.sessions import MAX_ID_LENGTH, Session
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_protocol.block_hash import BlockHash
@@ -207,7 +207,7 @@ def explain_refusal(
 
 
 def checksum_blocks(
-    memory: KVMemory, subscriber: Subscriber, blocks: Sequence[Block]
+    memory: SlotMemory, subscriber: Subscriber, blocks: Sequence[Block]
 ) -> list[PublishedBlock]:
     """Return the blocks as published to this subscriber.
 

@@ -23,10 +23,10 @@ from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 
 
-class KVMemory(abc.ABC):
-    """KV memory of one worker."""
+class SlotMemory(abc.ABC):
+    """The KV memory of one worker as slots that peers reach."""
 
-    #: Layout of the blocks.
+    #: Of the blocks.
     layout: KVCacheLayout
     #: Address of slot 0.
     base_address: int
@@ -61,8 +61,8 @@ class KVMemory(abc.ABC):
         """
 
 
-class HostKVMemory(KVMemory):
-    """KV memory that peers reach directly."""
+class HostMemory(SlotMemory):
+    """Memory that peers reach directly: slot i is block i."""
 
     def __init__(
         self,
