@@ -225,7 +225,8 @@ class ConsumerSide:
         due = [peer for peer in self._peers if peer.is_ready and now >= peer.next_heartbeat]
         expected: dict[Peer, list[str]] = {}
         for transfer_id, first in self._expected.items() if due else ():
-            for peer in self._loads.workers(first, now):
+            workers, _ = self._loads.connect_workers(first, now)
+            for peer in workers.values():
                 expected.setdefault(peer, []).append(transfer_id)
         rank_transfers = (
             [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -87,25 +86,30 @@ class LoadManager:
         self._loads[request.transfer_id] = load
         self.step(load, now)
 
-    def workers(self, first: Peer, now: float) -> list[Peer]:
-        """Return the producer's workers that have needed heads, connected.
+    def connect_workers(self, first: Peer, now: float) -> tuple[dict[int, Peer], str]:
+        """Connect to the producer's workers that have needed heads.
 
-        The first worker names them.
+        Args:
+            first: the producer's first worker, which names the others once it is ready.
+            now: the time.
+
+        Returns:
+            The workers by rank, and why one of them is missing; empty if none is.
         """
-        workers = []
+        workers, error = {}, ""
         for rank, address in enumerate(first.ranks if first.is_ready else ()):
-            if self._memory.layout.heads.overlap(address.heads).count:
-                with contextlib.suppress(
-                    zmq.ZMQError
-                ):  # not an address: the load will fail with the reason
-                    known = first if rank == 0 else None
-                    workers.append(
-                        known
-                        or self._peers.connect(
-                            address.host, address.port, first.peer_instance_id, now
-                        )
-                    )
-        return workers
+            if not self._memory.layout.heads.overlap(address.heads).count:
+                continue
+            host, port = address.host, address.port
+            try:
+                workers[rank] = (
+                    self._peers.connect(host, port, first.peer_instance_id, now) if rank else first
+                )
+            except zmq.ZMQError as failure:
+                error = (
+                    f"cannot connect to worker {rank} of {first.name} at {host}:{port}: {failure}"
+                )
+        return workers, error
 
     def heartbeat_s(self, peer: Peer) -> float:
         return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
@@ -162,38 +166,21 @@ class LoadManager:
                 self.end(load, now)
 
     def _open_rank_transfers(self, load: Load, now: float) -> None:
-        """Open the per-rank transfers. The first worker is ready and named the others."""
+        """Open a per-rank transfer for each worker with needed heads. The first worker is ready."""
         first, heads = load.first_worker, self._memory.layout.heads
         if first.rank != 0:
-            self.fail(
-                load,
-                FailureReason.PROTOCOL,
-                f"{first.name} is worker {first.rank}, not the first one",
-                now,
-            )
+            why = f"{first.name} is worker {first.rank}, not the first one"
+            self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        rank_transfers = []
-        for rank, address in enumerate(first.ranks):
-            shared = heads.overlap(address.heads)
-            if shared.count == 0:
-                continue
-            try:
-                peer = (
-                    self._peers.connect(
-                        address.host, address.port, load.request.peer_instance_id, now
-                    )
-                    if rank
-                    else first
-                )
-            except zmq.ZMQError as error:
-                where = f"{address.host}:{address.port}"
-                why = f"cannot connect to worker {rank} of {first.name} at {where}: {error}"
-                self.fail(load, FailureReason.PEER_LOST, why, now)
-                return
-            subscribers = [
-                other for other in self._worker_heads if other.overlap(address.heads).count
-            ]
-            rank_transfers.append(
+        workers, error = self.connect_workers(first, now)
+        if error:
+            self.fail(load, FailureReason.PEER_LOST, error, now)
+            return
+        for rank, peer in workers.items():
+            theirs = first.ranks[rank].heads
+            shared = heads.overlap(theirs)
+            subscribers = [ours for ours in self._worker_heads if ours.overlap(theirs).count]
+            load.rank_transfers.append(
                 RankTransfer(
                     load,
                     peer,
@@ -209,8 +196,8 @@ class LoadManager:
                     reread=np.zeros(load.num_blocks, dtype=np.bool_),
                 )
             )
-        load.rank_transfers, load.state = rank_transfers, LoadState.LOADING
-        load.missing += len(rank_transfers)
+        load.state = LoadState.LOADING
+        load.missing += len(workers)
 
     def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
         """Subscribe at a ready worker. A load without blocks only frees the producer's side."""
@@ -251,7 +238,8 @@ class LoadManager:
         The oldest load goes first.
         """
         if load.num_blocks > self._memory.num_slots:
-            load.push = False  # it never fits at once, so read in parts
+            # Its blocks never fit at once. They are read in parts.
+            load.push = False
             return True
         self._want_slots.setdefault(load.transfer_id, load)
         if next(iter(self._want_slots.values())) is load:
@@ -317,18 +305,17 @@ class LoadManager:
             for rank_transfer in load.rank_transfers:
                 if not rank_transfer.is_complete and now >= rank_transfer.deadline:
                     silence_s = now - rank_transfer.last_block
-                    peer = rank_transfer.peer.name
-                    why = f"no progress from {peer}: no block for {silence_s:.1f} s"
+                    name = rank_transfer.peer.name
+                    why = f"no progress from {name}: no block for {silence_s:.1f} s"
                     self.fail(load, FailureReason.TIMEOUT, why, now)
                     break
         elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
+            # A peer that failed is disconnected. That ends its reads in ERR, which ends the load.
             for rank_transfer in load.rank_transfers:
-                if (
-                    rank_transfer.num_batches and not rank_transfer.peer.error
-                ):  # disconnecting aborts reads, and their ERR ends the load
-                    peer = rank_transfer.peer.name
-                    why = f"reads from {peer} did not end within {DRAIN_TIMEOUT_S:g} s"
-                    rank_transfer.peer.fail(FailureReason.PEER_LOST, why)
+                peer = rank_transfer.peer
+                if rank_transfer.num_batches and not peer.error:
+                    why = f"reads from {peer.name} did not end within {DRAIN_TIMEOUT_S:g} s"
+                    peer.fail(FailureReason.PEER_LOST, why)
                     load.drain_deadline = now + DRAIN_TIMEOUT_S
 
     # -- messages of a producer's worker
