@@ -98,10 +98,10 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class LoadResult:
-    #: Leading blocks that arrived and were verified. The other blocks hold nothing of use and are
-    #: no longer written to.
     """The end of a load."""
 
+    #: Leading blocks that arrived and were verified. The content of the other blocks is undefined.
+    #: Nothing writes to any of them after the load has ended.
     num_valid_blocks: int
     #: Why blocks are missing; empty if none is.
     error: str = ""

@@ -77,9 +77,8 @@ class _Native:
     def drop(self) -> None:
         if self.value is None:
             return
-        with contextlib.suppress(
-            Exception
-        ):  # a transfer in flight may refuse; it ends with the agent
+        # The library may refuse to release a transfer in flight. That one ends with the agent.
+        with contextlib.suppress(Exception):
             self.value.release()
         # The wrapper would keep the library's agent alive, and log an error when it is collected.
         self.value._released, self.value._agent = True, None
@@ -140,16 +139,14 @@ class NixlAgent(Agent):
         """
         super().__init__(name)
         self._api, self._errors = nixl_library.load()
-        self._lock = threading.Condition(
-            threading.RLock()
-        )  # guards the library and all that follows
+        #: Guards the library and the attributes below.
+        self._lock = threading.Condition(threading.RLock())
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
         self._self = _Peer()
         self._peers: dict[str, _Peer] = {}
-        self._leaving: dict[
-            str, float
-        ] = {}  # removed with transfers in flight -> deadline of those
+        #: Peers that were removed with transfers in flight, and the deadline of these transfers.
+        self._leaving: dict[str, float] = {}
         self._in_flight: list[_Xfer] = []
         self._known_outside = False  # this agent's metadata was requested
         self._pause_s = POLL_MIN_S
@@ -353,9 +350,8 @@ class NixlAgent(Agent):
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
         with self._lock:
-            super().release_xfer_handle(
-                handle
-            )  # the library would release one in flight, with bytes still to come
+            # It refuses an active transfer. The library would release it, and bytes would follow.
+            super().release_xfer_handle(handle)
             assert isinstance(handle, _Xfer)
             handle.native.drop()
 

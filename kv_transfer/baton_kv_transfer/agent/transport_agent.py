@@ -364,9 +364,8 @@ class TransportAgent(Agent):
 
     def _begin(self, transfer: Transfer, peer: _Peer) -> None:
         """Begin a transfer on the first transport that moves this type of memory to the peer."""
-        address = int(
-            transfer.local[0, 0]
-        )  # local rows have one memory type; a peer's may have several
+        # All local rows have the memory type of the first. A peer's rows may have several types.
+        address = int(transfer.local[0, 0])
         theirs = [index for index, region in enumerate(peer.regions) if region.mem_type != "DRAM"]
         on_device = bool(theirs) and bool(np.isin(transfer.regions, theirs).any())
         for region in self._regions:

@@ -147,11 +147,8 @@ class BlockVerifier:
                         "READ", ours, batch.slots, peer.blocks, theirs
                     )
                     self._agent.transfer(handle)
-                except (
-                    KeyError,
-                    ValueError,
-                    TransportError,
-                ) as error:  # the agent does not know the peer any more
+                except (KeyError, ValueError, TransportError) as error:
+                    # The agent has no such peer any more.
                     self._ended(batch)
                     self._read_failed(batch, str(error))
                 else:

@@ -56,9 +56,8 @@ class ReadWindow:
     def __init__(self, max_inflight_bytes: int, stats: ConnectorStats) -> None:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
-        self._turns: deque[RankTransfer] = (
-            deque()
-        )  # those with queued blocks; the first one is next
+        #: Per-rank transfers with queued blocks. The first one is next.
+        self._turns: deque[RankTransfer] = deque()
         self._stats = stats
 
     def enqueue(self, rank_transfer: RankTransfer, positions: list[int]) -> None:

@@ -67,9 +67,8 @@ class StagedMemory(SlotMemory):
         self.num_slots = num_slots
         self._copy_out = copy_out
         self._copy_in = copy_in
-        self._free = list(
-            range(num_slots)
-        )  # a heap: adjacent slots merge into one descriptor, so low slots come first
+        #: A heap. The lowest slots are taken first, because adjacent slots become one descriptor.
+        self._free = list(range(num_slots))
         self._exposed: set[int] = set()
         self._accepted: dict[int, int] = {}  # slot -> block
         self._warned = False

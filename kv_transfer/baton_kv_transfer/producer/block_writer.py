@@ -128,11 +128,8 @@ class BlockWriter:
         try:
             handle = self._make(subscriber, published)
             self._agent.transfer(handle)
-        except (
-            ValueError,
-            LookupError,
-            TransportError,
-        ) as error:  # the peer was removed, possibly by a fence
+        except (ValueError, LookupError, TransportError) as error:
+            # The peer was removed, possibly by a fence.
             self._failed(subscriber, str(error))
             return
         if not subscriber.num_writes:

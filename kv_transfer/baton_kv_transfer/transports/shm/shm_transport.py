@@ -44,12 +44,12 @@ class _SHMLink(PeerLink):
     """A process whose memory may be read. Requests go to it after the first one has connected."""
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
-        """Check that the memory can be read.
+        """Open the peer process and check that this process may read its memory. Does not connect.
 
         Raises:
             OSError: there is no such process.
             OverflowError: the address is invalid.
-            CopyError: its memory may not be read.
+            CopyError: this process may not read its memory.
         """
         super().__init__(context, peer)
         self.process = Process(address.pid, address.cell_address, address.cell)
