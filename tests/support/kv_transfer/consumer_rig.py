@@ -360,11 +360,12 @@ class Rig:
         block_ids: Sequence[int],
         first: int = 0,
         port: int = 0,
+        host: str = HOST,
     ) -> None:
         hashes = [chain_hash(transfer_id, first + position) for position in range(len(block_ids))]
         request = LoadRequest(
             transfer_id,
-            HOST,
+            host,
             port or worker.port,
             worker.instance_id,
             first,
