@@ -184,7 +184,7 @@ class ConnectorStats(msgspec.Struct):
     #: Bytes sent and received by transport and lane, such as `ucx tcp/lo`. Blocks that failed
     #: verification count.
     bytes_moved: dict[str, int] = {}
-    #: Why the connector stopped working; empty while it works.
+    #: Why only a restart of the engine helps; empty while the connector works.
     failure: str = ""
 
     def count_failure(self, reason: FailureReason) -> None:

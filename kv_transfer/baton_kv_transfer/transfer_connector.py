@@ -190,6 +190,7 @@ class TransferConnector(KVConnectorWorker):
         return msgspec.structs.replace(
             ours,
             failures=dict(ours.failures),
+            failure=ours.failure or self._agent.failure,
             descriptors_refused=refused,
             bytes_moved=self._count_bytes(),
         )

@@ -127,6 +127,10 @@ class TransportAgent(Agent):
         return sum(context.num_refused for context in self._contexts.values())
 
     @property
+    def failure(self) -> str:
+        return "; ".join(filter(None, (context.failure for context in self._contexts.values())))
+
+    @property
     def bytes_moved(self) -> dict[str, int]:
         return {
             f"{kind} {carrier}": nbytes

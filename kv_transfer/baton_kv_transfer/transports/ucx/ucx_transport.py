@@ -45,6 +45,11 @@ RETURN_TIMEOUT_S = 0.5
 #: How long a fence waits for a network on which a new worker can be made.
 NETWORK_TIMEOUT_S = 20.0
 RETRY_S = 0.5
+NOT_LISTENING = (
+    "UCX stopped listening for KV transfers, because this process had no free file descriptor. "
+    "Present connections continue, and new peers cannot connect. Restart the engine; if it happens "
+    "again, raise the limit of open files, and let only the service's pods reach this port"
+)
 _TICK_S = 1.0
 _ROUNDS = 4
 _SECRET_BYTES = 16
@@ -355,7 +360,7 @@ class UCXTransport(Transport):
         return True
 
     def _tick(self) -> None:
-        """Give up silent peers.
+        """Give up silent peers, and check that UCX still listens.
 
         This counts ticks, not seconds: a process that was stopped itself receives what arrived
         before it gives a peer up.
@@ -373,12 +378,16 @@ class UCXTransport(Transport):
             self._replace_worker("UCX's worker was replaced")
         self._cut = [connection for connection in self._cut if connection.is_busy]
         self._cut_failed()
+        if self._worker is not None and not (self._context.failure or self._worker.is_listening):
+            self._context.failure = NOT_LISTENING
+            logger.error("%s", NOT_LISTENING)
         self._thread.call_later(_TICK_S, self._tick)
 
     # -- the worker
 
     def _use_worker(self, worker: UCXWorker) -> None:
         self._worker = worker
+        self._context.failure = ""
         self._secret = os.urandom(_SECRET_BYTES)
         self.address = msgspec.msgpack.encode(PeerAddress(worker.address, self._secret))
         self._thread.watch(worker.event_fd, lambda: None)
