@@ -40,7 +40,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 #: Limit for messages before the proof of the token, because decoding takes memory.
 MAX_HANDSHAKE_BYTES = 2**18
 #: Time from HELLO to DESCRIPTION after which a consumer gives up. The producer waits twice as long
-#: for DESCRIBE: it refuses no consumer that merely stood still.
+#: for DESCRIBE, so that it does not refuse a consumer whose process was paused.
 HANDSHAKE_TIMEOUT_S = 10.0
 
 

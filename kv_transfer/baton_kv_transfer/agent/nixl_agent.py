@@ -11,10 +11,10 @@ What Baton adds around the library:
   but bytes still arrive afterwards. So the removal of a peer waits until its transfers ended. If
   they have not within REMOVE_GRACE_S, the library's agent is destroyed and made again. That ends
   all transfers in flight. Handles, lists and other peers stay usable.
-- `fence` does the same and removes all peers. It relies on this process having a part in what a
-  peer writes, or on the network refusing it afterwards. UCX's shared memory does neither (cma lets
-  a peer write by itself), so it is off. UCX_TLS in the environment overrides that. GPU memory of
-  peers on the same host (cuda_ipc) is not covered.
+- `fence` does the same and removes all peers. Afterwards this process, or the network, must refuse
+  what a peer still writes. With UCX's shared memory neither does: with CMA a peer writes by itself.
+  So it is off, unless UCX_TLS in the environment overrides that. GPU memory of peers on the same
+  host (cuda_ipc) is not covered.
 - Metadata carries a digest after NIXL's bytes, which NIXL ignores. NIXL itself accepts damaged
   addresses and keys.
 """
@@ -118,7 +118,8 @@ class _Xfer(XferHandle):
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
-        self.doomed = ""  # the error of the post after its end
+        #: Error of the post when it ends, because its peer was removed.
+        self.doomed = ""
 
     def begin(self) -> None:
         self.post, self.doomed = Post(), ""

@@ -116,7 +116,8 @@ class TransportAgent(Agent):
             self._thread.close()
             raise
         self._thread.start(lambda: [each.end() for each in self._transports.values()])
-        self._lock = threading.RLock()  # of the two below
+        #: Guards the two attributes below.
+        self._lock = threading.RLock()
         self._regions: list[Region] = []
         self._peers: dict[str, _Peer] = {}
         self._closed = False
@@ -394,7 +395,7 @@ class TransportAgent(Agent):
         if self._thread.on_news():
             self._wakeup()
 
-    # -- the kinds' thread
+    # -- called by the transports' thread
 
     def _add_regions(self, regions: list[Region], kinds: list[str]) -> None:
         for kind in kinds:

@@ -93,7 +93,7 @@ class BlockVerifier:
     def advance(self) -> None:
         """Collect ended reads, post others and verify blocks.
 
-        The windows are filled before each batch.
+        Reads are posted before each verification, so that they travel during it.
         """
         until = self._context.clock() + VERIFY_SLICE_S
         self.collect()

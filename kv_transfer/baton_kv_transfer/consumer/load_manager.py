@@ -61,7 +61,7 @@ class LoadManager:
         self._loads: dict[str, Load] = {}
         #: Loads with push that wait for slots, the oldest first.
         self._want_slots: dict[str, Load] = {}
-        #: To be sent after results were reported, because the engine waits for those.
+        #: Sent after the results were reported, because the engine waits for the results.
         self._releases: list[tuple[Peer, side_channel.Release]] = []
 
     def __len__(self) -> int:
@@ -200,7 +200,7 @@ class LoadManager:
         load.missing += len(workers)
 
     def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
-        """Subscribe at a ready worker. A load without blocks only frees the producer's side."""
+        """Send SUBSCRIBE to a ready worker. A load without blocks sends only RELEASE, later."""
         load, peer = rank_transfer.load, rank_transfer.peer
         heads = self._memory.layout.heads.overlap(peer.ranks[peer.rank].heads)
         if (peer.rank, heads) != (rank_transfer.rank, rank_transfer.heads):
@@ -211,7 +211,7 @@ class LoadManager:
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
         if load.num_blocks and load.push and load.slots is None and not self._accept(load):
-            return  # until enough slots are free, or its deadline
+            return  # tried again at each step, until its deadline
         rank_transfer.state = RankTransferState.OPEN
         rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s
         if load.num_blocks == 0:
@@ -249,7 +249,10 @@ class LoadManager:
         return load.slots is not None
 
     def release(self, rank_transfer: RankTransfer) -> None:
-        """Queue a RELEASE when nothing more is needed and none of the blocks is in hand."""
+        """Queue RELEASE, once, when no batch is in hand.
+
+        A peer to which SUBSCRIBE was not sent must be ready.
+        """
         if (
             rank_transfer.state is RankTransferState.RELEASED
             or rank_transfer.num_batches
@@ -275,7 +278,7 @@ class LoadManager:
         self._releases.clear()
 
     def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
-        """Set the outcome. It is reported after the load has drained."""
+        """Set the outcome, unless there is one. It is reported after the load has drained."""
         if load.state is LoadState.DRAINING:
             return
         load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
@@ -325,20 +328,10 @@ class LoadManager:
             self._extend_deadlines(peer, message.transfer_ids, now)
             return
         load = self._loads.get(message.transfer_id)
-        rank_transfer = (
-            next(
-                (
-                    rank_transfer
-                    for rank_transfer in load.rank_transfers
-                    if rank_transfer.peer is peer
-                ),
-                None,
-            )
-            if load is not None
-            else None
-        )
+        rank_transfers = load.rank_transfers if load is not None else []
+        rank_transfer = next((one for one in rank_transfers if one.peer is peer), None)
         if load is None or rank_transfer is None:
-            return  # the load has ended
+            return  # the load has ended, or needs nothing of this peer
         to_all = isinstance(message, side_channel.Cancelled) and message.generation == 0
         if message.generation != load.generation and not to_all:
             return  # an earlier load of this transfer
@@ -411,8 +404,8 @@ class LoadManager:
         self._blocks.read(rank_transfer, wrong)
 
     def _extend_deadlines(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
-        # Engines of both roles could wait in a ring, each for memory that loads of the other hold.
-        # There only blocks extend the deadline.
+        # Two engines that both produce and consume could wait for each other's memory without end.
+        # With that role, PENDING does not extend the deadline and only blocks do.
         max_pending_s = MAX_PENDING_S if self._context.config.role is KVRole.CONSUMER else 0.0
         for transfer_id in transfer_ids:
             load = self._loads.get(transfer_id)

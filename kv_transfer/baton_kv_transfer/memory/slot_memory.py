@@ -1,4 +1,4 @@
-"""The KV memory of a worker as its connector sees it: where peers find blocks.
+"""A worker's KV memory as its connector uses it: the slots in which peers find blocks.
 
 Peers reach *slots*: runs of `layout.block_nbytes` bytes from `base_address` on. In host memory, and
 in GPU memory that the transport reaches directly, the slot of a block is the block itself.
@@ -26,7 +26,7 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 class SlotMemory(abc.ABC):
     """The KV memory of one worker as slots that peers reach."""
 
-    #: Of the blocks.
+    #: Layout of the blocks.
     layout: KVCacheLayout
     #: Address of slot 0.
     base_address: int

@@ -130,14 +130,14 @@ class StagedMemory(SlotMemory):
         return self._staging.block_sums(slots, heads)
 
     def _take(self, count: int) -> list[int] | None:
-        """Return free slots; None if too few are free, also if there can never be enough.
+        """Return free slots; None if fewer are free.
 
-        Callers have deadlines.
+        Callers retry until a deadline, also where the memory can never have this many slots.
         """
         if count > self.num_slots and not self._warned:
             self._warned = True
             logger.warning(
-                "a transfer of %d blocks at once fails, there are %d slots of host memory: "
+                "a transfer needs %d slots of host memory at once, and there are %d, so it fails: "
                 "raise kv_transfer.staging_bytes",
                 count,
                 self.num_slots,

@@ -58,9 +58,9 @@ class BlockWriter:
 
         Args:
             context: shared by both sides of the connector.
-            written: called when blocks are in the subscriber's memory; num_writes does not count
-                the write any more.
-            failed: called with the reason when the blocks are not there and will not be.
+            written: called when blocks are in the subscriber's memory, after num_writes was
+                reduced.
+            failed: called with the reason when blocks will not reach the subscriber's memory.
         """
         self._context = context
         self._agent, self._stats, self._clock = context.agent, context.stats, context.clock

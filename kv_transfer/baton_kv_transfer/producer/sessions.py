@@ -30,7 +30,7 @@ MAX_HANDSHAKES = 1024
 #: connect again.
 MAX_OPEN = 4096
 MAX_ID_LENGTH = 512
-#: Of one consumer's memory.
+#: Limit for the slots of one consumer's memory.
 MAX_SLOTS = 2**22
 _MAX_ADDRESS = 2**63
 
@@ -76,7 +76,7 @@ class SessionRegistry:
         Args:
             context: shared by both sides of the connector.
             send: sends a message to a connection.
-            lost: (session, reason): nothing may be started for this session any more.
+            lost: called with a session and the reason when nothing may be started for it any more.
         """
         self._context = context
         self._agent, self._layout, self._lease_s = (

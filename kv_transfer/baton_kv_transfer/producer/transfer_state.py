@@ -76,7 +76,7 @@ class Block:
     index: int
     slot: int
     chain_hash: BlockHash
-    #: By the head ranges that subscribers requested.
+    #: Word sums, by the head ranges that subscribers requested.
     sums: dict[HeadRange, int] = field(default_factory=dict)
 
 
@@ -87,7 +87,7 @@ class Transfer:
     transfer_id: str
     #: Instance whose workers may subscribe.
     peer_instance_id: str
-    #: HOLDING: subscribers that are missing at this time are not waited for.
+    #: HOLDING: end of the lease of the subscribers that have not come yet.
     deadline: float
     #: Time at which its first blocks were saved; 0: not yet.
     held_since: float = 0.0
@@ -200,7 +200,7 @@ def explain_refusal(
     known = transfer.subscribers.get(message.subscriber)
     if known is not None:
         return (
-            f"subscriber {message.subscriber} of transfer {transfer.transfer_id} came before "
+            f"subscriber {message.subscriber} of transfer {transfer.transfer_id} exists already "
             f"(generation {known.generation}, now {message.generation})"
         )
     return ""

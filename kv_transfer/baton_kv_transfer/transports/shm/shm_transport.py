@@ -8,7 +8,8 @@ Each side writes to its own memory only (`cross_memory`).
 
 Requests, answers and notifications go over a unix socket of the peer. The side that connects sends
 the peer's cell, which is in the peer's metadata. The kernel identifies the process. Both sides must
-share boot, pid namespace and network namespace. The caller of a small read copies at once.
+have the same boot id, pid namespace and network namespace. The caller of a small read copies at
+once.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class _SHMLink(PeerLink):
 
 
 class SHMTransport(SocketTransport[_SHMLink]):
+    """The transport `shm`."""
+
     _clients: SHMServer
 
     def __init__(self, context: TransportContext) -> None:

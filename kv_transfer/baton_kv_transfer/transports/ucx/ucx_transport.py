@@ -1,6 +1,6 @@
-"""Transfers over UCX. Only the process of a memory's owner touches it, after checking every row.
+"""Transfers over UCX. Only the process that owns memory accesses it, after checking each row.
 
-Each request that UCX holds belongs to a connection. A connection that fails, falls silent or is
+Each request that UCX holds belongs to a connection. A connection that fails, is silent or is
 removed is cut: UCX closes its endpoint by force, and a transfer ends when UCX has given back all
 its memory. If UCX does not, the worker itself is replaced.
 """
@@ -51,6 +51,7 @@ NOT_LISTENING = (
     "again, raise the limit of open files, and let only the service's pods reach this port"
 )
 _TICK_S = 1.0
+#: Rounds of UCX's progress in a turn of the thread.
 _ROUNDS = 4
 _SECRET_BYTES = 16
 
@@ -63,6 +64,8 @@ class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UCXTransport(Transport):
+    """The transport `ucx`."""
+
     def __init__(self, context: TransportContext) -> None:
         """Start UCX and make a worker.
 

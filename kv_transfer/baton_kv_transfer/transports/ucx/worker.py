@@ -31,14 +31,14 @@ SETTINGS = {
     "RNDV_THRESH": "64K",
     "ZCOPY_THRESH": "64K",
 }
-#: Far below RNDV_THRESH and every transport's segment.
+#: Messages up to this size arrive in order. It is far below RNDV_THRESH and the size of a segment.
 MAX_EAGER_BYTES = 4096
 #: How long a destroyed worker may take to end messages whose senders are gone.
 DRAIN_TIMEOUT_S = 0.2
 
 
 class UCXContext:
-    """What all workers of a process share. UCX uses only transports whose peers may fail."""
+    """UCX as an agent uses it: the settings, and the factory of workers."""
 
     def __init__(self, host: str) -> None:
         """Start UCX.
@@ -65,7 +65,7 @@ class UCXContext:
 
     @property
     def max_eager_bytes(self) -> int:
-        """Size up to which messages are certain to arrive in order."""
+        """Size up to which messages arrive in order."""
         return 0 if "UCX_RNDV_THRESH" in os.environ else MAX_EAGER_BYTES
 
     @property

@@ -162,7 +162,7 @@ def test_more_blocks_than_there_are_slots_are_never_taken_and_that_is_said_once(
         assert device.memory.accept([0, 1, 2]) is None
         assert device.memory.expose([0, 1, 2]) is None
     (record,) = caplog.records
-    assert "a transfer of 3 blocks at once fails, there are 2 slots" in record.getMessage()
+    assert "a transfer needs 3 slots of host memory at once, and there are 2" in record.getMessage()
     assert "kv_transfer.staging_bytes" in record.getMessage()
     assert device.memory.num_free_slots == 2
 
