@@ -61,8 +61,9 @@ class RankTransfer:
     heads: HeadRange
     #: Bytes of these heads in a block.
     block_nbytes: int
-    #: As in side_channel.Subscribe, like the next one.
+    #: As in side_channel.Subscribe.
     subscriber: int
+    #: As in side_channel.Subscribe.
     num_subscribers: int
     #: Time at which blocks were last published or verified.
     last_block: float
