@@ -26,8 +26,8 @@ from baton_kv_transfer.connector import (
     ConnectorStats,
     KVConnectorWorker,
 )
-from baton_kv_transfer.memory.kv_memory import KVMemory
 from baton_kv_transfer.memory.layout import RankAddress
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 
 
 class TimedConnector(KVConnectorWorker):
@@ -44,7 +44,7 @@ class TimedConnector(KVConnectorWorker):
         #: Transfers whose last step is running, and when their last blocks were handed over.
         self._saved: list[tuple[str, float]] = []
 
-    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
+    def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         self._inner.register_kv_cache(memory, ranks)
 
     def start(self, metadata: ConnectorMetadata) -> None:

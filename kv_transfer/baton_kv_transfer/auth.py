@@ -2,9 +2,9 @@
 
     proof = HMAC-SHA256(token, role, both nonces, both instance ids)
 
-Each side draws a nonce per handshake, so an old proof is useless. The role prevents that a proof is
-sent back to its author. Without a token the key of the HMAC is empty: two sides of which only one
-has a token refuse each other.
+Each side draws a nonce per handshake, so an old proof is useless. The role is part of the proof, so
+a side cannot return the proof that it received. Without a token the HMAC's key is empty: a side
+with a token and a side without one refuse each other.
 """
 
 from __future__ import annotations

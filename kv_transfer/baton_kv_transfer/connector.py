@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton_kv_transfer.memory.kv_memory import KVMemory
 from baton_kv_transfer.memory.layout import RankAddress
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_protocol.block_hash import BlockHash
 
 
@@ -98,10 +98,10 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class LoadResult:
-    #: Leading blocks that arrived and were verified. The other blocks hold nothing of use and are
-    #: no longer written to.
     """The end of a load."""
 
+    #: Leading blocks that arrived and were verified. The content of the other blocks is undefined.
+    #: Nothing writes to any of them after the load has ended.
     num_valid_blocks: int
     #: Why blocks are missing; empty if none is.
     error: str = ""
@@ -184,7 +184,7 @@ class ConnectorStats(msgspec.Struct):
     #: Bytes sent and received by transport and lane, such as `ucx tcp/lo`. Blocks that failed
     #: verification count.
     bytes_moved: dict[str, int] = {}
-    #: Why the connector stopped working; empty while it works.
+    #: Why only a restart of the engine helps; empty while the connector works.
     failure: str = ""
 
     def count_failure(self, reason: FailureReason) -> None:
@@ -221,7 +221,7 @@ class KVConnectorWorker(abc.ABC):
     port: int
 
     @abc.abstractmethod
-    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
+    def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         """Register the memory with the agent and start serving.
 
         Args:

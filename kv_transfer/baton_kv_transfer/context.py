@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from baton_kv_transfer.agent.agent import INIT_AGENT, Agent, DlistHandle
 from baton_kv_transfer.connector import ConnectorStats
-from baton_kv_transfer.memory.kv_memory import KVMemory, slot_rows
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
+from baton_kv_transfer.memory.slot_memory import SlotMemory, slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_protocol.config import KVTransferConfig
 from baton_protocol.service_key import ServiceKey
@@ -26,7 +26,7 @@ class ConnectorContext:
     service_key: ServiceKey | None
     agent: Agent
     #: Registered with the agent.
-    memory: KVMemory
+    memory: SlotMemory
     #: All workers of this engine, in rank order.
     ranks: list[RankAddress]
     stats: ConnectorStats

@@ -40,7 +40,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 #: Limit for messages before the proof of the token, because decoding takes memory.
 MAX_HANDSHAKE_BYTES = 2**18
 #: Time from HELLO to DESCRIPTION after which a consumer gives up. The producer waits twice as long
-#: for DESCRIBE: it refuses no consumer that merely stood still.
+#: for DESCRIBE, so that it does not refuse a consumer whose process was paused.
 HANDSHAKE_TIMEOUT_S = 10.0
 
 
@@ -49,7 +49,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
-    """A worker's memory for the transfers of a peer. See `memory.kv_memory.KVMemory`."""
+    """A worker's memory for the transfers of a peer. See `memory.slot_memory.SlotMemory`."""
 
     agent_metadata: bytes
     base_address: int

@@ -27,8 +27,8 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.consumer.consumer_side import ConsumerSide
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory.kv_memory import KVMemory
 from baton_kv_transfer.memory.layout import RankAddress
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
 from baton_kv_transfer.transports.ucx.capabilities import require_rdma
 from baton_protocol.block_hash import BlockHash
@@ -60,7 +60,7 @@ class TransferConnector(KVConnectorWorker):
         Args:
             config: the engine's kv_transfer section.
             instance_id: of this engine process.
-            compatibility_hash: of what must agree with peers; see `baton_protocol.config`.
+            compatibility_hash: of the settings that peers must share; see `baton_protocol.config`.
             host: the pod's own address. Rank 0 binds its side channel to config.port there (0: any
                 free port), the other ranks to any free port: see `port`.
             rank: of this worker in its engine. The transfer agent is called `<instance_id>/<rank>`.
@@ -118,7 +118,7 @@ class TransferConnector(KVConnectorWorker):
 
     # -- called by the engine's thread
 
-    def register_kv_cache(self, memory: KVMemory, ranks: Sequence[RankAddress] = ()) -> None:
+    def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         if self._running:
             raise ValueError("the KV cache is registered: one connector serves one memory")
         layout = memory.layout
@@ -190,6 +190,7 @@ class TransferConnector(KVConnectorWorker):
         return msgspec.structs.replace(
             ours,
             failures=dict(ours.failures),
+            failure=ours.failure or self._agent.failure,
             descriptors_refused=refused,
             bytes_moved=self._count_bytes(),
         )
@@ -197,7 +198,7 @@ class TransferConnector(KVConnectorWorker):
     def _count_bytes(self) -> dict[str, int]:
         """Return the bytes moved, by transport and lane.
 
-        NIXL names no lane, so its verified and written blocks count.
+        NIXL does not report them. With NIXL, verified and written blocks are counted.
         """
         moved = self._agent.bytes_moved
         total = self._stats.bytes_sent + self._stats.bytes_received
@@ -277,7 +278,8 @@ class TransferConnector(KVConnectorWorker):
             self._loop()
         except Exception as error:
             logger.exception(
-                "the KV connector failed: its transfers end, later ones fail; restart the engine"
+                "the KV connector failed. All its transfers fail, and so do later ones: "
+                "restart the engine"
             )
             self._stats.failure = f"the KV connector failed: {error!r}"
             self._fail_from_now_on(self._stats.failure)
@@ -289,7 +291,8 @@ class TransferConnector(KVConnectorWorker):
             while self._commands:
                 command, metadata = self._commands[0]
                 command(metadata)
-                self._commands.popleft()  # after it succeeded: _fail_from_now_on answers the others
+                # Removed after it succeeded: _fail_from_now_on answers those that are left.
+                self._commands.popleft()
             if self._producer is not None:
                 self._producer.advance(time.monotonic())
             if self._consumer is not None:
@@ -341,7 +344,7 @@ class TransferConnector(KVConnectorWorker):
 
     def _fail_from_now_on(self, reason: str) -> None:
         """Answer every request with a failure, after a defect in this thread."""
-        self._agent.close()  # from here on nothing writes to the engine's memory
+        self._agent.close()  # nothing writes to the engine's memory any more
         if self._consumer is not None:
             self._consumer.fail_all(reason)
         if self._producer is not None:

@@ -107,6 +107,14 @@ class Agent(abc.ABC):
         return 0
 
     @property
+    def failure(self) -> str:
+        """Why peers cannot connect to this agent any more, and the remedy; empty if they can.
+
+        Empty with NIXL, whose library does not report it.
+        """
+        return ""
+
+    @property
     def bytes_moved(self) -> dict[str, int] | None:
         """Bytes sent and received, by transport and lane, such as `ucx tcp/lo`. None with NIXL.
 

@@ -11,10 +11,10 @@ What Baton adds around the library:
   but bytes still arrive afterwards. So the removal of a peer waits until its transfers ended. If
   they have not within REMOVE_GRACE_S, the library's agent is destroyed and made again. That ends
   all transfers in flight. Handles, lists and other peers stay usable.
-- `fence` does the same and removes all peers. It relies on this process having a part in what a
-  peer writes, or on the network refusing it afterwards. UCX's shared memory does neither (cma lets
-  a peer write by itself), so it is off. UCX_TLS in the environment overrides that. GPU memory of
-  peers on the same host (cuda_ipc) is not covered.
+- `fence` does the same and removes all peers. Afterwards this process, or the network, must refuse
+  what a peer still writes. With UCX's shared memory neither does: with CMA a peer writes by itself.
+  So it is off, unless UCX_TLS in the environment overrides that. GPU memory of peers on the same
+  host (cuda_ipc) is not covered.
 - Metadata carries a digest after NIXL's bytes, which NIXL ignores. NIXL itself accepts damaged
   addresses and keys.
 """
@@ -77,9 +77,8 @@ class _Native:
     def drop(self) -> None:
         if self.value is None:
             return
-        with contextlib.suppress(
-            Exception
-        ):  # a transfer in flight may refuse; it ends with the agent
+        # The library may refuse to release a transfer in flight. That one ends with the agent.
+        with contextlib.suppress(Exception):
             self.value.release()
         # The wrapper would keep the library's agent alive, and log an error when it is collected.
         self.value._released, self.value._agent = True, None
@@ -119,7 +118,8 @@ class _Xfer(XferHandle):
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
-        self.doomed = ""  # the error of the post after its end
+        #: Error of the post when it ends, because its peer was removed.
+        self.doomed = ""
 
     def begin(self) -> None:
         self.post, self.doomed = Post(), ""
@@ -140,16 +140,14 @@ class NixlAgent(Agent):
         """
         super().__init__(name)
         self._api, self._errors = nixl_library.load()
-        self._lock = threading.Condition(
-            threading.RLock()
-        )  # guards the library and all that follows
+        #: Guards the library and the attributes below.
+        self._lock = threading.Condition(threading.RLock())
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
         self._self = _Peer()
         self._peers: dict[str, _Peer] = {}
-        self._leaving: dict[
-            str, float
-        ] = {}  # removed with transfers in flight -> deadline of those
+        #: Peers that were removed with transfers in flight, and the deadline of these transfers.
+        self._leaving: dict[str, float] = {}
         self._in_flight: list[_Xfer] = []
         self._known_outside = False  # this agent's metadata was requested
         self._pause_s = POLL_MIN_S
@@ -353,9 +351,8 @@ class NixlAgent(Agent):
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
         with self._lock:
-            super().release_xfer_handle(
-                handle
-            )  # the library would release one in flight, with bytes still to come
+            # It refuses an active transfer. The library would release it, and bytes would follow.
+            super().release_xfer_handle(handle)
             assert isinstance(handle, _Xfer)
             handle.native.drop()
 

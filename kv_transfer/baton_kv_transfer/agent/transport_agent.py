@@ -116,7 +116,8 @@ class TransportAgent(Agent):
             self._thread.close()
             raise
         self._thread.start(lambda: [each.end() for each in self._transports.values()])
-        self._lock = threading.RLock()  # of the two below
+        #: Guards the two attributes below.
+        self._lock = threading.RLock()
         self._regions: list[Region] = []
         self._peers: dict[str, _Peer] = {}
         self._closed = False
@@ -125,6 +126,10 @@ class TransportAgent(Agent):
     @property
     def num_refused(self) -> int:
         return sum(context.num_refused for context in self._contexts.values())
+
+    @property
+    def failure(self) -> str:
+        return "; ".join(filter(None, (context.failure for context in self._contexts.values())))
 
     @property
     def bytes_moved(self) -> dict[str, int]:
@@ -364,9 +369,8 @@ class TransportAgent(Agent):
 
     def _begin(self, transfer: Transfer, peer: _Peer) -> None:
         """Begin a transfer on the first transport that moves this type of memory to the peer."""
-        address = int(
-            transfer.local[0, 0]
-        )  # local rows have one memory type; a peer's may have several
+        # All local rows have the memory type of the first. A peer's rows may have several types.
+        address = int(transfer.local[0, 0])
         theirs = [index for index, region in enumerate(peer.regions) if region.mem_type != "DRAM"]
         on_device = bool(theirs) and bool(np.isin(transfer.regions, theirs).any())
         for region in self._regions:
@@ -391,7 +395,7 @@ class TransportAgent(Agent):
         if self._thread.on_news():
             self._wakeup()
 
-    # -- the kinds' thread
+    # -- called by the transports' thread
 
     def _add_regions(self, regions: list[Region], kinds: list[str]) -> None:
         for kind in kinds:

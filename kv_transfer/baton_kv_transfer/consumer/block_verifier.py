@@ -93,35 +93,18 @@ class BlockVerifier:
     def advance(self) -> None:
         """Collect ended reads, post others and verify blocks.
 
-        The windows are filled before each batch.
+        Reads are posted before each verification, so that they travel during it.
         """
         until = self._context.clock() + VERIFY_SLICE_S
-        self.collect()
+        self._collect()
         self.post()
-        self.collect()  # some transports end a read at once
+        self._collect()  # some transports end a read at once
         while self._arrived:
             self._verify(self._arrived.popleft())
             self.post()
-            self.collect()
+            self._collect()
             if self._context.clock() >= until:
                 return
-
-    def collect(self) -> None:
-        """Collect the reads that ended."""
-        in_flight = []
-        for batch in self._in_flight:
-            assert batch.handle is not None
-            outcome = self._agent.check_xfer_state(batch.handle)
-            if outcome == "PROC":
-                in_flight.append(batch)
-                continue
-            self._ended(batch)
-            self._agent.release_xfer_handle(batch.handle)
-            if outcome == "DONE":
-                self._arrived.append(batch)
-            else:
-                self._read_failed(batch, batch.handle.error)
-        self._in_flight = in_flight
 
     def discard_all(self) -> None:
         """Drop all batches. Call only when the agent touches no memory any more."""
@@ -147,17 +130,31 @@ class BlockVerifier:
                         "READ", ours, batch.slots, peer.blocks, theirs
                     )
                     self._agent.transfer(handle)
-                except (
-                    KeyError,
-                    ValueError,
-                    TransportError,
-                ) as error:  # the agent does not know the peer any more
+                except (KeyError, ValueError, TransportError) as error:
+                    # The agent has no such peer any more.
                     self._ended(batch)
                     self._read_failed(batch, str(error))
                 else:
                     batch.handle = handle
                     self._in_flight.append(batch)
                     self._stats.descriptors_posted += handle.num_descs
+
+    def _collect(self) -> None:
+        """Collect the reads that ended."""
+        in_flight = []
+        for batch in self._in_flight:
+            assert batch.handle is not None
+            outcome = self._agent.check_xfer_state(batch.handle)
+            if outcome == "PROC":
+                in_flight.append(batch)
+                continue
+            self._ended(batch)
+            self._agent.release_xfer_handle(batch.handle)
+            if outcome == "DONE":
+                self._arrived.append(batch)
+            else:
+                self._read_failed(batch, batch.handle.error)
+        self._in_flight = in_flight
 
     def _ended(self, batch: Batch) -> None:
         assert batch.window is not None

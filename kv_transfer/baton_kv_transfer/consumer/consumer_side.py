@@ -189,7 +189,8 @@ class ConsumerSide:
                 return (
                     f"transfer {load.transfer_id} did not drain: {load.error or 'no confirmation'}"
                 )
-        # A lost peer confirms nothing any more. Running loads of other peers may end first.
+        # A lost peer cannot confirm its last write, so only a fence ends its loads. The fence would
+        # fail loads from other peers, so it waits until none of them is running.
         if len(draining) == len(self._loads):
             for load in draining:
                 for rank_transfer in load.rank_transfers:
@@ -223,20 +224,19 @@ class ConsumerSide:
 
     def _send_heartbeats(self, now: float) -> None:
         due = [peer for peer in self._peers if peer.is_ready and now >= peer.next_heartbeat]
+        if not due:
+            return
         expected: dict[Peer, list[str]] = {}
-        for transfer_id, first in self._expected.items() if due else ():
-            for peer in self._loads.workers(first, now):
+        for transfer_id, first in self._expected.items():
+            workers, _ = self._loads.connect_workers(first, now)
+            for peer in workers.values():
                 expected.setdefault(peer, []).append(transfer_id)
-        rank_transfers = (
-            [
-                rank_transfer
-                for load in self._loads
-                for rank_transfer in load.rank_transfers
-                if rank_transfer.state is not RankTransferState.RELEASED
-            ]
-            if due
-            else []
-        )
+        rank_transfers = [
+            rank_transfer
+            for load in self._loads
+            for rank_transfer in load.rank_transfers
+            if rank_transfer.state is not RankTransferState.RELEASED
+        ]
         for peer in due:
             peer.next_heartbeat = now + self._loads.heartbeat_s(peer)
             transfer_ids = [

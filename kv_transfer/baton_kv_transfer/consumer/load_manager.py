@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -62,7 +61,7 @@ class LoadManager:
         self._loads: dict[str, Load] = {}
         #: Loads with push that wait for slots, the oldest first.
         self._want_slots: dict[str, Load] = {}
-        #: To be sent after results were reported, because the engine waits for those.
+        #: Sent after the results were reported, because the engine waits for the results.
         self._releases: list[tuple[Peer, side_channel.Release]] = []
 
     def __len__(self) -> int:
@@ -87,25 +86,30 @@ class LoadManager:
         self._loads[request.transfer_id] = load
         self.step(load, now)
 
-    def workers(self, first: Peer, now: float) -> list[Peer]:
-        """Return the producer's workers that have needed heads, connected.
+    def connect_workers(self, first: Peer, now: float) -> tuple[dict[int, Peer], str]:
+        """Connect to the producer's workers that have needed heads.
 
-        The first worker names them.
+        Args:
+            first: the producer's first worker, which names the others once it is ready.
+            now: the time.
+
+        Returns:
+            The workers by rank, and why one of them is missing; empty if none is.
         """
-        workers = []
+        workers, error = {}, ""
         for rank, address in enumerate(first.ranks if first.is_ready else ()):
-            if self._memory.layout.heads.overlap(address.heads).count:
-                with contextlib.suppress(
-                    zmq.ZMQError
-                ):  # not an address: the load will fail with the reason
-                    known = first if rank == 0 else None
-                    workers.append(
-                        known
-                        or self._peers.connect(
-                            address.host, address.port, first.peer_instance_id, now
-                        )
-                    )
-        return workers
+            if not self._memory.layout.heads.overlap(address.heads).count:
+                continue
+            host, port = address.host, address.port
+            try:
+                workers[rank] = (
+                    self._peers.connect(host, port, first.peer_instance_id, now) if rank else first
+                )
+            except zmq.ZMQError as failure:
+                error = (
+                    f"cannot connect to worker {rank} of {first.name} at {host}:{port}: {failure}"
+                )
+        return workers, error
 
     def heartbeat_s(self, peer: Peer) -> float:
         return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
@@ -162,38 +166,21 @@ class LoadManager:
                 self.end(load, now)
 
     def _open_rank_transfers(self, load: Load, now: float) -> None:
-        """Open the per-rank transfers. The first worker is ready and named the others."""
+        """Open a per-rank transfer for each worker with needed heads. The first worker is ready."""
         first, heads = load.first_worker, self._memory.layout.heads
         if first.rank != 0:
-            self.fail(
-                load,
-                FailureReason.PROTOCOL,
-                f"{first.name} is worker {first.rank}, not the first one",
-                now,
-            )
+            why = f"{first.name} is worker {first.rank}, not the first one"
+            self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        rank_transfers = []
-        for rank, address in enumerate(first.ranks):
-            shared = heads.overlap(address.heads)
-            if shared.count == 0:
-                continue
-            try:
-                peer = (
-                    self._peers.connect(
-                        address.host, address.port, load.request.peer_instance_id, now
-                    )
-                    if rank
-                    else first
-                )
-            except zmq.ZMQError as error:
-                where = f"{address.host}:{address.port}"
-                why = f"cannot connect to worker {rank} of {first.name} at {where}: {error}"
-                self.fail(load, FailureReason.PEER_LOST, why, now)
-                return
-            subscribers = [
-                other for other in self._worker_heads if other.overlap(address.heads).count
-            ]
-            rank_transfers.append(
+        workers, error = self.connect_workers(first, now)
+        if error:
+            self.fail(load, FailureReason.PEER_LOST, error, now)
+            return
+        for rank, peer in workers.items():
+            theirs = first.ranks[rank].heads
+            shared = heads.overlap(theirs)
+            subscribers = [ours for ours in self._worker_heads if ours.overlap(theirs).count]
+            load.rank_transfers.append(
                 RankTransfer(
                     load,
                     peer,
@@ -209,11 +196,11 @@ class LoadManager:
                     reread=np.zeros(load.num_blocks, dtype=np.bool_),
                 )
             )
-        load.rank_transfers, load.state = rank_transfers, LoadState.LOADING
-        load.missing += len(rank_transfers)
+        load.state = LoadState.LOADING
+        load.missing += len(workers)
 
     def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
-        """Subscribe at a ready worker. A load without blocks only frees the producer's side."""
+        """Send SUBSCRIBE to a ready worker. A load without blocks sends only RELEASE, later."""
         load, peer = rank_transfer.load, rank_transfer.peer
         heads = self._memory.layout.heads.overlap(peer.ranks[peer.rank].heads)
         if (peer.rank, heads) != (rank_transfer.rank, rank_transfer.heads):
@@ -224,7 +211,7 @@ class LoadManager:
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
         if load.num_blocks and load.push and load.slots is None and not self._accept(load):
-            return  # until enough slots are free, or its deadline
+            return  # tried again at each step, until its deadline
         rank_transfer.state = RankTransferState.OPEN
         rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s
         if load.num_blocks == 0:
@@ -251,7 +238,8 @@ class LoadManager:
         The oldest load goes first.
         """
         if load.num_blocks > self._memory.num_slots:
-            load.push = False  # it never fits at once, so read in parts
+            # Its blocks never fit at once. They are read in parts.
+            load.push = False
             return True
         self._want_slots.setdefault(load.transfer_id, load)
         if next(iter(self._want_slots.values())) is load:
@@ -261,7 +249,10 @@ class LoadManager:
         return load.slots is not None
 
     def release(self, rank_transfer: RankTransfer) -> None:
-        """Queue a RELEASE when nothing more is needed and none of the blocks is in hand."""
+        """Queue RELEASE, once, when no batch is in hand.
+
+        A peer to which SUBSCRIBE was not sent must be ready.
+        """
         if (
             rank_transfer.state is RankTransferState.RELEASED
             or rank_transfer.num_batches
@@ -287,7 +278,7 @@ class LoadManager:
         self._releases.clear()
 
     def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
-        """Set the outcome. It is reported after the load has drained."""
+        """Set the outcome, unless there is one. It is reported after the load has drained."""
         if load.state is LoadState.DRAINING:
             return
         load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
@@ -317,18 +308,17 @@ class LoadManager:
             for rank_transfer in load.rank_transfers:
                 if not rank_transfer.is_complete and now >= rank_transfer.deadline:
                     silence_s = now - rank_transfer.last_block
-                    peer = rank_transfer.peer.name
-                    why = f"no progress from {peer}: no block for {silence_s:.1f} s"
+                    name = rank_transfer.peer.name
+                    why = f"no progress from {name}: no block for {silence_s:.1f} s"
                     self.fail(load, FailureReason.TIMEOUT, why, now)
                     break
         elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
+            # A peer that failed is disconnected. That ends its reads in ERR, which ends the load.
             for rank_transfer in load.rank_transfers:
-                if (
-                    rank_transfer.num_batches and not rank_transfer.peer.error
-                ):  # disconnecting aborts reads, and their ERR ends the load
-                    peer = rank_transfer.peer.name
-                    why = f"reads from {peer} did not end within {DRAIN_TIMEOUT_S:g} s"
-                    rank_transfer.peer.fail(FailureReason.PEER_LOST, why)
+                peer = rank_transfer.peer
+                if rank_transfer.num_batches and not peer.error:
+                    why = f"reads from {peer.name} did not end within {DRAIN_TIMEOUT_S:g} s"
+                    peer.fail(FailureReason.PEER_LOST, why)
                     load.drain_deadline = now + DRAIN_TIMEOUT_S
 
     # -- messages of a producer's worker
@@ -338,20 +328,10 @@ class LoadManager:
             self._extend_deadlines(peer, message.transfer_ids, now)
             return
         load = self._loads.get(message.transfer_id)
-        rank_transfer = (
-            next(
-                (
-                    rank_transfer
-                    for rank_transfer in load.rank_transfers
-                    if rank_transfer.peer is peer
-                ),
-                None,
-            )
-            if load is not None
-            else None
-        )
+        rank_transfers = load.rank_transfers if load is not None else []
+        rank_transfer = next((one for one in rank_transfers if one.peer is peer), None)
         if load is None or rank_transfer is None:
-            return  # the load has ended
+            return  # the load has ended, or needs nothing of this peer
         to_all = isinstance(message, side_channel.Cancelled) and message.generation == 0
         if message.generation != load.generation and not to_all:
             return  # an earlier load of this transfer
@@ -424,8 +404,8 @@ class LoadManager:
         self._blocks.read(rank_transfer, wrong)
 
     def _extend_deadlines(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
-        # Engines of both roles could wait in a ring, each for memory that loads of the other hold.
-        # There only blocks extend the deadline.
+        # Two engines that both produce and consume could wait for each other's memory without end.
+        # With that role, PENDING does not extend the deadline and only blocks do.
         max_pending_s = MAX_PENDING_S if self._context.config.role is KVRole.CONSUMER else 0.0
         for transfer_id in transfer_ids:
             load = self._loads.get(transfer_id)

@@ -11,7 +11,7 @@ Load
     HANDSHAKE -> LOADING    the first worker is ready
     LOADING   -> DRAINING   every per-rank transfer verified all blocks, or anything failed;
                             HANDSHAKE -> DRAINING on failures
-    DRAINING  -> (ended)    no batch is in hand and the producer cannot write any more
+    DRAINING  -> (ended)    no batch is in flight or unverified, and the producer cannot write
 
 Per-rank transfer
 
@@ -61,18 +61,19 @@ class RankTransfer:
     heads: HeadRange
     #: Bytes of these heads in a block.
     block_nbytes: int
+    #: As in side_channel.Subscribe.
     subscriber: int
-    #: See side_channel.Subscribe.
+    #: As in side_channel.Subscribe.
     num_subscribers: int
     #: Time at which blocks were last published or verified.
     last_block: float
-    #: The load fails here without blocks, and without a message that more will come.
+    #: Time at which the load fails. Blocks and PENDING extend it.
     deadline: float
     #: [num_blocks]: slot of the producer's memory; -1: not published.
     slots_there: NDArray[np.int64]
     #: [num_blocks]: as published.
     checksums: list[int]
-    #: [num_blocks]: its verification failed once.
+    #: [num_blocks]: whether the verification failed once.
     reread: NDArray[np.bool_]
     state: RankTransferState = RankTransferState.HANDSHAKE
     #: Positions to read, not posted yet.
@@ -122,8 +123,8 @@ class Load:
     first_worker: Peer
     started: float
     push: bool
-    #: [num_blocks]: number of per-rank transfers that have not verified it. Valid once there are
-    #: any.
+    #: [num_blocks]: number of per-rank transfers that have not verified the block. Valid once the
+    #: load has per-rank transfers.
     missing: NDArray[np.int32]
     state: LoadState = LoadState.HANDSHAKE
     rank_transfers: list[RankTransfer] = field(default_factory=list)

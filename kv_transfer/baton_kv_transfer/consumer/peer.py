@@ -25,13 +25,13 @@ from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import DlistHandle
 from baton_kv_transfer.connector import FailureReason
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory.kv_memory import slot_rows
 from baton_kv_transfer.memory.layout import (
     HeadRange,
     KVCacheLayout,
     RankAddress,
     explain_layout_mismatch,
 )
+from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed

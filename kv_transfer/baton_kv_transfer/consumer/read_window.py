@@ -1,4 +1,4 @@
-"""The reads from one peer: batches of a few MiB within a window of bytes, loads in turns."""
+"""The reads from one peer: batches of a few MiB. Bytes in flight are limited. Loads take turns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.consumer.load_state import RankTransfer
-from baton_kv_transfer.memory.kv_memory import KVMemory
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 
-#: Size of a transfer, and of what is verified at once while the next batches travel.
+#: Bytes that one transfer reads. They are verified in one call, while the next batches travel.
 BATCH_BYTES = 4 * 2**20
 
 
@@ -20,11 +20,11 @@ class Batch:
 
     rank_transfer: RankTransfer
     positions: list[int]
-    #: Of this engine's memory.
+    #: Slots of this engine's memory.
     slots: list[int]
     #: The slots are released with the batch. Otherwise they belong to the load (push).
     owns_slots: bool
-    #: Window whose bytes in flight these are; None: written by push.
+    #: The window that counts the bytes in flight; None: the producer wrote them (push).
     window: ReadWindow | None = None
     handle: XferHandle | None = None
 
@@ -33,14 +33,14 @@ class Batch:
         return len(self.positions) * self.rank_transfer.block_nbytes
 
 
-def blocks_per_batch(rank_transfer: RankTransfer, memory: KVMemory) -> int:
+def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
     return max(1, min(BATCH_BYTES // rank_transfer.block_nbytes, memory.num_slots))
 
 
-def _accept(memory: KVMemory, block_ids: list[int]) -> list[int]:
-    """Return slots for the leading blocks, for as many as there are free slots.
+def _accept(memory: SlotMemory, block_ids: list[int]) -> list[int]:
+    """Return slots for leading blocks: for all, or for a half, a quarter and so on.
 
-    A load that waited for slots for all its blocks might never get them.
+    A load that waits for slots for all its blocks may never get them.
     """
     while block_ids:
         slots = memory.accept(block_ids)
@@ -56,9 +56,8 @@ class ReadWindow:
     def __init__(self, max_inflight_bytes: int, stats: ConnectorStats) -> None:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
-        self._turns: deque[RankTransfer] = (
-            deque()
-        )  # those with queued blocks; the first one is next
+        #: Per-rank transfers with queued blocks. The first one is next.
+        self._turns: deque[RankTransfer] = deque()
         self._stats = stats
 
     def enqueue(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
@@ -76,12 +75,10 @@ class ReadWindow:
             self._stats.queued_bytes -= len(rank_transfer.queued) * rank_transfer.block_nbytes
             rank_transfer.queued.clear()
 
-    def take_batch(self, memory: KVMemory) -> Batch | None:
-        """Return the next batch that fits into the window and has slots.
+    def take_batch(self, memory: SlotMemory) -> Batch | None:
+        """Return the next batch that fits into the window and has slots; None if there is none.
 
-        It counts as in flight from now on.
-
-        A batch larger than the window travels alone.
+        The batch counts as in flight from now on. One larger than the window travels alone.
         """
         for _ in range(len(self._turns)):
             rank_transfer = self._turns.popleft()

@@ -1,7 +1,7 @@
 """A worker's KV memory.
 
 layout          ranges of heads, the shape of the memory, and the addresses of workers
-kv_memory       the memory as its connector sees it; host memory
+slot_memory     the memory as its connector sees it; host memory
 staged_memory   blocks that travel through slots of host memory
 checksum        the checksum of a block
 """

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.memory import checksum
-from baton_kv_transfer.memory.kv_memory import HostKVMemory, KVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.slot_memory import HostMemory, SlotMemory
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ CopyOut = Callable[[Sequence[int], Sequence[int]], None]
 CopyIn = Callable[[Sequence[int], Sequence[int], HeadRange], None]
 
 
-class StagedKVMemory(KVMemory):
-    """KV memory with staging slots. A slot has one user until it is released."""
+class StagedMemory(SlotMemory):
+    """KV memory whose blocks are copied into and out of slots. A slot has one user at a time."""
 
     def __init__(
         self,
@@ -61,15 +61,14 @@ class StagedKVMemory(KVMemory):
                 f"the staging memory has no room for one block of {layout.block_nbytes} bytes: "
                 "raise kv_transfer.staging_bytes"
             )
-        self._staging = HostKVMemory(base_address, layout, sum_runs)
+        self._staging = HostMemory(base_address, layout, sum_runs)
         self.layout = layout
         self.base_address = base_address
         self.num_slots = num_slots
         self._copy_out = copy_out
         self._copy_in = copy_in
-        self._free = list(
-            range(num_slots)
-        )  # a heap: adjacent slots merge into one descriptor, so low slots come first
+        #: A heap. The lowest slots are taken first, because adjacent slots become one descriptor.
+        self._free = list(range(num_slots))
         self._exposed: set[int] = set()
         self._accepted: dict[int, int] = {}  # slot -> block
         self._warned = False
@@ -96,7 +95,7 @@ class StagedKVMemory(KVMemory):
         return slots
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
-        """See KVMemory.
+        """See SlotMemory.
 
         Raises:
             ValueError: a slot was not accepted for its block.
@@ -108,7 +107,7 @@ class StagedKVMemory(KVMemory):
             self._copy_in(slots, block_ids, heads)
 
     def release(self, slots: Sequence[int]) -> None:
-        """See KVMemory.
+        """See SlotMemory.
 
         Raises:
             ValueError: a slot is free or named twice; no slot is released then.
@@ -122,7 +121,7 @@ class StagedKVMemory(KVMemory):
         self._give_back(slots)
 
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
-        """See KVMemory.
+        """See SlotMemory.
 
         Raises:
             ValueError: a slot is free.
@@ -131,14 +130,14 @@ class StagedKVMemory(KVMemory):
         return self._staging.block_sums(slots, heads)
 
     def _take(self, count: int) -> list[int] | None:
-        """Return free slots; None if too few are free, also if there can never be enough.
+        """Return free slots; None if fewer are free.
 
-        Callers have deadlines.
+        Callers retry until a deadline, also where the memory can never have this many slots.
         """
         if count > self.num_slots and not self._warned:
             self._warned = True
             logger.warning(
-                "a transfer of %d blocks at once fails, there are %d slots of host memory: "
+                "a transfer needs %d slots of host memory at once, and there are %d, so it fails: "
                 "raise kv_transfer.staging_bytes",
                 count,
                 self.num_slots,

@@ -58,9 +58,9 @@ class BlockWriter:
 
         Args:
             context: shared by both sides of the connector.
-            written: called when blocks are in the subscriber's memory; num_writes does not count
-                the write any more.
-            failed: called with the reason when the blocks are not there and will not be.
+            written: called when blocks are in the subscriber's memory, after num_writes was
+                reduced.
+            failed: called with the reason when blocks will not reach the subscriber's memory.
         """
         self._context = context
         self._agent, self._stats, self._clock = context.agent, context.stats, context.clock
@@ -128,11 +128,8 @@ class BlockWriter:
         try:
             handle = self._make(subscriber, published)
             self._agent.transfer(handle)
-        except (
-            ValueError,
-            LookupError,
-            TransportError,
-        ) as error:  # the peer was removed, possibly by a fence
+        except (ValueError, LookupError, TransportError) as error:
+            # The peer was removed, possibly by a fence.
             self._failed(subscriber, str(error))
             return
         if not subscriber.num_writes:

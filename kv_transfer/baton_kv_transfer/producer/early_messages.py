@@ -1,6 +1,6 @@
-"""Subscriptions before the scheduler's offer.
+"""Subscriptions that arrive before the scheduler's offer.
 
-Heartbeats renew their lease; after it they are refused.
+Heartbeats renew their lease. Subscriptions whose lease ends are refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class EarlyMessages:
                 known.message, side_channel.Subscribe
             ):
                 return ""
-            return f"subscriber {message.subscriber} of transfer {message.transfer_id} came before"
+            return (
+                f"subscriber {message.subscriber} of transfer {message.transfer_id} exists already"
+            )
         if (
             self._num_early >= MAX_EARLY
             or self._num_slots + len(message.push_slots or ()) > MAX_EARLY_SLOTS

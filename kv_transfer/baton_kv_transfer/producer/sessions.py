@@ -21,8 +21,8 @@ import msgspec
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import DlistHandle
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory.kv_memory import slot_rows
 from baton_kv_transfer.memory.layout import KVCacheLayout, explain_layout_mismatch
+from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 
 MAX_HANDSHAKES = 1024
@@ -30,7 +30,7 @@ MAX_HANDSHAKES = 1024
 #: connect again.
 MAX_OPEN = 4096
 MAX_ID_LENGTH = 512
-#: Of one consumer's memory.
+#: Limit for the slots of one consumer's memory.
 MAX_SLOTS = 2**22
 _MAX_ADDRESS = 2**63
 
@@ -76,7 +76,7 @@ class SessionRegistry:
         Args:
             context: shared by both sides of the connector.
             send: sends a message to a connection.
-            lost: (session, reason): nothing may be started for this session any more.
+            lost: called with a session and the reason when nothing may be started for it any more.
         """
         self._context = context
         self._agent, self._layout, self._lease_s = (

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_ENDED = 4096
 #: Limit for heartbeats: they keep blocks for this long after the last block was published.
 MAX_HOLD_S = 600.0
-#: The same after the first block, for a load without memory. Its engine may have given all its
-#: memory to loads that wait for memory here; then one side must give up.
+#: The same after the first block, for a load that waits for memory at its consumer. Two engines may
+#: wait for each other's memory without end, so one side must give up.
 MAX_WAIT_S = 120.0
 #: Writes to a subscriber that left must end within this time, or its memory is cut off.
 DRAIN_TIMEOUT_S = 5.0
@@ -78,7 +78,7 @@ class TransferManager:
             writes: writes blocks to consumers.
             send: sends a message to a connection.
             on_finished: called exactly once per offer, with its transfer id.
-            cut_off: (session, reason): its writes in flight do not end.
+            cut_off: called with a session and the reason when writes to it do not end.
         """
         self._writes = writes
         self._lease_s = context.config.lease_s
@@ -125,7 +125,8 @@ class TransferManager:
                 transfer,
                 f"its {transfer.num_blocks} blocks do not fit into the producer's {room} slots",
             )
-        elif transfer.blocks or not self._waiting_for_slots:  # one with slots ends earlier
+        elif transfer.blocks or not self._waiting_for_slots:
+            # A transfer that has slots goes first, because it frees them sooner.
             self._expose(transfer)
         else:
             self._wait_for_slots(transfer)
@@ -211,7 +212,8 @@ class TransferManager:
                     elif (
                         not subscriber.num_writes or now < subscriber.writing_since + self._lease_s
                     ):
-                        pending.append(transfer_id)  # not while writes stall: it may give up
+                        # Not while writes stall: the consumer may give up then.
+                        pending.append(transfer_id)
                     subscriber.deadline = max(subscriber.deadline, until)
             if (
                 transfer is not None

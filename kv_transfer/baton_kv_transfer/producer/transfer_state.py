@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import BlockSave, ConnectorStats
 from baton_kv_transfer.memory import checksum
-from baton_kv_transfer.memory.kv_memory import KVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_kv_transfer.producer.sessions import MAX_ID_LENGTH, Session
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_protocol.block_hash import BlockHash
@@ -76,7 +76,7 @@ class Block:
     index: int
     slot: int
     chain_hash: BlockHash
-    #: By the head ranges that subscribers requested.
+    #: Word sums, by the head ranges that subscribers requested.
     sums: dict[HeadRange, int] = field(default_factory=dict)
 
 
@@ -87,7 +87,7 @@ class Transfer:
     transfer_id: str
     #: Instance whose workers may subscribe.
     peer_instance_id: str
-    #: HOLDING: subscribers that are missing at this time are not waited for.
+    #: HOLDING: end of the lease of the subscribers that have not come yet.
     deadline: float
     #: Time at which its first blocks were saved; 0: not yet.
     held_since: float = 0.0
@@ -200,14 +200,14 @@ def explain_refusal(
     known = transfer.subscribers.get(message.subscriber)
     if known is not None:
         return (
-            f"subscriber {message.subscriber} of transfer {transfer.transfer_id} came before "
+            f"subscriber {message.subscriber} of transfer {transfer.transfer_id} exists already "
             f"(generation {known.generation}, now {message.generation})"
         )
     return ""
 
 
 def checksum_blocks(
-    memory: KVMemory, subscriber: Subscriber, blocks: Sequence[Block]
+    memory: SlotMemory, subscriber: Subscriber, blocks: Sequence[Block]
 ) -> list[PublishedBlock]:
     """Return the blocks as published to this subscriber.
 

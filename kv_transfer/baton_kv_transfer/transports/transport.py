@@ -38,6 +38,8 @@ class TransportContext:
         self.deliver, self.wakeup = deliver, wakeup
         self.regions: list[Region] = []
         self.num_refused = 0
+        #: See Agent.failure.
+        self.failure = ""
         #: Bytes by lane: by the device or mechanism that moved them.
         self.moved: Counter[str] = Counter()
 

@@ -1,8 +1,8 @@
 """The work of the transports: sockets, commands, timers, and copies in turns of one batch.
 
 A thread does the work, except while a user of the agent waits in `waiting`. Then the user does it,
-so that no other thread has to wake up before the user. The thread resumes the work that is left
-when the user has news, and when the user stays away.
+so that no other thread has to wake up before the user. The thread takes over again when a user
+leaves with unfinished work, or does not wait again within AWAY_S.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Job:
         Args:
             copy: the copy.
             finish: called with the error or "".
-            owner: whatever requested the copy.
+            owner: the link or client that requested the copy.
         """
         self.copy = copy
         self.finish = finish
@@ -69,7 +69,7 @@ class Job:
 class _Waiting:
     """The context that `waiting` returns.
 
-    A class, because a generator takes longer, twice per message.
+    It is not a generator, because generators are slower and each message needs it twice.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TransportThread:
         self._users = 0
         #: Time at which the last user left.
         self._left_at = 0.0
-        #: The thread sleeps until it is woken, however short a user's absence is.
+        #: The thread sleeps until it is woken. Otherwise it looks after each AWAY_S.
         self._long = False
         #: The user left work that can be done at once.
         self._more = False

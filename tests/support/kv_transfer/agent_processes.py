@@ -78,6 +78,9 @@ class OwnerMethods:
     def num_refused(self) -> int:
         return self.agent.num_refused
 
+    def failure(self) -> str:
+        return self.agent.failure
+
     def add_peer(self, metadata: bytes) -> str:
         return self.agent.add_remote_agent(metadata)
 

@@ -16,9 +16,9 @@ from baton_kv_transfer.connector import ConnectorStats, LoadRequest, LoadResult
 from baton_kv_transfer.consumer.consumer_side import ConsumerSide
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import checksum
-from baton_kv_transfer.memory.kv_memory import HostKVMemory, KVMemory, slot_rows
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
-from baton_kv_transfer.memory.staged_memory import StagedKVMemory
+from baton_kv_transfer.memory.slot_memory import HostMemory, SlotMemory, slot_rows
+from baton_kv_transfer.memory.staged_memory import StagedMemory
 from baton_kv_transfer.side_channel import MemoryDescription, Publish, PublishedBlock, Subscribe
 from baton_kv_transfer.transports.transfer import Post
 from baton_protocol.config import KVRole, KVTransferConfig
@@ -114,7 +114,7 @@ class Worker:
         self.instance_id, self.rank = instance_id, rank
         self.layout = layout_of(heads)
         self.blocks = np.zeros((WHOLE.num_blocks, self.layout.block_nbytes), dtype=np.uint8)
-        self.memory = HostKVMemory(self.blocks.ctypes.data, self.layout)
+        self.memory = HostMemory(self.blocks.ctypes.data, self.layout)
         self.agent = TransportAgent(f"{instance_id}/{rank}", "inproc")
         self.agent.register_memory([(self.blocks.ctypes.data, self.blocks.nbytes, 0, "kv")])
         self.router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -299,14 +299,14 @@ class Rig:
         push: bool = False,
         heads: HeadRange = ALL_HEADS,
         engine: Sequence[HeadRange] = (),
-        memory: Callable[[np.ndarray, KVCacheLayout], KVMemory] | None = None,
+        memory: Callable[[np.ndarray, KVCacheLayout], SlotMemory] | None = None,
         max_inflight_bytes: int = 2**20,
         on_result: Callable[[str, LoadResult], None] = lambda transfer_id, result: None,
     ) -> None:
         """
         Args:
             engine: heads of all its workers.
-            memory: of blocks [num_blocks, bytes]; the default is HostKVMemory over them.
+            memory: of blocks [num_blocks, bytes]; the default is HostMemory over them.
         """
         self.clock = Clock()
         self.layout = layout_of(heads)
@@ -314,7 +314,7 @@ class Rig:
         self.memory = (
             memory(self.blocks, self.layout)
             if memory
-            else HostKVMemory(self.blocks.ctypes.data, self.layout)
+            else HostMemory(self.blocks.ctypes.data, self.layout)
         )
         self.agent = HeldAgent("D/0")
         self.agent.register_memory(
@@ -360,11 +360,12 @@ class Rig:
         block_ids: Sequence[int],
         first: int = 0,
         port: int = 0,
+        host: str = HOST,
     ) -> None:
         hashes = [chain_hash(transfer_id, first + position) for position in range(len(block_ids))]
         request = LoadRequest(
             transfer_id,
-            HOST,
+            host,
             port or worker.port,
             worker.instance_id,
             first,
@@ -447,7 +448,7 @@ class Staging:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
-    def __call__(self, blocks: np.ndarray, layout: KVCacheLayout) -> StagedKVMemory:
+    def __call__(self, blocks: np.ndarray, layout: KVCacheLayout) -> StagedMemory:
         self._slots = np.zeros((self.num_slots, layout.block_nbytes), dtype=np.uint8)
 
         def copy_in(slots: Any, block_ids: Any, heads: HeadRange) -> None:
@@ -455,7 +456,7 @@ class Staging:
             columns = slice(first * layout.head_nbytes, (first + heads.count) * layout.head_nbytes)
             blocks[list(block_ids), columns] = self._slots[list(slots), columns]
 
-        self.memory = StagedKVMemory(
+        self.memory = StagedMemory(
             self._slots.ctypes.data,
             self.num_slots,
             layout,

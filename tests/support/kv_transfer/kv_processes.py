@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadRequest, LoadResult
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import library
 from baton_protocol.config import KVRole, KVTransferConfig
@@ -100,7 +100,7 @@ def _serve(pipe: Connection, methods: Any, hello: Any) -> None:
             pipe.send(error)
 
 
-class _Memory(HostKVMemory):
+class _Memory(HostMemory):
     def __init__(self, base_address: int, layout: KVCacheLayout) -> None:
         super().__init__(base_address, layout)
         self.damaged: dict[int, NDArray[np.uint64]] = {}

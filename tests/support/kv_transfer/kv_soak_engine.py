@@ -24,8 +24,8 @@ from baton_kv_transfer.connector import (
     LoadRequest,
     LoadResult,
 )
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
@@ -73,7 +73,7 @@ def head_content(block_hash: bytes, head: int, num_words: int) -> NDArray[np.uin
         )
 
 
-class SoakMemory(HostKVMemory):
+class SoakMemory(HostMemory):
     """Counts slots that are out, is short of them at times, and damages what it carries.
 
     A producer's block is damaged after its sum was taken, a consumer's before: both are damage on the way.

@@ -16,8 +16,8 @@ from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.agent.transport_agent import TransportAgent
 from baton_kv_transfer.connector import BlockSave, ConnectorStats
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_protocol.config import KVRole, KVTransferConfig
@@ -83,7 +83,7 @@ class HeldAgent(TransportAgent):
             self.states[handle] = "ERR"
 
 
-class CountedMemory(HostKVMemory):
+class CountedMemory(HostMemory):
     """KV memory of which at most `free` slots can be exposed; notes what was asked of it."""
 
     def __init__(self, layout: KVCacheLayout) -> None:

@@ -16,8 +16,8 @@ from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.create import create_agent
 from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadRequest, LoadResult
 from baton_kv_transfer.consumer import load_manager
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import KVCacheLayout, RankAddress
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
 from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash
@@ -34,7 +34,7 @@ class Side:
         self.connector = TransferConnector(
             config, instance_id=instance_id, compatibility_hash="c", host=HOST
         )
-        self.connector.register_kv_cache(HostKVMemory(self.memory.ctypes.data, LAYOUT))
+        self.connector.register_kv_cache(HostMemory(self.memory.ctypes.data, LAYOUT))
         self.results: dict[str, LoadResult] = {}
 
     def offer(self, transfer_id: str, consumer: str = "D") -> None:

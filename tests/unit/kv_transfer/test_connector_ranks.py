@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadRequest, LoadResult
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
 from support.kv_transfer.kv_processes import HOST, chain_hash
@@ -51,7 +51,7 @@ class Engine:
             )
             memory = np.zeros((NUM_BLOCKS, heads.count, layout.head_nbytes), dtype=np.uint8)
             self.memory.append(memory)
-            connector.register_kv_cache(HostKVMemory(memory.ctypes.data, layout), ranks)
+            connector.register_kv_cache(HostMemory(memory.ctypes.data, layout), ranks)
         self.sent: list[set[str]] = [set() for _ in self.connectors]
         self.results: list[dict[str, LoadResult]] = [{} for _ in self.connectors]
 
@@ -161,6 +161,6 @@ def test_workers_that_share_a_head_are_refused_naming_both_numbers() -> None:
     ranks = [RankAddress(HOST, 1, HeadRange(rank // 2, 1)) for rank in range(4)]
     try:
         with pytest.raises(ValueError, match=r"4 workers.*have 4 KV heads, the model has 2"):
-            connector.register_kv_cache(HostKVMemory(memory.ctypes.data, layout), ranks)
+            connector.register_kv_cache(HostMemory(memory.ctypes.data, layout), ranks)
     finally:
         connector.shutdown()

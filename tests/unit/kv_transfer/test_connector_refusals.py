@@ -12,7 +12,7 @@ import zmq
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadRequest
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
 from support.kv_transfer.kv_processes import HOST, LAYOUT
@@ -61,7 +61,7 @@ def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engi
     for name in "PD":
         connector = TransferConnector(config, instance_id=name, compatibility_hash="c", host=HOST)
         connector.set_wakeup(lambda name=name: woken.append(name))
-        connector.register_kv_cache(HostKVMemory(memory[name].ctypes.data, LAYOUT))
+        connector.register_kv_cache(HostMemory(memory[name].ctypes.data, LAYOUT))
         engines[name] = connector
     intruder = zmq.Context.instance().socket(zmq.DEALER)
     intruder.linger = 0

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from baton_kernels.block_checksum import sum_runs
 from baton_kernels.block_copy import swap_blocks
-from baton_kv_transfer.memory.kv_memory import HostKVMemory, KVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
-from baton_kv_transfer.memory.staged_memory import StagedKVMemory
+from baton_kv_transfer.memory.slot_memory import HostMemory, SlotMemory
+from baton_kv_transfer.memory.staged_memory import StagedMemory
 
 
 class PeerMemory:
@@ -45,15 +45,15 @@ class PeerMemory:
         self._first_head = layout.first_kv_head
         self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
         self._computed: torch.cuda.Event | None = None
-        self.memory: KVMemory
+        self.memory: SlotMemory
         if not (cache.is_cuda if staged is None else staged):
-            self.memory = HostKVMemory(cache.data_ptr(), layout, sum_runs)
+            self.memory = HostMemory(cache.data_ptr(), layout, sum_runs)
             return
         num_slots = min(staging_bytes // layout.block_nbytes, layout.num_blocks)
         self._slots = torch.empty(
             (num_slots, *cache.shape[1:]), dtype=cache.dtype, pin_memory=cache.is_cuda
         )
-        self.memory = StagedKVMemory(
+        self.memory = StagedMemory(
             self._slots.data_ptr(),
             num_slots,
             layout,

@@ -1,7 +1,4 @@
-"""The processes that connect to write to memory here.
-
-Their requests are checked and served here.
-"""
+"""The server for processes that write to memory here: it checks and serves their requests."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ def get_location() -> tuple[str, int, int]:
 
 
 class _Client(Client):
-    """A process. `process` is None until its HELLO was accepted."""
+    """A process that connected. `process` is None until its HELLO was accepted."""
 
     def __init__(self, link: FramedSocket, pid: int) -> None:
         super().__init__(link, f"process {pid}")
@@ -95,6 +92,8 @@ class _Client(Client):
 
 
 class SHMServer(PeerServer[_Client]):
+    """The server of the transport `shm`."""
+
     def forget_region(self, region: Region) -> None:
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
             # Finishing a job may have ended its client and with it other jobs.

@@ -8,7 +8,8 @@ Each side writes to its own memory only (`cross_memory`).
 
 Requests, answers and notifications go over a unix socket of the peer. The side that connects sends
 the peer's cell, which is in the peer's metadata. The kernel identifies the process. Both sides must
-share boot, pid namespace and network namespace. The caller of a small read copies at once.
+have the same boot id, pid namespace and network namespace. The caller of a small read copies at
+once.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class _SHMLink(PeerLink):
     """A process whose memory may be read. Requests go to it after the first one has connected."""
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
-        """Check that the memory can be read.
+        """Open the peer process and check that this process may read its memory. Does not connect.
 
         Raises:
             OSError: there is no such process.
             OverflowError: the address is invalid.
-            CopyError: its memory may not be read.
+            CopyError: this process may not read its memory.
         """
         super().__init__(context, peer)
         self.process = Process(address.pid, address.cell_address, address.cell)
@@ -96,6 +97,8 @@ class _SHMLink(PeerLink):
 
 
 class SHMTransport(SocketTransport[_SHMLink]):
+    """The transport `shm`."""
+
     _clients: SHMServer
 
     def __init__(self, context: TransportContext) -> None:

@@ -126,9 +126,8 @@ class PeerLink(abc.ABC):
         return connection
 
     def _submit(self, command: Callable[[], None]) -> None:
-        with contextlib.suppress(
-            TransportError
-        ):  # closed: the thread gives up all links at its end
+        # A closed mailbox takes nothing. Its thread gives up all links at its end.
+        with contextlib.suppress(TransportError):
             self._thread.mailbox.submit(command)
 
     # -- called by the transports' thread

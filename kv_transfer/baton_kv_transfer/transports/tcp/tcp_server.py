@@ -40,6 +40,7 @@ MAX_UNAUTHENTICATED = 128
 #: A peer that the network does not reach for this time is lost.
 SILENT_S = 10
 _PROBE_S = 2
+#: Pause in accepting connections when the process has no free descriptor.
 _RETRY_S = 1.0
 _SECRET_BYTES = 16
 
@@ -63,6 +64,8 @@ class _Client(Client):
 
 
 class TCPServer(PeerServer[_Client]):
+    """The server of the transport `tcp`."""
+
     def __init__(self, context: TransportContext) -> None:
         """Listen at a free port.
 

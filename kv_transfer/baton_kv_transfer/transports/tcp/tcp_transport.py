@@ -58,6 +58,8 @@ class _TCPLink(PeerLink):
 
 
 class TCPTransport(SocketTransport[_TCPLink]):
+    """The transport `tcp`."""
+
     _clients: TCPServer
 
     def __init__(self, context: TransportContext) -> None:

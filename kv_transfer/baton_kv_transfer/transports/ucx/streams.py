@@ -1,4 +1,4 @@
-"""The data of a transfer as tag messages: pieces of half a megabyte, cut alike on both sides.
+"""The data of a transfer as tag messages. Both sides cut it into the same pieces of up to 512 KiB.
 
 UCX sends them directly from the rows and receives them into the rows.
 """

@@ -1,6 +1,6 @@
-"""Transfers over UCX. Only the process of a memory's owner touches it, after checking every row.
+"""Transfers over UCX. Only the process that owns memory accesses it, after checking each row.
 
-Each request that UCX holds belongs to a connection. A connection that fails, falls silent or is
+Each request that UCX holds belongs to a connection. A connection that fails, is silent or is
 removed is cut: UCX closes its endpoint by force, and a transfer ends when UCX has given back all
 its memory. If UCX does not, the worker itself is replaced.
 """
@@ -45,7 +45,13 @@ RETURN_TIMEOUT_S = 0.5
 #: How long a fence waits for a network on which a new worker can be made.
 NETWORK_TIMEOUT_S = 20.0
 RETRY_S = 0.5
+NOT_LISTENING = (
+    "UCX stopped listening for KV transfers, because this process had no free file descriptor. "
+    "Present connections continue, and new peers cannot connect. Restart the engine; if it happens "
+    "again, raise the limit of open files, and let only the service's pods reach this port"
+)
 _TICK_S = 1.0
+#: Rounds of UCX's progress in a turn of the thread.
 _ROUNDS = 4
 _SECRET_BYTES = 16
 
@@ -58,6 +64,8 @@ class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UCXTransport(Transport):
+    """The transport `ucx`."""
+
     def __init__(self, context: TransportContext) -> None:
         """Start UCX and make a worker.
 
@@ -355,7 +363,7 @@ class UCXTransport(Transport):
         return True
 
     def _tick(self) -> None:
-        """Give up silent peers.
+        """Give up silent peers, and check that UCX still listens.
 
         This counts ticks, not seconds: a process that was stopped itself receives what arrived
         before it gives a peer up.
@@ -373,12 +381,16 @@ class UCXTransport(Transport):
             self._replace_worker("UCX's worker was replaced")
         self._cut = [connection for connection in self._cut if connection.is_busy]
         self._cut_failed()
+        if self._worker is not None and not (self._context.failure or self._worker.is_listening):
+            self._context.failure = NOT_LISTENING
+            logger.error("%s", NOT_LISTENING)
         self._thread.call_later(_TICK_S, self._tick)
 
     # -- the worker
 
     def _use_worker(self, worker: UCXWorker) -> None:
         self._worker = worker
+        self._context.failure = ""
         self._secret = os.urandom(_SECRET_BYTES)
         self.address = msgspec.msgpack.encode(PeerAddress(worker.address, self._secret))
         self._thread.watch(worker.event_fd, lambda: None)

@@ -31,14 +31,14 @@ SETTINGS = {
     "RNDV_THRESH": "64K",
     "ZCOPY_THRESH": "64K",
 }
-#: Far below RNDV_THRESH and every transport's segment.
+#: Messages up to this size arrive in order. It is far below RNDV_THRESH and the size of a segment.
 MAX_EAGER_BYTES = 4096
 #: How long a destroyed worker may take to end messages whose senders are gone.
 DRAIN_TIMEOUT_S = 0.2
 
 
 class UCXContext:
-    """What all workers of a process share. UCX uses only transports whose peers may fail."""
+    """UCX as an agent uses it: the settings, and the factory of workers."""
 
     def __init__(self, host: str) -> None:
         """Start UCX.
@@ -65,7 +65,7 @@ class UCXContext:
 
     @property
     def max_eager_bytes(self) -> int:
-        """Size up to which messages are certain to arrive in order."""
+        """Size up to which messages arrive in order."""
         return 0 if "UCX_RNDV_THRESH" in os.environ else MAX_EAGER_BYTES
 
     @property
@@ -82,10 +82,13 @@ class UCXContext:
         Raises:
             UCXError: the network is down.
         """
+        others = _find_listeners()
         try:
-            return UCXWorker(self._ucxx, self._ucxx.UCXWorker(self._context))
+            worker = self._ucxx.UCXWorker(self._context)
         except self._ucxx.UCXError as error:
             raise UCXError(f"UCX makes no worker: {error}") from error
+        ours = {fd: name for fd, name in _find_listeners().items() if fd not in others}
+        return UCXWorker(self._ucxx, worker, ours)
 
 
 def find_devices(host: str) -> str:
@@ -114,6 +117,17 @@ def _find_interface(host: str) -> str:
         f"KV transfers cannot be served at {host}: no network device of this machine has that "
         "address"
     )
+
+
+def _find_listeners() -> dict[int, str]:
+    """Return the descriptors at which this process listens for TCP, and their sockets' names."""
+    sockets = psutil.Process().net_connections("tcp")
+    return {s.fd: _name_socket(s.fd) for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+def _name_socket(fd: int) -> str:
+    """Return a name that no other open socket of this process has, also at the same descriptor."""
+    return os.path.realpath(f"/proc/self/fd/{fd}")
 
 
 class Buffer:
@@ -159,10 +173,18 @@ class Request:
 class UCXWorker:
     """The endpoint to which peers connect. All methods are for one thread at a time."""
 
-    def __init__(self, ucxx: Any, worker: Any) -> None:
+    def __init__(self, ucxx: Any, worker: Any, listeners: dict[int, str]) -> None:
+        """Use a new worker of ucxx.
+
+        Args:
+            ucxx: the module with ucxx's classes.
+            worker: the worker.
+            listeners: its listening sockets: descriptor and name of each. Empty without TCP.
+        """
         self._ucxx = ucxx
         self._ucp = library.load()
         self._worker = worker
+        self._listeners = listeners
         worker.init_blocking_progress_mode()
         self.event_fd: int = worker.epoll_file_descriptor
         self.address: bytes = worker.address.tobytes()
@@ -185,6 +207,11 @@ class UCXWorker:
             callback=c.cast(self._on_received, c.c_void_p),
             recv_info=c.addressof(self._info),
         )
+
+    @property
+    def is_listening(self) -> bool:
+        """UCX still accepts TCP connections. It closes its listening socket when accept fails."""
+        return all(_name_socket(fd) == name for fd, name in self._listeners.items())
 
     def connect(self, address: bytes, on_close: Callable[[int], None], number: int) -> Any:
         """Return ucxx's endpoint of a remote worker.

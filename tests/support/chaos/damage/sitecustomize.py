@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange
+from baton_kv_transfer.memory.slot_memory import HostMemory
 
 ORDER = Path(os.environ["BATON_TEST_DAMAGE"]) / os.environ.get("POD_IP", "none")
-plain = HostKVMemory.block_sums
+plain = HostMemory.block_sums
 
 
-def damaged(self: HostKVMemory, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
+def damaged(self: HostMemory, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
     if ORDER.exists():
         if ORDER.read_text() == "once":
             ORDER.unlink()
@@ -31,4 +31,4 @@ def damaged(self: HostKVMemory, slots: Sequence[int], heads: HeadRange) -> NDArr
     return plain(self, slots, heads)
 
 
-HostKVMemory.block_sums = damaged  # type: ignore[method-assign]
+HostMemory.block_sums = damaged  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from baton_kv_transfer.connector import (
     KVConnectorWorker,
     LoadRequest,
 )
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_protocol.config import KVRole, KVTransferConfig
 from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash
@@ -45,7 +45,7 @@ class Connector:
             compatibility_hash="same",
             host=HOST,
         )
-        self.worker.register_kv_cache(HostKVMemory(self.words.ctypes.data, LAYOUT))
+        self.worker.register_kv_cache(HostMemory(self.words.ctypes.data, LAYOUT))
 
     def expect(self, what: str) -> ConnectorOutput:
         return eventually(self.worker.get_finished, what)

@@ -9,8 +9,8 @@ import pytest
 
 from baton_kv_transfer.connector import FailureReason, LoadResult
 from baton_kv_transfer.consumer.load_manager import MAX_PENDING_S
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange
+from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.side_channel import Heartbeat, Pending, Publish, Release, Released, Subscribe
 from support.kv_transfer.consumer_rig import (
     BLOCK_NBYTES,
@@ -40,7 +40,7 @@ def test_blocks_are_read_as_they_are_published(rig: Rig, worker: Worker) -> None
 def test_what_one_transfer_brought_is_verified_in_one_call(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
-    class Counting(HostKVMemory):
+    class Counting(HostMemory):
         calls: list[int] = []  # noqa: RUF012
 
         def block_sums(self, slots: Any, heads: HeadRange) -> Any:

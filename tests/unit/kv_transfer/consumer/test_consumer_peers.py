@@ -10,8 +10,9 @@ import pytest
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadResult
+from baton_kv_transfer.consumer.load_manager import DRAIN_TIMEOUT_S
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
-from baton_kv_transfer.side_channel import Cancelled, Released
+from baton_kv_transfer.side_channel import Cancelled, Pending, Released, Subscribe
 from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import ServiceKey
 from support.kv_transfer.consumer_rig import (
@@ -23,6 +24,8 @@ from support.kv_transfer.consumer_rig import (
     failures,
     layout_of,
 )
+
+NO_ADDRESS = "not an address"
 
 # -- the handshake
 
@@ -137,6 +140,127 @@ def test_a_description_that_cannot_be_fails_its_loads_only(
     subscribe = rig.subscribed("next", honest, [1])
     rig.deliver(honest, honest.published(subscribe, [0], last=True))
     assert rig.results["next"] == LoadResult(1)
+
+
+def lose_at_connect(rig: Rig, worker: Worker) -> None:
+    worker.hang_up()  # the connection is refused
+    rig.begin("t", worker, [1])
+    rig.receive()
+
+
+def lose_without_an_address(rig: Rig, worker: Worker) -> None:
+    rig.begin("t", worker, [1], host=NO_ADDRESS)
+
+
+def lose_a_worker_without_an_address(rig: Rig, worker: Worker) -> None:
+    worker.ranks = [
+        RankAddress(HOST, worker.port, HeadRange(0, 2)),
+        RankAddress(NO_ADDRESS, worker.port, HeadRange(2, 2)),
+    ]
+    worker.layout = layout_of(HeadRange(0, 2))
+    rig.begin("t", worker, [1])
+    rig.shake_hands(worker)
+
+
+def lose_after_hello(rig: Rig, worker: Worker) -> None:
+    rig.begin("t", worker, [1])
+    worker.receive(side_channel.Hello)
+    worker.hang_up()
+    rig.receive()
+
+
+def lose_after_welcome(rig: Rig, worker: Worker) -> None:
+    rig.begin("t", worker, [1])
+    rig.deliver(worker, worker.welcome(worker.receive(side_channel.Hello)))
+    worker.hang_up()
+    rig.receive()
+
+
+def lose_after_subscribe(rig: Rig, worker: Worker) -> None:
+    rig.subscribed("t", worker, [1])
+    worker.hang_up()
+    rig.receive()
+
+
+def lose_during_a_read(rig: Rig, worker: Worker) -> None:
+    subscribe = rig.subscribed("t", worker, [1])
+    rig.agent.hold = True
+    rig.deliver(worker, worker.published(subscribe, [0], last=True))
+    rig.agent.break_off(rig.agent.held[0])
+    rig.advance()
+
+
+def lose_from_the_agent(rig: Rig, worker: Worker) -> None:
+    subscribe = rig.subscribed("t", worker, [1])
+    rig.agent.remove_remote_agent("P/0")
+    rig.deliver(worker, worker.published(subscribe, [0], last=True))
+
+
+def lose_in_the_drain_of_another_load(rig: Rig, worker: Worker) -> None:
+    subscribe = rig.subscribed("cancelled", worker, [2])
+    rig.begin("t", worker, [1])
+    rig.agent.hold = True
+    rig.deliver(worker, worker.published(subscribe, [0], last=True))
+    rig.consumer.cancel("cancelled")
+    rig.advance(DRAIN_TIMEOUT_S)
+    rig.advance()
+
+
+def lose_to_a_successor(rig: Rig, worker: Worker) -> None:
+    rig.begin("t", worker, [1])
+    worker.receive(side_channel.Hello)
+    rig.deliver(worker, side_channel.Refused("instance id differs", succeeded=True))
+
+
+def lose_by_a_refusal_after_the_handshake(rig: Rig, worker: Worker) -> None:
+    rig.subscribed("t", worker, [1])
+    rig.deliver(worker, side_channel.Refused("the producer cut all its peers off"))
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lose_at_connect,
+        lose_without_an_address,
+        lose_a_worker_without_an_address,
+        lose_after_hello,
+        lose_after_welcome,
+        lose_after_subscribe,
+        lose_during_a_read,
+        lose_from_the_agent,
+        lose_in_the_drain_of_another_load,
+        lose_to_a_successor,
+        lose_by_a_refusal_after_the_handshake,
+    ],
+    ids=lambda lose: lose.__name__,
+)
+def test_a_lost_peer_is_never_reported_as_a_protocol_violation(
+    rig: Rig, worker: Worker, lose: Callable[[Rig, Worker], None]
+) -> None:
+    lose(rig, worker)
+    assert rig.results["t"].num_valid_blocks == 0
+    assert failures(rig).get(FailureReason.PEER_LOST) == 1
+    assert FailureReason.PROTOCOL not in failures(rig)
+
+
+def test_a_peer_that_a_fence_removes_is_reported_as_lost(
+    rig: Rig, worker: Worker, made: Callable[[Any], Any]
+) -> None:
+    """The fence is for a cancelled load from another peer, whose reads do not end."""
+    other = made(Worker("Q"))
+    rig.subscribed("t", worker, [1])
+    rig.begin("cancelled", other, [2])
+    rig.shake_hands(other)
+    rig.agent.hold = rig.agent.ignores_removal = True
+    rig.deliver(other, other.published(other.receive(Subscribe), [0], last=True))
+    rig.consumer.cancel("cancelled")
+    rig.advance(DRAIN_TIMEOUT_S)
+    rig.deliver(worker, Pending(["t"]))
+    assert not rig.results
+    rig.advance(DRAIN_TIMEOUT_S)
+    assert rig.agent.num_fences == 1
+    assert "cut off" in rig.results["t"].error
+    assert failures(rig) == {FailureReason.CANCELLED: 1, FailureReason.PEER_LOST: 1}
 
 
 def test_a_producer_that_dies_after_it_described_itself_is_lost_and_not_at_fault(

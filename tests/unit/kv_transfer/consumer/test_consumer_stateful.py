@@ -17,7 +17,7 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import LoadResult
 from baton_kv_transfer.consumer.load_state import RankTransfer, RankTransferState
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
-from baton_kv_transfer.memory.staged_memory import StagedKVMemory
+from baton_kv_transfer.memory.staged_memory import StagedMemory
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Released, Subscribe
 from support.kv_transfer.consumer_rig import HEAD_NBYTES, HOST, WHOLE, Rig, Worker, tensor_parallel
 
@@ -61,14 +61,14 @@ class ConsumerMachine(RuleBasedStateMachine):
         """Of producers that died, or of loads that ended."""
         self.history: list[tuple[Worker, side_channel.ToConsumer]] = []
 
-    def _staged(self, blocks: np.ndarray, layout: KVCacheLayout) -> StagedKVMemory:
+    def _staged(self, blocks: np.ndarray, layout: KVCacheLayout) -> StagedMemory:
         self._slots = np.zeros((5, layout.block_nbytes), dtype=np.uint8)
 
         def copy_in(slots: Any, block_ids: Any, heads: HeadRange) -> None:
             columns = slice(heads.first * HEAD_NBYTES, heads.end * HEAD_NBYTES)
             blocks[list(block_ids), columns] = self._slots[list(slots), columns]
 
-        return StagedKVMemory(
+        return StagedMemory(
             self._slots.ctypes.data, 5, layout, copy_out=lambda *_: None, copy_in=copy_in
         )
 
@@ -293,7 +293,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             self.blocks_without_a_load_are_left_alone()
             assert not self.rig.agent.held
             assert (self.rig.stats.queued_bytes, self.rig.stats.inflight_bytes) == (0, 0)
-            if isinstance(self.rig.memory, StagedKVMemory):
+            if isinstance(self.rig.memory, StagedMemory):
                 assert self.rig.memory.num_free_slots == self.rig.memory.num_slots
         finally:
             self.rig.close()

@@ -20,7 +20,7 @@ TRANSFERS = st.sampled_from(["a", "a", "a", "b"])
 WORKERS = st.sampled_from([0, 0, 0, 1, 1, 1, 2])
 """Two of the consumer D, and now and then one of E, to whom nothing is offered."""
 REFUSALS = (
-    "came before",
+    "exists already",
     "has ended",
     "is offered to",
     "subscribers, not",

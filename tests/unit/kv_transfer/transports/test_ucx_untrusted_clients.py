@@ -5,6 +5,7 @@ What UCX does for those that do: docs/decisions/ucx-carries-the-kv.md.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import selectors
 import socket
@@ -93,12 +94,18 @@ def move_all(side: Side) -> None:
     np.testing.assert_array_equal(side.words, expected)
 
 
+def find_port(owner: psutil.Process) -> int:
+    sockets = owner.net_connections("tcp")
+    (port,) = {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+    return port
+
+
 def test_600_strangers_disturb_no_transfer_and_leave_nothing_behind(side: Side) -> None:
     assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     np.testing.assert_array_equal(side.block(0), counting(1))
     owner = psutil.Process(side.owner.process.pid)
-    (port,) = {c.laddr.port for c in owner.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    port = find_port(owner)
     num_fds = owner.num_fds() + MARGIN_FDS
     used = []
     for seed in range(NUM_ROUNDS):
@@ -112,3 +119,24 @@ def test_600_strangers_disturb_no_transfer_and_leave_nothing_behind(side: Side) 
         eventually(lambda: owner.num_fds() <= num_fds, "the strangers' descriptors are closed")
         used.append(owner.memory_info().rss)
     assert used[-1] <= used[0] + MARGIN_BYTES, used
+
+
+def test_an_agent_that_ucx_stopped_listening_for_reports_the_failure_and_serves_known_peers(
+    side: Side,
+) -> None:
+    """UCX closes its listening socket when no descriptor is left for a new connection."""
+    assert isinstance(side.owner, OwnerProcess)
+    assert side.run(side.make("READ", [0], [1])) == "DONE"
+    assert side.owner.call("failure") == ""
+    owner = psutil.Process(side.owner.process.pid)
+    limit = owner.num_fds() + MARGIN_FDS
+    owner.rlimit(psutil.RLIMIT_NOFILE, (limit, limit))
+    port = find_port(owner)
+    with contextlib.ExitStack() as stack:
+        for _ in range(limit):
+            with contextlib.suppress(ConnectionError):  # UCX stopped listening already
+                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        eventually(lambda: side.owner.call("failure"), "the failure is reported")
+    assert "Restart the engine" in side.owner.call("failure")
+    assert side.run(side.make("READ", [2], [3])) == "DONE"
+    np.testing.assert_array_equal(side.block(2), counting(3))

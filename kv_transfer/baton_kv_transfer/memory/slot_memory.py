@@ -1,4 +1,4 @@
-"""The KV memory of a worker as its connector sees it: where peers find blocks.
+"""A worker's KV memory as its connector uses it: the slots in which peers find blocks.
 
 Peers reach *slots*: runs of `layout.block_nbytes` bytes from `base_address` on. In host memory, and
 in GPU memory that the transport reaches directly, the slot of a block is the block itself.
@@ -23,8 +23,8 @@ from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 
 
-class KVMemory(abc.ABC):
-    """KV memory of one worker."""
+class SlotMemory(abc.ABC):
+    """The KV memory of one worker as slots that peers reach."""
 
     #: Layout of the blocks.
     layout: KVCacheLayout
@@ -61,8 +61,8 @@ class KVMemory(abc.ABC):
         """
 
 
-class HostKVMemory(KVMemory):
-    """KV memory that peers reach directly."""
+class HostMemory(SlotMemory):
+    """Memory that peers reach directly: slot i is block i."""
 
     def __init__(
         self,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from baton_kv_transfer.memory import checksum
-from baton_kv_transfer.memory.kv_memory import HostKVMemory
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
-from baton_kv_transfer.memory.staged_memory import StagedKVMemory
+from baton_kv_transfer.memory.slot_memory import HostMemory
+from baton_kv_transfer.memory.staged_memory import StagedMemory
 
 LAYOUT = KVCacheLayout(
     num_blocks=6,
@@ -48,7 +48,7 @@ class Device:
     def __init__(self, num_slots: int) -> None:
         self.blocks = random_blocks()
         self.slots = np.zeros((num_slots, LAYOUT.num_kv_heads, LAYOUT.head_nbytes), dtype=np.uint8)
-        self.memory = StagedKVMemory(
+        self.memory = StagedMemory(
             self.slots.ctypes.data, num_slots, LAYOUT, copy_out=self.copy_out, copy_in=self.copy_in
         )
 
@@ -62,7 +62,7 @@ class Device:
 
 def test_blocks_in_host_memory_are_their_own_slots() -> None:
     blocks = random_blocks()
-    memory = HostKVMemory(blocks.ctypes.data, LAYOUT)
+    memory = HostMemory(blocks.ctypes.data, LAYOUT)
     assert (memory.base_address, memory.num_slots, memory.mem_type) == (
         blocks.ctypes.data,
         6,
@@ -77,7 +77,7 @@ def test_blocks_in_host_memory_are_their_own_slots() -> None:
 
 def test_sums_are_of_the_heads_asked_for() -> None:
     blocks = random_blocks()
-    memory = HostKVMemory(blocks.ctypes.data, LAYOUT)
+    memory = HostMemory(blocks.ctypes.data, LAYOUT)
     assert memory.block_sums([5, 0], ALL_HEADS).tolist() == expected_sums(blocks[[5, 0]])
     assert memory.block_sums([2, 2], HeadRange(4, 1)).tolist() == expected_sums(blocks[[2, 2], 1:2])
     assert memory.block_sums([3], HeadRange(4, 2)).tolist() == expected_sums(blocks[[3], 1:3])
@@ -92,7 +92,7 @@ def test_what_computes_sums_may_be_chosen() -> None:
         asked.append(((addresses - blocks.ctypes.data).tolist(), nbytes))
         return np.full(len(addresses), 7, dtype=np.uint64)
 
-    memory = HostKVMemory(blocks.ctypes.data, LAYOUT, sum_runs)
+    memory = HostMemory(blocks.ctypes.data, LAYOUT, sum_runs)
     assert memory.block_sums([1, 4], HeadRange(5, 1)).tolist() == [7, 7]
     block, head = LAYOUT.block_nbytes, LAYOUT.head_nbytes
     assert asked == [([block + 2 * head, 4 * block + 2 * head], head)]
@@ -103,9 +103,9 @@ def test_heads_that_do_not_divide_into_words_are_refused() -> None:
         num_blocks=1, num_kv_heads=1, num_layers=1, block_size=1, head_dim=3, dtype="bfloat16"
     )
     with pytest.raises(ValueError, match="multiple of 8 bytes, this layout's has 12"):
-        HostKVMemory(0, odd)
+        HostMemory(0, odd)
     with pytest.raises(ValueError, match="multiple of 8 bytes"):
-        StagedKVMemory(0, 1, odd, copy_out=lambda *_: None, copy_in=lambda *_: None)
+        StagedMemory(0, 1, odd, copy_out=lambda *_: None, copy_in=lambda *_: None)
 
 
 def test_staged_blocks_travel_through_slots() -> None:
@@ -162,7 +162,7 @@ def test_more_blocks_than_there_are_slots_are_never_taken_and_that_is_said_once(
         assert device.memory.accept([0, 1, 2]) is None
         assert device.memory.expose([0, 1, 2]) is None
     (record,) = caplog.records
-    assert "a transfer of 3 blocks at once fails, there are 2 slots" in record.getMessage()
+    assert "a transfer needs 3 slots of host memory at once, and there are 2" in record.getMessage()
     assert "kv_transfer.staging_bytes" in record.getMessage()
     assert device.memory.num_free_slots == 2
 
@@ -170,7 +170,7 @@ def test_more_blocks_than_there_are_slots_are_never_taken_and_that_is_said_once(
 def test_memory_without_a_slot_is_refused() -> None:
     device = Device(num_slots=1)
     with pytest.raises(ValueError, match="staging_bytes"):
-        StagedKVMemory(0, 0, LAYOUT, copy_out=device.copy_out, copy_in=device.copy_in)
+        StagedMemory(0, 0, LAYOUT, copy_out=device.copy_out, copy_in=device.copy_in)
 
 
 def test_slots_return_when_copying_out_fails() -> None:
