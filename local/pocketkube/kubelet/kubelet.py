@@ -17,7 +17,6 @@ from pocketkube.containers.process import Guard
 from pocketkube.containers.runner import Services
 from pocketkube.events import EventRecorder
 from pocketkube.kubeconfig import certificate_authority
-from pocketkube.kubelet import node as node_object
 from pocketkube.kubelet.addresses import AddressPool
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from pocketkube.kubelet.node import Node
@@ -86,7 +85,6 @@ class Kubelet:
         http: aiohttp.ClientSession,
     ) -> None:
         config = self._config
-        capacity = node_object.allocatable()
         events = EventRecorder(api, "kubelet", config.node_name)
         services = Services(
             api,
@@ -98,12 +96,11 @@ class Kubelet:
             config.backoff,
             config.refresh_s,
             pool.node_address,
-            capacity,
             config.host_root,
         )
         server = KubeletServer(self._workers)
         port = await server.start(pool.node_address)
-        node = Node(api, config.node_name, pool.node_address, port, capacity)
+        node = Node(api, config.node_name, pool.node_address, port)
         pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")
         pods.subscribe(lambda old, new: self._pod_changed(services, pool, old, new))
         try:

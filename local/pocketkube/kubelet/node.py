@@ -34,14 +34,12 @@ def allocatable() -> dict[str, str]:
 class Node:
     """Registers the node, and keeps it ready."""
 
-    def __init__(
-        self, api: KubeClient, name: str, address: str, port: int, capacity: dict[str, str]
-    ):
+    def __init__(self, api: KubeClient, name: str, address: str, port: int):
         self._api = api
         self._name = name
         self._address = address
         self._port = port
-        self._capacity = capacity
+        self._capacity = allocatable()
         self._ready_since = timestamp()
 
     async def register(self) -> Object:

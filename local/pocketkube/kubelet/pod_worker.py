@@ -154,7 +154,6 @@ class PodWorker:
             self._services.ca_pem,
             self._services.lookup,
             addresses,
-            self._services.allocatable,
             self._services.host_root,
         )
         context = PodContext(
