@@ -41,7 +41,7 @@ class Services:
     """Services of the kubelet that all pods share."""
 
     api: KubeClient
-    ca_pem: bytes  # CA of the API server; empty without a verified TLS connection
+    ca_pem: bytes  # CA of the API server
     events: EventRecorder
     guard: Guard
     http: aiohttp.ClientSession

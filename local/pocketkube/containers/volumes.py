@@ -233,8 +233,7 @@ class PodVolumes:
             elif reference := source.get("serviceAccountToken"):
                 files[reference["path"]] = (await self._token(reference)).encode()
             elif reference := source.get("kubeletCertificateAuthority"):
-                if self._ca_pem:
-                    files[reference["path"]] = self._ca_pem
+                files[reference["path"]] = self._ca_pem
             else:
                 raise ConfigError(f"unsupported projected source {sorted(source)}")
         return files

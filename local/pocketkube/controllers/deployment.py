@@ -25,11 +25,11 @@ class DeploymentPlan:
     status: Object = field(default_factory=dict)
 
 
-def template_hash(template: Object, collisions: int = 0) -> str:
+def template_hash(template: Object) -> str:
     """Return a name of ten characters for the content of a pod template."""
     content = copy.deepcopy(template)
     (content.get("metadata") or {}).get("labels", {}).pop(HASH_LABEL, None)
-    text = json.dumps([content, collisions], sort_keys=True, separators=(",", ":"))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 

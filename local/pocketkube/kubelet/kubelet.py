@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +26,7 @@ from pocketkube.loopback import LoopbackAddresses
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_GRACE_S = 5.0  # for running containers when the kubelet stops
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets", "ServiceAccount": "serviceaccounts"}
 
 
@@ -36,11 +37,10 @@ class KubeletConfig:
     kubeconfig: Path
     state_dir: Path
     node_name: str
-    address_pool: str = "127.77.0.0/16"
-    host_root: Path | None = None  # hostPath volumes are looked for below it first
-    backoff: BackoffPolicy = field(default_factory=BackoffPolicy)
-    refresh_s: float = 10.0  # between refreshes of configMap, secret and token files
-    shutdown_grace_s: float = 5.0  # for running containers when the kubelet stops
+    address_pool: str
+    host_root: Path | None  # hostPath volumes are looked for below it first
+    backoff: BackoffPolicy
+    refresh_s: float  # between refreshes of configMap, secret and token files
 
 
 class Kubelet:
@@ -116,7 +116,7 @@ class Kubelet:
             )
         finally:
             for worker in self._workers.values():
-                worker.shut_down(config.shutdown_grace_s)
+                worker.shut_down(SHUTDOWN_GRACE_S)
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await server.stop()
             with contextlib.suppress(KubeError, OSError):

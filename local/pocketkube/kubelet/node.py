@@ -15,7 +15,6 @@ LEASE_NAMESPACE = "kube-node-lease"
 LEASE_RENEW_S = 10
 LEASE_DURATION_S = 40
 STATUS_EVERY = 6  # in lease renewals
-SCHEME_ANNOTATION = "pocketkube/kubelet-scheme"
 
 
 def allocatable() -> dict[str, str]:
@@ -59,7 +58,6 @@ class Node:
                 ),
                 "pocketkube/kubelet": "processes",
             },
-            "annotations": {SCHEME_ANNOTATION: "https"},
         }
         try:
             await self._api.create(
@@ -179,16 +177,4 @@ class Node:
             "metadata": {"name": self._name, "namespace": LEASE_NAMESPACE},
             "spec": spec,
         }
-        try:
-            await self._api.create(collection, lease)
-        except KubeError as error:
-            if error.status != 404:
-                raise
-            # A new API server creates this namespace after its start; a small one never does.
-            namespace = {
-                "kind": "Namespace",
-                "apiVersion": "v1",
-                "metadata": {"name": LEASE_NAMESPACE},
-            }
-            await self._api.create("/api/v1/namespaces", namespace)
-            await self._api.create(collection, lease)
+        await self._api.create(collection, lease)

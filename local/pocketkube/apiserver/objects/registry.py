@@ -462,10 +462,7 @@ class Registry:
             options.manager, operation, resource.api_version, subresource
         )
         types = self.catalog.types(resource)
-        if owned is None:
-            server_side_apply.track_update(old, new, manager, types, now())
-        else:
-            server_side_apply.track_apply(old, new, manager, owned, types, now())
+        server_side_apply.track(old, new, manager, owned, types, now())
 
     def _establish(self, crd: Object) -> Object:
         """Serve the versions of a custom resource definition, and set its status."""

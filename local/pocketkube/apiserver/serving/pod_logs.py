@@ -10,7 +10,6 @@ from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import Object
 
-SCHEME_ANNOTATION = "pocketkube/kubelet-scheme"
 _PARAMETERS = (
     "follow",
     "previous",
@@ -41,8 +40,7 @@ def _kubelet(node: Object) -> str:
             "BadGateway",
             f"node {name} reports no InternalIP or kubelet port; is its kubelet running?",
         )
-    scheme = (node["metadata"].get("annotations") or {}).get(SCHEME_ANNOTATION, "https")
-    return f"{scheme}://{address}:{port}"
+    return f"https://{address}:{port}"
 
 
 def _container(pod: Object, asked: str) -> str:
