@@ -86,10 +86,6 @@ class Node:
                 logger.warning(
                     "renewing the lease of node %s failed: %s; retrying", self._name, error
                 )
-                is_gone = isinstance(error, KubeError) and error.status == 404
-                if is_gone and beat > 0:  # somebody has deleted the node
-                    beat = 0
-                    await self._register_again()
             await asyncio.sleep(LEASE_RENEW_S)
 
     async def write_status(self, *, ready: bool) -> None:
@@ -151,12 +147,6 @@ class Node:
     @property
     def _path(self) -> str:
         return f"/api/v1/nodes/{self._name}"
-
-    async def _register_again(self) -> None:
-        try:
-            await self.register()
-        except (KubeError, OSError) as error:
-            logger.warning("registering node %s again failed: %s; retrying", self._name, error)
 
     async def _renew_lease(self) -> None:
         spec = {

@@ -288,7 +288,7 @@ class Registry:
             new = {**new, "apiVersion": new.get("apiVersion", old["apiVersion"])}
             self._keep_system_fields(resource, before, new["metadata"])
             if resource.kind == "Service" and not trusted:
-                self._addresses.keep(resource, old, new)
+                self._addresses.keep(old, new)
             if resource.kind == "Namespace":
                 new["spec"] = old.get("spec", {})
         new = self._default(resource, new)

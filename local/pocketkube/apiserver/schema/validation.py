@@ -243,11 +243,10 @@ def _workload(obj: Object) -> list[FieldError]:
 def _service(obj: Object) -> list[FieldError]:
     spec = obj.get("spec") or {}
     errors: list[FieldError] = []
-    kinds = ("ClusterIP", "ExternalName")
-    if spec.get("type") not in kinds:
-        errors.append(unsupported_value("spec.type", spec.get("type"), kinds))
+    if spec.get("type") != "ClusterIP":
+        errors.append(unsupported_value("spec.type", spec.get("type"), ("ClusterIP",)))
     ports = spec.get("ports") or ()
-    if not ports and spec.get("type") == "ClusterIP" and spec.get("clusterIP") != "None":
+    if not ports and spec.get("clusterIP") != "None":
         errors.append(required("spec.ports"))
     names: set[str] = set()
     for index, port in enumerate(ports):
@@ -268,8 +267,6 @@ def _service(obj: Object) -> list[FieldError]:
             errors.append(
                 forbidden_value(f"{path}.nodePort", "this control plane serves no node ports")
             )
-    if spec.get("type") == "ExternalName" and not spec.get("externalName"):
-        errors.append(required("spec.externalName"))
     return errors
 
 
@@ -329,12 +326,9 @@ def _immutable(kind: str, obj: Object, old: Object) -> list[FieldError]:
         case "Service" if (
             old_spec.get("clusterIP") and new_spec.get("clusterIP") != old_spec["clusterIP"]
         ):
-            if new_spec.get("type") == "ClusterIP":
-                return [
-                    invalid_value(
-                        "spec.clusterIP", new_spec.get("clusterIP", ""), "field is immutable"
-                    )
-                ]
+            return [
+                invalid_value("spec.clusterIP", new_spec.get("clusterIP", ""), "field is immutable")
+            ]
         case "Secret" if obj.get("type") != old.get("type"):
             return [invalid_value("type", obj.get("type"), "field is immutable")]
         case "Secret" | "ConfigMap" if old.get("immutable"):

@@ -23,7 +23,7 @@ from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects import subresources
 from pocketkube.apiserver.objects.deletion import DeleteOptions
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import VERBS, Object, Resource
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
 from pocketkube.apiserver.serving.request import (
@@ -154,7 +154,7 @@ class ApiServer:
 
     async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
         verb = call.verb(request.method, request.query)
-        offered = call.subresource.verbs if call.subresource else call.resource.verbs
+        offered = call.subresource.verbs if call.subresource else VERBS
         if verb not in offered:
             what = call.resource.qualified + (
                 f"/{call.subresource.name}" if call.subresource else ""
@@ -196,8 +196,6 @@ class ApiServer:
         target = (resource, call.namespace, call.name)
         sub = call.subresource.name if call.subresource else ""
         match sub, verb:
-            case "", "create" if resource.kind == "SelfSubjectAccessReview":
-                return subresources.access_review(body), 201
             case "", "create":
                 return cluster.registry.create(resource, call.namespace, body, options), 201
             case "token", "create":

@@ -116,17 +116,6 @@ def _selector(obj: Object) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items())) or "<none>"
 
 
-def _endpoints(obj: Object) -> str:
-    pairs = [
-        f"{address['ip']}:{port['port']}"
-        for subset in obj.get("subsets") or ()
-        for address in subset.get("addresses") or ()
-        for port in subset.get("ports") or ()
-    ]
-    more = f" + {len(pairs) - 3} more..." if len(pairs) > 3 else ""
-    return ",".join(pairs[:3]) + more or "<none>"
-
-
 def _node_status(node: Object) -> str:
     ready = json_path(node, '.status.conditions[?(@.type=="Ready")].status')
     return {"True": "Ready", None: "Unknown"}.get(ready, "NotReady")
@@ -215,12 +204,11 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _NAME,
         ("Type", "string", 0, _path(".spec.type")),
         ("Cluster-IP", "string", 0, _path(".spec.clusterIP")),
-        ("External-IP", "string", 0, _path(".spec.externalName")),
+        ("External-IP", "string", 0, lambda service: "<none>"),
         ("Port(s)", "string", 0, _service_ports),
         _AGE,
         ("Selector", "string", 1, _selector),
     ),
-    "Endpoints": (_NAME, ("Endpoints", "string", 0, _endpoints), _AGE),
     "ConfigMap": (_NAME, ("Data", "string", 0, _count("data")), _AGE),
     "Secret": (
         _NAME,
