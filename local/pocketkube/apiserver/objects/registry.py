@@ -388,9 +388,7 @@ class Registry:
         )
 
     def _require_namespace(self, resource: Resource, namespace: str, name: str) -> None:
-        namespaces = self.catalog.find("", "v1", "namespaces")
-        assert namespaces is not None, "the frozen table has namespaces"
-        found = self.stored(namespaces, "", namespace)
+        found = self.stored(self.catalog.builtin("namespaces"), "", namespace)
         if found["metadata"].get("deletionTimestamp"):
             why = (
                 f"unable to create new content in namespace {namespace} "

@@ -238,12 +238,8 @@ class ApiServer:
             chosen = Selection(call.resource, call.namespace, matches, printer, include)
             return await watch(request, self._cluster, chosen)
         store, registry = self._cluster.store, self._cluster.registry
-        if call.namespace and (wanted := _exact_name(request)):
-            found = store.get(call.resource.storage_key, call.namespace, wanted)
-            stored = [found] if found and matches(found) else []
-        else:
-            labels = required_labels(request.query.get("labelSelector", ""))
-            stored = store.list(call.resource.storage_key, call.namespace, matches, labels)
+        labels = required_labels(request.query.get("labelSelector", ""))
+        stored = store.list(call.resource.storage_key, call.namespace, matches, labels)
         objects = [registry.view(call.resource, obj) for obj in stored]
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
@@ -336,13 +332,6 @@ class ApiServer:
             resource_version=wanted.get("resourceVersion", ""),
             dry_run=bool(body.get("dryRun") or query.get("dryRun")),
         )
-
-
-def _exact_name(request: web.Request) -> str:
-    """Return the name if the field selector asks for one object, as `kubectl wait` does."""
-    selector = request.query.get("fieldSelector", "")
-    name = selector.removeprefix("metadata.name=")
-    return name if name != selector and "," not in name else ""
 
 
 def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Object], Object]:

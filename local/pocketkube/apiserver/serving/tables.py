@@ -49,25 +49,15 @@ def _step(value: Any, name: str | None, index: str | None) -> list[Any]:
 
 
 def age(timestamp: Any) -> str:
-    """Format the time since a timestamp as kubectl does: `5s`, `3m12s`, `4h`, `2d3h`."""
+    """Format the time since a timestamp in its largest unit: `5s`, `3m`, `4h`, `2d`."""
     if not isinstance(timestamp, str):
         return "<unknown>"
     then = datetime.datetime.fromisoformat(timestamp)
     seconds = max(int((datetime.datetime.now(datetime.UTC) - then).total_seconds()), 0)
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if seconds < 120:
-        return f"{seconds}s"
-    if minutes < 10:
-        return f"{minutes}m{seconds % 60}s" if seconds % 60 else f"{minutes}m"
-    if minutes < 180:
-        return f"{minutes}m"
-    if hours < 8:
-        return f"{hours}h{minutes % 60}m" if minutes % 60 else f"{hours}h"
-    if hours < 48:
-        return f"{hours}h"
-    if days < 8:
-        return f"{days}d{hours % 24}h" if hours % 24 else f"{days}d"
-    return f"{days}d"
+    for unit, size_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds // size_s}{unit}"
+    return f"{seconds}s"
 
 
 def _path(expression: str, otherwise: Any = "<none>") -> Callable[[Object], Any]:
