@@ -18,7 +18,7 @@ from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.serving.api_server import ApiServer
 from pocketkube.apiserver.store import DEFAULT_WINDOW
 from pocketkube.certificates import create_server_certificate
-from pocketkube.control_plane.interface import ControlPlaneError
+from pocketkube.children import ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
 from pocketkube.lifecycle import run_until_terminated, until_stopped
 from pocketkube.ports import LOOPBACK
@@ -62,7 +62,7 @@ class EmbeddedControlPlane:
         """Serve in a new thread.
 
         Raises:
-            ControlPlaneError: it did not start.
+            ComponentError: it did not start.
         """
         ready = threading.Event()
         self._thread = threading.Thread(
@@ -70,11 +70,11 @@ class EmbeddedControlPlane:
         )
         self._thread.start()
         if not ready.wait(timeout_s):
-            raise ControlPlaneError(
+            raise ComponentError(
                 f"the embedded control plane did not start within {timeout_s:.0f} s"
             )
         if self._failure:
-            raise ControlPlaneError(
+            raise ComponentError(
                 f"the embedded control plane did not start: {self._failure}"
             ) from self._failure
 
