@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Self
 
 import aiohttp
 
@@ -13,33 +12,12 @@ from pocketkube.containers.environment import ConfigError
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
-@dataclass(frozen=True)
-class ProbeTiming:
-    """Intervals in seconds and thresholds of a probe, with the API's defaults."""
-
-    initial_delay_s: float = 0
-    period_s: float = 10
-    timeout_s: float = 1
-    success_threshold: int = 1
-    failure_threshold: int = 3
-
-    @classmethod
-    def of(cls, probe: Object) -> Self:
-        """Read a core/v1 Probe."""
-        return cls(
-            initial_delay_s=probe.get("initialDelaySeconds") or 0,
-            period_s=probe.get("periodSeconds") or 10,
-            timeout_s=probe.get("timeoutSeconds") or 1,
-            success_threshold=probe.get("successThreshold") or 1,
-            failure_threshold=probe.get("failureThreshold") or 3,
-        )
-
-
 class ProbeVerdict:
     """Counts equal results in a row. The verdict changes at a threshold."""
 
-    def __init__(self, timing: ProbeTiming):
-        self._timing = timing
+    def __init__(self, success_threshold: int, failure_threshold: int):
+        self._success_threshold = success_threshold
+        self._failure_threshold = failure_threshold
         self._last: bool | None = None
         self._run = 0
 
@@ -47,7 +25,7 @@ class ProbeVerdict:
         """Return the verdict if `success` has reached its threshold, else None."""
         self._run = self._run + 1 if success == self._last else 1
         self._last = success
-        needed = self._timing.success_threshold if success else self._timing.failure_threshold
+        needed = self._success_threshold if success else self._failure_threshold
         return success if self._run >= needed else None
 
 
@@ -90,18 +68,19 @@ async def run_probe(
     """Probe until `on_verdict` returns False.
 
     Args:
+        probe: a core/v1 Probe as the API server stores it, with its defaults.
         on_verdict: called with (healthy, message) at each threshold; returns whether to continue.
         on_failure: called with the message of each failure.
     """
-    timing = ProbeTiming.of(probe)
-    verdict = ProbeVerdict(timing)
-    await asyncio.sleep(timing.initial_delay_s)
+    verdict = ProbeVerdict(probe["successThreshold"], probe["failureThreshold"])
+    timeout_s = probe["timeoutSeconds"]
+    await asyncio.sleep(probe.get("initialDelaySeconds", 0))
     while True:
         message = ""
         try:
-            await _http_get(probe["httpGet"], target, timing.timeout_s)
+            await _http_get(probe["httpGet"], target, timeout_s)
         except TimeoutError:
-            message = f"no answer within {timing.timeout_s:g} s"
+            message = f"no answer within {timeout_s} s"
         except (OSError, aiohttp.ClientError, ProbeError) as error:
             message = str(error) or repr(error)
         if message:
@@ -109,7 +88,7 @@ async def run_probe(
         healthy = verdict.observe(not message)
         if healthy is not None and not await on_verdict(healthy, message):
             return
-        await asyncio.sleep(timing.period_s)
+        await asyncio.sleep(probe["periodSeconds"])
 
 
 def resolve_port(port: int | str, container: Object) -> int:

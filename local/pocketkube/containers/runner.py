@@ -91,7 +91,6 @@ class ContainerRunner:
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()  # clear while run() runs
         self._stopped.set()
-        self._killing = False
 
     async def run(self) -> None:
         """Run until no process is left and none will be started."""
@@ -288,22 +287,16 @@ class ContainerRunner:
         return decide
 
     async def _kill_unhealthy(self, process: Process, why: str) -> None:
-        if self._stopping.is_set() or self._killing:
+        if self._stopping.is_set():
             return
-        grace = self._context.pod["spec"].get("terminationGracePeriodSeconds")
-        deadline = asyncio.get_running_loop().time() + (30 if grace is None else grace)
+        grace_s = self._context.pod["spec"]["terminationGracePeriodSeconds"]
+        deadline = asyncio.get_running_loop().time() + grace_s
         self.state.ready = False
         self._context.changed()
         # Shielded, because the end of the instance cancels its probes, and one of them runs this.
-        self._killing = True
-        try:
-            await asyncio.shield(
-                self._terminate(
-                    process, f"Container {self.container['name']} {why}", lambda: deadline
-                )
-            )
-        finally:
-            self._killing = False
+        await asyncio.shield(
+            self._terminate(process, f"Container {self.container['name']} {why}", lambda: deadline)
+        )
 
     async def _terminate(self, process: Process, why: str, deadline: Callable[[], float]) -> None:
         """Send SIGTERM, then SIGKILL at `deadline()`, a loop time that may change."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.containers.environment import ConfigError
-from pocketkube.containers.probes import ProbeTiming, ProbeVerdict, check_handlers
+from pocketkube.containers.probes import ProbeVerdict, check_handlers
 
 
 @given(runs=st.lists(st.floats(0, 200), max_size=30))
@@ -21,7 +21,7 @@ def test_backoff_stays_in_bounds_and_forgets_after_a_long_run(runs: list[float])
 
 
 def test_a_probe_verdict_needs_its_threshold_in_a_row() -> None:
-    verdict = ProbeVerdict(ProbeTiming(success_threshold=2, failure_threshold=3))
+    verdict = ProbeVerdict(success_threshold=2, failure_threshold=3)
     seen = [
         verdict.observe(result) for result in (True, True, False, False, True, False, False, False)
     ]
