@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pocketkube.children import Children, ComponentError
+from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.networks import Networks, claim_networks
 
-FIRST_DELAY_S, LAST_DELAY_S = 1.0, 30.0
-#: A component that ran this long starts with the first delay again.
-HELD_S = 60.0
+RESTARTS = BackoffPolicy()
 
 
 @dataclass(frozen=True)
@@ -26,23 +25,6 @@ class Component:
     name: str
     command: list[str]
     env: dict[str, str]
-
-
-@dataclass
-class _Restarts:
-    """The delay before the next restart of a component."""
-
-    delay_s: float = 0.0
-    last: float = float("-inf")
-
-    def due(self, now: float) -> bool:
-        """Return whether to start it now. If so, the next delay is longer, unless it ran long."""
-        if now < self.last + self.delay_s:
-            return False
-        held = now > self.last + HELD_S
-        self.delay_s = FIRST_DELAY_S if held else min(2 * self.delay_s, LAST_DELAY_S)
-        self.last = now
-        return True
 
 
 class LocalCluster:
@@ -74,7 +56,7 @@ class LocalCluster:
         self._host_root = host_root
         self._children = Children(self.logs)
         self._components: dict[str, Component] = {}
-        self._restarts: dict[str, _Restarts] = {}
+        self._restarts: dict[str, tuple[float, float]] = {}  # (delay in s, time) of the last one
         self._networks: Networks | None = None
 
     async def start_control_plane(self, timeout_s: float) -> None:
@@ -147,8 +129,9 @@ class LocalCluster:
         for name in self._children.ended():
             if name == "control-plane":
                 self.check()
-            restarts = self._restarts.setdefault(name, _Restarts())
-            if restarts.due(now):
+            delay_s, last = self._restarts.get(name, (0.0, now))
+            if now >= last + delay_s:
+                self._restarts[name] = RESTARTS.next_delay(delay_s, now - last), now
                 self.start(self._components[name])
                 started.append(name)
         return started

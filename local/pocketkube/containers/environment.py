@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from baton_kube.client import Object
 
@@ -68,15 +69,20 @@ def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
     ]
 
 
-def base_environment(pod: Object, *, pod_ip: str, api_host: str, api_port: int) -> dict[str, str]:
-    """Return the variables of every container, before its own."""
+def base_environment(pod: Object, *, pod_ip: str, server: str) -> dict[str, str]:
+    """Return the variables of every container, before its own.
+
+    Args:
+        server: URL of the API server.
+    """
+    url = urlsplit(server)
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return {
         **inherited,
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
         "HOSTNAME": pod["metadata"]["name"],
-        "KUBERNETES_SERVICE_HOST": api_host,
-        "KUBERNETES_SERVICE_PORT": str(api_port),
+        "KUBERNETES_SERVICE_HOST": url.hostname or "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": str(url.port or 443),
         "POD_IP": pod_ip,
     }
 

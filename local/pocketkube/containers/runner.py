@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -50,12 +49,6 @@ class Services:
     refresh_s: float
     host_ip: str
     host_root: Path | None  # hostPath volumes are looked for below it first
-
-    @property
-    def api_host_port(self) -> tuple[str, int]:
-        """Address of the API server: KUBERNETES_SERVICE_HOST and _PORT of the pods."""
-        url = urlsplit(self.api.server)
-        return url.hostname or "127.0.0.1", url.port or (443 if url.scheme == "https" else 80)
 
 
 @dataclass
@@ -195,8 +188,7 @@ class ContainerRunner:
         context, services = self._context, self._context.services
         check_handlers(self.container)
         root = context.volumes.mount(self.container)
-        host, port = services.api_host_port
-        base = base_environment(context.pod, pod_ip=context.pod_ip, api_host=host, api_port=port)
+        base = base_environment(context.pod, pod_ip=context.pod_ip, server=services.api.server)
         base["POCKETKUBE_POD_ROOT"] = str(root)
         addresses = {"status.podIP": context.pod_ip, "status.hostIP": services.host_ip}
         environment = await container_environment(

@@ -66,11 +66,6 @@ class Registry:
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
         return self.view(resource, self.stored(resource, namespace, name))
 
-    def list(self, resource: Resource, namespace: str) -> list[Object]:
-        return [
-            self.view(resource, obj) for obj in self.store.list(resource.storage_key, namespace)
-        ]
-
     def view(self, resource: Resource, obj: Object) -> Object:
         """Convert a stored object to the version of `resource`."""
         if resource.storage_key == "events" and resource.group:
