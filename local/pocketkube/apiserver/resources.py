@@ -17,6 +17,14 @@ VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update
 READ_UPDATE = ("get", "patch", "update")
 
 
+def lookup(obj: Object, path: str) -> Any:
+    """Return the field at a path such as `.spec.replicas`; None if there is none."""
+    value: Any = obj
+    for name in path.strip(".").split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 @dataclass(frozen=True)
 class Subresource:
     """A path below an object, its verbs, and its kind (the object's own if empty)."""

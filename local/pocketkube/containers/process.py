@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from pocketkube.containers import guardian
 from pocketkube.containers.container_log import ContainerLog
@@ -138,13 +139,13 @@ class Process:
         self._guard = guard
         self._marker = marker
         self._exited = asyncio.Event()
-        self._readers: set[int] = set()
+        self._pipes: dict[int, IO[bytes]] = {}  # open ones, by file descriptor
         self._drained = asyncio.Event()
         guard.watch(self.pid)
         for stream, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            self._readers.add(pipe.fileno())
+            self._pipes[pipe.fileno()] = pipe
             asyncio.get_running_loop().add_reader(
                 pipe.fileno(), self._read, pipe.fileno(), stream, log
             )
@@ -218,7 +219,7 @@ class Process:
             async with asyncio.timeout(_DRAIN_S):
                 await self._drained.wait()
         except TimeoutError:  # a process outside the container holds the pipe open
-            for fd in list(self._readers):
+            for fd in list(self._pipes):
                 self._close(fd)
         self._guard.forget(self.pid)
 
@@ -238,11 +239,8 @@ class Process:
 
     def _close(self, fd: int) -> None:
         asyncio.get_running_loop().remove_reader(fd)
-        for pipe in (self._popen.stdout, self._popen.stderr):
-            if pipe is not None and not pipe.closed and pipe.fileno() == fd:
-                pipe.close()
-        self._readers.discard(fd)
-        if not self._readers:
+        self._pipes.pop(fd).close()
+        if not self._pipes:
             self._drained.set()
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from pocketkube.apiserver.errors import bad_request
-from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.resources import Object, lookup
 
 Predicate = Callable[[Object], bool]
 
@@ -100,9 +99,7 @@ def required_labels(selector: str) -> list[tuple[str, str]]:
 
 
 def field_value(obj: Object, path: str) -> str:
-    value: Any = obj
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+    value = lookup(obj, path)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):  # `source` selects by the event's component
