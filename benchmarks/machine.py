@@ -15,13 +15,9 @@ from baton_kernels.linear import linear, pack_weight
 class Machine:
     """Measurements, for a process of their own."""
 
-    def gemm_flops(
-        self, rows: int = 512, inner: int = 768, columns: int = 6144
-    ) -> dict[str, float]:
-        """Return FLOP/s of a float32 product with plain and with packed weights; medians of 15.
-
-        The default sizes are those of the model's widest layer.
-        """
+    def gemm_flops(self) -> dict[str, float]:
+        """Return FLOP/s of a float32 product with plain and with packed weights; medians of 15."""
+        rows, inner, columns = 512, 768, 6144  # of the model's widest layer
         x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
         packed = pack_weight(weight)
         flops = 2 * rows * inner * columns
@@ -30,16 +26,16 @@ class Machine:
             "packed": flops / _median_s(lambda: linear(x, packed), 15),
         }
 
-    def read_bandwidth(self, repeats: int = 7) -> float:
+    def read_bandwidth(self) -> float:
         """Return the bytes per second that all cores read together, over 1 GiB.
 
-        It is the better of two kernels, each the median of `repeats`.
+        It is the better of two kernels, each the median of 7.
         """
         data = self._gibibyte
         ones = torch.ones(2**14)
         matrix = data.view(-1, 2**14)
-        by_sum = _median_s(lambda: data.sum(), repeats)
-        by_gemv = _median_s(lambda: torch.mv(matrix, ones), repeats)
+        by_sum = _median_s(lambda: data.sum(), 7)
+        by_gemv = _median_s(lambda: torch.mv(matrix, ones), 7)
         return data.nbytes / min(by_sum, by_gemv)
 
     @cached_property

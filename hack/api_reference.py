@@ -6,12 +6,12 @@ python hack/api_reference.py docs/reference/api.md --check    exits 1 if it is s
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
+
+from generated_page import main
 
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
@@ -165,21 +165,5 @@ def _bounds(node: Schema) -> str:
     return ", ".join(found) or "-"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("page", type=Path)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
-    if args.page.exists() and args.page.read_text() == text():
-        return 0
-    if args.check:
-        print(f"stale: {args.page}; run `make manifests`", file=sys.stderr)
-        return 1
-    args.page.write_text(text())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, lambda present: text()))

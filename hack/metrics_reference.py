@@ -8,11 +8,10 @@ python hack/metrics_reference.py docs/reference/metrics.md --check    exits 1 if
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
+from generated_page import main
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -72,6 +71,11 @@ OTHER_UNITS = {
     "baton:topology_num_steps_without_tokens": "-",
     "baton:token_offset_errors": "-",
 }
+
+
+def render(present: str) -> str:
+    """Return the page with current tables."""
+    return present[: present.index(START.split(";")[0])] + tables()
 
 
 def tables() -> str:
@@ -138,23 +142,5 @@ def _unit(name: str) -> str:
     return UNITS[words[-1]] if words else "-"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("page", type=Path)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
-    present = args.page.read_text()
-    wanted = present[: present.index(START.split(";")[0])] + tables()
-    if wanted == present:
-        return 0
-    if args.check:
-        print(f"stale: {args.page}; run `make manifests`", file=sys.stderr)
-        return 1
-    args.page.write_text(wanted)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, render))

@@ -194,10 +194,10 @@ async def throughput(group: ExpertGroup, load: Load, size: int) -> dict[str, Any
     }
 
 
-async def loaded(group: ExpertGroup, work: Callable[[Load], Any], width: int = WIDTH) -> Load:
+async def loaded(group: ExpertGroup, work: Callable[[Load], Any]) -> Load:
     """Run `work` under load. Return the load after all its streams have ended."""
     assert group.gateway is not None
-    load = Load(f"http://{group.gateway.address}:8080", width=width, vocab_size=VOCAB_SIZE)
+    load = Load(f"http://{group.gateway.address}:8080", width=WIDTH, vocab_size=VOCAB_SIZE)
     running = asyncio.create_task(load.run())
     try:
         await asyncio.sleep(2 * REST_S)

@@ -19,12 +19,8 @@ STEPS_PER_ROUND = BLOCK_SIZE  # every request takes exactly one new block
 ROUNDS = 20
 
 
-def us_per_request_and_step(num_running: int, repeats: int) -> list[float]:
-    """Return microseconds per repeat, each the median of ROUNDS rounds of decoding."""
-    return [_measure(num_running) for _ in range(repeats)]
-
-
-def _measure(num_running: int) -> float:
+def us_per_request_and_step(num_running: int) -> float:
+    """Return the median of ROUNDS rounds of decoding."""
     num_tokens = 1 + STEPS_PER_ROUND * (ROUNDS + 2)
     config = EngineConfig(
         model=ModelConfig(path="instant"),
@@ -63,7 +59,7 @@ def figures(counts: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     values: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(repeats):
         for count in counts:
-            values[count] += us_per_request_and_step(count, 1)
+            values[count].append(us_per_request_and_step(count))
     return [
         {
             "part": "overhead",

@@ -29,10 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    from baton_kernels.block_checksum import sum_runs
-except ImportError:
-    from baton_kv_transfer.memory.checksum import sum_runs
+from baton_kernels.block_checksum import sum_runs
 
 DEADLINE_S = 60.0
 PIECE_BYTES = 4 * 2**20

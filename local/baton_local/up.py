@@ -40,7 +40,8 @@ from baton_local.service import (
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
-from pocketkube.cluster import Component, ComponentError, LocalCluster
+from pocketkube.children import ComponentError
+from pocketkube.cluster import Component, LocalCluster
 from pocketkube.kubeconfig import write_account_kubeconfig
 from pocketkube.networks import NetworksInUseError
 

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pocketkube.lifecycle import kill_at_end_of_parent
+from pocketkube.children import Children, ComponentError
+from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.networks import Networks, claim_networks
 
-STOP_TIMEOUT_S = 20.0
-FIRST_DELAY_S, LAST_DELAY_S = 1.0, 30.0
-#: A component that ran this long starts with the first delay again.
-HELD_S = 60.0
-
-
-class ComponentError(Exception):
-    """A process did not start or has ended; the text has the end of its log."""
+RESTARTS = BackoffPolicy()
 
 
 @dataclass(frozen=True)
@@ -33,23 +25,6 @@ class Component:
     name: str
     command: list[str]
     env: dict[str, str]
-
-
-@dataclass
-class _Restarts:
-    """The delay before the next restart of a component."""
-
-    delay_s: float = 0.0
-    last: float = float("-inf")
-
-    def due(self, now: float) -> bool:
-        """Return whether to start it now. If so, the next delay is longer, unless it ran long."""
-        if now < self.last + self.delay_s:
-            return False
-        held = now > self.last + HELD_S
-        self.delay_s = FIRST_DELAY_S if held else min(2 * self.delay_s, LAST_DELAY_S)
-        self.last = now
-        return True
 
 
 class LocalCluster:
@@ -79,9 +54,9 @@ class LocalCluster:
         self._ingress_port = ingress_port
         self._node_name = node_name
         self._host_root = host_root
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._children = Children(self.logs)
         self._components: dict[str, Component] = {}
-        self._restarts: dict[str, _Restarts] = {}
+        self._restarts: dict[str, tuple[float, float]] = {}  # (delay in s, time) of the last one
         self._networks: Networks | None = None
 
     async def start_control_plane(self, timeout_s: float) -> None:
@@ -105,7 +80,7 @@ class LocalCluster:
             if time.monotonic() > deadline:
                 raise ComponentError(
                     f"the control plane did not answer within {timeout_s:g} s\n"
-                    f"{self.log_tail('control-plane')}"
+                    f"{self._children.log_tail('control-plane')}"
                 )
             await asyncio.sleep(0.02)
 
@@ -132,19 +107,8 @@ class LocalCluster:
         """Start a component, which `heal()` restarts and `stop()` stops before the node."""
         again = component.name in self._components
         self._components[component.name] = component
-        self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(self.logs / f"{component.name}.log", "ab" if again else "wb") as log:
-            # In a session of its own, so that Ctrl-C reaches only the supervisor, which stops the
-            # others in order.
-            self._processes[component.name] = subprocess.Popen(
-                component.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **component.env},
-                start_new_session=True,
-                preexec_fn=kill_at_end_of_parent(),
-            )
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}
+        self._children.start(component.name, component.command, env, append=again)
 
     def check(self) -> None:
         """Check that all components run.
@@ -152,11 +116,7 @@ class LocalCluster:
         Raises:
             ComponentError: one has ended.
         """
-        for name, process in self._processes.items():
-            if process.poll() is not None:
-                raise ComponentError(
-                    f"{name} ended with exit code {process.returncode}\n{self.log_tail(name)}"
-                )
+        self._children.check()
 
     def heal(self) -> list[str]:
         """Restart the components that have ended, with a growing delay; return their names.
@@ -166,13 +126,12 @@ class LocalCluster:
         """
         started = []
         now = time.monotonic()
-        for name, process in list(self._processes.items()):
-            if process.poll() is None:
-                continue
+        for name in self._children.ended():
             if name == "control-plane":
                 self.check()
-            restarts = self._restarts.setdefault(name, _Restarts())
-            if restarts.due(now):
+            delay_s, last = self._restarts.get(name, (0.0, now))
+            if now >= last + delay_s:
+                self._restarts[name] = RESTARTS.next_delay(delay_s, now - last), now
                 self.start(self._components[name])
                 started.append(name)
         return started
@@ -183,24 +142,8 @@ class LocalCluster:
         With the clients stopped first, no controller repairs what is being stopped.
         """
         node = ("kubelet", "proxy")
-        clients = [name for name in self._processes if name not in (*node, "control-plane")]
+        clients = [name for name in self._components if name not in (*node, "control-plane")]
         for stage in (clients, node, ("control-plane",)):
-            processes = [self._processes.pop(name) for name in stage if name in self._processes]
-            for process in processes:
-                process.send_signal(signal.SIGTERM)  # a no-op for a process that has ended
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            for process in processes:
-                try:
-                    process.wait(max(deadline - time.monotonic(), 0.0))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            self._children.stop(stage)
         if self._networks is not None:
             self._networks.release()
-
-    def log_tail(self, name: str, lines: int = 15) -> str:
-        try:
-            text = (self.logs / f"{name}.log").read_text(errors="replace")
-        except FileNotFoundError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])

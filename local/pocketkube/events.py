@@ -132,8 +132,6 @@ WARNINGS = frozenset(
         "Failed",
         "FailedCreate",
         "FailedMount",
-        "FailedPostStartHook",
-        "FailedPreStopHook",
         "FailedScheduling",
         "Unhealthy",
         "UnsupportedProtocol",

@@ -46,13 +46,6 @@ def write_kubeconfig(
 
 
 def certificate_authority(kubeconfig: Path) -> bytes:
-    """Return the CA of the current context's cluster in PEM; empty if TLS is not verified."""
-    content = yaml.safe_load(kubeconfig.read_text())
-    contexts = {entry["name"]: entry["context"] for entry in content.get("contexts") or []}
-    clusters = {entry["name"]: entry["cluster"] for entry in content.get("clusters") or []}
-    cluster = clusters[contexts[content["current-context"]]["cluster"]]
-    if data := cluster.get("certificate-authority-data"):
-        return base64.b64decode(data)
-    if file := cluster.get("certificate-authority"):
-        return (kubeconfig.parent / file).read_bytes()
-    return b""
+    """Return the CA of a kubeconfig of `write_kubeconfig`, in PEM."""
+    [cluster] = yaml.safe_load(kubeconfig.read_text())["clusters"]
+    return base64.b64decode(cluster["cluster"]["certificate-authority-data"])

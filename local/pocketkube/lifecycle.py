@@ -36,17 +36,12 @@ def kill_at_end_of_parent() -> Callable[[], None]:
     return before_exec
 
 
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ask for SIGTERM at the end of the parent process.
-
-    Args:
-        parent_pid: the expected parent. Without it, the end of the parent before this call goes
-            unnoticed.
-    """
-    expected = parent_pid or os.getppid()
+def die_with_parent() -> None:
+    """Ask for SIGTERM at the end of the parent process."""
+    parent = os.getppid()
     set_parent_death_signal(signal.SIGTERM)
-    if os.getppid() != expected:
-        sys.exit(f"parent process {expected} is gone; not starting without it")
+    if os.getppid() != parent:
+        sys.exit(f"parent process {parent} is gone; not starting without it")
 
 
 def run_until_terminated(

@@ -204,25 +204,17 @@ class KubeClient:
             "apply", "PATCH", path, body=obj, query=query, content_type=content_type
         )
 
-    async def delete(
-        self, path: str, *, uid: str = "", grace_s: int | None = None, propagation: str = ""
-    ) -> Object:
+    async def delete(self, path: str, *, uid: str = "", grace_s: int | None = None) -> Object:
         """Delete an object; return its last state, or a Status.
 
         Args:
             uid: delete only the object with this uid.
             grace_s: gracePeriodSeconds; None leaves it to the server.
-            propagation: Background, Foreground or Orphan; empty leaves it to the server.
 
         Raises:
             KubeError: refused; status 404 if there is no such object, 409 if it has another uid.
         """
-        preconditions = {"uid": uid} if uid else None
-        options = {
-            "preconditions": preconditions,
-            "gracePeriodSeconds": grace_s,
-            "propagationPolicy": propagation or None,
-        }
+        options = {"preconditions": {"uid": uid} if uid else None, "gracePeriodSeconds": grace_s}
         body = {name: value for name, value in options.items() if value is not None}
         return await self._request(
             "delete", "DELETE", path, body={"apiVersion": "v1", "kind": "DeleteOptions", **body}

@@ -11,9 +11,7 @@ import asyncio
 from aiohttp import hdrs, web
 
 from baton_gateway.limits.admission import Admission
-
-#: Requests for these paths do not come from clients.
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+from baton_gateway.limits.api_keys import OPEN_PATHS
 
 
 class GracefulShutdown:
@@ -33,7 +31,7 @@ class GracefulShutdown:
         self.has_begun = False
 
     def on_request(self, path: str) -> None:
-        if path not in PROBES:
+        if path not in OPEN_PATHS:  # those come from the kubelet and Prometheus, not from clients
             self._last_arrival = asyncio.get_running_loop().time()
 
     async def close_connection(self, _: web.Request, response: web.StreamResponse) -> None:

@@ -9,7 +9,6 @@ from pocketkube.apiserver.objects.garbage_collection import Collector
 from pocketkube.apiserver.objects.registry import Registry, WriteOptions
 from pocketkube.apiserver.objects.subresources import Scale
 from pocketkube.apiserver.objects.tokens import Tokens
-from pocketkube.apiserver.resources import Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import DEFAULT_WINDOW, Event, Store
 
@@ -30,14 +29,9 @@ class ClusterState:
         self.scale = Scale(self.registry, self.catalog)
         self.tokens = Tokens(self.registry, admin_token)
         self.store.listen(self._default_account)
-        namespaces = self._builtin("namespaces")
+        namespaces = self.catalog.builtin("namespaces")
         for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
             self.registry.create(namespaces, "", {"metadata": {"name": name}}, _BY_CLUSTER)
-
-    def _builtin(self, plural: str) -> Resource:
-        found = self.catalog.find("", "v1", plural)
-        assert found is not None, f"{plural} is in the frozen table"
-        return found
 
     def _default_account(self, storage: str, event: Event) -> None:
         """Create the `default` service account of a new namespace, and again after its deletion."""
@@ -55,7 +49,7 @@ class ClusterState:
         else:
             return
         self.registry.create(
-            self._builtin("serviceaccounts"),
+            self.catalog.builtin("serviceaccounts"),
             namespace,
             {"metadata": {"name": "default"}},
             _BY_CLUSTER,

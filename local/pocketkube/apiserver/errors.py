@@ -169,12 +169,8 @@ def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
 
 
 def invalid(resource: Resource, name: str, errors: Sequence[FieldError]) -> ApiError:
-    details: dict[str, Any] = {"name": name, "kind": resource.kind}
-    if resource.group:
-        details["group"] = resource.group
-    details["causes"] = [
-        {"reason": e.reason, "message": e.message, "field": e.field} for e in errors
-    ]
+    causes = [{"reason": e.reason, "message": e.message, "field": e.field} for e in errors]
+    details = {**_details(resource, name), "kind": resource.kind, "causes": causes}
     listed = str(errors[0]) if len(errors) == 1 else "[" + ", ".join(map(str, errors)) + "]"
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
     return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', details)

@@ -1,4 +1,4 @@
-"""The frozen table of built-in kinds and their verbs.
+"""The frozen table of built-in kinds.
 
 Discovery, OpenAPI, routing and the table of the README come from here. Custom resources are added
 to the catalog (schema/catalog.py). `python -m pocketkube.apiserver.resources` prints the table as
@@ -12,8 +12,17 @@ from typing import Any
 
 Object = dict[str, Any]
 
-ALL_VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
+# Verbs of every kind.
+VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 READ_UPDATE = ("get", "patch", "update")
+
+
+def lookup(obj: Object, path: str) -> Any:
+    """Return the field at a path such as `.spec.replicas`; None if there is none."""
+    value: Any = obj
+    for name in path.strip(".").split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,6 @@ class Resource:
     short_names: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
     subresources: tuple[Subresource, ...] = ()
-    verbs: tuple[str, ...] = ALL_VERBS
     singular: str = ""
     list_kind: str = ""
     storage: str = ""  # kinds with the same storage are views of the same objects
@@ -106,9 +114,8 @@ BUILTIN: tuple[Resource, ...] = (
         short_names=("svc",),
         categories=("all",),
         subresources=(STATUS,),
-        note="types ClusterIP (or headless) and ExternalName only",
+        note="type ClusterIP (or headless) only",
     ),
-    Resource("", "v1", "Endpoints", "endpoints", short_names=("ep",), list_kind="EndpointsList"),
     Resource("", "v1", "ConfigMap", "configmaps", short_names=("cm",)),
     Resource("", "v1", "Secret", "secrets"),
     Resource(
@@ -185,30 +192,18 @@ BUILTIN: tuple[Resource, ...] = (
     Resource(_RBAC, "v1", "RoleBinding", "rolebindings", note=_UNENFORCED),
     Resource(_RBAC, "v1", "ClusterRole", "clusterroles", False, note=_UNENFORCED),
     Resource(_RBAC, "v1", "ClusterRoleBinding", "clusterrolebindings", False, note=_UNENFORCED),
-    Resource(
-        "authorization.k8s.io",
-        "v1",
-        "SelfSubjectAccessReview",
-        "selfsubjectaccessreviews",
-        False,
-        verbs=("create",),
-        note="always allowed",
-    ),
 )
 
 
 def markdown_table() -> str:
     """Format the table as Markdown."""
     lines = [
-        "| group/version | kind | verbs | subresources | remarks |",
-        "| --- | --- | --- | --- | --- |",
+        "| group/version | kind | subresources | remarks |",
+        "| --- | --- | --- | --- |",
     ]
     for resource in BUILTIN:
-        verbs = "all" if resource.verbs == ALL_VERBS else ", ".join(resource.verbs)
         subs = ", ".join(sub.name for sub in resource.subresources)
-        lines.append(
-            f"| `{resource.api_version}` | {resource.kind} | {verbs} | {subs} | {resource.note} |"
-        )
+        lines.append(f"| `{resource.api_version}` | {resource.kind} | {subs} | {resource.note} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Exponential backoff between the restarts of a container."""
+"""Exponential backoff between the restarts of a process."""
 
 from dataclasses import dataclass
 

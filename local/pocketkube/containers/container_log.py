@@ -4,6 +4,7 @@ The format is CRI's, `<time> <stream> <F|P> <line>`. The size is limited by rota
 """
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -58,7 +59,7 @@ class ContainerLog:
 
     def tail(self, max_bytes: int = 2048, max_lines: int = 80) -> str:
         """Return the end of the log as text, for a termination message."""
-        lines = deque(read_lines(self.path), maxlen=max_lines)
+        lines = deque([*_read(rotated(self.path)), *_read(self.path)], maxlen=max_lines)
         return b"".join(content for _, content in lines)[-max_bytes:].decode("utf-8", "replace")
 
     def _write(self, data: bytes) -> None:
@@ -79,15 +80,10 @@ def rotated(path: Path) -> Path:
     return path.with_name(path.name + ".1")
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (RFC 3339 time, content), oldest first; a complete line ends with its newline."""
-    for file in (rotated(path), path):
-        try:
-            with open(file, "rb") as stored:
-                for line in stored:
-                    yield _parse(line)
-        except FileNotFoundError:
-            continue
+def _read(file: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (RFC 3339 time, content) of each line. A complete line ends with its newline."""
+    with contextlib.suppress(FileNotFoundError), open(file, "rb") as stored:
+        yield from map(_parse, stored)
 
 
 async def stream_log(
@@ -117,14 +113,12 @@ async def stream_log(
         return
     try:
         # All lines that exist now. The position in the file is where following continues.
-        lines = [_parse(line) for line in _rotated_lines(path)]
-        lines += [_parse(line) for line in current]
+        lines = [*_read(rotated(path)), *map(_parse, current)]
         if since is not None:
             lines = [entry for entry in lines if _time(entry[0]) >= since]
         if tail is not None:
             lines = lines[-tail:] if tail else []
         pending = deque(lines)
-        carry = b""
         while True:
             while pending:
                 when, content = pending.popleft()
@@ -138,9 +132,7 @@ async def stream_log(
             if not follow:
                 return
             ended = live is None or live.closed
-            data = carry + current.read()
-            *complete, carry = data.split(b"\n")
-            pending.extend(_parse(line + b"\n") for line in complete)
+            pending.extend(map(_parse, current))
             if pending:
                 continue
             try:
@@ -157,14 +149,6 @@ async def stream_log(
             await live.changed(5.0)
     finally:
         current.close()
-
-
-def _rotated_lines(path: Path) -> Iterator[bytes]:
-    try:
-        with open(rotated(path), "rb") as file:
-            yield from file
-    except FileNotFoundError:
-        return
 
 
 def _records(stream: str, line: bytes) -> Iterator[bytes]:

@@ -9,9 +9,9 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from baton_kube.client import Object
-from pocketkube.containers.quantity import in_units_of
 
 # Maps (kind, namespace, name) to the object, or None if it does not exist. Raises ConfigError if it
 # cannot be read.
@@ -69,15 +69,20 @@ def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
     ]
 
 
-def base_environment(pod: Object, *, pod_ip: str, api_host: str, api_port: int) -> dict[str, str]:
-    """Return the variables of every container, before its own."""
+def base_environment(pod: Object, *, pod_ip: str, server: str) -> dict[str, str]:
+    """Return the variables of every container, before its own.
+
+    Args:
+        server: URL of the API server.
+    """
+    url = urlsplit(server)
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return {
         **inherited,
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
         "HOSTNAME": pod["metadata"]["name"],
-        "KUBERNETES_SERVICE_HOST": api_host,
-        "KUBERNETES_SERVICE_PORT": str(api_port),
+        "KUBERNETES_SERVICE_HOST": url.hostname or "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": str(url.port or 443),
         "POD_IP": pod_ip,
     }
 
@@ -87,14 +92,12 @@ async def container_environment(
     container: Object,
     base: Mapping[str, str],
     addresses: Mapping[str, str],
-    capacity: Mapping[str, str],
     lookup: Lookup,
 ) -> dict[str, str]:
     """Add `envFrom` and then `env` to `base`. Later entries win, and may refer to earlier ones.
 
     Args:
         addresses: `status.podIP` and `status.hostIP`, which the pod object may not have yet.
-        capacity: the node's allocatable resources, the defaults of limits that are not set.
 
     Raises:
         ConfigError: a ConfigMap, Secret, key or field that is not optional is missing.
@@ -109,7 +112,7 @@ async def container_environment(
                 result |= {f"{prefix}{key}": value for key, value in (data or {}).items()}
     for variable in container.get("env") or []:
         if source := variable.get("valueFrom"):
-            value = await _value_from(source, pod, container, addresses, capacity, lookup)
+            value = await _value_from(source, pod, addresses, lookup)
             if value is None:
                 continue
         else:
@@ -144,24 +147,6 @@ def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
     raise ConfigError(f"unsupported fieldPath {path!r}")
 
 
-def resource_value(reference: Object, container: Object, capacity: Mapping[str, str]) -> str:
-    """Return a resource such as `limits.cpu`, divided by the divisor and rounded up.
-
-    Raises:
-        ConfigError: the resource or the divisor is invalid.
-    """
-    group, _, name = reference["resource"].partition(".")
-    if group not in ("limits", "requests") or not name:
-        raise ConfigError(
-            f"unsupported resource {reference['resource']!r}; use limits.<name> or requests.<name>"
-        )
-    resources = container.get("resources") or {}
-    quantity = (resources.get(group) or {}).get(name)
-    if quantity is None:
-        quantity = capacity.get(name, "0") if group == "limits" else "0"
-    return in_units_of(str(quantity), str(reference.get("divisor") or "1"))
-
-
 def decode_data(kind: str, obj: Object) -> dict[str, bytes]:
     """Decode the keys of a ConfigMap or Secret."""
     if kind == "Secret":
@@ -186,15 +171,11 @@ async def _data(
 async def _value_from(
     source: Object,
     pod: Object,
-    container: Object,
     addresses: Mapping[str, str],
-    capacity: Mapping[str, str],
     lookup: Lookup,
 ) -> str | None:
     if reference := source.get("fieldRef"):
         return field_value(reference["fieldPath"], pod, addresses)
-    if reference := source.get("resourceFieldRef"):
-        return resource_value(reference, container, capacity)
     for kind, field in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
         if reference := source.get(field):
             data = await _data(kind, pod["metadata"]["namespace"], reference, lookup)

@@ -1,44 +1,23 @@
-"""Probes and lifecycle hooks of containers."""
+"""HTTP probes of containers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 import aiohttp
 
 from baton_kube.client import Object
-from pocketkube.containers.process import Guard, StartError, run_command
+from pocketkube.containers.environment import ConfigError
 
-
-@dataclass(frozen=True)
-class ProbeTiming:
-    """Intervals in seconds and thresholds of a probe, with the API's defaults."""
-
-    initial_delay_s: float = 0
-    period_s: float = 10
-    timeout_s: float = 1
-    success_threshold: int = 1
-    failure_threshold: int = 3
-
-    @classmethod
-    def of(cls, probe: Object) -> Self:
-        """Read a core/v1 Probe."""
-        return cls(
-            initial_delay_s=probe.get("initialDelaySeconds") or 0,
-            period_s=probe.get("periodSeconds") or 10,
-            timeout_s=probe.get("timeoutSeconds") or 1,
-            success_threshold=probe.get("successThreshold") or 1,
-            failure_threshold=probe.get("failureThreshold") or 3,
-        )
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 class ProbeVerdict:
     """Counts equal results in a row. The verdict changes at a threshold."""
 
-    def __init__(self, timing: ProbeTiming):
-        self._timing = timing
+    def __init__(self, success_threshold: int, failure_threshold: int):
+        self._success_threshold = success_threshold
+        self._failure_threshold = failure_threshold
         self._last: bool | None = None
         self._run = 0
 
@@ -46,103 +25,94 @@ class ProbeVerdict:
         """Return the verdict if `success` has reached its threshold, else None."""
         self._run = self._run + 1 if success == self._last else 1
         self._last = success
-        needed = self._timing.success_threshold if success else self._timing.failure_threshold
+        needed = self._success_threshold if success else self._failure_threshold
         return success if self._run >= needed else None
 
 
-class HandlerError(Exception):
-    """A probe or hook failed; the text has the reason."""
+class ProbeError(Exception):
+    """A probe failed; the text has the reason."""
 
 
 @dataclass(frozen=True)
-class HandlerContext:
-    """The running container that a handler acts on."""
+class ProbeTarget:
+    """The running container that a probe asks."""
 
     container: Object
     pod_ip: str
-    env: dict[str, str]
-    cwd: Path
-    guard: Guard
     http: aiohttp.ClientSession
 
 
-async def call_handler(handler: Object, context: HandlerContext, timeout_s: float) -> None:
-    """Run the `httpGet`, `tcpSocket` or `exec` of a probe or hook.
+def check_handlers(container: Object) -> None:
+    """Check that the container has no hooks, and only `httpGet` probes.
 
     Raises:
-        HandlerError: it failed.
+        ConfigError: it has a hook or another probe.
     """
-    try:
-        if action := handler.get("httpGet"):
-            await _http_get(action, context, timeout_s)
-        elif action := handler.get("tcpSocket"):
-            await _tcp_connect(action, context, timeout_s)
-        elif action := handler.get("exec"):
-            code, output = await run_command(
-                action["command"], context.env, context.cwd, context.guard, timeout_s
+    if container.get("lifecycle"):
+        raise ConfigError(
+            f"container {container['name']!r}: lifecycle hooks are not supported here"
+        )
+    for kind in PROBES:
+        if (probe := container.get(kind)) and not probe.get("httpGet"):
+            raise ConfigError(
+                f"container {container['name']!r}: {kind} is not supported here; use httpGet"
             )
-            if code != 0:
-                raise HandlerError(f"command {action['command']} exited with {code}: {output}")
-        else:
-            raise HandlerError(
-                f"unsupported handler {sorted(handler)}; use httpGet, tcpSocket or exec"
-            )
-    except TimeoutError:
-        raise HandlerError(f"no answer within {timeout_s:g} s") from None
-    except (OSError, aiohttp.ClientError, StartError) as error:
-        raise HandlerError(str(error) or repr(error)) from error
 
 
 async def run_probe(
     probe: Object,
-    context: HandlerContext,
+    target: ProbeTarget,
     on_verdict: Callable[[bool, str], Awaitable[bool]],
     on_failure: Callable[[str], None],
 ) -> None:
     """Probe until `on_verdict` returns False.
 
     Args:
+        probe: a core/v1 Probe as the API server stores it, with its defaults.
         on_verdict: called with (healthy, message) at each threshold; returns whether to continue.
         on_failure: called with the message of each failure.
     """
-    timing = ProbeTiming.of(probe)
-    verdict = ProbeVerdict(timing)
-    await asyncio.sleep(timing.initial_delay_s)
+    verdict = ProbeVerdict(probe["successThreshold"], probe["failureThreshold"])
+    timeout_s = probe["timeoutSeconds"]
+    await asyncio.sleep(probe.get("initialDelaySeconds", 0))
     while True:
         message = ""
         try:
-            await call_handler(probe, context, timing.timeout_s)
-        except HandlerError as error:
-            message = str(error)
+            await _http_get(probe["httpGet"], target, timeout_s)
+        except TimeoutError:
+            message = f"no answer within {timeout_s} s"
+        except (OSError, aiohttp.ClientError, ProbeError) as error:
+            message = str(error) or repr(error)
+        if message:
             on_failure(message)
         healthy = verdict.observe(not message)
         if healthy is not None and not await on_verdict(healthy, message):
             return
-        await asyncio.sleep(timing.period_s)
+        await asyncio.sleep(probe["periodSeconds"])
 
 
 def resolve_port(port: int | str, container: Object) -> int:
     """Return a port given by number or by the name of a container port.
 
     Raises:
-        HandlerError: the container has no port of that name.
+        ProbeError: the container has no port of that name.
     """
     if isinstance(port, int) or str(port).isdigit():
         return int(port)
     for entry in container.get("ports") or []:
         if entry.get("name") == port:
             return int(entry["containerPort"])
-    raise HandlerError(f"container {container['name']!r} has no port named {port!r}")
+    raise ProbeError(f"container {container['name']!r} has no port named {port!r}")
 
 
-async def _http_get(action: Object, context: HandlerContext, timeout_s: float) -> None:
+async def _http_get(action: Object, target: ProbeTarget, timeout_s: float) -> None:
     scheme = (action.get("scheme") or "HTTP").lower()
     path = action.get("path") or "/"
-    port = resolve_port(action["port"], context.container)
-    url = f"{scheme}://{action.get('host') or context.pod_ip}:{port}"
+    port = resolve_port(action["port"], target.container)
+    url = f"{scheme}://{action.get('host') or target.pod_ip}:{port}"
     headers = {header["name"]: header["value"] for header in action.get("httpHeaders") or []}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with context.http.get(
+    async with target.http.get(
         url + (path if path.startswith("/") else f"/{path}"),
         headers=headers,
         timeout=timeout,
@@ -150,14 +120,4 @@ async def _http_get(action: Object, context: HandlerContext, timeout_s: float) -
     ) as response:
         if not 200 <= response.status < 400:
             body = (await response.content.read(200)).decode("utf-8", "replace").strip()
-            raise HandlerError(f"HTTP status {response.status} from {url}{path}: {body}")
-
-
-async def _tcp_connect(action: Object, context: HandlerContext, timeout_s: float) -> None:
-    host, port = (
-        action.get("host") or context.pod_ip,
-        resolve_port(action["port"], context.container),
-    )
-    async with asyncio.timeout(timeout_s):
-        _, writer = await asyncio.open_connection(host, port)
-    writer.close()
+            raise ProbeError(f"HTTP status {response.status} from {url}{path}: {body}")

@@ -1,7 +1,6 @@
 """Processes of containers.
 
-A container, or a command run in one, is a process group in its own session. It ends with the
-kubelet.
+A container is a process group in its own session. It ends with the kubelet.
 """
 
 import asyncio
@@ -15,9 +14,10 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from pocketkube.containers import guardian
+from pocketkube.containers.container_log import ContainerLog
 from pocketkube.lifecycle import kill_at_end_of_parent
 
 logger = logging.getLogger(__name__)
@@ -31,25 +31,6 @@ _READ_BYTES = 65536
 
 class StartError(Exception):
     """The command did not start (waiting reason CreateContainerError)."""
-
-
-class Sink(Protocol):
-    """A receiver of a process's output."""
-
-    def feed(self, stream: str, data: bytes) -> None:
-        """Receive bytes of `stream` (stdout or stderr)."""
-
-
-class Capture:
-    """A sink that keeps the first bytes, for the message of a failed probe or hook."""
-
-    def __init__(self, limit: int = 4096):
-        self.data = b""
-        self._limit = limit
-
-    def feed(self, stream: str, data: bytes) -> None:
-        """See `Sink`."""
-        self.data = (self.data + data)[: self._limit]
 
 
 class Guard:
@@ -150,21 +131,23 @@ class Guard:
 class Process:
     """A running command and its descendants. Created by `start`."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, sink: Sink):
+    def __init__(
+        self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, log: ContainerLog
+    ):
         self.pid = popen.pid
         self._popen = popen
         self._guard = guard
         self._marker = marker
         self._exited = asyncio.Event()
-        self._readers: set[int] = set()
+        self._pipes: dict[int, IO[bytes]] = {}  # open ones, by file descriptor
         self._drained = asyncio.Event()
         guard.watch(self.pid)
         for stream, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            self._readers.add(pipe.fileno())
+            self._pipes[pipe.fileno()] = pipe
             asyncio.get_running_loop().add_reader(
-                pipe.fileno(), self._read, pipe.fileno(), stream, sink
+                pipe.fileno(), self._read, pipe.fileno(), stream, log
             )
         on_exit(self.pid, self._on_exit)
 
@@ -176,7 +159,7 @@ class Process:
         cwd: Path,
         guard: Guard,
         container_id: str,
-        sink: Sink,
+        log: ContainerLog,
     ) -> "Process":
         """Start a command as the leader of a new session.
 
@@ -202,7 +185,7 @@ class Process:
             ) from error
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise StartError(f"cannot start {argv[0]!r}: {error}") from error
-        return cls(popen, guard, f"{CONTAINER_MARKER}={container_id}", sink)
+        return cls(popen, guard, f"{CONTAINER_MARKER}={container_id}", log)
 
     @property
     def running(self) -> bool:
@@ -236,7 +219,7 @@ class Process:
             async with asyncio.timeout(_DRAIN_S):
                 await self._drained.wait()
         except TimeoutError:  # a process outside the container holds the pipe open
-            for fd in list(self._readers):
+            for fd in list(self._pipes):
                 self._close(fd)
         self._guard.forget(self.pid)
 
@@ -244,23 +227,20 @@ class Process:
         self._popen.wait()
         self._exited.set()
 
-    def _read(self, fd: int, stream: str, sink: Sink) -> None:
+    def _read(self, fd: int, stream: str, log: ContainerLog) -> None:
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return
         if data:
-            sink.feed(stream, data)
+            log.feed(stream, data)
         else:
             self._close(fd)
 
     def _close(self, fd: int) -> None:
         asyncio.get_running_loop().remove_reader(fd)
-        for pipe in (self._popen.stdout, self._popen.stderr):
-            if pipe is not None and not pipe.closed and pipe.fileno() == fd:
-                pipe.close()
-        self._readers.discard(fd)
-        if not self._readers:
+        self._pipes.pop(fd).close()
+        if not self._pipes:
             self._drained.set()
 
 
@@ -275,24 +255,6 @@ def on_exit(pid: int, callback: Callable[[], None]) -> None:
         callback()
 
     loop.add_reader(fd, ended)
-
-
-async def run_command(
-    argv: list[str], env: dict[str, str], cwd: Path, guard: Guard, timeout_s: float
-) -> tuple[int, str]:
-    """Run the command of a probe or hook in its own session; return (exit code, output).
-
-    Raises:
-        StartError: it did not start.
-        TimeoutError: it ran longer than `timeout_s` and was killed.
-    """
-    sink = Capture()
-    process = Process.start(argv, env, cwd, guard, uuid.uuid4().hex, sink)
-    try:
-        code = await process.wait(timeout_s)
-    finally:
-        await process.finish()
-    return code, sink.data.decode("utf-8", "replace").strip()
 
 
 def container_pids() -> dict[str, int]:

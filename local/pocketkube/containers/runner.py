@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -26,7 +25,7 @@ from pocketkube.containers.environment import (
     command_line,
     container_environment,
 )
-from pocketkube.containers.probes import HandlerContext, HandlerError, call_handler, run_probe
+from pocketkube.containers.probes import ProbeTarget, check_handlers, run_probe
 from pocketkube.containers.process import Guard, Process, StartError
 from pocketkube.containers.volumes import MountError, PodVolumes, in_root
 from pocketkube.events import EventRecorder
@@ -34,7 +33,6 @@ from pocketkube.events import EventRecorder
 logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 4096  # limit of a termination message
-_HOOK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Services:
     """Services of the kubelet that all pods share."""
 
     api: KubeClient
-    ca_pem: bytes  # CA of the API server; empty without a verified TLS connection
+    ca_pem: bytes  # CA of the API server
     events: EventRecorder
     guard: Guard
     http: aiohttp.ClientSession
@@ -50,14 +48,7 @@ class Services:
     backoff: BackoffPolicy
     refresh_s: float
     host_ip: str
-    allocatable: dict[str, str]
     host_root: Path | None  # hostPath volumes are looked for below it first
-
-    @property
-    def api_host_port(self) -> tuple[str, int]:
-        """Address of the API server: KUBERNETES_SERVICE_HOST and _PORT of the pods."""
-        url = urlsplit(self.api.server)
-        return url.hostname or "127.0.0.1", url.port or (443 if url.scheme == "https" else 80)
 
 
 @dataclass
@@ -93,7 +84,6 @@ class ContainerRunner:
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()  # clear while run() runs
         self._stopped.set()
-        self._killing = False
 
     async def run(self) -> None:
         """Run until no process is left and none will be started."""
@@ -168,7 +158,7 @@ class ContainerRunner:
         self._event(
             "Started", f"Started container {self.container['name']} (process {process.pid})"
         )
-        probes = asyncio.create_task(self._run_probes(process, environment, root))
+        probes = asyncio.create_task(self._run_probes(process))
         try:
             code = await process.wait()
         finally:
@@ -196,13 +186,13 @@ class ContainerRunner:
 
     async def _prepare(self) -> tuple[dict[str, str], list[str], Path]:
         context, services = self._context, self._context.services
+        check_handlers(self.container)
         root = context.volumes.mount(self.container)
-        host, port = services.api_host_port
-        base = base_environment(context.pod, pod_ip=context.pod_ip, api_host=host, api_port=port)
+        base = base_environment(context.pod, pod_ip=context.pod_ip, server=services.api.server)
         base["POCKETKUBE_POD_ROOT"] = str(root)
         addresses = {"status.podIP": context.pod_ip, "status.hostIP": services.host_ip}
         environment = await container_environment(
-            context.pod, self.container, base, addresses, services.allocatable, services.lookup
+            context.pod, self.container, base, addresses, services.lookup
         )
         # The pod cannot override these: the process needs its mounts and its address.
         environment |= {"POCKETKUBE_POD_ROOT": str(root), "POD_IP": context.pod_ip}
@@ -214,7 +204,8 @@ class ContainerRunner:
     ) -> tuple[Process, str]:
         again = bool(self.state.container_id)
         restart = self.state.restart_count + 1 if again else 0
-        cwd = self._working_folder(root)
+        cwd = in_root(root, self.container.get("workingDir") or "/")
+        cwd.mkdir(parents=True, exist_ok=True)
         instance = uuid.uuid4().hex
         output = ContainerLog(log_file(self._context.log_folder, self.container["name"], restart))
         try:
@@ -232,11 +223,6 @@ class ContainerRunner:
         self._drop_old_logs(restart)
         return process, instance
 
-    def _working_folder(self, root: Path) -> Path:
-        folder = in_root(root, self.container.get("workingDir") or "/")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def _drop_old_logs(self, restart: int) -> None:
         """Remove the logs of all instances but this one and the previous one."""
         for path in log_file(
@@ -246,43 +232,33 @@ class ContainerRunner:
                 path.unlink(missing_ok=True)
                 rotated(path).unlink(missing_ok=True)
 
-    async def _run_probes(self, process: Process, environment: dict[str, str], root: Path) -> None:
-        """Run the hooks and probes of an instance, until the instance's end cancels this."""
-        context = HandlerContext(
-            self.container,
-            self._context.pod_ip,
-            environment,
-            self._working_folder(root),
-            self._context.services.guard,
-            self._context.services.http,
-        )
-        if hook := (self.container.get("lifecycle") or {}).get("postStart"):
-            try:
-                await call_handler(hook, context, _HOOK_TIMEOUT_S)
-            except HandlerError as error:
-                self._event("FailedPostStartHook", str(error))
-                await self._kill_unhealthy(process, "failed its postStart hook")
-                return
+    async def _run_probes(self, process: Process) -> None:
+        """Run the probes of an instance, until the instance's end cancels this."""
         if startup := self.container.get("startupProbe"):
-            await run_probe(
-                startup, context, self._verdict("Startup", process), self._failure("Startup")
-            )
+            await self._probe("Startup", startup, self._verdict("Startup", process))
             if not self.state.started:
                 return
         self.state.started = True
         loops = []
         if readiness := self.container.get("readinessProbe"):
-            loops.append(run_probe(readiness, context, self._readiness, self._failure("Readiness")))
+            loops.append(self._probe("Readiness", readiness, self._readiness))
         else:
             self.state.ready = True
         if liveness := self.container.get("livenessProbe"):
-            loops.append(
-                run_probe(
-                    liveness, context, self._verdict("Liveness", process), self._failure("Liveness")
-                )
-            )
+            loops.append(self._probe("Liveness", liveness, self._verdict("Liveness", process)))
         self._context.changed()
         await asyncio.gather(*loops)
+
+    async def _probe(
+        self, kind: str, probe: Object, on_verdict: Callable[[bool, str], Awaitable[bool]]
+    ) -> None:
+        target = ProbeTarget(self.container, self._context.pod_ip, self._context.services.http)
+        await run_probe(
+            probe,
+            target,
+            on_verdict,
+            lambda message: self._event("Unhealthy", f"{kind} probe failed: {message}"),
+        )
 
     async def _readiness(self, healthy: bool, message: str) -> bool:
         if healthy != self.state.ready:
@@ -302,51 +278,22 @@ class ContainerRunner:
 
         return decide
 
-    def _failure(self, kind: str) -> Callable[[str], None]:
-        return lambda message: self._event("Unhealthy", f"{kind} probe failed: {message}")
-
     async def _kill_unhealthy(self, process: Process, why: str) -> None:
-        if self._stopping.is_set() or self._killing:
+        if self._stopping.is_set():
             return
-        grace = self._context.pod["spec"].get("terminationGracePeriodSeconds")
-        deadline = asyncio.get_running_loop().time() + (30 if grace is None else grace)
+        grace_s = self._context.pod["spec"]["terminationGracePeriodSeconds"]
+        deadline = asyncio.get_running_loop().time() + grace_s
         self.state.ready = False
         self._context.changed()
         # Shielded, because the end of the instance cancels its probes, and one of them runs this.
-        self._killing = True
-        try:
-            await asyncio.shield(
-                self._terminate(
-                    process, f"Container {self.container['name']} {why}", lambda: deadline
-                )
-            )
-        finally:
-            self._killing = False
+        await asyncio.shield(
+            self._terminate(process, f"Container {self.container['name']} {why}", lambda: deadline)
+        )
 
     async def _terminate(self, process: Process, why: str, deadline: Callable[[], float]) -> None:
-        """Run preStop, send SIGTERM, then SIGKILL at `deadline()`, a loop time that may change."""
+        """Send SIGTERM, then SIGKILL at `deadline()`, a loop time that may change."""
         loop = asyncio.get_running_loop()
         self._event("Killing", why)
-        if hook := (self.container.get("lifecycle") or {}).get("preStop"):
-            root = self._context.volumes.root(self.container["name"])
-            services = self._context.services
-            host, port = services.api_host_port
-            environment = base_environment(
-                self._context.pod, pod_ip=self._context.pod_ip, api_host=host, api_port=port
-            )
-            environment |= {"POCKETKUBE_POD_ROOT": str(root)}
-            handler = HandlerContext(
-                self.container,
-                self._context.pod_ip,
-                environment,
-                self._working_folder(root),
-                services.guard,
-                services.http,
-            )
-            try:
-                await call_handler(hook, handler, max(deadline() - loop.time(), 0.1))
-            except HandlerError as error:
-                self._event("FailedPreStopHook", str(error))
         process.terminate()
         while process.running and (left := deadline() - loop.time()) > 0:
             # Checked at least twice a second: a second DELETE can shorten the grace period.

@@ -19,7 +19,6 @@ from pocketkube.containers.environment import (
     Lookup,
     decode_data,
     field_value,
-    resource_value,
 )
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -97,7 +96,6 @@ class PodVolumes:
         ca_pem: bytes,
         lookup: Lookup,
         addresses: Mapping[str, str],
-        capacity: Mapping[str, str],
         host_root: Path | None = None,
     ):
         self.pod = pod  # the owner keeps it current, because labels and annotations may change
@@ -106,7 +104,6 @@ class PodVolumes:
         self._ca_pem = ca_pem
         self._lookup = lookup
         self._addresses = addresses
-        self._capacity = capacity
         self._host_root = host_root
         self._tokens: dict[tuple[str, str], _Token] = {}
         self._written: dict[str, Payload] = {}
@@ -236,8 +233,7 @@ class PodVolumes:
             elif reference := source.get("serviceAccountToken"):
                 files[reference["path"]] = (await self._token(reference)).encode()
             elif reference := source.get("kubeletCertificateAuthority"):
-                if self._ca_pem:
-                    files[reference["path"]] = self._ca_pem
+                files[reference["path"]] = self._ca_pem
             else:
                 raise ConfigError(f"unsupported projected source {sorted(source)}")
         return files
@@ -261,16 +257,12 @@ class PodVolumes:
         return {item["path"]: data[item["key"]] for item in items if item["key"] in data}
 
     def _downward(self, source: Object) -> Payload:
-        containers = {container["name"]: container for container in self.pod["spec"]["containers"]}
         files: Payload = {}
         for item in source.get("items") or []:
-            if reference := item.get("resourceFieldRef"):
-                text = resource_value(
-                    reference, containers[reference["containerName"]], self._capacity
-                )
-            else:
-                text = field_value(item["fieldRef"]["fieldPath"], self.pod, self._addresses)
-            files[item["path"]] = text.encode()
+            if "fieldRef" not in item:
+                raise ConfigError(f"unsupported downwardAPI item {sorted(item)}")
+            path = item["fieldRef"]["fieldPath"]
+            files[item["path"]] = field_value(path, self.pod, self._addresses).encode()
         return files
 
     async def _token(self, source: Object) -> str:

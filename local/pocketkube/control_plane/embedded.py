@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import secrets
-import signal
 import ssl
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.serving.api_server import ApiServer
 from pocketkube.apiserver.store import DEFAULT_WINDOW
 from pocketkube.certificates import create_server_certificate
-from pocketkube.control_plane.interface import ControlPlaneError
+from pocketkube.children import ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
+from pocketkube.lifecycle import run_until_terminated, until_stopped
+from pocketkube.ports import LOOPBACK
 
 DEFAULT_SERVICE_NETWORK = "127.96.0.0/16"
 
@@ -30,7 +31,6 @@ class EmbeddedControlPlane:
 
     Args:
         state_dir: folder for the certificates and `kubeconfig`; the objects are in memory only.
-        host: address to listen on.
         port: port to listen on; 0 for a free one.
         service_network: range of the cluster addresses of Services.
         event_window: changes kept per kind, from which watches can resume.
@@ -39,14 +39,12 @@ class EmbeddedControlPlane:
     def __init__(
         self,
         state_dir: Path,
-        host: str = "127.0.0.1",
         port: int = 0,
         service_network: str = DEFAULT_SERVICE_NETWORK,
         event_window: int = DEFAULT_WINDOW,
     ) -> None:
         self.kubeconfig = state_dir / "kubeconfig"
         self._state_dir = state_dir
-        self._host = host
         self._port = port
         self._service_network = service_network
         self._window = event_window
@@ -58,13 +56,13 @@ class EmbeddedControlPlane:
     @property
     def server(self) -> str:
         """URL of the API server after `start()`."""
-        return f"https://{self._host}:{self._port}"
+        return f"https://{LOOPBACK}:{self._port}"
 
     def start(self, timeout_s: float = 60.0) -> None:
         """Serve in a new thread.
 
         Raises:
-            ControlPlaneError: it did not start.
+            ComponentError: it did not start.
         """
         ready = threading.Event()
         self._thread = threading.Thread(
@@ -72,11 +70,11 @@ class EmbeddedControlPlane:
         )
         self._thread.start()
         if not ready.wait(timeout_s):
-            raise ControlPlaneError(
+            raise ComponentError(
                 f"the embedded control plane did not start within {timeout_s:.0f} s"
             )
         if self._failure:
-            raise ControlPlaneError(
+            raise ComponentError(
                 f"the embedded control plane did not start: {self._failure}"
             ) from self._failure
 
@@ -86,45 +84,33 @@ class EmbeddedControlPlane:
             self._thread.join(timeout=10)
         self._thread = None
 
-    def check(self) -> None:
-        """Check that the API server runs.
-
-        Raises:
-            ControlPlaneError: it has ended.
-        """
-        if self._thread is None or not self._thread.is_alive():
-            raise ControlPlaneError(
-                f"the embedded control plane ended: {self._failure!r}"
-            ) from self._failure
-
     def _run(self, ready: threading.Event) -> None:
         try:
-            asyncio.run(self.serve(ready))
+            asyncio.run(self.serve(ready.set))
         except Exception as error:
             self._failure = error
         finally:
             ready.set()
 
-    async def serve(self, ready: threading.Event | None = None) -> None:
+    async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve in the running loop until `stop()` or cancellation.
 
         Args:
-            ready: set when requests are answered.
+            on_ready: called when requests are answered.
         """
         self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
-        files = create_server_certificate(self._state_dir / "pki", [self._host])
+        files = create_server_certificate(self._state_dir / "pki", [LOOPBACK])
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(files.certificate, files.key)
         token = secrets.token_urlsafe(32)
         cluster = ClusterState(token, self._service_network, self._window)
-        server = ApiServer(cluster, self._host, self._port, tls)
+        server = ApiServer(cluster, LOOPBACK, self._port, tls)
         collector = asyncio.create_task(cluster.collector.run())
         try:
             await server.start()
             self._port = server.port
             write_kubeconfig(self.kubeconfig, self.server, files.authority, token)
-            if ready:
-                ready.set()
+            on_ready()
             ending = asyncio.create_task(self._ending.wait())
             done, _ = await asyncio.wait((collector, ending), return_when=asyncio.FIRST_COMPLETED)
             if collector in done:
@@ -151,17 +137,13 @@ def main() -> None:
         "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
     )
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     arguments.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
     plane = EmbeddedControlPlane(arguments.state_dir, service_network=arguments.service_network)
-    plane.start()
-    print(plane.kubeconfig, flush=True)
-    while not ending.wait(0.5):
-        plane.check()
-    plane.stop()
+
+    async def run(stop: asyncio.Event) -> None:
+        await until_stopped(stop, plane.serve(lambda: print(plane.kubeconfig, flush=True)))
+
+    run_until_terminated(run, name="control-plane", stop_timeout_s=10.0)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,8 @@ class ControlPlane(Protocol):
         """Start, and wait until requests are answered.
 
         Raises:
-            ControlPlaneError: it did not start.
+            ComponentError: it did not start.
         """
 
     def stop(self) -> None:
         """Stop all processes and threads. Idempotent."""
-
-
-class ControlPlaneError(RuntimeError):
-    """A control plane did not start; the message has the reason and the log."""

@@ -32,9 +32,8 @@ from pocketkube.certificates import (
     create_signing_key,
     write_private,
 )
-from pocketkube.control_plane.interface import ControlPlaneError
+from pocketkube.children import Children, ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
-from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import free_ports
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -50,7 +49,6 @@ rules:
 - level: Metadata
 """
 _HOST = "127.0.0.1"
-_STOP_S = 10.0
 
 
 def find_assets() -> Path | None:
@@ -111,16 +109,14 @@ class RealControlPlane:
         self._assets = assets
         self._state_dir = state_dir
         self._service_network = service_network
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._children = Children(state_dir)
 
     def start(self, timeout_s: float = 90.0) -> None:
         """Start the processes, and wait until objects can be created.
 
         Raises:
-            ControlPlaneError: it did not start.
+            ComponentError: it did not start.
         """
-        if self._children:
-            raise ControlPlaneError("this control plane is already started; stop() it first")
         deadline = time.monotonic() + timeout_s
         try:
             self._start(deadline)
@@ -129,27 +125,17 @@ class RealControlPlane:
             raise
 
     def stop(self) -> None:
-        """Send SIGTERM to all, clients before servers, and SIGKILL to those that do not end."""
-        for name in reversed(list(self._children)):
-            child = self._children.pop(name)
-            child.terminate()
-            try:
-                child.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        """Stop the processes, clients before servers."""
+        for name in reversed(BINARIES):
+            self._children.stop([name])
 
     def check(self) -> None:
         """Check that all processes run.
 
         Raises:
-            ControlPlaneError: one has ended.
+            ComponentError: one has ended.
         """
-        for name, child in self._children.items():
-            if (code := child.poll()) is not None:
-                path = self._state_dir / f"{name}.log"
-                last = " | ".join(path.read_text(errors="replace").splitlines()[-3:])
-                raise ControlPlaneError(f"{name} ended with code {code}; {path} ends with: {last}")
+        self._children.check()
 
     def _start(self, deadline: float) -> None:
         self._state_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -266,17 +252,7 @@ class RealControlPlane:
 
     def _spawn(self, name: str, *arguments: str) -> None:
         environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-        with (self._state_dir / f"{name}.log").open("wb") as log:
-            # In a session of its own, so that Ctrl-C at the terminal reaches only the parent.
-            self._children[name] = subprocess.Popen(
-                [str(self._assets / name), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=kill_at_end_of_parent(),
-            )
+        self._children.start(name, [str(self._assets / name), *arguments], environment)
 
     def _no_insecure_port(self, name: str) -> tuple[str, ...]:
         """Return the flag that closes the port without TLS of controllers before 1.23."""
@@ -297,11 +273,12 @@ class RealControlPlane:
             return False
 
     def _await(self, name: str, ready: Callable[[], bool], deadline: float) -> None:
-        log = self._state_dir / f"{name}.log"
         while not ready():
             self.check()
             if time.monotonic() > deadline:
-                raise ControlPlaneError(f"{name} was not ready in time; see {log}")
+                raise ComponentError(
+                    f"{name} was not ready in time\n{self._children.log_tail(name)}"
+                )
             time.sleep(0.1)
 
 
@@ -335,7 +312,7 @@ def main() -> None:
         while True:
             plane.check()
             time.sleep(0.5)
-    except ControlPlaneError as error:
+    except ComponentError as error:
         sys.exit(str(error))
     finally:
         plane.stop()

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 
 from baton_kube.client import Object
 from pocketkube.controllers.replicaset import desired_replicas, owner_reference
@@ -25,11 +25,11 @@ class DeploymentPlan:
     status: Object = field(default_factory=dict)
 
 
-def template_hash(template: Object, collisions: int = 0) -> str:
+def template_hash(template: Object) -> str:
     """Return a name of ten characters for the content of a pod template."""
     content = copy.deepcopy(template)
     (content.get("metadata") or {}).get("labels", {}).pop(HASH_LABEL, None)
-    text = json.dumps([content, collisions], sort_keys=True, separators=(",", ":"))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -113,7 +113,7 @@ def rolling_limits(deployment: Object) -> tuple[int, int]:
 def deployment_status(
     deployment: Object, new: Object | None, live: list[Object], now: datetime
 ) -> Object:
-    """Compute the counts and the conditions Available and Progressing."""
+    """Compute the counts and the condition Available."""
     desired = desired_replicas(deployment)
     _, max_unavailable = rolling_limits(deployment)
     total = sum(_current(rs) for rs in live)
@@ -127,79 +127,23 @@ def deployment_status(
         "availableReplicas": available,
         "unavailableReplicas": max(desired - available, 0),
     }
-    complete = new is not None and updated == desired == total and available >= desired
-    before = {c["type"]: c for c in (deployment.get("status") or {}).get("conditions") or []}
     enough = available >= desired - max_unavailable
-    verdicts = {
-        "Available": (
-            (True, "MinimumReplicasAvailable", "Deployment has minimum availability.")
-            if enough
-            else (
-                False,
-                "MinimumReplicasUnavailable",
-                "Deployment does not have minimum availability.",
-            )
-        ),
-        "Progressing": _progress(deployment, status, complete, before.get("Progressing"), now),
-    }
-    conditions = []
-    for kind, (truth, reason, message) in verdicts.items():
-        value, old = "True" if truth else "False", before.get(kind)
-        same = old is not None and old["status"] == value
-        moved = (
-            kind == "Progressing"
-            and truth
-            and _counts(deployment.get("status") or {}) != _counts(status)
-        )
-        condition = {
-            "type": kind,
+    value = "True" if enough else "False"
+    before = (deployment.get("status") or {}).get("conditions") or []
+    old = next((c for c in before if c["type"] == "Available"), None)
+    unchanged = old is not None and old["status"] == value
+    status["conditions"] = [
+        {
+            "type": "Available",
             "status": value,
-            "reason": reason,
-            "message": message,
-            "lastTransitionTime": old["lastTransitionTime"] if old and same else timestamp(now),
-            # The deadline counts from the time of the last progress, which the condition
-            # Progressing has.
-            "lastUpdateTime": old["lastUpdateTime"]
-            if old and same and not moved and old["reason"] == reason and "lastUpdateTime" in old
+            "reason": "MinimumReplicasAvailable" if enough else "MinimumReplicasUnavailable",
+            "message": f"{available} of {desired} pods are available",
+            "lastTransitionTime": old["lastTransitionTime"]
+            if old and unchanged
             else timestamp(now),
         }
-        conditions.append(condition)
-    status["conditions"] = conditions
+    ]
     return status
-
-
-def _progress(
-    deployment: Object, status: Object, complete: bool, before: Object | None, now: datetime
-) -> tuple[bool, str, str]:
-    name = deployment["metadata"]["name"]
-    if complete:
-        return True, "NewReplicaSetAvailable", f"Deployment {name!r} has successfully progressed."
-    deadline = deployment["spec"].get("progressDeadlineSeconds", 600)
-    stalled = before is not None and _counts(deployment.get("status") or {}) == _counts(status)
-    stalled = stalled and status["observedGeneration"] == (deployment.get("status") or {}).get(
-        "observedGeneration"
-    )
-    if stalled and before is not None and before["reason"] != "NewReplicaSetAvailable":
-        since = datetime.fromisoformat(before["lastUpdateTime"].replace("Z", "+00:00")).astimezone(
-            UTC
-        )
-        if (
-            before["reason"] == "ProgressDeadlineExceeded"
-            or (now - since).total_seconds() > deadline
-        ):
-            return (
-                False,
-                "ProgressDeadlineExceeded",
-                f"Deployment {name!r} has timed out progressing.",
-            )
-    return True, "ReplicaSetUpdated", f"Deployment {name!r} is progressing."
-
-
-def _counts(status: Object) -> tuple[int, ...]:
-    return tuple(
-        status.get(key, 0)
-        for key in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
-    )
 
 
 def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:

@@ -251,13 +251,7 @@ class Controllers:
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
             "target": {"kind": "Node", "apiVersion": "v1", "name": node},
         }
-        try:
-            await self._api.create(f"{path}/binding", binding)
-        except KubeError as error:
-            if error.status not in (404, 405, 501):
-                raise
-            # The API server lacks the subresource, or the pod is gone: both answer 404.
-            await self._api.merge(path, {"spec": {"nodeName": node}})
+        await self._api.create(f"{path}/binding", binding)
         self._events.record(pod, "Pod", "Scheduled", f"Assigned {key} to {node}")
 
 

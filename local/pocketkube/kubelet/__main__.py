@@ -51,17 +51,8 @@ def main() -> None:
         default=10.0,
         help="seconds between refreshes of configMap, secret and token files",
     )
-    parser.add_argument(
-        "--shutdown-grace",
-        type=float,
-        default=5.0,
-        help="seconds running containers get when the kubelet stops",
-    )
-    parser.add_argument(
-        "--parent-pid", type=int, help="end when this process (which must be the parent) ends"
-    )
     args = parser.parse_args()
-    die_with_parent(args.parent_pid)
+    die_with_parent()
     config = KubeletConfig(
         kubeconfig=args.kubeconfig,
         state_dir=args.state_dir.absolute(),
@@ -70,11 +61,8 @@ def main() -> None:
         host_root=args.host_root and args.host_root.absolute(),
         backoff=BackoffPolicy(args.backoff_base, args.backoff_cap),
         refresh_s=args.refresh,
-        shutdown_grace_s=args.shutdown_grace,
     )
-    run_until_terminated(
-        Kubelet(config).run, name="kubelet", stop_timeout_s=args.shutdown_grace + 15
-    )
+    run_until_terminated(Kubelet(config).run, name="kubelet", stop_timeout_s=20.0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -17,7 +17,6 @@ from pocketkube.containers.process import Guard
 from pocketkube.containers.runner import Services
 from pocketkube.events import EventRecorder
 from pocketkube.kubeconfig import certificate_authority
-from pocketkube.kubelet import node as node_object
 from pocketkube.kubelet.addresses import AddressPool
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from pocketkube.kubelet.node import Node
@@ -27,6 +26,7 @@ from pocketkube.loopback import LoopbackAddresses
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_GRACE_S = 5.0  # for running containers when the kubelet stops
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets", "ServiceAccount": "serviceaccounts"}
 
 
@@ -37,11 +37,10 @@ class KubeletConfig:
     kubeconfig: Path
     state_dir: Path
     node_name: str
-    address_pool: str = "127.77.0.0/16"
-    host_root: Path | None = None  # hostPath volumes are looked for below it first
-    backoff: BackoffPolicy = field(default_factory=BackoffPolicy)
-    refresh_s: float = 10.0  # between refreshes of configMap, secret and token files
-    shutdown_grace_s: float = 5.0  # for running containers when the kubelet stops
+    address_pool: str
+    host_root: Path | None  # hostPath volumes are looked for below it first
+    backoff: BackoffPolicy
+    refresh_s: float  # between refreshes of configMap, secret and token files
 
 
 class Kubelet:
@@ -86,7 +85,6 @@ class Kubelet:
         http: aiohttp.ClientSession,
     ) -> None:
         config = self._config
-        capacity = node_object.allocatable()
         events = EventRecorder(api, "kubelet", config.node_name)
         services = Services(
             api,
@@ -98,12 +96,11 @@ class Kubelet:
             config.backoff,
             config.refresh_s,
             pool.node_address,
-            capacity,
             config.host_root,
         )
         server = KubeletServer(self._workers)
         port = await server.start(pool.node_address)
-        node = Node(api, config.node_name, pool.node_address, port, capacity)
+        node = Node(api, config.node_name, pool.node_address, port)
         pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")
         pods.subscribe(lambda old, new: self._pod_changed(services, pool, old, new))
         try:
@@ -119,7 +116,7 @@ class Kubelet:
             )
         finally:
             for worker in self._workers.values():
-                worker.shut_down(config.shutdown_grace_s)
+                worker.shut_down(SHUTDOWN_GRACE_S)
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await server.stop()
             with contextlib.suppress(KubeError, OSError):

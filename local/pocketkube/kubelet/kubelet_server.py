@@ -1,9 +1,8 @@
-"""The kubelet's HTTPS server: `kubectl logs` through the API server, and a health check.
+"""The kubelet's HTTPS server: `kubectl logs` through the API server.
 
 It needs no authentication, because it listens only on the loopback device.
 """
 
-import ipaddress
 import ssl
 import tempfile
 from collections.abc import Mapping
@@ -11,11 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from pocketkube.certificates import create_server_certificate
 from pocketkube.containers.container_log import stream_log
 from pocketkube.kubelet.pod_worker import PodWorker
 
@@ -26,8 +22,6 @@ class KubeletServer:
     def __init__(self, workers: Mapping[str, PodWorker]):
         self._workers = workers
         app = web.Application()
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/pods", self._pods)
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         # A disconnect cancels the handler. A silent container would keep it for long otherwise.
         self._runner = web.AppRunner(
@@ -37,7 +31,7 @@ class KubeletServer:
     async def start(self, address: str) -> int:
         """Listen on a free port, and return it."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, address, 0, ssl_context=self_signed_context(address))
+        site = web.TCPSite(self._runner, address, 0, ssl_context=_tls_context(address))
         await site.start()
         bound: int = self._runner.addresses[0][1]
         return bound
@@ -45,15 +39,6 @@ class KubeletServer:
     async def stop(self) -> None:
         """Close the server and its connections."""
         await self._runner.cleanup()
-
-    async def _healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
-    async def _pods(self, request: web.Request) -> web.Response:
-        pods = [worker.pod for worker in self._workers.values()]
-        return web.json_response(
-            {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods}
-        )
 
     async def _logs(self, request: web.Request) -> web.StreamResponse:
         names = request.match_info
@@ -104,38 +89,16 @@ class KubeletServer:
         return response
 
 
-def self_signed_context(address: str) -> ssl.SSLContext:
-    """Create a TLS context with a new key and a self-signed certificate.
+def _tls_context(address: str) -> ssl.SSLContext:
+    """Create a TLS context with a new certificate.
 
     API servers accept it unless they are given a kubelet certificate authority.
     """
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pocketkube-kubelet@{address}")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=3650))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]),
-            critical=False,
-        )
-        .sign(key, hashes.SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     # The ssl module loads from files only.
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kubelet.pem"
-        file.touch(mode=0o600)
-        file.write_bytes(pem)
-        context.load_cert_chain(file)
+        files = create_server_certificate(Path(folder), [address])
+        context.load_cert_chain(files.certificate, files.key)
     return context
 
 

@@ -15,7 +15,6 @@ LEASE_NAMESPACE = "kube-node-lease"
 LEASE_RENEW_S = 10
 LEASE_DURATION_S = 40
 STATUS_EVERY = 6  # in lease renewals
-SCHEME_ANNOTATION = "pocketkube/kubelet-scheme"
 
 
 def allocatable() -> dict[str, str]:
@@ -34,14 +33,12 @@ def allocatable() -> dict[str, str]:
 class Node:
     """Registers the node, and keeps it ready."""
 
-    def __init__(
-        self, api: KubeClient, name: str, address: str, port: int, capacity: dict[str, str]
-    ):
+    def __init__(self, api: KubeClient, name: str, address: str, port: int):
         self._api = api
         self._name = name
         self._address = address
         self._port = port
-        self._capacity = capacity
+        self._capacity = allocatable()
         self._ready_since = timestamp()
 
     async def register(self) -> Object:
@@ -61,7 +58,6 @@ class Node:
                 ),
                 "pocketkube/kubelet": "processes",
             },
-            "annotations": {SCHEME_ANNOTATION: "https"},
         }
         try:
             await self._api.create(
@@ -90,10 +86,6 @@ class Node:
                 logger.warning(
                     "renewing the lease of node %s failed: %s; retrying", self._name, error
                 )
-                is_gone = isinstance(error, KubeError) and error.status == 404
-                if is_gone and beat > 0:  # somebody has deleted the node
-                    beat = 0
-                    await self._register_again()
             await asyncio.sleep(LEASE_RENEW_S)
 
     async def write_status(self, *, ready: bool) -> None:
@@ -156,12 +148,6 @@ class Node:
     def _path(self) -> str:
         return f"/api/v1/nodes/{self._name}"
 
-    async def _register_again(self) -> None:
-        try:
-            await self.register()
-        except (KubeError, OSError) as error:
-            logger.warning("registering node %s again failed: %s; retrying", self._name, error)
-
     async def _renew_lease(self) -> None:
         spec = {
             "holderIdentity": self._name,
@@ -181,16 +167,4 @@ class Node:
             "metadata": {"name": self._name, "namespace": LEASE_NAMESPACE},
             "spec": spec,
         }
-        try:
-            await self._api.create(collection, lease)
-        except KubeError as error:
-            if error.status != 404:
-                raise
-            # A new API server creates this namespace after its start; a small one never does.
-            namespace = {
-                "kind": "Namespace",
-                "apiVersion": "v1",
-                "metadata": {"name": LEASE_NAMESPACE},
-            }
-            await self._api.create("/api/v1/namespaces", namespace)
-            await self._api.create(collection, lease)
+        await self._api.create(collection, lease)

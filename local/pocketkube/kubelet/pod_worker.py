@@ -20,7 +20,6 @@ from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, parse_tim
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to make volumes or to get an address
-DEFAULT_GRACE_S = 30
 MIN_GRACE_S = 2.0  # grace period of a pod that is deleted without one
 LAST_STATUS_S = 2.0  # time for the last status before the kubelet ends
 TERMINAL = ("Succeeded", "Failed")
@@ -154,7 +153,6 @@ class PodWorker:
             self._services.ca_pem,
             self._services.lookup,
             addresses,
-            self._services.allocatable,
             self._services.host_root,
         )
         context = PodContext(
@@ -230,18 +228,9 @@ class PodWorker:
 
     def _check_deletion(self) -> None:
         if self.pod["metadata"].get("deletionTimestamp"):
-            self._shorten(self._grace_s())
+            grace_s = self.pod["metadata"]["deletionGracePeriodSeconds"]
+            self._shorten(max(grace_s, MIN_GRACE_S))
             self._leave.set()
-
-    def _grace_s(self) -> float:
-        metadata, spec = self.pod["metadata"], self.pod["spec"]
-        for value in (
-            metadata.get("deletionGracePeriodSeconds"),
-            spec.get("terminationGracePeriodSeconds"),
-        ):
-            if value is not None:
-                return max(float(value), MIN_GRACE_S)
-        return DEFAULT_GRACE_S
 
     def _shorten(self, grace_s: float) -> None:
         self._deadline = min(self._deadline, asyncio.get_running_loop().time() + grace_s)

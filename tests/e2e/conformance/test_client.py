@@ -46,7 +46,7 @@ async def test_an_object_is_applied_read_listed_and_deleted(kube, core):
     with pytest.raises(KubeError) as caught:
         await kube.delete(f"{path}/a", uid="another")
     assert (caught.value.status, caught.value.reason) == (409, "Conflict")
-    await kube.delete(f"{path}/a", uid=made["metadata"]["uid"], propagation="Background")
+    await kube.delete(f"{path}/a", uid=made["metadata"]["uid"])
     with pytest.raises(KubeError) as caught:
         await kube.get(f"{path}/a")
     assert (caught.value.status, caught.value.reason) == (404, "NotFound")

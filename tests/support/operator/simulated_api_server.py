@@ -128,7 +128,7 @@ class ApiServer:
             return cluster.registry.get(*target, call.name)
         if method == "GET":
             matches = label_selector(query.get("labelSelector", ""))
-            items = [obj for obj in cluster.registry.list(*target) if matches(obj)]
+            items = cluster.store.list(call.resource.storage_key, call.namespace, matches)
             return {"metadata": {"resourceVersion": str(cluster.store.version)}, "items": items}
         if method == "POST":
             return self._made(call.resource, cluster.registry.create(*target, body, options))

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import signal
 import ssl
 import subprocess
@@ -169,9 +168,7 @@ class KubeletProcess:
 
     def start(self) -> None:
         with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(
-                [*self._command, "--parent-pid", str(os.getpid())], stdout=log, stderr=log
-            )
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
         eventually(self._ready, "the node being Ready")
 
     def kill(self) -> None:

@@ -103,16 +103,11 @@ async def test_each_write_has_its_verb_type_and_options(
     await kube.replace(path, {"n": 2})
     await kube.merge(path, {"n": None})
     await kube.apply(path, {"n": 4}, field_manager="me")
-    await kube.delete(path, uid="u", grace_s=0, propagation="Background")
+    await kube.delete(path, uid="u", grace_s=0)
     await kube.delete(path)
     await kube.get(path, metadata_only=True, query=[("a", "b")])
     options = {"apiVersion": "v1", "kind": "DeleteOptions"}
-    full = {
-        **options,
-        "preconditions": {"uid": "u"},
-        "gracePeriodSeconds": 0,
-        "propagationPolicy": "Background",
-    }
+    full = {**options, "preconditions": {"uid": "u"}, "gracePeriodSeconds": 0}
     assert [
         (asked.method, asked.content_type, asked.query, asked.body) for asked in server.asked
     ] == [

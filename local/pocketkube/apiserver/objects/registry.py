@@ -66,11 +66,6 @@ class Registry:
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
         return self.view(resource, self.stored(resource, namespace, name))
 
-    def list(self, resource: Resource, namespace: str) -> list[Object]:
-        return [
-            self.view(resource, obj) for obj in self.store.list(resource.storage_key, namespace)
-        ]
-
     def view(self, resource: Resource, obj: Object) -> Object:
         """Convert a stored object to the version of `resource`."""
         if resource.storage_key == "events" and resource.group:
@@ -288,7 +283,7 @@ class Registry:
             new = {**new, "apiVersion": new.get("apiVersion", old["apiVersion"])}
             self._keep_system_fields(resource, before, new["metadata"])
             if resource.kind == "Service" and not trusted:
-                self._addresses.keep(resource, old, new)
+                self._addresses.keep(old, new)
             if resource.kind == "Namespace":
                 new["spec"] = old.get("spec", {})
         new = self._default(resource, new)
@@ -388,9 +383,7 @@ class Registry:
         )
 
     def _require_namespace(self, resource: Resource, namespace: str, name: str) -> None:
-        namespaces = self.catalog.find("", "v1", "namespaces")
-        assert namespaces is not None, "the frozen table has namespaces"
-        found = self.stored(namespaces, "", namespace)
+        found = self.stored(self.catalog.builtin("namespaces"), "", namespace)
         if found["metadata"].get("deletionTimestamp"):
             why = (
                 f"unable to create new content in namespace {namespace} "
@@ -462,10 +455,7 @@ class Registry:
             options.manager, operation, resource.api_version, subresource
         )
         types = self.catalog.types(resource)
-        if owned is None:
-            server_side_apply.track_update(old, new, manager, types, now())
-        else:
-            server_side_apply.track_apply(old, new, manager, owned, types, now())
+        server_side_apply.track(old, new, manager, owned, types, now())
 
     def _establish(self, crd: Object) -> Object:
         """Serve the versions of a custom resource definition, and set its status."""

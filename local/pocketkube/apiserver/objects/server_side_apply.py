@@ -7,8 +7,8 @@ A field set is a set of paths. A path is a tuple of the elements of Kubernetes' 
 - a last `.` for the item itself.
 
 `apply()` merges a manager's configuration into the live object, and refuses fields that other
-managers own. It removes fields that the manager no longer sets. `track_update()` records the owners
-after every other write.
+managers own. It removes fields that the manager no longer sets. `track()` records the owners after
+every write.
 """
 
 from __future__ import annotations
@@ -103,26 +103,7 @@ def apply(
     return merged, owned
 
 
-def track_apply(
-    live: Object | None,
-    stored: Object,
-    manager: Manager,
-    owned: FieldSet,
-    types: FieldTypes,
-    now: str,
-) -> None:
-    """Record in `stored` the owners after an apply. A changed field loses its other owners."""
-    _track(live, stored, manager, owned, types, now)
-
-
-def track_update(
-    live: Object | None, stored: Object, manager: Manager, types: FieldTypes, now: str
-) -> None:
-    """Record in `stored` the owners after any other write: the writer owns each change."""
-    _track(live, stored, manager, None, types, now)
-
-
-def _track(
+def track(
     live: Object | None,
     stored: Object,
     manager: Manager,
@@ -130,6 +111,13 @@ def _track(
     types: FieldTypes,
     now: str,
 ) -> None:
+    """Record in `stored` the owners after a write. A changed field loses its other owners.
+
+    Args:
+        live: the object before the write; None if it is new.
+        owned: after an apply, the fields of `apply()`. None: the writer owns what it changed.
+        now: the time of the write, as the API formats it.
+    """
     before = leaves(_tracked(live), types) if live else {}
     after = leaves(_tracked(stored), types)
     changed = frozenset(

@@ -24,7 +24,7 @@ class ServiceAddresses:
     def allocate(self, resource: Resource, service: Object) -> None:
         spec, name = service["spec"], service["metadata"]["name"]
         if spec["type"] != "ClusterIP" or spec.get("clusterIP") == "None":
-            return
+            return  # headless, or a type that validation refuses
         if asked := spec.get("clusterIP"):
             try:
                 inside = IPv4Address(asked) in self._network
@@ -56,15 +56,9 @@ class ServiceAddresses:
             f"no free address in {self._network}; delete services or widen the range",
         )
 
-    def keep(self, resource: Resource, old: Object, new: Object) -> None:
-        before = old["spec"]
-        spec = new["spec"] = dict(new.get("spec") or {})
-        if spec.get("type", "ClusterIP") != "ClusterIP":
-            spec.pop("clusterIP", None)
-            spec.pop("clusterIPs", None)
-        elif before.get("clusterIP"):
-            spec.setdefault("clusterIP", before["clusterIP"])
-            spec.setdefault("clusterIPs", before.get("clusterIPs", []))
-        else:
-            spec.setdefault("type", "ClusterIP")
-            self.allocate(resource, new)
+    @staticmethod
+    def keep(old: Object, new: Object) -> None:
+        """Restore the address in an update that does not name it."""
+        new["spec"] = dict(new.get("spec") or {})
+        for name in ("clusterIP", "clusterIPs"):
+            new["spec"].setdefault(name, old["spec"][name])

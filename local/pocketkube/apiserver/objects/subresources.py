@@ -1,23 +1,15 @@
-"""Scale, pod binding and access reviews."""
+"""Scale and pod binding."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import Registry, WriteOptions, now
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import Object, Resource, lookup
 from pocketkube.apiserver.schema.catalog import Catalog
 
 _BUILTIN_SCALE = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
-
-
-def _lookup(obj: Object, path: str) -> Any:
-    value: Any = obj
-    for name in path.strip(".").split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 class Scale:
@@ -36,13 +28,11 @@ class Scale:
 
     def _view(self, resource: Resource, obj: Object) -> Object:
         metadata, paths = obj["metadata"], self._paths(resource)
-        selector = (
-            _lookup(obj, paths["labelSelectorPath"]) if "labelSelectorPath" in paths else None
-        )
+        selector = lookup(obj, paths["labelSelectorPath"]) if "labelSelectorPath" in paths else None
         if not resource.custom:
             labels = (obj["spec"].get("selector") or {}).get("matchLabels") or {}
             selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-        status: Object = {"replicas": _lookup(obj, paths["statusReplicasPath"]) or 0}
+        status: Object = {"replicas": lookup(obj, paths["statusReplicasPath"]) or 0}
         if selector:
             status["selector"] = selector
         kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
@@ -50,7 +40,7 @@ class Scale:
             "apiVersion": "autoscaling/v1",
             "kind": "Scale",
             "metadata": {key: metadata[key] for key in kept if key in metadata},
-            "spec": {"replicas": _lookup(obj, paths["specReplicasPath"]) or 0},
+            "spec": {"replicas": lookup(obj, paths["specReplicasPath"]) or 0},
             "status": status,
         }
 
@@ -140,11 +130,3 @@ def bind(
     placed = registry.change(pods, pod, place, options)
     registry.change(pods, placed, report, options, "status")
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
-
-
-def access_review(review: Object) -> Object:
-    """Answer a SelfSubjectAccessReview: everything is allowed."""
-    return {
-        **copy.deepcopy(review),
-        "status": {"allowed": True, "reason": "this control plane enforces no authorization"},
-    }

@@ -32,6 +32,10 @@ class Catalog:
     def find(self, group: str, version: str, plural: str) -> Resource | None:
         return self._resources.get((group, version, plural))
 
+    def builtin(self, plural: str) -> Resource:
+        """Return a kind of core/v1."""
+        return self._resources["", "v1", plural]
+
     def by_storage(self, storage: str) -> Resource:
         """Return one of the resources kept in `storage`; deletion works the same for each."""
         return next(

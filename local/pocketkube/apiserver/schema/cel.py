@@ -13,7 +13,7 @@ from typing import Any
 
 import celpy
 
-from pocketkube.apiserver.errors import FieldError, type_name
+from pocketkube.apiserver.errors import FieldError, invalid_value
 from pocketkube.apiserver.resources import Object
 
 _OLD_SELF = re.compile(r"\boldSelf\b")
@@ -157,14 +157,7 @@ class Rules:
         if rule.reason in _WORDS:
             errors.append(FieldError(field, rule.reason, f"{_WORDS[rule.reason]}: {message}"))
         else:
-            shown = (
-                value
-                if isinstance(value, (int, float))
-                else f'"{value if isinstance(value, str) else type_name(value)}"'
-            )
-            errors.append(
-                FieldError(field, "FieldValueInvalid", f"Invalid value: {shown}: {message}")
-            )
+            errors.append(invalid_value(field, value, message))
 
 
 def _counterpart(item: Any, old: Any, keys: tuple[str, ...]) -> Any:

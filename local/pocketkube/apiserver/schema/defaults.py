@@ -151,12 +151,11 @@ def _service(obj: Object) -> None:
         port.setdefault("protocol", "TCP")
         if "port" in port:
             port.setdefault("targetPort", port["port"])
-    if spec["type"] == "ClusterIP":
-        spec.setdefault("internalTrafficPolicy", "Cluster")
-        spec.setdefault("ipFamilies", ["IPv4"])
-        spec.setdefault("ipFamilyPolicy", "SingleStack")
-        if "clusterIP" in spec:
-            spec.setdefault("clusterIPs", [spec["clusterIP"]])
+    spec.setdefault("internalTrafficPolicy", "Cluster")
+    spec.setdefault("ipFamilies", ["IPv4"])
+    spec.setdefault("ipFamilyPolicy", "SingleStack")
+    if "clusterIP" in spec:
+        spec.setdefault("clusterIPs", [spec["clusterIP"]])
 
 
 def _secret(obj: Object) -> None:
@@ -169,12 +168,6 @@ def _namespace(obj: Object) -> None:
     obj["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = obj["metadata"][
         "name"
     ]
-
-
-def _endpoints(obj: Object) -> None:
-    for subset in obj.get("subsets") or ():
-        for port in subset.get("ports") or ():
-            port.setdefault("protocol", "TCP")
 
 
 def _network_policy(obj: Object) -> None:
@@ -193,7 +186,6 @@ _DEFAULTS = {
     "Service": _service,
     "Secret": _secret,
     "Namespace": _namespace,
-    "Endpoints": _endpoints,
     "NetworkPolicy": _network_policy,
     "CustomResourceDefinition": default_crd,
 }

@@ -132,14 +132,7 @@ def _pod_spec(spec: Object, path: str) -> list[FieldError]:
             errors += _container(container, f"{path}.{group}[{index}]", names)
     volumes: set[str] = set()
     for index, volume in enumerate(spec.get("volumes") or ()):
-        name = volume.get("name", "")
-        if not name:
-            errors.append(required(f"{path}.volumes[{index}].name"))
-        elif not _LABEL.fullmatch(name) or len(name) > 63:
-            errors.append(invalid_value(f"{path}.volumes[{index}].name", name, _LABEL_TEXT))
-        elif name in volumes:
-            errors.append(duplicate(f"{path}.volumes[{index}].name", name))
-        volumes.add(name)
+        errors += _unique_label(volume.get("name", ""), f"{path}.volumes[{index}].name", volumes)
     for group in ("initContainers", "containers"):
         for i, container in enumerate(spec.get(group) or ()):
             for j, mount in enumerate(container.get("volumeMounts") or ()):
@@ -164,16 +157,20 @@ def _pod_spec(spec: Object, path: str) -> list[FieldError]:
     return errors
 
 
-def _container(container: Object, path: str, names: set[str]) -> list[FieldError]:
-    errors: list[FieldError] = []
-    name = container.get("name", "")
+def _unique_label(name: str, path: str, seen: set[str]) -> list[FieldError]:
+    """Check a name that must be a label and not in `seen`, and add it there."""
     if not name:
-        errors.append(required(f"{path}.name"))
-    elif not _LABEL.fullmatch(name) or len(name) > 63:
-        errors.append(invalid_value(f"{path}.name", name, _LABEL_TEXT))
-    elif name in names:
-        errors.append(duplicate(f"{path}.name", name))
-    names.add(name)
+        return [required(path)]
+    if not _LABEL.fullmatch(name) or len(name) > 63:
+        return [invalid_value(path, name, _LABEL_TEXT)]
+    if name in seen:
+        return [duplicate(path, name)]
+    seen.add(name)
+    return []
+
+
+def _container(container: Object, path: str, names: set[str]) -> list[FieldError]:
+    errors = _unique_label(container.get("name", ""), f"{path}.name", names)
     if not container.get("image"):
         errors.append(required(f"{path}.image"))
     for index, port in enumerate(container.get("ports") or ()):
@@ -243,11 +240,10 @@ def _workload(obj: Object) -> list[FieldError]:
 def _service(obj: Object) -> list[FieldError]:
     spec = obj.get("spec") or {}
     errors: list[FieldError] = []
-    kinds = ("ClusterIP", "ExternalName")
-    if spec.get("type") not in kinds:
-        errors.append(unsupported_value("spec.type", spec.get("type"), kinds))
+    if spec.get("type") != "ClusterIP":
+        errors.append(unsupported_value("spec.type", spec.get("type"), ("ClusterIP",)))
     ports = spec.get("ports") or ()
-    if not ports and spec.get("type") == "ClusterIP" and spec.get("clusterIP") != "None":
+    if not ports and spec.get("clusterIP") != "None":
         errors.append(required("spec.ports"))
     names: set[str] = set()
     for index, port in enumerate(ports):
@@ -268,8 +264,6 @@ def _service(obj: Object) -> list[FieldError]:
             errors.append(
                 forbidden_value(f"{path}.nodePort", "this control plane serves no node ports")
             )
-    if spec.get("type") == "ExternalName" and not spec.get("externalName"):
-        errors.append(required("spec.externalName"))
     return errors
 
 
@@ -329,12 +323,9 @@ def _immutable(kind: str, obj: Object, old: Object) -> list[FieldError]:
         case "Service" if (
             old_spec.get("clusterIP") and new_spec.get("clusterIP") != old_spec["clusterIP"]
         ):
-            if new_spec.get("type") == "ClusterIP":
-                return [
-                    invalid_value(
-                        "spec.clusterIP", new_spec.get("clusterIP", ""), "field is immutable"
-                    )
-                ]
+            return [
+                invalid_value("spec.clusterIP", new_spec.get("clusterIP", ""), "field is immutable")
+            ]
         case "Secret" if obj.get("type") != old.get("type"):
             return [invalid_value("type", obj.get("type"), "field is immutable")]
         case "Secret" | "ConfigMap" if old.get("immutable"):

@@ -23,7 +23,7 @@ from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects import subresources
 from pocketkube.apiserver.objects.deletion import DeleteOptions
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import VERBS, Object, Resource
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
 from pocketkube.apiserver.serving.request import (
@@ -154,7 +154,7 @@ class ApiServer:
 
     async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
         verb = call.verb(request.method, request.query)
-        offered = call.subresource.verbs if call.subresource else call.resource.verbs
+        offered = call.subresource.verbs if call.subresource else VERBS
         if verb not in offered:
             what = call.resource.qualified + (
                 f"/{call.subresource.name}" if call.subresource else ""
@@ -196,8 +196,6 @@ class ApiServer:
         target = (resource, call.namespace, call.name)
         sub = call.subresource.name if call.subresource else ""
         match sub, verb:
-            case "", "create" if resource.kind == "SelfSubjectAccessReview":
-                return subresources.access_review(body), 201
             case "", "create":
                 return cluster.registry.create(resource, call.namespace, body, options), 201
             case "token", "create":
@@ -240,12 +238,8 @@ class ApiServer:
             chosen = Selection(call.resource, call.namespace, matches, printer, include)
             return await watch(request, self._cluster, chosen)
         store, registry = self._cluster.store, self._cluster.registry
-        if call.namespace and (wanted := _exact_name(request)):
-            found = store.get(call.resource.storage_key, call.namespace, wanted)
-            stored = [found] if found and matches(found) else []
-        else:
-            labels = required_labels(request.query.get("labelSelector", ""))
-            stored = store.list(call.resource.storage_key, call.namespace, matches, labels)
+        labels = required_labels(request.query.get("labelSelector", ""))
+        stored = store.list(call.resource.storage_key, call.namespace, matches, labels)
         objects = [registry.view(call.resource, obj) for obj in stored]
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
@@ -338,13 +332,6 @@ class ApiServer:
             resource_version=wanted.get("resourceVersion", ""),
             dry_run=bool(body.get("dryRun") or query.get("dryRun")),
         )
-
-
-def _exact_name(request: web.Request) -> str:
-    """Return the name if the field selector asks for one object, as `kubectl wait` does."""
-    selector = request.query.get("fieldSelector", "")
-    name = selector.removeprefix("metadata.name=")
-    return name if name != selector and "," not in name else ""
 
 
 def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Object], Object]:

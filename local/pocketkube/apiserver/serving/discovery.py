@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import VERBS, Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 
 VERSION: Object = {
@@ -67,7 +67,7 @@ def _entries(resource: Resource) -> list[Object]:
         "singularName": resource.singular_name,
         "namespaced": resource.namespaced,
         "kind": resource.kind,
-        "verbs": list(resource.verbs),
+        "verbs": list(VERBS),
     }
     if resource.short_names:
         entry["shortNames"] = list(resource.short_names)
@@ -120,11 +120,9 @@ def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
         schema = dict(custom.schema.schema) if custom else {"type": "object"}
         schemas[name] = {**schema, "x-kubernetes-group-version-kind": [gvk]}
         paths[collection] = {"post": _operation("post", gvk), "get": _operation("list", gvk)}
-        if "patch" in resource.verbs:
-            verbs = {"get": "get", "put": "put", "patch": "patch", "delete": "delete"}
-            paths[f"{collection}/{{name}}"] = {
-                verb: _operation(action, gvk) for verb, action in verbs.items()
-            }
+        paths[f"{collection}/{{name}}"] = {
+            verb: _operation(verb, gvk) for verb in ("get", "put", "patch", "delete")
+        }
     return {
         "openapi": "3.0.0",
         "info": {"title": "pocketkube", "version": VERSION["gitVersion"]},

@@ -10,7 +10,6 @@ from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import Object
 
-SCHEME_ANNOTATION = "pocketkube/kubelet-scheme"
 _PARAMETERS = (
     "follow",
     "previous",
@@ -41,8 +40,7 @@ def _kubelet(node: Object) -> str:
             "BadGateway",
             f"node {name} reports no InternalIP or kubelet port; is its kubelet running?",
         )
-    scheme = (node["metadata"].get("annotations") or {}).get(SCHEME_ANNOTATION, "https")
-    return f"{scheme}://{address}:{port}"
+    return f"https://{address}:{port}"
 
 
 def _container(pod: Object, asked: str) -> str:
@@ -68,15 +66,12 @@ async def stream_logs(
     namespace: str,
     name: str,
 ) -> web.StreamResponse:
-    pods, nodes = registry.catalog.find("", "v1", "pods"), registry.catalog.find("", "v1", "nodes")
-    assert pods is not None, "the frozen table has pods"
-    assert nodes is not None, "the frozen table has nodes"
-    pod = registry.get(pods, namespace, name)
+    pod = registry.get(registry.catalog.builtin("pods"), namespace, name)
     container = _container(pod, request.query.get("container", ""))
     node_name = pod["spec"].get("nodeName")
     if not node_name:
         raise errors.bad_request(f"pod {name} does not have a host assigned")
-    kubelet = _kubelet(registry.get(nodes, "", node_name))
+    kubelet = _kubelet(registry.get(registry.catalog.builtin("nodes"), "", node_name))
     url = f"{kubelet}/containerLogs/{namespace}/{name}/{container}"
     parameters = {key: request.query[key] for key in _PARAMETERS if key in request.query}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from pocketkube.apiserver.errors import bad_request
-from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.resources import Object, lookup
 
 Predicate = Callable[[Object], bool]
 
 _SET = re.compile(r"^\s*([^\s!=,()]+)\s+(in|notin)\s+\(([^)]*)\)\s*$")
 _EQUALITY = re.compile(r"^\s*([^\s!=,()]+)\s*(==|=|!=)\s*([^\s!=,()]*)\s*$")
-_NUMERIC = re.compile(r"^\s*([^\s!=,()<>]+)\s*([<>])\s*(-?\d+)\s*$")
-_EXISTS = re.compile(r"^\s*(!?)\s*([^\s!=,()]+)\s*$")
+_EXISTS = re.compile(r"^\s*(!?)\s*([^\s!=,()<>]+)\s*$")
 
 # Fields that every kind can be selected by, and those of single kinds. Others are refused.
 _COMMON = ("metadata.name", "metadata.namespace")
@@ -70,16 +68,6 @@ def _label_requirement(text: str) -> Callable[[Mapping[str, str]], bool]:
         if operator == "!=":
             return lambda labels: labels.get(key) != value
         return lambda labels: labels.get(key) == value
-    if match := _NUMERIC.match(text):
-        key, sign, bound = match[1], match[2], int(match[3])
-
-        def compare(labels: Mapping[str, str]) -> bool:
-            number = labels.get(key, "")
-            if not re.fullmatch(r"-?\d+", number):
-                return False
-            return int(number) < bound if sign == "<" else int(number) > bound
-
-        return compare
     if match := _EXISTS.match(text):
         key, absent = match[2], bool(match[1])
         return lambda labels: (key not in labels) if absent else (key in labels)
@@ -111,9 +99,7 @@ def required_labels(selector: str) -> list[tuple[str, str]]:
 
 
 def field_value(obj: Object, path: str) -> str:
-    value: Any = obj
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+    value = lookup(obj, path)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):  # `source` selects by the event's component

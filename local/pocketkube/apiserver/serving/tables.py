@@ -49,25 +49,15 @@ def _step(value: Any, name: str | None, index: str | None) -> list[Any]:
 
 
 def age(timestamp: Any) -> str:
-    """Format the time since a timestamp as kubectl does: `5s`, `3m12s`, `4h`, `2d3h`."""
+    """Format the time since a timestamp in its largest unit: `5s`, `3m`, `4h`, `2d`."""
     if not isinstance(timestamp, str):
         return "<unknown>"
     then = datetime.datetime.fromisoformat(timestamp)
     seconds = max(int((datetime.datetime.now(datetime.UTC) - then).total_seconds()), 0)
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if seconds < 120:
-        return f"{seconds}s"
-    if minutes < 10:
-        return f"{minutes}m{seconds % 60}s" if seconds % 60 else f"{minutes}m"
-    if minutes < 180:
-        return f"{minutes}m"
-    if hours < 8:
-        return f"{hours}h{minutes % 60}m" if minutes % 60 else f"{hours}h"
-    if hours < 48:
-        return f"{hours}h"
-    if days < 8:
-        return f"{days}d{hours % 24}h" if hours % 24 else f"{days}d"
-    return f"{days}d"
+    for unit, size_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds // size_s}{unit}"
+    return f"{seconds}s"
 
 
 def _path(expression: str, otherwise: Any = "<none>") -> Callable[[Object], Any]:
@@ -114,17 +104,6 @@ def _selector(obj: Object) -> str:
     selector = (obj.get("spec") or {}).get("selector") or {}
     labels = selector.get("matchLabels", selector) or {}
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items())) or "<none>"
-
-
-def _endpoints(obj: Object) -> str:
-    pairs = [
-        f"{address['ip']}:{port['port']}"
-        for subset in obj.get("subsets") or ()
-        for address in subset.get("addresses") or ()
-        for port in subset.get("ports") or ()
-    ]
-    more = f" + {len(pairs) - 3} more..." if len(pairs) > 3 else ""
-    return ",".join(pairs[:3]) + more or "<none>"
 
 
 def _node_status(node: Object) -> str:
@@ -215,12 +194,11 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _NAME,
         ("Type", "string", 0, _path(".spec.type")),
         ("Cluster-IP", "string", 0, _path(".spec.clusterIP")),
-        ("External-IP", "string", 0, _path(".spec.externalName")),
+        ("External-IP", "string", 0, lambda service: "<none>"),
         ("Port(s)", "string", 0, _service_ports),
         _AGE,
         ("Selector", "string", 1, _selector),
     ),
-    "Endpoints": (_NAME, ("Endpoints", "string", 0, _endpoints), _AGE),
     "ConfigMap": (_NAME, ("Data", "string", 0, _count("data")), _AGE),
     "Secret": (
         _NAME,

@@ -10,7 +10,6 @@ from pocketkube.containers.environment import (
     expand,
     field_value,
 )
-from pocketkube.containers.quantity import in_units_of, parse_quantity
 from pocketkube.kubelet.kubelet import _lookup
 
 POD = {
@@ -47,14 +46,18 @@ async def test_environment_entries_build_on_each_other_and_missing_keys_are_erro
         "env": [
             {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "t"}}},
             {"name": "BOTH", "value": "$(P_k)/$(SECRET)"},
-            {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
         ],
     }
-    result = await container_environment(POD, container, {}, ADDRESSES, {"cpu": "8"}, lookup)
-    assert result == {"P_k": "v", "SECRET": "hi", "BOTH": "v/hi", "CPU": "8"}
+    result = await container_environment(POD, container, {}, ADDRESSES, lookup)
+    assert result == {"P_k": "v", "SECRET": "hi", "BOTH": "v/hi"}
     container["env"] = [{"name": "X", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "no"}}}]
     with pytest.raises(ConfigError, match="couldn't find key no in ConfigMap ns/c"):
-        await container_environment(POD, container, {}, ADDRESSES, {}, lookup)
+        await container_environment(POD, container, {}, ADDRESSES, lookup)
+    container["env"] = [
+        {"name": "X", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}
+    ]
+    with pytest.raises(ConfigError, match="unsupported valueFrom"):
+        await container_environment(POD, container, {}, ADDRESSES, lookup)
 
 
 def test_a_container_without_command_is_refused() -> None:
@@ -68,14 +71,6 @@ def test_downward_fields() -> None:
     assert field_value("status.podIP", POD, ADDRESSES) == "127.77.0.2"
     with pytest.raises(ConfigError, match="unsupported"):
         field_value("spec.nothing", POD, ADDRESSES)
-
-
-def test_quantities() -> None:
-    assert in_units_of("1500m", "1") == "2"
-    assert in_units_of("2Gi", "1Mi") == "2048"
-    assert parse_quantity("1e3") == 1000
-    with pytest.raises(ValueError, match="not a quantity"):
-        parse_quantity("ten")
 
 
 async def test_an_object_that_cannot_be_read_is_an_error_of_the_configuration() -> None:

@@ -1,10 +1,12 @@
-"""Restart backoff and the verdicts of probes."""
+"""Restart backoff, the verdicts of probes, and handlers that are refused."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pocketkube.containers.backoff import BackoffPolicy
-from pocketkube.containers.probes import ProbeTiming, ProbeVerdict
+from pocketkube.containers.environment import ConfigError
+from pocketkube.containers.probes import ProbeVerdict, check_handlers
 
 
 @given(runs=st.lists(st.floats(0, 200), max_size=30))
@@ -19,8 +21,22 @@ def test_backoff_stays_in_bounds_and_forgets_after_a_long_run(runs: list[float])
 
 
 def test_a_probe_verdict_needs_its_threshold_in_a_row() -> None:
-    verdict = ProbeVerdict(ProbeTiming(success_threshold=2, failure_threshold=3))
+    verdict = ProbeVerdict(success_threshold=2, failure_threshold=3)
     seen = [
         verdict.observe(result) for result in (True, True, False, False, True, False, False, False)
     ]
     assert seen == [None, True, None, None, None, None, None, False]
+
+
+@pytest.mark.parametrize(
+    "handlers",
+    [
+        {"livenessProbe": {"exec": {"command": ["true"]}}},
+        {"startupProbe": {"tcpSocket": {"port": 80}}},
+        {"lifecycle": {"preStop": {"httpGet": {"port": 80}}}},
+    ],
+)
+def test_a_container_with_a_hook_or_another_probe_than_http_is_refused(handlers: dict) -> None:
+    check_handlers({"name": "main", "readinessProbe": {"httpGet": {"port": 80}}})
+    with pytest.raises(ConfigError, match="not supported here"):
+        check_handlers({"name": "main", **handlers})

@@ -40,7 +40,7 @@ async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
     async def lookup(kind: str, namespace: str, name: str) -> None:
         return None
 
-    volumes = PodVolumes({**POD}, tmp_path, None, b"", lookup, ADDRESSES, {})  # type: ignore[arg-type]
+    volumes = PodVolumes({**POD}, tmp_path, None, b"", lookup, ADDRESSES)  # type: ignore[arg-type]
     nested = [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/a/b"}]
     with pytest.raises(MountError, match="lies inside mountPath /a"):
         volumes.mount({"name": "main", "volumeMounts": nested})
@@ -79,7 +79,6 @@ async def test_a_host_path_is_looked_for_below_the_host_root_and_never_outside_i
         b"",
         lookup,
         ADDRESSES,
-        {},
         tmp_path / "root",
     )
     await volumes.make()
@@ -101,7 +100,7 @@ async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_c
         ]
     }
     pod = {**POD, "spec": {**POD["spec"], **spec}}
-    volumes = PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES, {})  # type: ignore[arg-type]
+    volumes = PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES)  # type: ignore[arg-type]
     mounts = [{"name": "c", "mountPath": "/etc/x"}, {"name": "s", "mountPath": "/etc/x/s"}]
     await volumes.make()
     root = volumes.mount({"name": "main", "volumeMounts": mounts})
@@ -125,5 +124,5 @@ async def test_files_are_written_although_a_kubelet_was_killed_while_switching(
     left = tmp_path / "volumes" / "v" / "..data_new"
     left.parent.mkdir(parents=True)
     left.symlink_to("..gone")
-    await PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES, {}).make()  # type: ignore[arg-type]
+    await PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES).make()  # type: ignore[arg-type]
     assert (left.parent / "key").read_text() == "value"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pocketkube.children import ComponentError
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 
 
@@ -40,8 +41,6 @@ def test_it_runs_as_a_process_and_ends_on_sigterm(tmp_path):
 
 
 def test_a_taken_port_is_reported(plane, tmp_path):
-    from pocketkube.control_plane.interface import ControlPlaneError
-
     port = int(plane.server.rpartition(":")[2])
-    with pytest.raises(ControlPlaneError, match="did not start"):
+    with pytest.raises(ComponentError, match="did not start"):
         EmbeddedControlPlane(tmp_path, port=port).start(10)

