@@ -33,7 +33,7 @@ class Breach(msgspec.Struct, frozen=True):
     """A load per engine at which a target was missed."""
 
     at: float
-    #: As `signals.load_per_engine` returns it.
+    #: As `recommendations.load_per_engine` returns it.
     load_per_engine: float
 
 
