@@ -13,7 +13,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import service_key
-from baton_operator.builders.access import PORTS
+from baton_operator.builders.gateway import PORTS
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Scheme
 from baton_operator.builders.owner import controlled_by as controlled_by

@@ -15,7 +15,8 @@ from baton_operator.api.llmservice import (
     PrefillStatus,
     Status,
 )
-from baton_operator.builders import access, network_policy
+from baton_operator.builders import network_policy
+from baton_operator.builders.gateway import scheme_in_use
 from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import condition, conditions
 from baton_operator.reconcile_problems import Problem
@@ -79,7 +80,7 @@ def report(
         served_revision=spec_revision
         if verdicts["Ready"][0] == "True"
         else before.get("servedRevision"),
-        endpoint=_url(access.scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None,
+        endpoint=_url(scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None,
         ingress_endpoint=_url("https" if ingress.tls else "http", ingress.host)
         if ingress
         else None,
