@@ -201,30 +201,28 @@ def group_verdict(group: Group) -> Verdict:
     counts = f"{group.ready} of {group.desired} {group.role} {what}"
     if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
         if group.route is not None:
-            return "False", group.route.reason, f"{group.route.message}; {counts}"
-        return "True", "PodsReady", counts
+            return Verdict("False", group.route.reason, f"{group.route.message}; {counts}")
+        return Verdict("True", "PodsReady", counts)
     obstacle = next(_obstacles(group), None)
-    return (
-        ("False", obstacle.reason, f"{obstacle.message}; {counts}")
-        if obstacle
-        else ("False", "Starting", counts)
-    )
+    if obstacle is None:
+        return Verdict("False", "Starting", counts)
+    return Verdict("False", obstacle.reason, f"{obstacle.message}; {counts}")
 
 
 def _verdict_without_pods(group: Group) -> Verdict:
     if group.role == "prefill":
-        return (
+        return Verdict(
             "True",
             "NotRequested",
             "no prefill pods are wanted: decode pods prefill for themselves",
         )
     if group.autoscaling is not None:
-        return (
+        return Verdict(
             "True",
             "ScaledToZero",
             f"no {group.role} pods are wanted: the next request starts one",
         )
-    return "False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve"
+    return Verdict("False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve")
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
@@ -241,11 +239,11 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
     if group.refusal is not None:
         yield group.refusal
     if group.topology is not None:
-        status, reason, message = scaling_verdict(group.topology, group.desired)
+        scaling = scaling_verdict(group.topology, group.desired)
         # Without ranks the coordinator is still starting.
-        is_lost = reason == UNREACHABLE and group.topology.has_ranks
-        if status == "True" or reason == SCALE_FAILED or is_lost:
-            yield Diagnosis(reason, message)
+        is_lost = scaling.reason == UNREACHABLE and group.topology.has_ranks
+        if scaling.status == "True" or scaling.reason == SCALE_FAILED or is_lost:
+            yield Diagnosis(scaling.reason, scaling.message)
     if going := len(group.pods) - len(group.current):
         yield Diagnosis("Draining", f"pods that leave: {going}")
     if group.outdated:
@@ -271,12 +269,13 @@ def prefill_verdict(
         updating: the condition Updating.
         kv: compatibility of KV blocks by pod name. Pods that have not reported it are missing.
     """
-    status, reason, message = verdict
-    has_failed = status != "True" and reason not in PROGRESS_REASONS
-    if has_failed or updating[0] == "True":
+    has_failed = verdict.status != "True" and verdict.reason not in PROGRESS_REASONS
+    if has_failed or updating.status == "True":
         return verdict
     problem = _incompatible(prefill, decode, kv)
-    return ("False", INCOMPATIBLE, f"{problem}; {message}") if problem else verdict
+    if not problem:
+        return verdict
+    return Verdict("False", INCOMPATIBLE, f"{problem}; {verdict.message}")
 
 
 def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:

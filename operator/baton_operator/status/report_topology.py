@@ -38,7 +38,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     """Return Scaling: True while the topology changes, else False."""
     if not topology.reachable:
-        return (
+        return Verdict(
             "Unknown",
             UNREACHABLE,
             "the coordinator does not answer; ranks keep serving, and no member is removed",
@@ -47,11 +47,11 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     operation, generation = (status.operation, status.generation) if status else (None, 0)
     ranks = {rank.name for rank in status.ranks} if status else set()
     if not desired and not ranks:
-        return "False", AT_REST, "no ranks are wanted"
+        return Verdict("False", AT_REST, "no ranks are wanted")
     if operation and operation.phase in _ACTIVE:
         members = ", ".join(sorted(topology.requested))
         message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
-        return (
+        return Verdict(
             "True",
             _reason(operation, ranks, topology.requested),
             message + _after(": ", operation.reason),
@@ -59,13 +59,13 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if operation and operation.phase == OperationPhase.FAILED:
         why = f"{operation.kind}: {operation.reason or 'no reason was given'}"
         serving = f"generation {generation} keeps serving with {len(ranks)} ranks"
-        return "False", SCALE_FAILED, f"{why}; {serving}; the operation is retried"
+        return Verdict("False", SCALE_FAILED, f"{why}; {serving}; the operation is retried")
     if len(ranks) < desired:
         reason = "ScalingUp" if ranks else "Forming"
-        return "True", reason, f"waits for pods: {len(ranks)} of {desired} are ranks"
+        return Verdict("True", reason, f"waits for pods: {len(ranks)} of {desired} are ranks")
     if len(ranks) > desired:
-        return "True", "ScalingDown", f"{len(ranks)} are ranks, {desired} are wanted"
-    return "False", AT_REST, f"generation {generation} with {len(ranks)} ranks"
+        return Verdict("True", "ScalingDown", f"{len(ranks)} are ranks, {desired} are wanted")
+    return Verdict("False", AT_REST, f"generation {generation} with {len(ranks)} ranks")
 
 
 def _reason(operation: OperationStatus, ranks: set[str], requested: frozenset[str]) -> str:

@@ -48,19 +48,19 @@ def updating_verdict(
             if held_back
             else "no edit waits; new edits wait"
         )
-        return (
+        return Verdict(
             "False",
             PAUSED,
             f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}",
         )
     if not under_way:
-        return "False", UP_TO_DATE, "no pod of an earlier revision exists"
+        return Verdict("False", UP_TO_DATE, "no pod of an earlier revision exists")
     obstacles = [
         (each.group.role, _obstacle(each, spec.progress_deadline_seconds, now))
         for each in under_way
     ]
     role, first = min(obstacles, key=lambda obstacle: _ORDER.index(obstacle[1].reason))
-    return (
+    return Verdict(
         "False" if first.reason == STALLED else "True",
         first.reason,
         f"{role}: {first.message}; {counts}",

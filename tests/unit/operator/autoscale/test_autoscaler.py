@@ -23,6 +23,7 @@ from baton_operator.autoscale.settings import (
 from baton_operator.builders.config import gateway_config
 from baton_operator.builders.owner import Owner
 from baton_operator.names import ANNOTATION_DRAINING, Key
+from baton_operator.status.diagnose import Verdict
 from baton_operator.status.report import autoscaling_verdict
 from baton_operator.status.report_group import Group, group_verdict
 from baton_operator.status.report_topology import GroupTopology
@@ -391,9 +392,7 @@ def sized_group(reason: str, *, desired: int = 1) -> Group:
 
 
 def test_scaling_says_what_the_autoscaler_does() -> None:
-    def verdict(
-        *groups: Group, of_topology: tuple[str, str, str] | None = None
-    ) -> tuple[str, str] | None:
+    def verdict(*groups: Group, of_topology: Verdict | None = None) -> tuple[str, str] | None:
         found = autoscaling_verdict(list(groups), of_topology)
         return found[:2] if found else None
 
@@ -402,9 +401,9 @@ def test_scaling_says_what_the_autoscaler_does() -> None:
     assert verdict(sized_group("AtMaximum")) == ("False", "AtMaximum")
     assert verdict(sized_group("MetricsMissing")) == ("Unknown", "MetricsMissing")
     assert verdict(sized_group("ITLAboveTarget", desired=2)) == ("True", "ScalingUp")
-    operation = ("True", "Committing", "generation 4")
+    operation = Verdict("True", "Committing", "generation 4")
     assert verdict(sized_group("OnTarget"), of_topology=operation) == ("True", "Committing")
-    assert verdict(sized_group("OnTarget"), of_topology=("False", "AtRest", "")) == (
+    assert verdict(sized_group("OnTarget"), of_topology=Verdict("False", "AtRest", "")) == (
         "False",
         "OnTarget",
     )
