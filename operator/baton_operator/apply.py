@@ -19,6 +19,7 @@ from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation, controlled_by
 from baton_operator.plan.plan_group import GroupPlan
+from baton_operator.plan.refused_pods import Refusal, refusal_of
 from baton_operator.reconcile_problems import (
     GatewayAPIMissing,
     NameConflict,
@@ -27,8 +28,6 @@ from baton_operator.reconcile_problems import (
     problem_of,
 )
 from baton_operator.revisions import PreviousRevision
-from baton_operator.status.diagnose import Diagnosis
-from baton_operator.status.refused_pods import refusal_of
 from baton_protocol.service_key import ServiceKey
 
 
@@ -135,7 +134,7 @@ async def apply_members(
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
-) -> Diagnosis | None:
+) -> Refusal | None:
     """Take one step of one group.
 
     The first error is raised after all members. No pod is created after a refused one.
@@ -146,7 +145,7 @@ async def apply_members(
     Raises:
         NameConflict, KubeError
     """
-    refusal: Diagnosis | None = None
+    refusal: Refusal | None = None
     errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     for name in plan.drain:

@@ -36,6 +36,7 @@ from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadE
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
+from baton_operator.plan.refused_pods import RefusedPods
 from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
 from baton_operator.reconcile_problems import InvalidSpec, Paused, Problem, problem_of
 from baton_operator.revisions import (
@@ -45,7 +46,6 @@ from baton_operator.revisions import (
     recorded_spec,
 )
 from baton_operator.revisions import record as record_spec
-from baton_operator.status.refused_pods import RefusedPods
 from baton_operator.status.report import is_new_problem, new_failures, report, report_defect
 from baton_operator.status.report_group import Group, gateway_group, member_group
 from baton_operator.status.report_topology import operation_events
@@ -337,9 +337,9 @@ class Reconciler:
         if plan.restore and previous is not None:
             desired.objects.append(previous.config_map)
         if plan.create or plan.restore:
-            pause_s = self._refused_pods.record(*key, refusal, now)
-            if pause_s is not None:
-                step.revisits.append(pause_s)
+            delay_s = self._refused_pods.record(*key, refusal, now)
+            if delay_s is not None:
+                step.revisits.append(delay_s)
 
     async def _request_topology(self, request: TopologyRequest, observed: Observation) -> None:
         """Send the request to the coordinator, before any pod is changed."""

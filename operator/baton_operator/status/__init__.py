@@ -3,6 +3,5 @@
 - `report`: the whole status.
 - `report_group`, `report_model`, `report_topology`, `report_update`: the parts of it.
 - `diagnose`: why pods are not ready.
-- `refused_pods`: pods that the API server refuses, and when to retry them.
 - `status_probes`: requests that only the status needs.
 """

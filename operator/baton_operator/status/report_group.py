@@ -12,7 +12,8 @@ from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
-from baton_operator.observe.observation import Observation, Reference, is_ready
+from baton_operator.observe.observation import Observation, Reference, condition, is_ready
+from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
 from baton_operator.plan.topology_view import asleep, record, recorded_for
 from baton_operator.status.diagnose import (
     PROGRESS_REASONS,
@@ -23,7 +24,6 @@ from baton_operator.status.diagnose import (
     still_loading,
     tries_again,
 )
-from baton_operator.status.refused_pods import refusal_of_deployment
 from baton_operator.status.report_topology import (
     SCALE_FAILED,
     UNREACHABLE,
@@ -55,7 +55,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     #: Replies of pods that fetch or load the model, by name.
     loading: Mapping[str, Health] = {}
     #: Why the API server refuses further pods.
-    refusal: Diagnosis | None = None
+    refusal: Refusal | None = None
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
     #: Pods of an expert-parallel group's coordinator. Without it no rank serves.
@@ -113,7 +113,7 @@ def member_group(
     template: MemberTemplate,
     observed: Observation,
     autoscaling: AutoscalingStatus | None,
-    refusal: Diagnosis | None,
+    refusal: Refusal | None,
 ) -> Group:
     """Return the group of a role.
 
@@ -158,6 +158,16 @@ def gateway_group(
         route=diagnose_route(route) if route else None,
         missing=observed.missing,
     )
+
+
+def refusal_of_deployment(deployment: Object) -> Refusal | None:
+    """Return why the API server refuses further pods of the Deployment; None if it does not."""
+    failure = condition(deployment, "ReplicaFailure")
+    if failure.get("status") != "True":
+        return None
+    text = failure.get("message") or failure.get("reason") or "no reason was given"
+    what = f"the API server refuses pods of Deployment {deployment['metadata']['name']}"
+    return Refusal(refusal_reason(text) or POD_REFUSED, f"{what}: {text}")
 
 
 def _topology(observed: Observation, owner: Owner) -> GroupTopology:
@@ -237,7 +247,7 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
     if found := diagnose([*judged, *group.coordinators], group.missing):
         yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")
     if group.refusal is not None:
-        yield group.refusal
+        yield Diagnosis(group.refusal.reason, group.refusal.message)
     if group.topology is not None:
         scaling = scaling_verdict(group.topology, group.desired)
         # Without ranks the coordinator is still starting.

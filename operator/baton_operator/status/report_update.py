@@ -15,17 +15,16 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
+from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
 from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, is_leaving
-from baton_operator.status.refused_pods import QUOTA_EXCEEDED
 from baton_operator.status.report_group import Group
 
 UP_TO_DATE = "UpToDate"
 PAUSED = "Paused"
 STALLED = "RolloutStalled"
-REFUSED = "PodRefused"
 NO_ROOM = "WaitingForCapacity"
 #: Reasons, the most specific first.
-_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
+_ORDER = (STALLED, POD_REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
 
 
 class _Rollout(NamedTuple):
@@ -93,7 +92,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
     if group.refusal is not None:
         return Diagnosis(
-            NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message
+            NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else POD_REFUSED,
+            group.refusal.message,
         )
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
         return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
