@@ -17,13 +17,13 @@ from baton_operator.api.llmservice import (
 )
 from baton_operator.builders.gateway import scheme_in_use
 from baton_operator.builders.owner import Owner
-from baton_operator.observe.observation import condition, conditions
+from baton_operator.observe.observation import conditions
 from baton_operator.reconcile_problems import Problem
 from baton_operator.status.diagnose import PROGRESS_REASONS, Verdict
 from baton_operator.status.report_group import INCOMPATIBLE, Group, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
-from baton_operator.status.report_topology import AT_REST, SCALE_FAILED, scaling_verdict
-from baton_operator.status.report_update import PAUSED, STALLED, UP_TO_DATE, updating_verdict
+from baton_operator.status.report_topology import AT_REST, scaling_verdict
+from baton_operator.status.report_update import STALLED, updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # of a condition; the API server refuses a status with a longer one
@@ -211,28 +211,6 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
     }
     generation = service["metadata"]["generation"]
     return Status(observed_generation=generation, conditions=_conditions(service, verdicts, now))
-
-
-def is_new_problem(service: Object, problem: Problem) -> bool:
-    """Return whether the problem needs an Event: Ready had another reason before."""
-    return problem.has_event and condition(service, "Ready").get("reason") != problem.reason
-
-
-def new_failures(service: Object, status: Status) -> list[Condition]:
-    """Return the conditions with a new failure as their reason. Each becomes an Event."""
-    before = {
-        (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
-    }
-    # These sum up other conditions. Topology operations have their own Events.
-    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)
-    return [
-        each
-        for each in status.conditions or []
-        if each.status == "False"
-        and each.type not in summaries
-        and each.reason not in {*PROGRESS_REASONS, UP_TO_DATE, PAUSED, SCALE_FAILED}
-        and (each.type, each.status, each.reason) not in before
-    ]
 
 
 def _counts(group: Group) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator.api.llmservice import OperationStatus, TopologyStatus
+from baton_operator.kube.events import Event
 from baton_operator.plan.topology_view import ACTIVE
 from baton_operator.status.diagnose import Verdict
 from baton_protocol.topology import OperationPhase, RankPhase
@@ -81,10 +82,8 @@ def _after(words: str, value: str | int | None) -> str:
     return f"{words}{value}" if value else ""
 
 
-def operation_events(
-    before: TopologyStatus | None, now: TopologyStatus | None
-) -> list[tuple[bool, str, str]]:
-    """Return (warning, reason, message) of each event: an operation began, ended or failed."""
+def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) -> list[Event]:
+    """Return the Events of an operation that began, ended or failed."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:
         return []
@@ -94,15 +93,14 @@ def operation_events(
     is_active, was_active = operation.phase in _ACTIVE, known is not None and known.phase in _ACTIVE
     what = f"operation {operation.id} ({operation.kind})"
     what += _after(" to generation ", operation.generation)
-    events: list[tuple[bool, str, str]] = []
+    events = []
     if known is None or (is_active and not was_active):
-        events.append((False, "TopologyOperationStarted", f"{what} began"))
+        events.append(Event("TopologyOperationStarted", f"{what} began"))
     if not is_active and (known is None or known.phase != operation.phase):
-        failed = True, "TopologyOperationFailed", f"{what}: {operation.reason}"
-        ended = (
-            False,
-            "TopologyOperationEnded",
-            f"{what}: {operation.phase}{_after(': ', operation.reason)}",
-        )
-        events.append(failed if operation.phase == OperationPhase.FAILED else ended)
+        if operation.phase == OperationPhase.FAILED:
+            message = f"{what}: {operation.reason}"
+            events.append(Event("TopologyOperationFailed", message, warning=True))
+        else:
+            message = f"{what}: {operation.phase}{_after(': ', operation.reason)}"
+            events.append(Event("TopologyOperationEnded", message))
     return events

@@ -91,10 +91,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     if any(map(no_room_since, unready)):
         return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
     if group.refusal is not None:
-        return Diagnosis(
-            NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else POD_REFUSED,
-            group.refusal.message,
-        )
+        is_full = group.refusal.reason == QUOTA_EXCEEDED
+        return Diagnosis(NO_ROOM if is_full else POD_REFUSED, group.refusal.message)
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
         return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
     if unready:
