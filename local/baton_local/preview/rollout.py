@@ -148,11 +148,8 @@ class _Rollout:
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
         """Apply `plan` to the cluster, in the order of the operator."""
         cluster, template = self._cluster, self._templates[role]
-        replicas, update, present = (
-            self._owner.replicas(role),
-            update_of(self._owner, role),
-            cluster.of_role(role),
-        )
+        replicas, update = self._owner.replicas(role), update_of(self._owner, role)
+        present = cluster.of_role(role)
         done: dict[tuple[ActionName, str], list[str]] = {}
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
             ranks, members = set(cluster.coordinator.ranks), set(plan.request.members)

@@ -154,10 +154,8 @@ async def _http_get(action: Object, context: HandlerContext, timeout_s: float) -
 
 
 async def _tcp_connect(action: Object, context: HandlerContext, timeout_s: float) -> None:
-    host, port = (
-        action.get("host") or context.pod_ip,
-        resolve_port(action["port"], context.container),
-    )
+    host = action.get("host") or context.pod_ip
+    port = resolve_port(action["port"], context.container)
     async with asyncio.timeout(timeout_s):
         _, writer = await asyncio.open_connection(host, port)
     writer.close()
