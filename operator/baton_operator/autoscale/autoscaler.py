@@ -45,7 +45,7 @@ class _Role:
 
     def __init__(self, settings: Settings, status: AutoscalingStatus, now: float) -> None:
         self.settings = settings
-        #: For the status of the service. `size` is always up to date.
+        #: The last published decision. Its `size` is always the current one.
         self.status = status
         self.published_at = now
         self.history = History()
@@ -141,13 +141,11 @@ class Autoscaler:
         known = self._services.get(Key(owner.namespace, owner.name))
         if known is not None:
             settings = {role: state.settings for role, state in known.roles.items()}
-            known.groups, known.targets = (
-                groups_of(owner, groups, settings),
-                targets_of(owner, pods),
-            )
+            known.groups = groups_of(owner, groups, settings)
+            known.targets = targets_of(owner, pods)
 
     def status(self, owner: Owner, role: names.MemberRole) -> AutoscalingStatus | None:
-        """Return the status of a role; None: it has no autoscaling."""
+        """Return the status of a role; None if it has no autoscaling."""
         known = self._services.get(Key(owner.namespace, owner.name))
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status

@@ -153,9 +153,8 @@ class Kube:
             path, label_selector=selected, not_older_than=not_older_than
         )
         api_version, _ = self.resource(kind)
-        return [
-            {"apiVersion": api_version, "kind": kind, **item} for item in items
-        ], version  # items carry neither
+        # The items of a list have neither apiVersion nor kind.
+        return [{"apiVersion": api_version, "kind": kind, **item} for item in items], version
 
     async def create(self, obj: Object) -> Object:
         """Create the object.

@@ -74,10 +74,8 @@ def _rollout(group: Group, now: datetime) -> _Rollout:
 
 def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Diagnosis:
     """Return what the next step of the rollout waits for."""
-    group, unready = (
-        rollout.group,
-        [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)],
-    )
+    group = rollout.group
+    unready = [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)]
     found = diagnose(unready, group.missing)
     late = [
         pod
