@@ -164,7 +164,7 @@ class _Up:
     async def _start_operator(self, api: ClusterApi) -> None:
         # The operator has the same rights as in a cluster. A real control plane enforces them.
         rbac = [obj for file in sorted(RBAC.glob("*.yaml")) for obj in load_documents(file)]
-        await api.apply([custom_resource_definition(rules=await api.knows_rules()), *rbac])
+        await api.apply([custom_resource_definition(rules=await api.supports_rules()), *rbac])
         await _until(api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established")
         token = await api.account_token(OPERATOR_NAMESPACE, names.MANAGER)
         kubeconfig = write_account_kubeconfig(

@@ -226,7 +226,7 @@ class Reconciler:
         try:
             await self._build(step)
         except Exception as error:
-            log.warning("the spec that was rolled out before cannot be used either: %s", error)
+            log.warning("no object is written: the recorded spec cannot be used either: %s", error)
 
     async def _build(self, step: _Step) -> None:
         """Build the desired state from the observed spec.

@@ -91,11 +91,11 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
 
 
 def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
-    """Return the parallelism of one engine. A rank's name is $POD_NAME, which every pod has.
+    """Return the parallelism of one engine.
 
     The coordinator is set by address and not by DNS name, because pods that run as processes of one
     machine have no cluster DNS. So decode pods are built when the Service has an address, and a new
-    address makes a new revision.
+    address makes a new revision. A rank takes its name from $POD_NAME.
 
     Raises:
         ValueError: the coordinator's Service has no address yet.

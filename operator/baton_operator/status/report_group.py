@@ -97,7 +97,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def outdated(self) -> bool:
         """Whether pods of an earlier revision are to be replaced.
 
-        Of a Deployment: once enough pods serve.
+        For a Deployment it is False until enough pods serve.
         """
         if self.revision is None:
             return not self.updated and self.ready >= self.desired
@@ -117,7 +117,8 @@ def member_group(
 ) -> Group:
     """Return the group of a role.
 
-    `refusal`: why the API server refuses further pods of the group.
+    Args:
+        refusal: why the API server refuses further pods of the group.
     """
     coordinators: list[Object] = []
     if template.expert_group:
@@ -143,7 +144,8 @@ def gateway_group(
 ) -> Group:
     """Return the group of gateways.
 
-    `has_route`: the spec has an HTTPRoute, and the API server has the kind.
+    Args:
+        has_route: the spec has an HTTPRoute, and the API server has the kind.
     """
     name = names.gateway_name(owner.name)
     deployment = observed.owned("Deployment", name)

@@ -122,7 +122,7 @@ def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> b
     It may if a pod has reported progress, or has started and not reported any yet. No watch event
     carries progress.
     """
-    return bool(loading) or any(_may_load(pod) and _begins(pod) for pod in pods)
+    return bool(loading) or any(_may_load(pod) and _is_starting(pod) for pod in pods)
 
 
 async def find_missing(
@@ -160,7 +160,7 @@ def _may_load(pod: Object) -> bool:
     return _is_member(pod) and has_address and not is_ready(pod) and not is_leaving(pod)
 
 
-def _begins(pod: Object) -> bool:
+def _is_starting(pod: Object) -> bool:
     """Return whether the fetcher runs, or the engine runs and has not passed its startup probe."""
     status = pod.get("status") or {}
     engines = [each for each in status.get("containerStatuses") or [] if not each.get("started")]
