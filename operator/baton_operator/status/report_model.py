@@ -85,8 +85,9 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
             under_way.message if under_way else "pods start; those before had the model",
         )
     if under_way:
-        status = "False" if is_fetched(model.uri) else "Unknown"
-        return Verdict(status, under_way.reason, under_way.message)
+        return Verdict(
+            "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
+        )
     return Verdict("Unknown", "Starting", "no pod has reported progress on the model yet")
 
 
