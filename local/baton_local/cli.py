@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from rich.console import Console
@@ -29,18 +29,20 @@ if TYPE_CHECKING:
 
 
 MAX_SIMULATED_S = 1e7
-PIPED_WIDTH = 1000  #: columns of a table that no terminal limits
+#: Columns of a table that no terminal limits.
+PIPED_WIDTH = 1000
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main() -> None:
     """Run the command line of the `baton` script."""
     try:
         Path.home()
-    # Without HOME and a passwd entry. Libraries read the home folder when they are imported.
     except RuntimeError:
+        # There is neither HOME nor a passwd entry. Libraries read the home folder on import.
         os.environ["HOME"] = "/"
-    parser = _parser()
-    args = parser.parse_args()
+    args = _parser().parse_args()
     try:
         sys.exit(args.run(args))
     except KeyboardInterrupt:
@@ -57,7 +59,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="baton", description="LLM serving on Kubernetes, and on this one machine."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_up(commands)
+    _add_plan(commands)
+    _add_status(commands)
+    _add_logs(commands)
+    _add_down(commands)
+    _add_checkpoint(commands)
+    return parser
 
+
+def _add_serve(commands: _Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="one engine and its OpenAI endpoint",
@@ -74,6 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     flags.required = False  # otherwise argparse names FLAGS when MODEL is missing
     serve.set_defaults(run=_run_serve)
 
+
+def _run_serve(args: argparse.Namespace) -> int:
+    from baton_local.serve import run_serve
+
+    return run_serve(args.model, args.flags)
+
+
+def _add_up(commands: _Commands) -> None:
     # No abbreviations, because --detach is removed from the command line by name.
     up = commands.add_parser(
         "up", help="start a local cluster around one LLMService", allow_abbrev=False
@@ -108,87 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
     up.set_defaults(run=_run_up)
-
-    plan = commands.add_parser(
-        "plan", help="print every step of a rollout or resize, without a cluster"
-    )
-    plan.add_argument(
-        "old",
-        nargs="?",
-        type=Path,
-        metavar="OLD",
-        help="YAML with one LLMService, rolled out and ready",
-    )
-    plan.add_argument(
-        "new",
-        type=Path,
-        metavar="NEW",
-        help="YAML with the same LLMService, changed; alone: created",
-    )
-    plan.add_argument(
-        "--steps", type=arguments.count, default=200, metavar="N", help="bound (default 200)"
-    )
-    plan.add_argument(
-        "--ready-after",
-        type=_simulated_s,
-        default=30.0,
-        metavar="SECONDS",
-        help="from the start of a new member until it is ready (default 30)",
-    )
-    plan.add_argument(
-        "--drain-after",
-        type=_simulated_s,
-        default=5.0,
-        metavar="SECONDS",
-        help="time in which a member finishes its requests (default 5)",
-    )
-    plan.add_argument(
-        "--never-ready", action="store_true", help="members made from NEW never become ready"
-    )
-    plan.add_argument(
-        "--capacity", type=arguments.count, metavar="N", help="members that the nodes have room for"
-    )
-    plan.add_argument("-o", "--output", choices=["text", "json"], default="text")
-    plan.set_defaults(run=_run_plan)
-
-    status = commands.add_parser("status", help="service, conditions, endpoint, pods, kubeconfig")
-    status.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    status.set_defaults(run=_run_status)
-
-    logs = commands.add_parser("logs", help="log of a pod, or of a component of the local cluster")
-    logs.add_argument(
-        "name",
-        nargs="?",
-        help="pod, or control-plane|kubelet|controllers|proxy|operator (default: all pods)",
-    )
-    logs.add_argument("-f", "--follow", action="store_true")
-    logs.add_argument("--tail", type=int, default=None, metavar="LINES")
-    logs.set_defaults(run=_run_logs)
-
-    down = commands.add_parser("down", help="end the local cluster")
-    down.set_defaults(run=_run_down)
-
-    checkpoint = commands.add_parser("checkpoint", help="make checkpoints")
-    checkpoint_commands = checkpoint.add_subparsers(required=True, metavar="COMMAND")
-    create = checkpoint_commands.add_parser(
-        "create", help="write a Hugging Face folder with random weights"
-    )
-    # Importing torch takes seconds.
-    if sys.argv[1:3] == [
-        "checkpoint",
-        "create",
-    ]:
-        from baton_engine import checkpoint as checkpoint_module
-
-        checkpoint_module.add_arguments(create)
-        create.set_defaults(run=checkpoint_module.run)
-    return parser
-
-
-def _run_serve(args: argparse.Namespace) -> int:
-    from baton_local.serve import run_serve
-
-    return run_serve(args.model, args.flags)
 
 
 def _run_up(args: argparse.Namespace) -> int:
@@ -302,6 +241,50 @@ def _running(command: str) -> ClusterInfo | None:
     return info
 
 
+def _add_plan(commands: _Commands) -> None:
+    plan = commands.add_parser(
+        "plan", help="print every step of a rollout or resize, without a cluster"
+    )
+    plan.add_argument(
+        "old",
+        nargs="?",
+        type=Path,
+        metavar="OLD",
+        help="YAML with one LLMService, rolled out and ready",
+    )
+    plan.add_argument(
+        "new",
+        type=Path,
+        metavar="NEW",
+        help="YAML with the same LLMService, changed; alone: created",
+    )
+    plan.add_argument(
+        "--steps", type=arguments.count, default=200, metavar="N", help="bound (default 200)"
+    )
+    plan.add_argument(
+        "--ready-after",
+        type=_simulated_s,
+        default=30.0,
+        metavar="SECONDS",
+        help="from the start of a new member until it is ready (default 30)",
+    )
+    plan.add_argument(
+        "--drain-after",
+        type=_simulated_s,
+        default=5.0,
+        metavar="SECONDS",
+        help="time in which a member finishes its requests (default 5)",
+    )
+    plan.add_argument(
+        "--never-ready", action="store_true", help="members made from NEW never become ready"
+    )
+    plan.add_argument(
+        "--capacity", type=arguments.count, metavar="N", help="members that the nodes have room for"
+    )
+    plan.add_argument("-o", "--output", choices=["text", "json"], default="text")
+    plan.set_defaults(run=_run_plan)
+
+
 def _simulated_s(text: str) -> float:
     """Parse seconds of the simulated clock."""
     value = arguments.not_negative(text)
@@ -326,6 +309,12 @@ def _run_plan(args: argparse.Namespace) -> int:
         args.steps,
         args.output,
     )
+
+
+def _add_status(commands: _Commands) -> None:
+    status = commands.add_parser("status", help="service, conditions, endpoint, pods, kubeconfig")
+    status.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    status.set_defaults(run=_run_status)
 
 
 def _run_status(args: argparse.Namespace) -> int:
@@ -361,6 +350,18 @@ def _run_status(args: argparse.Namespace) -> int:
         if pod.kv_bytes:
             console.out(f"KV moved    {format_kv_bytes(pod.kv_bytes)}, {pod.name}", highlight=False)
     return 0 if status.exists else 1
+
+
+def _add_logs(commands: _Commands) -> None:
+    logs = commands.add_parser("logs", help="log of a pod, or of a component of the local cluster")
+    logs.add_argument(
+        "name",
+        nargs="?",
+        help="pod, or control-plane|kubelet|controllers|proxy|operator (default: all pods)",
+    )
+    logs.add_argument("-f", "--follow", action="store_true")
+    logs.add_argument("--tail", type=int, default=None, metavar="LINES")
+    logs.set_defaults(run=_run_logs)
 
 
 def _run_logs(args: argparse.Namespace) -> int:
@@ -409,10 +410,29 @@ async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: i
         return max(await asyncio.gather(*map(copy, pods)), default=0)
 
 
+def _add_down(commands: _Commands) -> None:
+    down = commands.add_parser("down", help="end the local cluster")
+    down.set_defaults(run=_run_down)
+
+
 def _run_down(args: argparse.Namespace) -> int:
     stopped = StateDir().stop_supervisor(timeout_s=60.0)
     print("stopped" if stopped else "no local cluster was running")
     return 0
+
+
+def _add_checkpoint(commands: _Commands) -> None:
+    checkpoint = commands.add_parser("checkpoint", help="make checkpoints")
+    checkpoint_commands = checkpoint.add_subparsers(required=True, metavar="COMMAND")
+    create = checkpoint_commands.add_parser(
+        "create", help="write a Hugging Face folder with random weights"
+    )
+    # Only for this command, because importing torch takes seconds.
+    if sys.argv[1:3] == ["checkpoint", "create"]:
+        from baton_engine import checkpoint as checkpoint_module
+
+        checkpoint_module.add_arguments(create)
+        create.set_defaults(run=checkpoint_module.run)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,10 @@ class _Child:
 
 class _ChildEndedError(Exception):
     def __init__(self, child: _Child, code: int) -> None:
-        super().__init__(f"the {child.name} {_how(code)}")
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        super().__init__(f"the {child.name} {how}")
         self.child = child
         self.code = code
 
@@ -393,7 +396,7 @@ class _Server:
 
 
 async def _until_ended(child: _Child) -> None:
-    """Wait for the end of a child that nobody has stopped.
+    """Wait until a child ends that this process has not stopped.
 
     Raises:
         _ChildEndedError: it has ended, whatever its exit code.
@@ -432,14 +435,6 @@ def _free_port(host: str, port: int) -> int:
         probe.bind((host, port))
         found: int = probe.getsockname()[1]
         return found
-
-
-def _how(code: int) -> str:
-    return (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
 
 
 def _print(text: str) -> None:

@@ -125,8 +125,8 @@ class ClusterApi:
         )
         return str(answer["status"]["token"])
 
-    async def knows_rules(self) -> bool:
-        """Whether schemas can have CEL rules, as from Kubernetes 1.25 on."""
+    async def supports_rules(self) -> bool:
+        """Return whether schemas can have CEL rules, as in Kubernetes 1.25 and later."""
         version = await self._kube.get("/version")
         return (int(version["major"]), int(version["minor"].rstrip("+"))) >= (1, 25)
 
@@ -248,17 +248,16 @@ def _complaint(document: Any) -> str:
 def as_kubectl_applies(document: Object) -> Object:
     """Add the annotation of `kubectl apply`, which later finds fields that the user removes."""
     metadata = {"annotations": {}, **document["metadata"]}
-    said = (
-        json.dumps({**document, "metadata": metadata}, sort_keys=True, separators=(",", ":")) + "\n"
-    )
-    annotations = {**(metadata["annotations"] or {}), LAST_APPLIED: said}
+    applied = {**document, "metadata": metadata}
+    text = json.dumps(applied, sort_keys=True, separators=(",", ":")) + "\n"
+    annotations = {**(metadata["annotations"] or {}), LAST_APPLIED: text}
     return {**document, "metadata": {**metadata, "annotations": annotations}}
 
 
 async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
-    """Whether every gateway pod sends requests to every ready engine.
+    """Return whether every gateway pod has connected to every ready engine.
 
-    That is so a moment after the pods are ready.
+    Gateways connect to an engine a moment after it is ready.
     """
     ready = {
         role: sum(pod.ready for pod in pods if pod.role == role) for role in ("prefill", "decode")

@@ -86,7 +86,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
         host_root=state.host_root,
     )
     try:
-        return asyncio.run(_up(options, state, cluster, documents, service, console))
+        return asyncio.run(_Up(options, state, console, cluster, documents, service).run())
     except NetworksInUseError as error:
         console.print(f"[red]baton up:[/] {error} with `baton down`")
         return 1
@@ -106,107 +106,205 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
         cluster.stop()
 
 
-async def _up(
-    options: UpOptions,
-    state: StateDir,
-    cluster: LocalCluster,
-    documents: list[Object],
-    service: Object,
-    console: Console,
-) -> int:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stopped.set)
-    work = asyncio.create_task(
-        _bring_up(options, state, cluster, documents, service, console, stopped)
-    )
-    stop = asyncio.create_task(stopped.wait())
-    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-    if not work.done():
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        return 1 if options.once else 0
-    stop.cancel()
-    return await work
+@dataclass(eq=False)
+class _Up:
+    """One run of `baton up`."""
 
+    options: UpOptions
+    state: StateDir
+    console: Console
+    cluster: LocalCluster
+    #: The objects of the user's file, and the LLMService among them.
+    documents: list[Object]
+    service: Object
 
-def _rbac_objects() -> list[Object]:
-    """Return the objects of manifests/rbac, in the order of the file names."""
-    return [obj for file in sorted(RBAC.glob("*.yaml")) for obj in load_documents(file)]
+    def __post_init__(self) -> None:
+        self.namespace = self.service["metadata"].setdefault("namespace", "default")
+        self.name = self.service["metadata"]["name"]
+        self.progress = _Progress(self.console)
+        self.stopped = asyncio.Event()
 
+    async def run(self) -> int:
+        """Run until SIGINT or SIGTERM, or with --once until the answer. Return the exit status."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self.stopped.set)
+        work = asyncio.create_task(self._bring_up())
+        stop = asyncio.create_task(self.stopped.wait())
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            return 1 if self.options.once else 0
+        stop.cancel()
+        await work
+        return 0
 
-async def _bring_up(
-    options: UpOptions,
-    state: StateDir,
-    cluster: LocalCluster,
-    documents: list[Object],
-    service: Object,
-    console: Console,
-    stopped: asyncio.Event,
-) -> int:
-    started = time.monotonic()
-    checkpoint = asyncio.create_task(provide_model(options.model, service, state, console))
-    try:
-        await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
-        namespace, name = (
-            service["metadata"].setdefault("namespace", "default"),
-            service["metadata"]["name"],
+    async def _bring_up(self) -> None:
+        options, cluster, console = self.options, self.cluster, self.console
+        checkpoint = asyncio.create_task(
+            provide_model(options.model, self.service, self.state, console)
         )
-        async with ClusterApi.connect(cluster.kubeconfig) as api:
-            # The operator has the same rights as in a cluster. A real control plane enforces them.
-            await api.apply(
-                [custom_resource_definition(rules=await api.knows_rules()), *_rbac_objects()]
+        try:
+            await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
+            async with ClusterApi.connect(cluster.kubeconfig) as api:
+                await self._start_operator(api)
+                cluster.start_node()
+                await checkpoint
+                await self._apply_file(api)
+                status = await self._wait_ready(api)
+                self._print_next_steps(status)
+                await self._answer(api, status)
+                if not options.once:
+                    console.print("\nRunning until Ctrl-C.", style="dim")
+                    await self._watch(api)
+        finally:
+            checkpoint.cancel()
+            await asyncio.gather(checkpoint, return_exceptions=True)
+
+    async def _start_operator(self, api: ClusterApi) -> None:
+        # The operator has the same rights as in a cluster. A real control plane enforces them.
+        rbac = [obj for file in sorted(RBAC.glob("*.yaml")) for obj in load_documents(file)]
+        await api.apply([custom_resource_definition(rules=await api.supports_rules()), *rbac])
+        await _until(api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established")
+        token = await api.account_token(OPERATOR_NAMESPACE, names.MANAGER)
+        kubeconfig = write_account_kubeconfig(
+            self.cluster.kubeconfig, self.cluster.kubeconfig.with_name("operator.kubeconfig"), token
+        )
+        # Started after the requests above, which many starting processes would slow down.
+        command = [
+            str(Path(sys.executable).parent / "baton-operator"),
+            *("--kubeconfig", str(kubeconfig)),
+            *("--http-port", "0"),
+        ]
+        self.cluster.start(Component("operator", command, {"POD_IP": "127.0.0.1"}))
+
+    async def _apply_file(self, api: ClusterApi) -> None:
+        """Apply the user's file, and record the cluster for the other commands."""
+        file = self.options.file
+        try:
+            await api.apply([as_kubectl_applies(document) for document in self.documents])
+        except (KubeError, UnknownKindError) as error:
+            raise UpError(f"{file} was refused: {error}") from None
+        self.state.write_info(
+            ClusterInfo(
+                supervisor_pid=os.getpid(),
+                kubeconfig=str(self.cluster.kubeconfig),
+                control_plane=self.options.control_plane,
+                namespace=self.namespace,
+                service=self.name,
+                file=str(file.absolute()),
             )
-            await _until(
-                api.crd_established, CONTROL_PLANE_TIMEOUT_S, "the CRD was not established"
-            )
-            token = await api.account_token(OPERATOR_NAMESPACE, names.MANAGER)
-            operator_kubeconfig = write_account_kubeconfig(
-                cluster.kubeconfig, cluster.kubeconfig.with_name("operator.kubeconfig"), token
-            )
-            # Started after the two requests above, which many starting processes would slow down.
-            cluster.start(_operator(operator_kubeconfig))
-            cluster.start_node()
-            file = options.file.absolute()
-            await checkpoint
-            try:
-                await api.apply([as_kubectl_applies(document) for document in documents])
-            except (KubeError, UnknownKindError) as error:
-                raise UpError(f"{options.file} was refused: {error}") from None
-            state.write_info(
-                ClusterInfo(
-                    supervisor_pid=os.getpid(),
-                    kubeconfig=str(cluster.kubeconfig),
-                    control_plane=options.control_plane,
-                    namespace=namespace,
-                    service=name,
-                    file=str(file),
+        )
+
+    async def _wait_ready(self, api: ClusterApi) -> ServiceStatus:
+        deadline = time.monotonic() + self.options.timeout_s
+        with self.progress:
+            while True:
+                self.cluster.check()
+                status = await api.service(self.namespace, self.name)
+                self.progress.show(status)
+                if status.ready and status.endpoint:
+                    return status
+                if time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(0.2)
+        self.console.print(service_tables(status))
+        for pod in status.pods:
+            if not pod.ready:
+                ended = pod.restarts > 0  # the running container has not failed yet
+                self.console.print(
+                    f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]"
                 )
-            )
-            progress = _Progress(console, started)
-            status = await _wait_ready(
-                api, cluster, namespace, name, options.timeout_s, progress, console
-            )
-            _print_next_steps(status, file, time.monotonic() - started, console)
-            await _answer(api, status, options, console)
-            if options.once:
-                return 0
-            console.print("\nRunning until Ctrl-C.", style="dim")
-            await _watch(api, cluster, namespace, name, progress, console, stopped)
-            return 0
-    finally:
-        checkpoint.cancel()
-        await asyncio.gather(checkpoint, return_exceptions=True)
+                try:
+                    async for chunk in api.log(
+                        self.namespace, pod.name, follow=False, tail=10, previous=ended
+                    ):
+                        self.console.out(chunk.decode(errors="replace"), end="")
+                except KubeError as error:
+                    self.console.print(escape(str(error)), style="dim")
+        raise UpError(
+            f"{self.namespace}/{self.name} was not Ready within {self.options.timeout_s:g} s; "
+            f"more is in {self.cluster.logs}"
+        )
 
+    async def _watch(self, api: ClusterApi) -> None:
+        """Restart components and report changes of the service until `stopped` is set."""
+        while not self.stopped.is_set():
+            for component in self.cluster.heal():
+                self.console.print(
+                    f"{component} has ended and was restarted; see `baton logs {component}`"
+                )
+            try:
+                self.progress.show(await api.service(self.namespace, self.name))
+            except KubeError as error:
+                if error.status != 404:  # 404: the user has deleted it, and may apply another one
+                    raise
+            await asyncio.sleep(0.5)
 
-def _operator(kubeconfig: Path) -> Component:
-    command = [
-        str(Path(sys.executable).parent / "baton-operator"),
-        *("--kubeconfig", str(kubeconfig)),
-        *("--http-port", "0"),
-    ]
-    return Component("operator", command, {"POD_IP": "127.0.0.1"})
+    def _print_next_steps(self, status: ServiceStatus) -> None:
+        file, elapsed_s = self.options.file.absolute(), self.progress.elapsed_s
+        self.console.print(
+            f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n"
+        )
+        request = {
+            "model": status.model,
+            "stream": True,
+            "max_tokens": 64,
+            "messages": [{"role": "user", "content": "Hello"}],
+        }
+        chat = f"{status.endpoint}/v1/chat/completions"
+        lines = [
+            f"export KUBECONFIG={status.kubeconfig}",
+            f"kubectl get llms,pods; kubectl scale llms/{status.service} --replicas=3",
+            f"${{EDITOR:-vi}} {file}; kubectl apply -f {file}",
+            f"curl {status.endpoint}/v1/models",
+            f"curl -N {chat} -H 'Content-Type: application/json' \\\n"
+            f"    -d '{json.dumps(request)}'",
+        ]
+        if status.ingress:
+            lines.append(f"curl {status.ingress}/v1/models")
+        for line in lines:
+            self.console.out("  " + line, highlight=False)
+
+    async def _answer(self, api: ClusterApi, status: ServiceStatus) -> None:
+        """Send one prompt, stream the answer, and print its timing and the KV transfer."""
+        options, console = self.options, self.console
+
+        async def all_seen() -> bool:
+            return await gateways_see_all_engines(
+                (await api.service(status.namespace, status.service)).pods
+            )
+
+        await _until(
+            all_seen, options.timeout_s, "the gateway did not connect to all ready engines"
+        )
+        before = kv_bytes_received((await ask_kv_bytes(status)).pods)
+        console.print(f"\n[bold]> {PROMPT}[/]")
+        answer = await ask(
+            status.endpoint,
+            status.model,
+            PROMPT,
+            max_tokens=options.max_tokens,
+            on_text=lambda text: console.out(text, end="", highlight=False),
+            timeout_s=options.timeout_s,
+        )
+        console.print(
+            f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, "
+            f"{answer.tokens_per_s:.1f} tokens/s",
+            highlight=False,
+        )
+        now = await ask_kv_bytes(await api.service(status.namespace, status.service))
+        if any(pod.role == "prefill" for pod in now.pods):
+            moved = kv_bytes_received(now.pods) - before
+            if not moved:
+                raise UpError(
+                    "no KV bytes moved from prefill to decode; "
+                    "see the engines' logs with `baton logs`"
+                )
+            console.out(
+                f"KV moved from prefill to decode: {format_kv_bytes(moved)}", highlight=False
+            )
 
 
 def _read_service(path: Path) -> tuple[list[Object], Object]:
@@ -284,49 +382,12 @@ async def _demo_checkpoint(demo: Path, console: Console) -> Path:
     return demo
 
 
-async def _wait_ready(
-    api: ClusterApi,
-    cluster: LocalCluster,
-    namespace: str,
-    name: str,
-    timeout_s: float,
-    progress: _Progress,
-    console: Console,
-) -> ServiceStatus:
-    deadline = time.monotonic() + timeout_s
-    with progress:
-        while True:
-            cluster.check()
-            status = await api.service(namespace, name)
-            progress.show(status)
-            if status.ready and status.endpoint:
-                return status
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.2)
-    console.print(service_tables(status))
-    for pod in status.pods:
-        if not pod.ready:
-            ended = pod.restarts > 0  # the running container has not failed yet
-            console.print(f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]")
-            try:
-                async for chunk in api.log(
-                    namespace, pod.name, follow=False, tail=10, previous=ended
-                ):
-                    console.out(chunk.decode(errors="replace"), end="")
-            except KubeError as error:
-                console.print(escape(str(error)), style="dim")
-    raise UpError(
-        f"{namespace}/{name} was not Ready within {timeout_s:g} s; more is in {cluster.logs}"
-    )
-
-
 class _Progress:
     """Progress of the service: a live table on a terminal, otherwise a line for each change."""
 
-    def __init__(self, console: Console, started: float) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = started
+        self._started = time.monotonic()
         self._live: Live | None = None
         self._seen: dict[str, tuple[str, str, str]] = {}
 
@@ -340,99 +401,23 @@ class _Progress:
             self._live.stop()
             self._live = None
 
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
     def show(self, status: ServiceStatus) -> None:
-        elapsed_s = time.monotonic() - self._started
         if self._live is not None:
-            self._live.update(service_tables(status, elapsed_s))
+            self._live.update(service_tables(status, self.elapsed_s))
         for condition in status.conditions:
             state = (condition.status, condition.reason, condition.message)
             if self._seen.get(condition.type) != state:
                 self._seen[condition.type] = state
                 if self._live is None:
                     line = (
-                        f"{elapsed_s:7.1f} s  {condition.type}={condition.status} "
+                        f"{self.elapsed_s:7.1f} s  {condition.type}={condition.status} "
                         f"{condition.reason}: {condition.message}"
                     )
                     self._console.out(line, highlight=False)
-
-
-async def _watch(
-    api: ClusterApi,
-    cluster: LocalCluster,
-    namespace: str,
-    name: str,
-    progress: _Progress,
-    console: Console,
-    stopped: asyncio.Event,
-) -> None:
-    """Restart components and report changes of the service until `stopped`."""
-    while not stopped.is_set():
-        for component in cluster.heal():
-            console.print(f"{component} has ended and was restarted; see `baton logs {component}`")
-        try:
-            progress.show(await api.service(namespace, name))
-        except KubeError as error:
-            if error.status != 404:  # 404: the user has deleted it, and may apply another one
-                raise
-        await asyncio.sleep(0.5)
-
-
-def _print_next_steps(
-    status: ServiceStatus, file: Path, elapsed_s: float, console: Console
-) -> None:
-    console.print(f"\n[bold green]Ready[/] after {elapsed_s:.1f} s: [bold]{status.endpoint}[/]\n")
-    request = {
-        "model": status.model,
-        "stream": True,
-        "max_tokens": 64,
-        "messages": [{"role": "user", "content": "Hello"}],
-    }
-    lines = [
-        f"export KUBECONFIG={status.kubeconfig}",
-        f"kubectl get llms,pods; kubectl scale llms/{status.service} --replicas=3",
-        f"${{EDITOR:-vi}} {file}; kubectl apply -f {file}",
-        f"curl {status.endpoint}/v1/models",
-        f"curl -N {status.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"    -d '{json.dumps(request)}'",
-    ]
-    if status.ingress:
-        lines.append(f"curl {status.ingress}/v1/models")
-    for line in lines:
-        console.out("  " + line, highlight=False)
-
-
-async def _answer(
-    api: ClusterApi, status: ServiceStatus, options: UpOptions, console: Console
-) -> None:
-    async def all_seen() -> bool:
-        return await gateways_see_all_engines(
-            (await api.service(status.namespace, status.service)).pods
-        )
-
-    await _until(all_seen, options.timeout_s, "the gateway did not connect to all ready engines")
-    before = kv_bytes_received((await ask_kv_bytes(status)).pods)
-    console.print(f"\n[bold]> {PROMPT}[/]")
-    answer = await ask(
-        status.endpoint,
-        status.model,
-        PROMPT,
-        max_tokens=options.max_tokens,
-        on_text=lambda text: console.out(text, end="", highlight=False),
-        timeout_s=options.timeout_s,
-    )
-    console.print(
-        f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, "
-        f"{answer.tokens_per_s:.1f} tokens/s",
-        highlight=False,
-    )
-    now = await ask_kv_bytes(await api.service(status.namespace, status.service))
-    if any(pod.role == "prefill" for pod in now.pods):
-        moved = kv_bytes_received(now.pods) - before
-        if not moved:
-            raise UpError(
-                "no KV bytes moved from prefill to decode; see the engines' logs with `baton logs`"
-            )
-        console.out(f"KV moved from prefill to decode: {format_kv_bytes(moved)}", highlight=False)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

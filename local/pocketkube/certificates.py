@@ -52,10 +52,8 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
     """
     now = datetime.datetime.now(datetime.UTC)
     directory.mkdir(parents=True, exist_ok=True)
-    authority_key, server_key = (
-        ec.generate_private_key(ec.SECP256R1()),
-        ec.generate_private_key(ec.SECP256R1()),
-    )
+    authority_key = ec.generate_private_key(ec.SECP256R1())
+    server_key = ec.generate_private_key(ec.SECP256R1())
 
     def builder(subject: str, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         return (

@@ -63,7 +63,12 @@ class EventRecorder:
                 )
             )
         except asyncio.QueueFull:
-            logger.warning("dropping event %s of %s: %s", reason, obj["metadata"]["name"], message)
+            logger.warning(
+                "Event %s of %s is lost, because too many Events wait to be written: %s",
+                reason,
+                obj["metadata"]["name"],
+                message,
+            )
 
     async def run(self) -> None:
         """Write queued events until cancelled."""

@@ -13,12 +13,13 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.owner import Owner, controlled_by
 from baton_operator.desired import Desired
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
-from baton_operator.observe.observation import Observation, controlled_by
+from baton_operator.observe.observation import Observation
 from baton_operator.plan.plan_group import GroupPlan
+from baton_operator.plan.refused_pods import Refusal, refusal_of
 from baton_operator.reconcile_problems import (
     GatewayAPIMissing,
     NameConflict,
@@ -27,19 +28,18 @@ from baton_operator.reconcile_problems import (
     problem_of,
 )
 from baton_operator.revisions import PreviousRevision
-from baton_operator.status.diagnose import Diagnosis
-from baton_operator.status.refused_pods import refusal_of
 from baton_protocol.service_key import ServiceKey
 
 
 async def apply_objects(
     kube: Kube, owner: Owner, desired: Desired, observed: Observation
 ) -> list[Problem]:
-    """Create, update and delete the objects beside the members, if their kind was listed.
+    """Create, update and delete the objects beside the members, and add them to `observed`.
+
+    Kinds that were not listed are skipped. A refused object does not stop the others.
 
     Returns:
-        The refusals. A refused object does not stop the others. Written objects are added to
-        `observed`.
+        The refusals.
 
     Raises:
         StaleReadError: an object is to be deleted, and the reads may come from a cache.
@@ -76,7 +76,7 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
     """
     name = names.service_key_name(owner.name)
     if present is None:
-        present = await kube.create(service_key.secret(owner, service_key.draw()))
+        present = await kube.create(service_key.secret(owner, service_key.generate()))
     if not controlled_by(present, owner.uid):
         raise NameConflict("Secret", name)
     try:
@@ -86,7 +86,7 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
 
 
 async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) -> Object:
-    """Write `obj` if it differs, and return the stored object.
+    """Write `obj` if it differs from `present`, and return the stored object.
 
     Args:
         present: the object as listed.
@@ -135,7 +135,7 @@ async def apply_members(
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
-) -> Diagnosis | None:
+) -> Refusal | None:
     """Take one step of one group.
 
     The first error is raised after all members. No pod is created after a refused one.
@@ -146,7 +146,7 @@ async def apply_members(
     Raises:
         NameConflict, KubeError
     """
-    refusal: Diagnosis | None = None
+    refusal: Refusal | None = None
     errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     for name in plan.drain:
@@ -186,7 +186,7 @@ async def apply_members(
         except KubeError as error:
             if error.reason == "AlreadyExists":
                 try:
-                    await _adopt_taken(kube, owner, pod)
+                    await _restore_labels(kube, owner, pod)
                 except (NameConflict, KubeError) as conflict:
                     errors.append(conflict)
                 continue
@@ -207,10 +207,10 @@ async def apply_members(
     return refusal
 
 
-async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
-    """Restore the labels of the existing pod with the name of `pod`.
+async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
+    """Restore the operator's labels on the existing pod with the name of `pod`.
 
-    The labels, or the reply to the creation of the pod, were lost.
+    Another client removed them, or the reply to the creation of the pod was lost.
 
     Raises:
         NameConflict: the pod has another owner.
@@ -222,7 +222,7 @@ async def _adopt_taken(kube: Kube, owner: Owner, pod: Object) -> None:
         return
     if not controlled_by(present, owner.uid):
         raise NameConflict("Pod", name)
-    # The desired state does not show the revision of the existing pod.
+    # The revision stays, because the existing pod may be of another one than `pod`.
     ours = {
         label: value
         for label, value in pod["metadata"]["labels"].items()

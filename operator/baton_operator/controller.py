@@ -46,7 +46,7 @@ Reconcile = Callable[[Key, Freshness], Awaitable[Outcome]]
 
 @dataclass(eq=False)
 class _Service:
-    """One service of which an event, a list or a reconcile is known."""
+    """A service that an event or a list has shown, and that is not known to be deleted."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
     #: Required freshness of the next reconcile.
@@ -147,8 +147,7 @@ class Controller:
             with suppress(TimeoutError):
                 async with asyncio.timeout(revisit_s):
                     await service.due.wait()
-            # also after `revisit_s`: `queue_depth` counts it while it waits for a slot
-            service.due.set()
+            service.due.set()  # also after a timeout: `queue_depth` counts services that are due
             async with self._slots:
                 while (pause_s := self._paused_until - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
@@ -186,7 +185,7 @@ class Controller:
         delay_s *= random.uniform(0.8, 1.2)  # spreads the retries of services that failed together
         if isinstance(error, KubeError) and error.retry_after_s is not None:
             pause_s = min(error.retry_after_s, MAX_PAUSE_S)
-            if "admission webhook" not in str(error):  # a webhook asks for one object
+            if "admission webhook" not in str(error):  # a webhook means one object
                 self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             delay_s = max(delay_s, pause_s)
         is_defect = not isinstance(error, (KubeError, OSError))

@@ -9,15 +9,10 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.api.rules import valid_spec
-from baton_operator.builders import (
-    access,
-    config,
-    coordinator,
-    engine_account,
-    gateway,
-    network_policy,
-)
+from baton_operator.builders import config, coordinator, engine_account, gateway, network_policy
 from baton_operator.builders.disruption_budget import disruption_budget
+from baton_operator.builders.http_route import http_route
+from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate, headless_service
 from baton_operator.builders.owner import Object, Owner
 from baton_operator.observe.observation import Observation, gateway_schemes
@@ -108,10 +103,10 @@ def compute_desired(
         headless_service(owner),
         gateway.service(owner),
         gateway.deployment(owner),
-        access.ingress(owner) or ("Ingress", names.gateway_name(owner.name)),
+        ingress(owner) or ("Ingress", names.gateway_name(owner.name)),
     ]
     if http_routes:
-        parts.append(access.http_route(owner) or ("HTTPRoute", names.gateway_name(owner.name)))
+        parts.append(http_route(owner) or ("HTTPRoute", names.gateway_name(owner.name)))
     if policy_api:
         for role in names.CONFIGURED_ROLES:
             budget = disruption_budget(owner, role, policy_api)

@@ -29,13 +29,11 @@ class _Dumper(yaml.SafeDumper):
 def files(folder: Path) -> dict[Path, str]:
     """Return the text of each generated file.
 
-    The chart's files are no templates, because a `{{` in a description must stay as it is.
+    Helm includes the chart's files as they are, because a description may contain `{{`.
     """
     chart = folder.absolute().parent / "charts/baton/files"
-    crd, rules = (
-        custom_resource_definition(),
-        yaml.safe_load((folder / CLUSTER_ROLE).read_text())["rules"],
-    )
+    crd = custom_resource_definition()
+    rules = yaml.safe_load((folder / CLUSTER_ROLE).read_text())["rules"]
     return {
         folder / "crd/llmservices.yaml": _render(crd, "operator/baton_operator/api/"),
         chart / "crd-spec.yaml": _render(crd["spec"], "operator/baton_operator/api/"),

@@ -42,11 +42,12 @@ class Metrics:
             buckets=_BUCKETS_S,
             registry=registry,
         )
-        labels, meaning = (
-            ["verb", "resource", "code"],
+        self.requests = Counter(
+            "baton_operator_api_requests",
             "Requests to the API server; code 0: no answer",
+            ["verb", "resource", "code"],
+            registry=registry,
         )
-        self.requests = Counter("baton_operator_api_requests", meaning, labels, registry=registry)
         self.retries = Counter(
             "baton_operator_retries", "Reconciles that failed and are retried", registry=registry
         )
@@ -56,8 +57,12 @@ class Metrics:
         self.queue = Gauge(
             "baton_operator_queue_depth", "Services that wait to be reconciled", registry=registry
         )
-        meaning = "Scrapes of pods for the autoscaler by result"
-        self.scrapes = Counter("baton_operator_scrapes", meaning, ["result"], registry=registry)
+        self.scrapes = Counter(
+            "baton_operator_scrapes",
+            "Scrapes of pods for the autoscaler by result",
+            ["result"],
+            registry=registry,
+        )
         self.leader = Gauge(
             "baton_operator_leader", "1 if this process reconciles", registry=registry
         )

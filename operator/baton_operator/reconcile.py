@@ -7,7 +7,7 @@ at most one reconcile of a service at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -29,13 +29,14 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.controller import Outcome
 from baton_operator.desired import Desired, compute_desired, owner_of
-from baton_operator.kube.events import Events
+from baton_operator.kube.events import Event, Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
+from baton_operator.plan.refused_pods import RefusedPods
 from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
 from baton_operator.reconcile_problems import InvalidSpec, Paused, Problem, problem_of
 from baton_operator.revisions import (
@@ -45,10 +46,9 @@ from baton_operator.revisions import (
     recorded_spec,
 )
 from baton_operator.revisions import record as record_spec
-from baton_operator.status.refused_pods import RefusedPods
-from baton_operator.status.report import is_new_problem, new_failures, report, report_defect
+from baton_operator.status.report import report, report_defect
+from baton_operator.status.report_events import new_events
 from baton_operator.status.report_group import Group, gateway_group, member_group
-from baton_operator.status.report_topology import operation_events
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.topology import TopologyRequest
 
@@ -76,6 +76,8 @@ class _Step:
     #: Problems in the order of their occurrence. The first one decides `Ready`.
     problems: list[Problem] = field(default_factory=list)
     is_ready: bool = False
+    #: Names of the ConfigMaps of the members that this step restored.
+    restored_config_maps: set[str] = field(default_factory=set)
     #: Intervals after which to reconcile again, in seconds.
     revisits: list[float] = field(default_factory=list)
 
@@ -224,7 +226,7 @@ class Reconciler:
         try:
             await self._build(step)
         except Exception as error:
-            log.warning("the spec that was rolled out before cannot be used either: %s", error)
+            log.warning("no object is written: the recorded spec cannot be used either: %s", error)
 
     async def _build(self, step: _Step) -> None:
         """Build the desired state from the observed spec.
@@ -307,7 +309,7 @@ class Reconciler:
         template: MemberTemplate,
         previous: PreviousRevision | None,
     ) -> None:
-        owner, desired = step.target
+        owner, _ = step.target
         observed, now = step.observed, step.now
         key = observed.key, role, template.revision
         recorded = (
@@ -335,11 +337,11 @@ class Reconciler:
             self._kube, self._events, owner, template, previous, plan, observed, now
         )
         if plan.restore and previous is not None:
-            desired.objects.append(previous.config_map)
+            step.restored_config_maps.add(previous.config_map["metadata"]["name"])
         if plan.create or plan.restore:
-            pause_s = self._refused_pods.record(*key, refusal, now)
-            if pause_s is not None:
-                step.revisits.append(pause_s)
+            delay_s = self._refused_pods.record(*key, refusal, now)
+            if delay_s is not None:
+                step.revisits.append(delay_s)
 
     async def _request_topology(self, request: TopologyRequest, observed: Observation) -> None:
         """Send the request to the coordinator, before any pod is changed."""
@@ -356,7 +358,8 @@ class Reconciler:
     async def _collect(self, step: _Step) -> None:
         """Delete ConfigMaps that no pod needs, and mark the objects as verified."""
         owner, desired = step.target
-        await collect_config_maps(self._kube, owner, desired.config_maps, step.observed)
+        needed = desired.config_maps | step.restored_config_maps
+        await collect_config_maps(self._kube, owner, needed, step.observed)
         self._verified[step.observed.key] = step.content
 
     async def _report(self, step: _Step) -> bool:
@@ -379,16 +382,8 @@ class Reconciler:
         written = await self._write_status(service, status)
         if written is not None:
             observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
-        for event in self._autoscaler.take_events(owner) if owner is not None else ():
-            await self._events.emit(service, event.reason, event.message, warning=event.warning)
-        if problem is not None and is_new_problem(service, problem):
-            await self._events.emit(service, problem.reason, str(problem), warning=True)
-        for condition in new_failures(service, status):
-            await self._events.emit(service, condition.reason, condition.message, warning=True)
-        if owner is not None and owner.coordinator is not None and status.decode is not None:
-            before = recorded_for(service, owner.coordinator)
-            for warning, reason, message in operation_events(before, status.decode.topology):
-                await self._events.emit(service, reason, message, warning=warning)
+        scaled = self._autoscaler.take_events(owner) if owner is not None else []
+        await self._emit(service, [*scaled, *new_events(service, status, problem)])
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
     async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
@@ -414,11 +409,15 @@ class Reconciler:
             service = await self._kube.read("LLMService", key.namespace, key.name)
             if service is not None:
                 problem = problem_of(error)
-                await self._write_status(service, report_defect(service, problem, self._clock()))
-                if is_new_problem(service, problem):
-                    await self._events.emit(service, problem.reason, str(problem), warning=True)
+                status = report_defect(service, problem, self._clock())
+                await self._write_status(service, status)
+                await self._emit(service, new_events(service, status, problem))
         except Exception:
-            log.exception("%s: the defect could not be reported in the status", key)
+            log.exception("%s: the status could not be written after an internal error", key)
+
+    async def _emit(self, service: Object, events: Iterable[Event]) -> None:
+        for event in events:
+            await self._events.emit(service, event.reason, event.message, warning=event.warning)
 
     async def _write_status(self, service: Object, status: Status) -> Object | None:
         """Write the status. Return the written service; None if nothing changed or it is gone."""

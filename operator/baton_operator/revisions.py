@@ -27,10 +27,12 @@ from baton_operator.builders.owner import Object, Owner, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.reconcile_problems import NameConflict
 
-LIMIT = 10  #: Older records are deleted.
-#: Fields that do not affect pods: of the spec, and of each of its groups.
-_OF_NO_POD = ("paused", "updateStrategy", "progressDeadlineSeconds")
-_SIZES = ("replicas", "autoscaling")
+#: Number of records to keep.
+LIMIT = 10
+#: Fields of the spec that do not affect pods.
+_NOT_OF_PODS = ("paused", "updateStrategy", "progressDeadlineSeconds")
+#: Fields of a group that do not affect its pods.
+_SIZE_FIELDS = ("replicas", "autoscaling")
 
 
 class PreviousRevision(msgspec.Struct, frozen=True):
@@ -41,12 +43,12 @@ class PreviousRevision(msgspec.Struct, frozen=True):
 
 
 async def record(kube: Kube, owner: Owner, service: Object) -> str:
-    """Record the spec as the newest one.
+    """Record the spec as the newest one, and delete the oldest records beyond LIMIT.
 
-    Delete the oldest records beyond LIMIT, but not the one that served last.
+    The record that served last is kept.
 
     Returns:
-        The record's name, for `status.specRevision`: the same for specs that make the same pods.
+        The record's name, for `status.specRevision`. Specs that make the same pods have one name.
 
     Raises:
         KubeError: the record could not be written.
@@ -75,9 +77,8 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
 async def recorded_spec(kube: Kube, service: Object) -> Object | None:
     """Return the last spec that was rolled out, with the present sizes.
 
-    It replaces a paused or an invalid spec.
-
-    None: no spec was rolled out, or the record was deleted.
+    It replaces a paused or an invalid spec. None: no spec was rolled out, or its record was
+    deleted.
 
     Raises:
         KubeError: the records cannot be read.
@@ -92,21 +93,19 @@ async def recorded_spec(kube: Kube, service: Object) -> Object | None:
 
 
 def with_sizes(recorded: Object, wanted: Object) -> Object:
-    """Return `recorded` with the fields of `wanted` that do not affect pods.
-
-    For example sizes and the update strategy.
-    """
-    spec = _pod_fields(recorded) | _set_fields(wanted, _OF_NO_POD)
+    """Return `recorded` with those fields of `wanted` that do not affect pods, such as sizes."""
+    spec = _pod_fields(recorded) | _set_fields(wanted, _NOT_OF_PODS)
     for group in names.CONFIGURED_ROLES:
         if isinstance(spec.get(group), dict):
-            spec[group] |= _set_fields((wanted if group in wanted else recorded)[group], _SIZES)
+            sized = wanted if group in wanted else recorded
+            spec[group] |= _set_fields(sized[group], _SIZE_FIELDS)
     return spec
 
 
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
     """Return the edited fields that a pause holds back because they affect pods.
 
-    For example `image` and `decode.template`.
+    Examples are `image` and `decode.template`.
     """
     with contextlib.suppress(ValueError):  # decoding fills in the defaults of omitted fields
         kept, wanted = (msgspec.to_builtins(decode_spec(spec)) for spec in (kept, wanted))
@@ -178,11 +177,11 @@ def previous_revisions_of(
 
 def _pod_fields(spec: Object) -> Object:
     """Return a copy of `spec` without the fields that do not affect pods."""
-    fields = {field: value for field, value in spec.items() if field not in _OF_NO_POD}
+    fields = {field: value for field, value in spec.items() if field not in _NOT_OF_PODS}
     for group in names.CONFIGURED_ROLES:
         if isinstance(fields.get(group), dict):
             fields[group] = {
-                field: value for field, value in fields[group].items() if field not in _SIZES
+                field: value for field, value in fields[group].items() if field not in _SIZE_FIELDS
             }
     return fields
 

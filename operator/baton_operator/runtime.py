@@ -108,7 +108,7 @@ class Runtime:
             await asyncio.sleep(CRD_POLL_S)
 
     def changed(self, key: Key, kind: str, version: str) -> None:
-        """A watch showed `version` of an object of `kind` that belongs to the service.
+        """Record that a watch showed `version` of an object of the service, which is now due.
 
         May be called from any thread.
         """
@@ -123,7 +123,7 @@ class Runtime:
     def watch_session(self) -> aiohttp.ClientSession:
         """Return an HTTP session for the watches.
 
-        After a list every service is due, because events may be missing.
+        Each list of a watch makes every service due, because events may be missing.
         """
 
         async def record(

@@ -32,7 +32,7 @@ class Coordinator:
         self._request = TopologyRequest(operation_id="", members=self.ranks)
         self._target: list[str] = []
 
-    def ask_for(self, request: TopologyRequest) -> None:
+    def request(self, request: TopologyRequest) -> None:
         self._request = request
 
     def status(self, registered: Iterable[str]) -> TopologyStatus:

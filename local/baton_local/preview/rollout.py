@@ -68,7 +68,7 @@ class _Rollout:
         self.steps: list[Step] = []
         self._now = START
         self._owner, self._templates = new.owner, new.desired.members
-        self._former = (
+        self._previous = (
             {} if old is None else previous_revisions_of(new.owner, old.spec, self._templates)
         )
         self._recorded: llmservice.TopologyStatus | None = None
@@ -142,17 +142,14 @@ class _Rollout:
             topology=topology,
             recorded=self._recorded,
             has_coordinator=True,
-            has_previous_revision=role in self._former,
+            has_previous_revision=role in self._previous,
         )
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
         """Apply `plan` to the cluster, in the order of the operator."""
         cluster, template = self._cluster, self._templates[role]
-        replicas, update, present = (
-            self._owner.replicas(role),
-            update_of(self._owner, role),
-            cluster.of_role(role),
-        )
+        replicas, update = self._owner.replicas(role), update_of(self._owner, role)
+        present = cluster.of_role(role)
         done: dict[tuple[ActionName, str], list[str]] = {}
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
             ranks, members = set(cluster.coordinator.ranks), set(plan.request.members)
@@ -161,7 +158,7 @@ class _Rollout:
                 f"{', '.join(sorted(found))} {verb}" for found, verb in changes if found
             )
             done["request topology", why] = plan.request.members
-            cluster.coordinator.ask_for(plan.request)
+            cluster.coordinator.request(plan.request)
         for name in plan.drain:
             is_outdated = cluster.pods[name].revision != template.revision and not update.paused
             why = "it is of the earlier revision" if is_outdated else f"replicas is {replicas}"
@@ -183,7 +180,7 @@ class _Rollout:
             f"{update.progress_deadline_s:g} s"
         )
         for ordinal in plan.restore:
-            pod = self._pod(role, self._former[role].template, ordinal)
+            pod = self._pod(role, self._previous[role].template, ordinal)
             done.setdefault(("restore", why), []).append(pod.name)
             cluster.create(pod, self._now)
         return [

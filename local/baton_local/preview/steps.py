@@ -41,9 +41,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     events: list[str]  # in the cluster, since the step before
     actions: list[Action]
     members: list[MemberRow]
-    generation: (
-        int | None
-    )  # of the expert-parallel group. 0: it has no topology. None: there is no such group
+    #: Topology generation of the expert-parallel group. 0: no topology. None: no such group.
+    generation: int | None
 
 
 class FieldChange(msgspec.Struct, frozen=True, kw_only=True):

@@ -136,9 +136,8 @@ async def stream_log(
             if pending:
                 continue
             try:
-                if (
-                    os.fstat(current.fileno()).st_ino != os.stat(path).st_ino
-                ):  # rotated while it was read
+                is_rotated = os.fstat(current.fileno()).st_ino != os.stat(path).st_ino
+                if is_rotated:
                     current.close()
                     current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
                     continue

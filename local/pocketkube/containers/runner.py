@@ -63,10 +63,10 @@ class PodContext:
     pod_ip: str
     volumes: PodVolumes
     log_folder: Path
-    changed: Callable[[], None]  # called after a change of a ContainerState
-    grace_deadline: Callable[
-        [], float
-    ]  # returns the loop time at which a stopping container is killed
+    #: Called after a change of a ContainerState.
+    changed: Callable[[], None]
+    #: Returns the loop time at which a stopping container is killed.
+    grace_deadline: Callable[[], float]
 
 
 class ContainerRunner:

@@ -352,9 +352,8 @@ def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
     os.replace(switch, data)
     tops = {PurePosixPath(name).parts[0] for name in files}
     for entry in path.iterdir():
-        written = (
-            entry.is_symlink() and entry.readlink().parts[0] == "..data"
-        )  # else a mount inside this one
+        # Other entries are mounts inside this one.
+        written = entry.is_symlink() and entry.readlink().parts[0] == "..data"
         if written and entry.name not in tops:
             entry.unlink()
     for top in tops:

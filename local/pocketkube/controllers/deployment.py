@@ -62,7 +62,8 @@ def plan_deployment(
     else:
         size = _new_size(deployment, new, old)
     if new is None:
-        plan.create = replica_set_of(deployment, wanted, size, _next_revision(old))
+        revision = max(map(_revision, old), default=0) + 1
+        plan.create = replica_set_of(deployment, wanted, size, revision)
         return plan
     if desired_replicas(new) != size:
         plan.scale[_name(new)] = size
@@ -193,10 +194,6 @@ def _resolve(value: int | str, total: int, *, up: bool) -> int:
         return value
     share = int(value.rstrip("%")) * total / 100
     return math.ceil(share) if up else math.floor(share)
-
-
-def _next_revision(old: list[Object]) -> int:
-    return max((_revision(rs) for rs in old), default=0) + 1
 
 
 def _revision(replica_set: Object) -> int:

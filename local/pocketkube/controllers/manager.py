@@ -200,7 +200,7 @@ class Controllers:
         await self._write_status(path, replica_set, plan.status)
 
     def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
-        """Whether the cache shows our last writes. A lagging cache would create pods twice."""
+        """Return whether the cache shows our last writes. Otherwise pods would be created twice."""
         made, removed, when = self._expected.get(
             replica_set["metadata"]["uid"], (set(), set(), 0.0)
         )

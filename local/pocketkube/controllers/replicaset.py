@@ -17,7 +17,7 @@ class ReplicaSetPlan:
 
 
 def owned_by(obj: Object, owner: Object) -> bool:
-    """Whether `owner` is the controller of `obj`, by uid."""
+    """Return whether `owner` is the controller of `obj`, by uid."""
     references = obj["metadata"].get("ownerReferences") or []
     return any(
         ref.get("controller") and ref["uid"] == owner["metadata"]["uid"] for ref in references
@@ -37,13 +37,13 @@ def owner_reference(owner: Object, kind: str) -> Object:
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether the pod's condition Ready is True."""
+    """Return whether the pod's condition Ready is True."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
 def is_active(pod: Object) -> bool:
-    """Whether the pod is neither finished nor terminating."""
+    """Return whether the pod is neither finished nor terminating."""
     phase = (pod.get("status") or {}).get("phase")
     return phase not in TERMINAL and not pod["metadata"].get("deletionTimestamp")
 

@@ -258,7 +258,7 @@ class PodWorker:
             {"conditions": list((others | own).values())},
             datetime.now(UTC),
         )
-        if _same(wanted, previous):
+        if all(previous.get(key) == value for key, value in wanted.items()):
             return True
         metadata = self.pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
@@ -317,9 +317,5 @@ class PodWorker:
 
 
 def _is_gone(error: Exception) -> bool:
-    """Whether the pod does not exist, or another pod has its name now."""
+    """Return whether the pod does not exist, or another pod has its name now."""
     return isinstance(error, KubeError) and error.status in (404, 409)
-
-
-def _same(wanted: Object, previous: Object) -> bool:
-    return all(previous.get(key) == value for key, value in wanted.items())

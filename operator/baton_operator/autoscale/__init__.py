@@ -4,7 +4,7 @@
 - `inputs`: groups and scrape targets from the observed pods.
 - `scrape`: HTTP requests for the metrics of pods.
 - `windows`: measurements over a time window, from scrapes.
-- `signals`: the size that each measurement recommends.
+- `recommendations`: the size that each measurement recommends.
 - `policy`: the decision: the largest recommendation, stabilised and bounded.
 - `decision_history`: the earlier decisions that a decision depends on.
 - `queueing`: the waiting time in an M/M/c queue.

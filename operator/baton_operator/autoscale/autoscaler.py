@@ -27,6 +27,7 @@ from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
 from baton_operator.autoscale.windows import Snapshot, window
 from baton_operator.builders.owner import Owner
+from baton_operator.kube.events import Event
 from baton_operator.names import Key
 from baton_operator.status import report_group
 
@@ -39,20 +40,12 @@ PUBLISH_S = 60.0
 FRESH_PERIODS = 2.5
 
 
-class PendingEvent(msgspec.Struct, frozen=True):
-    """An Event that the next reconcile writes."""
-
-    reason: str
-    message: str
-    warning: bool = False
-
-
 class _Role:
     """One role of one service."""
 
     def __init__(self, settings: Settings, status: AutoscalingStatus, now: float) -> None:
         self.settings = settings
-        #: For the status of the service. `size` is always up to date.
+        #: The last published decision. Its `size` is always the current one.
         self.status = status
         self.published_at = now
         self.history = History()
@@ -68,7 +61,8 @@ class _Service:
         self.targets: list[ScrapeTarget] = []
         self.snapshots: list[Snapshot] = []
         self.errors: dict[str, str] = {}
-        self.news: list[PendingEvent] = []
+        #: Events that the next reconcile writes.
+        self.events: list[Event] = []
         self.next_at = now
         self.is_scraped = False
 
@@ -147,24 +141,22 @@ class Autoscaler:
         known = self._services.get(Key(owner.namespace, owner.name))
         if known is not None:
             settings = {role: state.settings for role, state in known.roles.items()}
-            known.groups, known.targets = (
-                groups_of(owner, groups, settings),
-                targets_of(owner, pods),
-            )
+            known.groups = groups_of(owner, groups, settings)
+            known.targets = targets_of(owner, pods)
 
     def status(self, owner: Owner, role: names.MemberRole) -> AutoscalingStatus | None:
-        """Return the status of a role; None: it has no autoscaling."""
+        """Return the status of a role; None if it has no autoscaling."""
         known = self._services.get(Key(owner.namespace, owner.name))
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status
 
-    def take_events(self, owner: Owner) -> list[PendingEvent]:
+    def take_events(self, owner: Owner) -> list[Event]:
         """Return the pending Events, and clear them."""
         known = self._services.get(Key(owner.namespace, owner.name))
         if known is None:
             return []
-        news, known.news = known.news, []
-        return news
+        events, known.events = known.events, []
+        return events
 
     def forget(self, key: Key) -> None:
         """Drop the state of a service that is gone or has no autoscaling."""
@@ -260,7 +252,7 @@ class Autoscaler:
         if status == before or not (resized or now - state.published_at >= PUBLISH_S):
             return False
         if resized:
-            service.news.append(PendingEvent("Scaled", message))
+            service.events.append(Event("Scaled", message))
         state.status, state.published_at = status, now
         return True
 
@@ -274,7 +266,7 @@ class Autoscaler:
                 f"which stays at {state.status.size}; edit minReplicas and maxReplicas, or remove "
                 "autoscaling"
             )
-            service.news.append(PendingEvent("ReplicasIgnored", words, warning=True))
+            service.events.append(Event("ReplicasIgnored", words, warning=True))
         state.settings, service.next_at = settings, self._clock()
 
 

@@ -1,4 +1,4 @@
-"""Earlier decisions that a decision depends on: recommendations, changes, a failed step down.
+"""The earlier decisions that a decision depends on: recommendations, changes and the last breach.
 
 Consecutive equal recommendations are one entry. Recommendations from before a gap do not count. So
 after a restart the operator shrinks no group before a whole stabilisation window has passed.
@@ -33,7 +33,7 @@ class Breach(msgspec.Struct, frozen=True):
     """A load per engine at which a target was missed."""
 
     at: float
-    #: As `signals.load_per_engine` returns it.
+    #: As `recommendations.load_per_engine` returns it.
     load_per_engine: float
 
 
@@ -65,7 +65,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return sum(change.delta for change in self.changes if change.at > now - seconds)
 
     def knows(self, now: float) -> bool:
-        """Return whether there is no gap before `now`. The history before a gap does not count."""
+        """Return whether recommendations reach up to `now`. Those before a gap do not count."""
         return bool(self.runs) and now - self.runs[-1].until <= LONGEST_GAP_S
 
     @property

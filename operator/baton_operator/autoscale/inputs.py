@@ -42,7 +42,7 @@ def groups_of(
 
 
 def _operation(owner: Owner, group: report_group.Group) -> str:
-    """Return what must end before the size changes again; empty: nothing."""
+    """Return what must end before the size changes again; empty if the size may change."""
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None
     )
@@ -57,10 +57,8 @@ def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
     """Return the engines and gateways that serve or finish running requests."""
     targets = []
     for pod in pods:
-        role, address = (
-            pod["metadata"]["labels"].get(names.LABEL_ROLE),
-            pod.get("status", {}).get("podIP"),
-        )
+        role = pod["metadata"]["labels"].get(names.LABEL_ROLE)
+        address = pod.get("status", {}).get("podIP")
         if (
             role not in (*names.MEMBER_ROLES, "gateway")
             or not address

@@ -12,7 +12,7 @@ few more. In this order:
 4. The size stays while measurements are missing or stale. It also stays while the pods differ from
    the desired ones, and until the window has no measurements from such a time (as Dynamo's planner
    does).
-5. The recommendation is the largest size among the `signals`.
+5. The recommendation is the largest size in `recommendations`.
 6. The size grows to the smallest recommendation of the last `up_window_s`. It shrinks to the
    largest of the last `down_window_s`, if recommendations cover all of that time.
 7. Within `step_s` the size grows by at most `up_step` or to the double, and shrinks by at most
@@ -29,21 +29,21 @@ from typing import Literal
 import msgspec
 
 from baton_operator.autoscale.decision_history import Breach, History
-from baton_operator.autoscale.signals import (
-    Signal,
-    SignalReason,
+from baton_operator.autoscale.recommendations import (
+    Recommendation,
+    SizeReason,
     Targets,
-    aggregated_signals,
-    breach_signal,
-    decode_signals,
     load_per_engine,
-    prefill_signals,
+    recommend_after_breach,
+    recommend_aggregated,
+    recommend_decode,
+    recommend_prefill,
 )
 from baton_operator.autoscale.windows import RoleWindow, Window
 from baton_operator.names import MemberRole
 
 Reason = (
-    SignalReason
+    SizeReason
     | Literal[
         "OutOfBounds",
         "MetricsMissing",
@@ -185,9 +185,9 @@ def decide(
         )
     assert window is not None, "without one there is a hold"
     measured = window.roles[group.role]
-    signals = _signals(now, group, window, measured, targets, history, behavior)
-    decisive = max(signals, key=lambda signal: signal.size)
-    size, reason, words = _limited(now, n, bounds, decisive, signals, history, behavior)
+    recommendations = _recommend(now, group, window, measured, targets, history, behavior)
+    decisive = max(recommendations, key=lambda each: each.size)
+    size, reason, words = _limited(now, n, bounds, decisive, recommendations, history, behavior)
     breach = None
     # Only after a step down. After a step up, high latencies come from the queue that drains.
     if decisive.size > n and decisive.reason in _MISSED and history.last_delta < 0:
@@ -277,7 +277,7 @@ def _idle_since(
     return since if window.active_at is None else max(since, window.active_at)
 
 
-def _signals(
+def _recommend(
     now: float,
     group: Group,
     window: Window,
@@ -285,23 +285,29 @@ def _signals(
     targets: Targets,
     history: History,
     behavior: Behavior,
-) -> list[Signal]:
+) -> list[Recommendation]:
     n, prefill = group.size, group.role == "prefill"
-    compute = (
-        prefill_signals if prefill else aggregated_signals if group.aggregated else decode_signals
+    recommend = (
+        recommend_prefill
+        if prefill
+        else recommend_aggregated
+        if group.aggregated
+        else recommend_decode
     )
-    signals = compute(n, measured, targets, behavior.tolerance, window.quantile)
+    recommendations = recommend(n, measured, targets, behavior.tolerance, window.quantile)
     if history.breach is not None and now - history.breach.at < behavior.breach_memory_s:
-        signals.append(breach_signal(n, prefill, measured, history.breach, behavior.tolerance))
-    return signals
+        recommendations.append(
+            recommend_after_breach(n, prefill, measured, history.breach, behavior.tolerance)
+        )
+    return recommendations
 
 
 def _limited(
     now: float,
     n: int,
     bounds: Bounds,
-    decisive: Signal,
-    signals: Sequence[Signal],
+    decisive: Recommendation,
+    recommendations: Sequence[Recommendation],
     history: History,
     behavior: Behavior,
 ) -> tuple[int, Reason, str]:
@@ -309,10 +315,12 @@ def _limited(
     recommended = max(decisive.size, bounds.min)
     if recommended > n:
         return _grown(now, n, bounds, recommended, decisive, history, behavior)
-    text = "; ".join(signal.text for signal in signals)
+    text = "; ".join(each.text for each in recommendations)
     if recommended < n:
         return _shrunk(now, n, recommended, text, history, behavior)
-    unreachable = next((signal for signal in signals if signal.reason == "TargetUnreachable"), None)
+    unreachable = next(
+        (each for each in recommendations if each.reason == "TargetUnreachable"), None
+    )
     if unreachable is not None:
         return n, "TargetUnreachable", unreachable.text
     return n, "OnTarget", text
@@ -323,7 +331,7 @@ def _grown(
     n: int,
     bounds: Bounds,
     recommended: int,
-    decisive: Signal,
+    decisive: Recommendation,
     history: History,
     behavior: Behavior,
 ) -> tuple[int, Reason, str]:

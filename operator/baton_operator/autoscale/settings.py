@@ -9,7 +9,7 @@ import msgspec
 from baton_operator.api.llmservice import Spec
 from baton_operator.api.spec_groups import AutoscalingBounds
 from baton_operator.autoscale.policy import Behavior, Bounds
-from baton_operator.autoscale.signals import Targets
+from baton_operator.autoscale.recommendations import Targets
 from baton_operator.names import MEMBER_ROLES, MemberRole
 
 SCRAPE_S = 15.0

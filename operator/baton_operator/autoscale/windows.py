@@ -49,7 +49,7 @@ _METRICS = (
     BUSY,
     HTTP_REQUESTS,
 )
-#: Lines of a scrape that are parsed: a tenth of them, because parsing is slow.
+#: Matches the lines to parse, which are about a tenth of a scrape. Parsing is slow.
 _READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ]")
 
 
@@ -278,19 +278,19 @@ def window(
         for container, scraped in snapshot.samples.items():
             scrapes.setdefault(container, []).append((snapshot.at, scraped))
     # Sorted, so that sums do not depend on the order of replies.
-    lines = [_line(scrapes[container]) for container in sorted(scrapes)]
-    live = [line for line in lines if end - line.scrapes[-1][0] <= fresh_s]
+    series = [_series_of(scrapes[container]) for container in sorted(scrapes)]
+    live = [each for each in series if end - each.scrapes[-1][0] <= fresh_s]
     span = end - inside[0].at
-    gateways = [line for line in lines if line.role is None]
-    answering = [line.scrapes[-1][1] for line in live if line.role is None]
+    gateways = [each for each in series if each.role is None]
+    answering = [each.scrapes[-1][1] for each in live if each.role is None]
     return Window(
         start=inside[0].at,
         end=end,
         quantile=quantile,
         roles={
             role: _role(
-                [i for i in lines if i.role == role],
-                [i for i in live if i.role == role],
+                [each for each in series if each.role == role],
+                [each for each in live if each.role == role],
                 span,
                 quantile,
             )
@@ -299,17 +299,17 @@ def window(
         gateways=len(answering),
         in_flight=sum(last.gauges.get(IN_FLIGHT, 0.0) for last in answering),
         held=sum(last.gauges.get(HELD, 0.0) for last in answering),
-        requests_per_s=sum(line.requests for line in gateways) / span,
-        answered_at=max((at for line in gateways for at in line.answered), default=None),
+        requests_per_s=sum(each.requests for each in gateways) / span,
+        answered_at=max((at for each in gateways for at in each.answered), default=None),
         active_at=max(
-            (at for line in gateways for at in (*line.answered, *line.occupied)), default=None
+            (at for each in gateways for at in (*each.answered, *each.occupied)), default=None
         ),
         client_ttft_s=_total(gateways, CLIENT_TTFT).quantile(quantile),
         client_itl_s=_total(gateways, CLIENT_ITL).quantile(quantile),
     )
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _Series(msgspec.Struct, frozen=True):
     """The scrapes of one container in order of time, and the growth of its counters."""
 
     scrapes: list[tuple[float, Sample]]
@@ -350,7 +350,7 @@ class _Line(msgspec.Struct, frozen=True):
         return self.histograms.get(histogram, Histogram())
 
 
-def _line(scrapes: list[tuple[float, Sample]]) -> _Line:
+def _series_of(scrapes: list[tuple[float, Sample]]) -> _Series:
     requests, answered, histograms = 0.0, list[float](), dict[str, Histogram]()
     busy_s = None if scrapes[-1][1].busy_s is None else 0.0
     for (_, before), (at, after) in pairwise(scrapes):
@@ -363,14 +363,14 @@ def _line(scrapes: list[tuple[float, Sample]]) -> _Line:
         for name, histogram in after.histograms.items():
             grown = histogram.since(origin.histograms.get(name, Histogram()))
             histograms[name] = histograms.get(name, Histogram()) + grown
-    return _Line(scrapes, requests, answered, busy_s, histograms)
+    return _Series(scrapes, requests, answered, busy_s, histograms)
 
 
-def _role(lines: list[_Line], live: list[_Line], span: float, quantile: float) -> RoleWindow:
-    live = [line for line in live if line.seconds > 0]
+def _role(series: list[_Series], live: list[_Series], span: float, quantile: float) -> RoleWindow:
+    live = [each for each in live if each.seconds > 0]
     if not live:
         return RoleWindow(engines=0)
-    ttft, itl = _total(lines, TTFT), _total(lines, ITL)
+    ttft, itl = _total(series, TTFT), _total(series, ITL)
     return RoleWindow(
         engines=len(live),
         ttft_s=ttft.quantile(quantile),
@@ -379,22 +379,22 @@ def _role(lines: list[_Line], live: list[_Line], span: float, quantile: float) -
         tokens=itl.count,
         tokens_per_s=itl.count / span,
         requests_per_s=ttft.count / span,
-        queue_s=_total(lines, QUEUE_TIME).mean or 0.0,
-        prefill_s=_total(lines, PREFILL_TIME).mean or 0.0,
-        busy=_mean(line.busy for line in live),
-        running=_mean(line.mean(RUNNING) for line in live),
+        queue_s=_total(series, QUEUE_TIME).mean or 0.0,
+        prefill_s=_total(series, PREFILL_TIME).mean or 0.0,
+        busy=_mean(each.busy for each in live),
+        running=_mean(each.mean(RUNNING) for each in live),
         waiting=_mean(
-            max(0.0, line.mean(WAITING) - line.mean(WAITING_FOR_REMOTE_KV)) for line in live
+            max(0.0, each.mean(WAITING) - each.mean(WAITING_FOR_REMOTE_KV)) for each in live
         ),
         waiting_growth_per_s=fsum(
-            line.growth_per_s(WAITING) - line.growth_per_s(WAITING_FOR_REMOTE_KV) for line in live
+            each.growth_per_s(WAITING) - each.growth_per_s(WAITING_FOR_REMOTE_KV) for each in live
         ),
-        kv_usage=_mean(line.mean(KV_USAGE) for line in live),
+        kv_usage=_mean(each.mean(KV_USAGE) for each in live),
     )
 
 
-def _total(lines: Iterable[_Line], histogram: str) -> Histogram:
-    return sum((line.total(histogram) for line in lines), Histogram())
+def _total(series: Iterable[_Series], histogram: str) -> Histogram:
+    return sum((each.total(histogram) for each in series), Histogram())
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -3,7 +3,7 @@
 - `owner`: the service that objects are built for.
 - `member`: member pods of prefill and decode, and their headless Service.
 - `gateway`, `coordinator`: Deployment and Service of each.
-- `access`: Ingress, HTTPRoute and the Secrets that the gateway reads.
+- `ingress`, `http_route`: access to the gateway from outside the cluster.
 - `config`: ConfigMaps with the configuration of engines and gateway.
 - `service_key`: the Secret that all processes of a service share.
 - `network_policy`, `disruption_budget`, `engine_account`: the objects of those kinds.

@@ -14,9 +14,10 @@ import msgspec
 from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
-from baton_operator.builders import access, model, service_key
+from baton_operator.builders import model, service_key
 from baton_operator.builders.owner import Object, Owner
 from baton_protocol.config import (
+    AccessConfig,
     CacheConfig,
     DiscoveryConfig,
     EngineConfig,
@@ -29,7 +30,11 @@ from baton_protocol.config import (
 )
 from baton_protocol.topology import COORDINATOR_PORT
 
+#: Folder of the configuration in every container.
 MOUNT_PATH = "/etc/baton"
+#: Folders of the Secrets in the gateway's container.
+API_KEYS_PATH = "/etc/baton-api-keys"
+TLS_PATH = "/etc/baton-tls"
 
 
 def config_map(owner: Owner, role: names.ConfiguredRole) -> Object:
@@ -86,11 +91,11 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
 
 
 def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
-    """Return the parallelism of one engine. A rank's name is $POD_NAME, which every pod has.
+    """Return the parallelism of one engine.
 
     The coordinator is set by address and not by DNS name, because pods that run as processes of one
     machine have no cluster DNS. So decode pods are built when the Service has an address, and a new
-    address makes a new revision.
+    address makes a new revision. A rank takes its name from $POD_NAME.
 
     Raises:
         ValueError: the coordinator's Service has no address yet.
@@ -115,7 +120,7 @@ def gateway_config(owner: Owner) -> GatewayConfig:
     return GatewayConfig(
         model=_model_config(owner, "gateway"),
         discovery=DiscoveryConfig(namespace=owner.namespace, service=owner.name),
-        access=access.config(owner),
+        access=_access_config(owner),
         service_key_file=service_key.FILE,
         drain_timeout_s=float(owner.spec.drain_timeout_seconds),
         **_given(
@@ -123,6 +128,17 @@ def gateway_config(owner: Owner) -> GatewayConfig:
             prefill_threshold_tokens=gateway.prefill_threshold_tokens,
             hold_s=_hold_s(owner),
         ),
+    )
+
+
+def _access_config(owner: Owner) -> AccessConfig:
+    gateway = owner.spec.gateway
+    return AccessConfig(
+        api_keys_dir=API_KEYS_PATH if gateway.api_keys else "",
+        tls_dir=TLS_PATH if gateway.tls else "",
+        max_concurrent_per_client=gateway.limits.max_concurrent_per_key,
+        max_prompt_tokens=gateway.limits.max_prompt_tokens,
+        max_completion_tokens=gateway.limits.max_completion_tokens,
     )
 
 
@@ -150,7 +166,8 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_fields = functools.cache(msgspec.structs.fields)  # it resolves the types at each call
+# Cached, because msgspec resolves the types at each call.
+_fields = functools.cache(msgspec.structs.fields)
 
 
 def _set_fields(config: msgspec.Struct) -> dict[str, Any]:

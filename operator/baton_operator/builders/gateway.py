@@ -1,15 +1,35 @@
-"""The gateway: its Deployment, its Service, and its right to watch pods."""
+"""The gateway: its Deployment, its Service, the schemes of its ports, and its right to watch pods.
+
+`ingress` and `http_route` lead clients outside the cluster to the Service.
+"""
 
 from __future__ import annotations
 
 from baton_operator import names
-from baton_operator.builders import access, config, pod
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders import config, pod
+from baton_operator.builders.owner import Object, Owner, Scheme
 from baton_protocol.config import GATEWAY_PORT
 
 CONTAINER = "gateway"
 #: Shows metrics collectors that a pod serves only HTTPS.
 ANNOTATION_SCHEME = "prometheus.io/scheme"
+#: Ports of the gateway's Service. Service and pods name a port by its scheme, so each port leads to
+#: the pods that serve it.
+PORTS: dict[Scheme, int] = {"http": 80, "https": 443}
+
+
+def served_scheme(owner: Owner) -> Scheme:
+    """Return the scheme that new gateway pods serve."""
+    return "http" if owner.spec.gateway.tls is None else "https"
+
+
+def scheme_in_use(owner: Owner) -> Scheme:
+    """Return a scheme that a ready gateway serves.
+
+    While TLS is switched on or off, it is the old one until a new pod is ready.
+    """
+    wanted, ready = served_scheme(owner), owner.gateway_schemes
+    return wanted if wanted in ready or not ready else ready[0]
 
 
 def deployment(owner: Owner) -> Object:
@@ -19,7 +39,7 @@ def deployment(owner: Owner) -> Object:
         ValueError: the template overlay cannot be merged.
     """
     gateway = owner.spec.gateway
-    scheme = access.scheme(owner)
+    scheme = served_scheme(owner)
     template = pod.pod_template(
         owner,
         "gateway",
@@ -35,7 +55,7 @@ def deployment(owner: Owner) -> Object:
         pod={"serviceAccountName": names.gateway_name(owner.name), "enableServiceLinks": False},
         template=gateway.template,
         resources=gateway.resources,
-        extra=access.mounts(owner),
+        extra=_secret_mounts(owner),
     )
     if scheme == "https":
         template["metadata"].setdefault("annotations", {})[ANNOTATION_SCHEME] = scheme
@@ -57,7 +77,10 @@ def deployment(owner: Owner) -> Object:
 
 
 def service(owner: Owner) -> Object:
-    """Return the Service, which is the endpoint in the status."""
+    """Return the Service, which is the endpoint in the status.
+
+    It has both ports while TLS is switched on or off.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -68,11 +91,11 @@ def service(owner: Owner) -> Object:
             "ports": [
                 {
                     "name": scheme,
-                    "port": access.PORTS[scheme],
+                    "port": PORTS[scheme],
                     "targetPort": scheme,
                     "protocol": "TCP",
                 }
-                for scheme in access.schemes(owner)
+                for scheme in sorted({served_scheme(owner), *owner.gateway_schemes})
             ],
         },
     }
@@ -105,3 +128,23 @@ def role_binding(owner: Owner) -> Object:
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
         "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": owner.namespace}],
     }
+
+
+def _secret_mounts(owner: Owner) -> list[tuple[Object, Object]]:
+    """Return (volume, mount) of each Secret that the gateway reads.
+
+    The kubelet starts the pod when the Secrets exist.
+    """
+    gateway = owner.spec.gateway
+    secrets = []
+    if gateway.api_keys:
+        secrets.append(("api-keys", gateway.api_keys.secret_name, config.API_KEYS_PATH))
+    if gateway.tls:
+        secrets.append(("tls", gateway.tls.secret_name, config.TLS_PATH))
+    return [
+        (
+            {"name": name, "secret": {"secretName": secret, "defaultMode": 0o444}},
+            {"name": name, "mountPath": path, "readOnly": True},
+        )
+        for name, secret, path in secrets
+    ]

@@ -34,22 +34,6 @@ def members_policy(owner: Owner, operator_namespace: str | None) -> Object:
     return _policy(owner, names.members_service_name(owner.name), members, rules)
 
 
-def kv_transfer_exposure(owner: Owner) -> dict[str, tuple[str, str, str]]:
-    """Return the condition of a service whose KV transfers are unprotected; empty if they are not.
-
-    Whether the cluster enforces NetworkPolicies cannot be read from its API.
-    """
-    transport = owner.spec.kv_transfer.transport
-    if owner.spec.security.network_policy or not owner.has_prefill or transport in ("tcp", "shm"):
-        return {}
-    message = (
-        f"security.networkPolicy is off, and kvTransfer.transport {transport} listens on TCP ports "
-        "without authentication: a client that reaches them can write to the memory of engines. "
-        "Set security.networkPolicy to true, or kvTransfer.transport to tcp"
-    )
-    return {"KVTransferProtected": ("False", "NetworkPolicyOff", message)}
-
-
 def coordinator_policy(owner: Owner, operator_namespace: str | None) -> Object:
     """Return the policy of the coordinator.
 

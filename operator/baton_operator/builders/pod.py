@@ -104,7 +104,7 @@ def pod_template(
 def pod_security() -> Object:
     """Return the security context of every pod.
 
-    Files of volumes change their group only if the root folder has another group.
+    The kubelet changes the group of a volume's files only if its root folder has another group.
     """
     return {
         "runAsNonRoot": True,
@@ -147,7 +147,7 @@ def _object(parent: Object, field: str, path: str) -> Object:
 
 
 def _container(spec: Object, name: str, path: str) -> Object:
-    """Return the component's container. An overlay can remove it only with the whole list."""
+    """Return the container `name`. An overlay cannot remove it, except with the whole list."""
     if "containers" not in spec:
         raise free_form_fields.must_be("a list", path, None)
     (found,) = (container for container in spec["containers"] if container["name"] == name)
@@ -156,9 +156,9 @@ def _container(spec: Object, name: str, path: str) -> Object:
 
 
 def _keep_identity(container: Object) -> None:
-    """Restore the variables of the pod's identity.
+    """Restore the environment variables of the pod's identity, which an overlay may have changed.
 
-    With other values a component binds a wrong address.
+    With other values a component listens on a wrong address.
     """
     own = {item["name"]: item for item in identity_env()}
     others = [item for item in container.get("env", []) if item["name"] not in own]

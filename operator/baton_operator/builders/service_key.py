@@ -24,7 +24,7 @@ FILE = f"{MOUNT_PATH}/{ENTRY}"
 VOLUME = "service-key"
 
 
-def draw() -> bytes:
+def generate() -> bytes:
     """Return a new key: 32 random bytes in hex."""
     return secrets.token_hex(32).encode()
 

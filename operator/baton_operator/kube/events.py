@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from datetime import UTC, datetime
 
+import msgspec
+
 from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.kube.kinds import Kube
@@ -13,8 +15,16 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE = 1024
 
 
+class Event(msgspec.Struct, frozen=True):
+    """An Event to write."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
 class Events:
-    """Writes events. A failed write is only logged, so that it does not fail the reconcile."""
+    """Writes Events. A failed write is only logged, so that it does not fail the reconcile."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

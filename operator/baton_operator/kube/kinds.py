@@ -36,7 +36,7 @@ MAX_OWN_WRITES = 4096
 
 
 class Kube:
-    """Objects by kind.
+    """Reads and writes objects by kind.
 
     Every method raises KubeError if the server refuses the request, and OSError if no reply comes.
     """
@@ -75,7 +75,7 @@ class Kube:
         )
 
     async def _find(self, path: str, **options: Any) -> Object | None:
-        """Return what is at `path`, None if nothing is; options as of `KubeClient.get`."""
+        """Return the object at `path`; None if there is none. `options` are of `KubeClient.get`."""
         try:
             return await self.client.get(path, **options)
         except KubeError as error:
@@ -90,9 +90,10 @@ class Kube:
         name: str | None = None,
         subresource: str | None = None,
     ) -> str:
-        """Return `/apis/apps/v1/namespaces/x/deployments/y`.
+        """Return a path such as `/apis/apps/v1/namespaces/x/deployments/y`.
 
-        Without a namespace: of all namespaces.
+        Without a name it is the path of the collection. Without a namespace the collection covers
+        all namespaces.
         """
         version, plural = self.resource(kind)
         parts = [
@@ -153,9 +154,8 @@ class Kube:
             path, label_selector=selected, not_older_than=not_older_than
         )
         api_version, _ = self.resource(kind)
-        return [
-            {"apiVersion": api_version, "kind": kind, **item} for item in items
-        ], version  # items carry neither
+        # The items of a list have neither apiVersion nor kind.
+        return [{"apiVersion": api_version, "kind": kind, **item} for item in items], version
 
     async def create(self, obj: Object) -> Object:
         """Create the object.
@@ -188,7 +188,7 @@ class Kube:
         return self._wrote(await self.client.replace(self._path_of(obj), obj))
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> bool:
-        """Delete the object with this uid. False if it is gone, or another one has its name."""
+        """Delete the object with this uid. Return False if there is no such object."""
         try:
             self._wrote(await self.client.delete(self.path(kind, namespace, name), uid=uid))
         except KubeError as error:

@@ -64,7 +64,7 @@ class Election:
         self.identity = identity
         self.lease_s = lease_s
         self.now = clock
-        # the Lease as last read or written; None: it does not exist
+        #: The Lease as last read or written. None: it does not exist.
         self.seen: Record | None = None
         self._seen_at = float("-inf")
         self._held_until = float("-inf")

@@ -16,8 +16,9 @@ import msgspec
 
 from baton_kube.client import KubeError
 
-OLDEST = "0"  # resource version that any state of the watch cache satisfies
-# HTTP code if the cache did not reach the required version within a few seconds
+#: Resource version that any state of the watch cache satisfies.
+OLDEST = "0"
+#: HTTP code if the cache did not reach the required version within a few seconds.
 GATEWAY_TIMEOUT = 504
 #: Kinds whose status the operator reads. Objects of other kinds change only when a client writes
 #: their spec.
@@ -52,8 +53,8 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
             self.versions[kind] = version
 
     @contextmanager
-    def covers_lag(self) -> Iterator[None]:
-        """Turn a cache that lags behind the required version into a StaleReadError."""
+    def detect_lag(self) -> Iterator[None]:
+        """Raise StaleReadError if the watch cache lags behind the required version."""
         try:
             yield
         except KubeError as error:

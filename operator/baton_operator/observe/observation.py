@@ -13,10 +13,9 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import service_key
-from baton_operator.builders.access import PORTS
+from baton_operator.builders.gateway import PORTS
 from baton_operator.builders.member import CONTAINER
-from baton_operator.builders.owner import Scheme
-from baton_operator.builders.owner import controlled_by as controlled_by
+from baton_operator.builders.owner import Scheme, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
@@ -71,8 +70,8 @@ class Observation(msgspec.Struct, kw_only=True):
     kv: Mapping[str, KVCompatibility] = {}
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
-    #: The service is paused, and no spec was rolled out before. If one was, it replaces the spec in
-    #: `service` during a pause.
+    #: The service is paused, and no spec was rolled out before. During any other pause, `service`
+    #: has the spec that was rolled out last.
     has_no_recorded_spec: bool = False
     #: Fields whose edits wait for the end of the pause.
     held_back: tuple[str, ...] = ()
@@ -120,7 +119,7 @@ class Observation(msgspec.Struct, kw_only=True):
 async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> list[Object]:
     """Return the objects of `kind` with the service's label, of any owner."""
     selector = {names.LABEL_SERVICE: key.name}
-    with freshness.covers_lag():
+    with freshness.detect_lag():
         items, version = await kube.list_versioned(
             kind, key.namespace, selector, freshness.of(kind)
         )
@@ -131,11 +130,11 @@ async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> lis
 async def observe(
     kube: Kube, drainer: Drainer, coordinators: CoordinatorClient, key: Key, freshness: Freshness
 ) -> Observation | None:
-    """Return None if the service is deleted or being deleted.
+    """Read the state of a service. Return None if it is deleted or being deleted.
 
-    Kubernetes' garbage collector removes its objects.
+    Kubernetes' garbage collector removes the objects of a deleted service.
     """
-    with freshness.covers_lag():
+    with freshness.detect_lag():
         service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
     if service is None or service["metadata"].get("deletionTimestamp"):
         return None
@@ -183,9 +182,8 @@ async def observe(
     )
     if is_any_a_rank or _is_set(service, "decode", "parallelism", "expert"):
         coordinator = observed.owned("Service", names.coordinator_name(key.name))
-        observed.coordinator = (
-            (coordinator["spec"].get("clusterIP") or None) if coordinator else None
-        )
+        if coordinator is not None:
+            observed.coordinator = coordinator["spec"].get("clusterIP") or None
     if observed.coordinator is not None:
         observed.topology = await coordinators.topology(observed.coordinator, service_key)
     for role in names.MEMBER_ROLES:
@@ -218,13 +216,13 @@ async def _members(
     ]
     addresses = {pod["metadata"]["name"]: pod.get("status", {}).get("podIP") for pod in pods}
 
-    async def asked(observed: Member) -> Member:
+    async def with_unfinished(observed: Member) -> Member:
         if not (observed.draining and observed.serving and observed.deletion is None):
             return observed
         unfinished = await drainer.drain(addresses[observed.name], key)
         return msgspec.structs.replace(observed, unfinished=unfinished)
 
-    return list(await asyncio.gather(*map(asked, members)))
+    return list(await asyncio.gather(*map(with_unfinished, members)))
 
 
 def member(pod: Object) -> Member:

@@ -210,9 +210,8 @@ def _divide(
     usable = [m for m in able if not m.draining]
 
     def rank(m: Member) -> tuple[bool, bool, bool, int]:
-        requested, is_rank = (
-            (m.name in view.desired, view.is_rank(m.name)) if view else (False, False)
-        )
+        requested = view is not None and m.name in view.desired
+        is_rank = view is not None and view.is_rank(m.name)
         return requested, is_rank, m.serving, -m.ordinal
 
     newest = [m for m in usable if _is_newest(m, group)]

@@ -2,7 +2,7 @@
 
 - `report`: the whole status.
 - `report_group`, `report_model`, `report_topology`, `report_update`: the parts of it.
+- `report_events`: the Events that follow from a report.
 - `diagnose`: why pods are not ready.
-- `refused_pods`: pods that the API server refuses, and when to retry them.
 - `status_probes`: requests that only the status needs.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -24,7 +25,13 @@ PROGRESS_REASONS = {
     *("Forming", "ScalingUp", "ScalingDown", "Committing", "Recovering", "Rebalancing"),
 }
 
-Verdict = tuple[str, str, str]  # status, reason, message of a condition
+
+class Verdict(NamedTuple):
+    """The state of a condition."""
+
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str
 
 
 class Diagnosis(msgspec.Struct, frozen=True):

@@ -15,15 +15,15 @@ from baton_operator.api.llmservice import (
     PrefillStatus,
     Status,
 )
-from baton_operator.builders import access, network_policy
+from baton_operator.builders.gateway import scheme_in_use
 from baton_operator.builders.owner import Owner
-from baton_operator.observe.observation import condition, conditions
+from baton_operator.observe.observation import conditions
 from baton_operator.reconcile_problems import Problem
 from baton_operator.status.diagnose import PROGRESS_REASONS, Verdict
 from baton_operator.status.report_group import INCOMPATIBLE, Group, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
-from baton_operator.status.report_topology import AT_REST, SCALE_FAILED, scaling_verdict
-from baton_operator.status.report_update import PAUSED, STALLED, UP_TO_DATE, updating_verdict
+from baton_operator.status.report_topology import AT_REST, scaling_verdict
+from baton_operator.status.report_update import STALLED, updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # of a condition; the API server refuses a status with a longer one
@@ -55,31 +55,30 @@ def report(
     before = service.get("status") or {}
     prefill, decode, gateway = groups.get("prefill"), groups.get("decode"), groups.get("gateway")
     members = [group for group in (prefill, decode) if group is not None]
-    updating: Verdict = ("Unknown", "NotObserved", "pods were not observed yet")
+    updating = Verdict("Unknown", "NotObserved", "pods were not observed yet")
     if owner is not None and groups:
         updating = updating_verdict(owner.spec, groups.values(), held_back, now)
     ready = _ready_verdicts(groups, updating, kv)
     verdicts = {"Ready": _summary(ready, problem, updating), **ready, "Updating": updating}
     if scaling := _scaling(members):
         verdicts["Scaling"] = scaling
-    verdicts[MODEL_AVAILABLE] = (
-        "Unknown",
-        "NotObserved",
-        "no spec is rolled out, so the model is not known",
-    )
-    if owner is not None:
-        verdicts |= network_policy.kv_transfer_exposure(owner)
+    if owner is None:
+        unknown = "no spec is rolled out, so the model is not known"
+        verdicts[MODEL_AVAILABLE] = Verdict("Unknown", "NotObserved", unknown)
+    else:
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
         verdicts[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, why, before)
+        if exposed := _kv_transfer_exposed(owner):
+            verdicts["KVTransferProtected"] = exposed
     ingress = owner.spec.gateway.ingress if owner else None
     return Status(
         observed_generation=service["metadata"]["generation"],
         spec_revision=spec_revision,
         served_revision=spec_revision
-        if verdicts["Ready"][0] == "True"
+        if verdicts["Ready"].status == "True"
         else before.get("servedRevision"),
-        endpoint=_url(access.scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None,
+        endpoint=_url(scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None,
         ingress_endpoint=_url("https" if ingress.tls else "http", ingress.host)
         if ingress
         else None,
@@ -99,7 +98,7 @@ def _ready_verdicts(
     """Return PrefillReady, DecodeReady and GatewayReady."""
     verdicts: dict[str, Verdict] = {}
     for role in ("prefill", "decode", "gateway"):
-        unknown = "Unknown", "NotObserved", f"{role} pods were not observed yet"
+        unknown = Verdict("Unknown", "NotObserved", f"{role} pods were not observed yet")
         verdicts[f"{role.capitalize()}Ready"] = (
             group_verdict(groups[role]) if role in groups else unknown
         )
@@ -114,20 +113,38 @@ def _ready_verdicts(
 def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdict) -> Verdict:
     """Return Ready: the problem, else the first failure, else the first progress, else True."""
     if problem:
-        return "False", problem.reason, str(problem)
-    bad = [verdict for verdict in ready.values() if verdict[0] != "True"]
+        return Verdict("False", problem.reason, str(problem))
+    bad = [verdict for verdict in ready.values() if verdict.status != "True"]
     if not bad:
-        return "True", "AllGroupsReady", "; ".join(message for _, _, message in ready.values())
+        messages = "; ".join(verdict.message for verdict in ready.values())
+        return Verdict("True", "AllGroupsReady", messages)
     # A failure of pods is more specific than incompatible peers.
     first = min(
         bad,
         key=lambda verdict: (
-            verdict[0] == "Unknown",
-            verdict[1] in PROGRESS_REASONS,
-            verdict[1] == INCOMPATIBLE,
+            verdict.status == "Unknown",
+            verdict.reason in PROGRESS_REASONS,
+            verdict.reason == INCOMPATIBLE,
         ),
     )
-    return updating if updating[1] == STALLED and first[1] in PROGRESS_REASONS else first
+    is_stalled = updating.reason == STALLED and first.reason in PROGRESS_REASONS
+    return updating if is_stalled else first
+
+
+def _kv_transfer_exposed(owner: Owner) -> Verdict | None:
+    """Return KVTransferProtected of a service whose KV transfers are unprotected, else None.
+
+    Whether the cluster enforces NetworkPolicies cannot be read from its API.
+    """
+    transport = owner.spec.kv_transfer.transport
+    if owner.spec.security.network_policy or not owner.has_prefill or transport in ("tcp", "shm"):
+        return None
+    message = (
+        f"security.networkPolicy is off, and kvTransfer.transport {transport} listens on TCP ports "
+        "without authentication: a client that reaches them can write to the memory of engines. "
+        "Set security.networkPolicy to true, or kvTransfer.transport to tcp"
+    )
+    return Verdict("False", "NetworkPolicyOff", message)
 
 
 def _scaling(members: list[Group]) -> Verdict | None:
@@ -150,7 +167,7 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
     for group in sized:
         if len(group.pods) != group.desired or group.ready != group.desired:
             reason = "ScalingUp" if group.ready < group.desired else "ScalingDown"
-            return (
+            return Verdict(
                 "True",
                 reason,
                 f"{group.ready} of {group.desired} {group.role} pods serve. {messages}",
@@ -159,7 +176,7 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
         (status.reason for status in statuses),
         key=lambda reason: (reason not in BLIND_REASONS, reason == ON_TARGET),
     )
-    return "Unknown" if reason in BLIND_REASONS else "False", reason, messages
+    return Verdict("Unknown" if reason in BLIND_REASONS else "False", reason, messages)
 
 
 def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime) -> list[Condition]:
@@ -171,13 +188,14 @@ def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime)
     return [
         Condition(
             type=type_,
-            status=status,  # type: ignore[arg-type]
-            reason=reason,
-            message=message[:MAX_MESSAGE],
-            last_transition_time=before.get((type_, status)) or now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            status=verdict.status,
+            reason=verdict.reason,
+            message=verdict.message[:MAX_MESSAGE],
+            last_transition_time=before.get((type_, verdict.status))
+            or now.strftime("%Y-%m-%dT%H:%M:%SZ"),
             observed_generation=service["metadata"]["generation"],
         )
-        for type_, (status, reason, message) in verdicts.items()
+        for type_, verdict in verdicts.items()
     ]
 
 
@@ -186,35 +204,13 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
 
     `Ready` is False, and the other conditions are Unknown.
     """
-    unknown = "Unknown", problem.reason, "not determined, because the reconcile failed"
+    unknown = Verdict("Unknown", problem.reason, "not determined, because the reconcile failed")
     verdicts = {
         **dict.fromkeys(conditions(service), unknown),
-        "Ready": ("False", problem.reason, str(problem)),
+        "Ready": Verdict("False", problem.reason, str(problem)),
     }
     generation = service["metadata"]["generation"]
     return Status(observed_generation=generation, conditions=_conditions(service, verdicts, now))
-
-
-def is_new_problem(service: Object, problem: Problem) -> bool:
-    """Return whether the problem needs an Event: Ready had another reason before."""
-    return problem.has_event and condition(service, "Ready").get("reason") != problem.reason
-
-
-def new_failures(service: Object, status: Status) -> list[Condition]:
-    """Return the conditions with a new failure as their reason. Each becomes an Event."""
-    before = {
-        (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
-    }
-    # These sum up other conditions. Topology operations have their own Events.
-    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)
-    return [
-        each
-        for each in status.conditions or []
-        if each.status == "False"
-        and each.type not in summaries
-        and each.reason not in {*PROGRESS_REASONS, UP_TO_DATE, PAUSED, SCALE_FAILED}
-        and (each.type, each.status, each.reason) not in before
-    ]
 
 
 def _counts(group: Group) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired
-from baton_operator.observe.observation import Observation, Reference, is_ready
+from baton_operator.observe.observation import Observation, Reference, condition, is_ready
+from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
 from baton_operator.plan.topology_view import asleep, record, recorded_for
 from baton_operator.status.diagnose import (
     PROGRESS_REASONS,
@@ -23,7 +24,6 @@ from baton_operator.status.diagnose import (
     still_loading,
     tries_again,
 )
-from baton_operator.status.refused_pods import refusal_of_deployment
 from baton_operator.status.report_topology import (
     SCALE_FAILED,
     UNREACHABLE,
@@ -55,7 +55,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     #: Replies of pods that fetch or load the model, by name.
     loading: Mapping[str, Health] = {}
     #: Why the API server refuses further pods.
-    refusal: Diagnosis | None = None
+    refusal: Refusal | None = None
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
     #: Pods of an expert-parallel group's coordinator. Without it no rank serves.
@@ -97,7 +97,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def outdated(self) -> bool:
         """Whether pods of an earlier revision are to be replaced.
 
-        Of a Deployment: once enough pods serve.
+        For a Deployment it is False until enough pods serve.
         """
         if self.revision is None:
             return not self.updated and self.ready >= self.desired
@@ -113,11 +113,12 @@ def member_group(
     template: MemberTemplate,
     observed: Observation,
     autoscaling: AutoscalingStatus | None,
-    refusal: Diagnosis | None,
+    refusal: Refusal | None,
 ) -> Group:
     """Return the group of a role.
 
-    `refusal`: why the API server refuses further pods of the group.
+    Args:
+        refusal: why the API server refuses further pods of the group.
     """
     coordinators: list[Object] = []
     if template.expert_group:
@@ -143,7 +144,8 @@ def gateway_group(
 ) -> Group:
     """Return the group of gateways.
 
-    `has_route`: the spec has an HTTPRoute, and the API server has the kind.
+    Args:
+        has_route: the spec has an HTTPRoute, and the API server has the kind.
     """
     name = names.gateway_name(owner.name)
     deployment = observed.owned("Deployment", name)
@@ -158,6 +160,16 @@ def gateway_group(
         route=diagnose_route(route) if route else None,
         missing=observed.missing,
     )
+
+
+def refusal_of_deployment(deployment: Object) -> Refusal | None:
+    """Return why the API server refuses further pods of the Deployment; None if it does not."""
+    failure = condition(deployment, "ReplicaFailure")
+    if failure.get("status") != "True":
+        return None
+    text = failure.get("message") or failure.get("reason") or "no reason was given"
+    what = f"the API server refuses pods of Deployment {deployment['metadata']['name']}"
+    return Refusal(refusal_reason(text) or POD_REFUSED, f"{what}: {text}")
 
 
 def _topology(observed: Observation, owner: Owner) -> GroupTopology:
@@ -201,30 +213,28 @@ def group_verdict(group: Group) -> Verdict:
     counts = f"{group.ready} of {group.desired} {group.role} {what}"
     if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
         if group.route is not None:
-            return "False", group.route.reason, f"{group.route.message}; {counts}"
-        return "True", "PodsReady", counts
+            return Verdict("False", group.route.reason, f"{group.route.message}; {counts}")
+        return Verdict("True", "PodsReady", counts)
     obstacle = next(_obstacles(group), None)
-    return (
-        ("False", obstacle.reason, f"{obstacle.message}; {counts}")
-        if obstacle
-        else ("False", "Starting", counts)
-    )
+    if obstacle is None:
+        return Verdict("False", "Starting", counts)
+    return Verdict("False", obstacle.reason, f"{obstacle.message}; {counts}")
 
 
 def _verdict_without_pods(group: Group) -> Verdict:
     if group.role == "prefill":
-        return (
+        return Verdict(
             "True",
             "NotRequested",
             "no prefill pods are wanted: decode pods prefill for themselves",
         )
     if group.autoscaling is not None:
-        return (
+        return Verdict(
             "True",
             "ScaledToZero",
             f"no {group.role} pods are wanted: the next request starts one",
         )
-    return "False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve"
+    return Verdict("False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve")
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
@@ -239,13 +249,13 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
     if found := diagnose([*judged, *group.coordinators], group.missing):
         yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")
     if group.refusal is not None:
-        yield group.refusal
+        yield Diagnosis(group.refusal.reason, group.refusal.message)
     if group.topology is not None:
-        status, reason, message = scaling_verdict(group.topology, group.desired)
+        scaling = scaling_verdict(group.topology, group.desired)
         # Without ranks the coordinator is still starting.
-        is_lost = reason == UNREACHABLE and group.topology.has_ranks
-        if status == "True" or reason == SCALE_FAILED or is_lost:
-            yield Diagnosis(reason, message)
+        is_lost = scaling.reason == UNREACHABLE and group.topology.has_ranks
+        if scaling.status == "True" or scaling.reason == SCALE_FAILED or is_lost:
+            yield Diagnosis(scaling.reason, scaling.message)
     if going := len(group.pods) - len(group.current):
         yield Diagnosis("Draining", f"pods that leave: {going}")
     if group.outdated:
@@ -271,12 +281,13 @@ def prefill_verdict(
         updating: the condition Updating.
         kv: compatibility of KV blocks by pod name. Pods that have not reported it are missing.
     """
-    status, reason, message = verdict
-    has_failed = status != "True" and reason not in PROGRESS_REASONS
-    if has_failed or updating[0] == "True":
+    has_failed = verdict.status != "True" and verdict.reason not in PROGRESS_REASONS
+    if has_failed or updating.status == "True":
         return verdict
     problem = _incompatible(prefill, decode, kv)
-    return ("False", INCOMPATIBLE, f"{problem}; {message}") if problem else verdict
+    if not problem:
+        return verdict
+    return Verdict("False", INCOMPATIBLE, f"{problem}; {verdict.message}")
 
 
 def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:

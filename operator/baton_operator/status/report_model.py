@@ -58,47 +58,50 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
             "this cluster refuses image volumes "
             "(they need Kubernetes 1.31 or newer with the feature ImageVolume)"
         )
-        return "False", "ImageVolumeUnsupported", f"{text}: {refusal}"
+        return Verdict("False", "ImageVolumeUnsupported", f"{text}: {refusal}")
     pods = by_name(pod for group in members for pod in group.newest)
     health = {name: found for group in members for name, found in group.loading.items()}
     for pod in pods:
         found = None if is_ready(pod) else fatal(pod)
         if found and found.reason in MODEL_REASONS:
-            return "False", found.reason, f"{found.message}{tries_again([pod], health)}"
+            return Verdict("False", found.reason, f"{found.message}{tries_again([pod], health)}")
     if missing := next(filter(None, map(_missing_claim, pods)), None):
-        return "False", "ModelMissing", missing
+        return Verdict("False", "ModelMissing", missing)
     had_before = _had_model(model, before)
     if not pods and had_before:
         return _verdict_without_pods(model, members)
     if not pods:
-        return "Unknown", "NotObserved", "no pod of the newest revision exists yet"
+        return Verdict("Unknown", "NotObserved", "no pod of the newest revision exists yet")
     have = [pod for pod in pods if _has_model(model, pod)]
     under_way = still_loading(pods, health)
     if have:
         counts = f"{len(have)} of {len(pods)} pods have the model"
-        return "True", AVAILABLE, f"{counts}; {under_way.message}" if under_way else counts
+        text = f"{counts}; {under_way.message}" if under_way else counts
+        return Verdict("True", AVAILABLE, text)
     if had_before and not is_fetched(model.uri):
-        return (
+        return Verdict(
             "True",
             AVAILABLE,
             under_way.message if under_way else "pods start; those before had the model",
         )
     if under_way:
-        return "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
-    return "Unknown", "Starting", "no pod has reported progress on the model yet"
+        return Verdict(
+            "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
+        )
+    return Verdict("Unknown", "Starting", "no pod has reported progress on the model yet")
 
 
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
     """Return ModelAvailable while no pod of the newest revision exists, and pods had the model."""
     if any(group.current for group in members):
-        return (
+        return Verdict(
             "True",
             AVAILABLE,
             "no pod of the newest revision runs yet; those before had the model",
         )
     is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)
     again = "; the next one fetches it again" if is_fetched(model.uri) and not is_kept else ""
-    return "True", AVAILABLE, f"no pod runs; those before had the model{again}"
+    return Verdict("True", AVAILABLE, f"no pod runs; those before had the model{again}")
 
 
 def _had_model(model: Model, before: Object) -> bool:

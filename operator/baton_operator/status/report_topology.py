@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_operator.api.llmservice import OperationStatus, TopologyStatus
+from baton_operator.kube.events import Event
 from baton_operator.plan.topology_view import ACTIVE
 from baton_operator.status.diagnose import Verdict
 from baton_protocol.topology import OperationPhase, RankPhase
@@ -38,7 +39,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     """Return Scaling: True while the topology changes, else False."""
     if not topology.reachable:
-        return (
+        return Verdict(
             "Unknown",
             UNREACHABLE,
             "the coordinator does not answer; ranks keep serving, and no member is removed",
@@ -47,11 +48,11 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     operation, generation = (status.operation, status.generation) if status else (None, 0)
     ranks = {rank.name for rank in status.ranks} if status else set()
     if not desired and not ranks:
-        return "False", AT_REST, "no ranks are wanted"
+        return Verdict("False", AT_REST, "no ranks are wanted")
     if operation and operation.phase in _ACTIVE:
         members = ", ".join(sorted(topology.requested))
         message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
-        return (
+        return Verdict(
             "True",
             _reason(operation, ranks, topology.requested),
             message + _after(": ", operation.reason),
@@ -59,13 +60,13 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if operation and operation.phase == OperationPhase.FAILED:
         why = f"{operation.kind}: {operation.reason or 'no reason was given'}"
         serving = f"generation {generation} keeps serving with {len(ranks)} ranks"
-        return "False", SCALE_FAILED, f"{why}; {serving}; the operation is retried"
+        return Verdict("False", SCALE_FAILED, f"{why}; {serving}; the operation is retried")
     if len(ranks) < desired:
         reason = "ScalingUp" if ranks else "Forming"
-        return "True", reason, f"waits for pods: {len(ranks)} of {desired} are ranks"
+        return Verdict("True", reason, f"waits for pods: {len(ranks)} of {desired} are ranks")
     if len(ranks) > desired:
-        return "True", "ScalingDown", f"{len(ranks)} are ranks, {desired} are wanted"
-    return "False", AT_REST, f"generation {generation} with {len(ranks)} ranks"
+        return Verdict("True", "ScalingDown", f"{len(ranks)} are ranks, {desired} are wanted")
+    return Verdict("False", AT_REST, f"generation {generation} with {len(ranks)} ranks")
 
 
 def _reason(operation: OperationStatus, ranks: set[str], requested: frozenset[str]) -> str:
@@ -81,10 +82,8 @@ def _after(words: str, value: str | int | None) -> str:
     return f"{words}{value}" if value else ""
 
 
-def operation_events(
-    before: TopologyStatus | None, now: TopologyStatus | None
-) -> list[tuple[bool, str, str]]:
-    """Return (warning, reason, message) of each event: an operation began, ended or failed."""
+def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) -> list[Event]:
+    """Return the Events of an operation that began, ended or failed."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:
         return []
@@ -94,15 +93,14 @@ def operation_events(
     is_active, was_active = operation.phase in _ACTIVE, known is not None and known.phase in _ACTIVE
     what = f"operation {operation.id} ({operation.kind})"
     what += _after(" to generation ", operation.generation)
-    events: list[tuple[bool, str, str]] = []
+    events = []
     if known is None or (is_active and not was_active):
-        events.append((False, "TopologyOperationStarted", f"{what} began"))
+        events.append(Event("TopologyOperationStarted", f"{what} began"))
     if not is_active and (known is None or known.phase != operation.phase):
-        failed = True, "TopologyOperationFailed", f"{what}: {operation.reason}"
-        ended = (
-            False,
-            "TopologyOperationEnded",
-            f"{what}: {operation.phase}{_after(': ', operation.reason)}",
-        )
-        events.append(failed if operation.phase == OperationPhase.FAILED else ended)
+        if operation.phase == OperationPhase.FAILED:
+            message = f"{what}: {operation.reason}"
+            events.append(Event("TopologyOperationFailed", message, warning=True))
+        else:
+            message = f"{what}: {operation.phase}{_after(': ', operation.reason)}"
+            events.append(Event("TopologyOperationEnded", message))
     return events

@@ -15,17 +15,16 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
+from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
 from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, is_leaving
-from baton_operator.status.refused_pods import QUOTA_EXCEEDED
 from baton_operator.status.report_group import Group
 
 UP_TO_DATE = "UpToDate"
 PAUSED = "Paused"
 STALLED = "RolloutStalled"
-REFUSED = "PodRefused"
 NO_ROOM = "WaitingForCapacity"
 #: Reasons, the most specific first.
-_ORDER = (STALLED, REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
+_ORDER = (STALLED, POD_REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
 
 
 class _Rollout(NamedTuple):
@@ -48,19 +47,19 @@ def updating_verdict(
             if held_back
             else "no edit waits; new edits wait"
         )
-        return (
+        return Verdict(
             "False",
             PAUSED,
             f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}",
         )
     if not under_way:
-        return "False", UP_TO_DATE, "no pod of an earlier revision exists"
+        return Verdict("False", UP_TO_DATE, "no pod of an earlier revision exists")
     obstacles = [
         (each.group.role, _obstacle(each, spec.progress_deadline_seconds, now))
         for each in under_way
     ]
     role, first = min(obstacles, key=lambda obstacle: _ORDER.index(obstacle[1].reason))
-    return (
+    return Verdict(
         "False" if first.reason == STALLED else "True",
         first.reason,
         f"{role}: {first.message}; {counts}",
@@ -75,10 +74,8 @@ def _rollout(group: Group, now: datetime) -> _Rollout:
 
 def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Diagnosis:
     """Return what the next step of the rollout waits for."""
-    group, unready = (
-        rollout.group,
-        [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)],
-    )
+    group = rollout.group
+    unready = [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)]
     found = diagnose(unready, group.missing)
     late = [
         pod
@@ -92,9 +89,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     if any(map(no_room_since, unready)):
         return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
     if group.refusal is not None:
-        return Diagnosis(
-            NO_ROOM if group.refusal.reason == QUOTA_EXCEEDED else REFUSED, group.refusal.message
-        )
+        is_full = group.refusal.reason == QUOTA_EXCEEDED
+        return Diagnosis(NO_ROOM if is_full else POD_REFUSED, group.refusal.message)
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
         return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
     if unready:

@@ -26,15 +26,16 @@ from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
 
 TIMEOUT_S = 1.0
-CONCURRENCY = 16  # concurrent requests to engines that serve, over all services
-#: Limit per reconcile, for pods that load and for Secrets and ConfigMaps: conditions name only the
-#: first ones.
+#: Concurrent requests to ready engines, over all services.
+CONCURRENCY = 16
+#: Maximum number of pods that load, and of Secrets and ConfigMaps, to probe in one reconcile.
+#: Conditions name only the first ones.
 MAX_PROBED = 16
 LOADING_REASONS = ("Fetching", "Loading")
 
 
 class StatusProbes:
-    """HTTP client for `GET /health` of members.
+    """Sends `GET /health` to members, and keeps their KV compatibility.
 
     Args:
         session: None sends no requests to pods.
@@ -106,10 +107,8 @@ class StatusProbes:
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
-        url, timeout = (
-            f"http://{names.url_host(host)}:{self._port}/health",
-            aiohttp.ClientTimeout(total=TIMEOUT_S),
-        )
+        url = f"http://{names.url_host(host)}:{self._port}/health"
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
                 return msgspec.json.decode(await read_body(response), type=Health)
@@ -120,11 +119,10 @@ class StatusProbes:
 def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> bool:
     """Return whether the next probe may return new loading progress.
 
-    No watch event carries that progress.
-
-    True if a pod has reported progress, or runs and has not reported any yet.
+    It may if a pod has reported progress, or has started and not reported any yet. No watch event
+    carries progress.
     """
-    return bool(loading) or any(_may_load(pod) and _begins(pod) for pod in pods)
+    return bool(loading) or any(_may_load(pod) and _is_starting(pod) for pod in pods)
 
 
 async def find_missing(
@@ -162,11 +160,8 @@ def _may_load(pod: Object) -> bool:
     return _is_member(pod) and has_address and not is_ready(pod) and not is_leaving(pod)
 
 
-def _begins(pod: Object) -> bool:
-    """Return whether a fetcher runs, or an engine that has not passed its startup probe.
-
-    The probe also requests /health.
-    """
+def _is_starting(pod: Object) -> bool:
+    """Return whether the fetcher runs, or the engine runs and has not passed its startup probe."""
     status = pod.get("status") or {}
     engines = [each for each in status.get("containerStatuses") or [] if not each.get("started")]
     containers = [*(status.get("initContainerStatuses") or []), *engines]

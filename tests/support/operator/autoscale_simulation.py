@@ -21,7 +21,7 @@ from baton_engine.metrics.request_metrics import Histogram as EngineHistogram
 from baton_operator.autoscale import windows
 from baton_operator.autoscale.decision_history import History
 from baton_operator.autoscale.policy import Behavior, Bounds, Decision, Group, decide
-from baton_operator.autoscale.signals import Targets
+from baton_operator.autoscale.recommendations import Targets
 from baton_operator.autoscale.windows import Sample, Snapshot, Window, window
 from baton_operator.names import MEMBER_ROLES, MemberRole
 

@@ -56,7 +56,8 @@ class Deletion:
         match options.propagation:
             case "Orphan":
                 if not options.dry_run:
-                    self._orphan(metadata["uid"])
+                    for storage, dependent in self.dependents(metadata["uid"]):
+                        self.disown(storage, dependent, {metadata["uid"]})
             case "Foreground" if FOREGROUND not in finalizers and self.dependents(metadata["uid"]):
                 finalizers.append(FOREGROUND)
         if resource.kind == "CustomResourceDefinition" and CRD_CLEANUP not in finalizers:
@@ -101,10 +102,6 @@ class Deletion:
 
     def dependents(self, uid: str) -> list[tuple[str, Object]]:
         return self._store.find("owner", uid)
-
-    def _orphan(self, uid: str) -> None:
-        for storage, obj in self.dependents(uid):
-            self.disown(storage, obj, {uid})
 
     def disown(self, storage: str, obj: Object, uids: set[str]) -> None:
         """Remove the owner references to `uids`."""

@@ -1,7 +1,8 @@
-"""Reads and writes of objects: the only way into the store.
+"""Create, read, update and patch objects.
 
 Every write takes the same steps: decode, restore the fields that clients cannot set, default,
-validate, record field ownership, store.
+validate, record field ownership, store. `deletion` and `garbage_collection` delete objects, and
+write the marks of a deletion to the store themselves.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ class Registry:
         options: WriteOptions,
         sub: str = "",
     ) -> Object:
-        """Write what `edit` does to a copy of a stored object: the way of the subresources."""
+        """Apply `edit` to a copy of a stored object, and store it. Subresources write this way."""
         new = copy.deepcopy(old)
         edit(new)
         return self._replace(resource, old, new, options, sub, None, trusted=True)

@@ -140,10 +140,8 @@ class Rules:
         try:
             passed, problem = bool(rule.program.evaluate(names)), ""
         except celpy.CELEvalError as error:
-            passed, problem = (
-                False,
-                f"rule evaluation error: {error.args[0] if error.args else error}",
-            )
+            passed = False
+            problem = f"rule evaluation error: {error.args[0] if error.args else error}"
         if passed:
             return
         message = problem or rule.message or f"failed rule: {rule.text}"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_operator.autoscale.policy import Bounds
-from baton_operator.autoscale.signals import Targets
+from baton_operator.autoscale.recommendations import Targets
 from baton_operator.names import MEMBER_ROLES
 from support.operator.autoscale_simulation import PERIOD_S, Simulation, Workload
 

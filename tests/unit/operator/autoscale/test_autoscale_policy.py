@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton_operator.autoscale.decision_history import Breach, Change, History, Run
 from baton_operator.autoscale.policy import Behavior, Bounds, Decision, Group, decide
 from baton_operator.autoscale.queueing import wait_quantile_s
-from baton_operator.autoscale.signals import Targets
+from baton_operator.autoscale.recommendations import Targets
 from baton_operator.autoscale.windows import RoleWindow, Window
 from baton_operator.names import MemberRole
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton_operator.api.llmservice import TopologyStatus
 from baton_operator.api.spec_groups import AutoscalingStatus
-from baton_operator.autoscale.autoscaler import Autoscaler, PendingEvent
+from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.inputs import groups_of, targets_of
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.autoscale.settings import (
@@ -22,7 +22,9 @@ from baton_operator.autoscale.settings import (
 )
 from baton_operator.builders.config import gateway_config
 from baton_operator.builders.owner import Owner
+from baton_operator.kube.events import Event
 from baton_operator.names import ANNOTATION_DRAINING, Key
+from baton_operator.status.diagnose import Verdict
 from baton_operator.status.report import autoscaling_verdict
 from baton_operator.status.report_group import Group, group_verdict
 from baton_operator.status.report_topology import GroupTopology
@@ -86,7 +88,7 @@ class Stand:
         return msgspec.convert(self.stored["status"]["decode"]["autoscaling"], AutoscalingStatus)
 
     @property
-    def news(self) -> list[PendingEvent]:
+    def news(self) -> list[Event]:
         return self.autoscaler.take_events(owner(decode=self.spec))
 
     async def load(self, itl_s: float, rounds: int) -> None:
@@ -134,7 +136,7 @@ async def test_a_missed_target_grows_the_group_and_says_so_once() -> None:
             assert told.last_scale_time == "2026-01-02T03:04:05Z"
             assert "ITL p95 is" in told.message
             assert "for a target of 50 ms" in told.message
-            assert stand.news == [PendingEvent("Scaled", told.message)]
+            assert stand.news == [Event("Scaled", told.message)]
             assert stand.news == []
             await stand.load(itl_s=0.1, rounds=8)
             assert stand.told.size == told.size, "before its engines are there nothing is known"
@@ -391,9 +393,7 @@ def sized_group(reason: str, *, desired: int = 1) -> Group:
 
 
 def test_scaling_says_what_the_autoscaler_does() -> None:
-    def verdict(
-        *groups: Group, of_topology: tuple[str, str, str] | None = None
-    ) -> tuple[str, str] | None:
+    def verdict(*groups: Group, of_topology: Verdict | None = None) -> tuple[str, str] | None:
         found = autoscaling_verdict(list(groups), of_topology)
         return found[:2] if found else None
 
@@ -402,9 +402,9 @@ def test_scaling_says_what_the_autoscaler_does() -> None:
     assert verdict(sized_group("AtMaximum")) == ("False", "AtMaximum")
     assert verdict(sized_group("MetricsMissing")) == ("Unknown", "MetricsMissing")
     assert verdict(sized_group("ITLAboveTarget", desired=2)) == ("True", "ScalingUp")
-    operation = ("True", "Committing", "generation 4")
+    operation = Verdict("True", "Committing", "generation 4")
     assert verdict(sized_group("OnTarget"), of_topology=operation) == ("True", "Committing")
-    assert verdict(sized_group("OnTarget"), of_topology=("False", "AtRest", "")) == (
+    assert verdict(sized_group("OnTarget"), of_topology=Verdict("False", "AtRest", "")) == (
         "False",
         "OnTarget",
     )

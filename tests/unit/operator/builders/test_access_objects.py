@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_operator.builders import access, config, gateway
+from baton_operator.builders import config, gateway
+from baton_operator.builders.http_route import http_route
+from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
 from baton_operator.names import ConfiguredRole
@@ -75,13 +77,11 @@ def test_https_from_probe_to_service() -> None:
             port,
             container["ports"][0]["name"],
         )
-        ingress = access.ingress(owner(gateway={**spec, "ingress": {"host": "h"}}))
-        assert ingress
-        backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
+        built = ingress(owner(gateway={**spec, "ingress": {"host": "h"}}))
+        assert built
+        backend = built["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
         assert backend["port"] == {"name": scheme}
-        route = access.http_route(
-            owner(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}})
-        )
+        route = http_route(owner(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}}))
         assert route
         assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == port
 
@@ -113,16 +113,16 @@ def test_while_tls_is_switched_on_each_port_leads_to_those_that_speak_it(
     }
     service = msgspec.structs.replace(owner(gateway=access_settings), gateway_schemes=schemes)
     assert [port["name"] for port in gateway.service(service)["spec"]["ports"]] == ports
-    ingress, route = access.ingress(service), access.http_route(service)
-    assert ingress
+    built, route = ingress(service), http_route(service)
+    assert built
     assert route
-    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    (path,) = built["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"]["port"] == {"name": in_use}
     assert (
         route["spec"]["rules"][0]["backendRefs"][0]["port"]
-        == access.PORTS[access.scheme_in_use(service)]
+        == gateway.PORTS[gateway.scheme_in_use(service)]
     )
-    assert access.scheme_in_use(service) == in_use
+    assert gateway.scheme_in_use(service) == in_use
 
 
 def test_a_service_without_access_settings_keeps_its_pods() -> None:
@@ -133,7 +133,7 @@ def test_a_service_without_access_settings_keeps_its_pods() -> None:
 
 
 def test_ingress_only_when_asked() -> None:
-    assert access.ingress(owner()) is None
+    assert ingress(owner()) is None
     assert ("Ingress", "demo-gateway") in compute_desired(owner(), None).absent
     asked = {
         "host": "h.example",
@@ -141,12 +141,12 @@ def test_ingress_only_when_asked() -> None:
         "annotations": {"a/b": "c"},
         "tls": {"secretName": "s"},
     }
-    ingress = access.ingress(owner(gateway={"ingress": asked}))
-    assert ingress
-    assert ingress["spec"]["rules"][0]["host"] == "h.example"
-    assert ingress["spec"]["ingressClassName"] == "nginx"
-    assert ingress["spec"]["tls"] == [{"hosts": ["h.example"], "secretName": "s"}]
-    assert ingress["metadata"]["annotations"] == {"a/b": "c"}
+    built = ingress(owner(gateway={"ingress": asked}))
+    assert built
+    assert built["spec"]["rules"][0]["host"] == "h.example"
+    assert built["spec"]["ingressClassName"] == "nginx"
+    assert built["spec"]["tls"] == [{"hosts": ["h.example"], "secretName": "s"}]
+    assert built["metadata"]["annotations"] == {"a/b": "c"}
 
 
 def test_a_route_where_the_cluster_knows_them() -> None:

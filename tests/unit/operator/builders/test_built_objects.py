@@ -100,7 +100,7 @@ def test_a_template_cannot_hide_which_key_a_pod_has() -> None:
 
 
 def test_the_key_is_random_immutable_and_named_without_telling_it() -> None:
-    first, second = service_key.draw(), service_key.draw()
+    first, second = service_key.generate(), service_key.generate()
     assert (len(first), len(bytes.fromhex(first.decode()))) == (64, 32)
     assert first != second
     secret = service_key.secret(owner(), first)

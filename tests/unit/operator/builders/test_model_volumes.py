@@ -15,7 +15,8 @@ from baton_operator.api.spec_model import MODEL_URI, Model
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.reconcile_problems import Problem, ReconcileError
-from baton_operator.status.report import new_failures, report
+from baton_operator.status.report import report
+from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.config import EngineConfig, GatewayConfig

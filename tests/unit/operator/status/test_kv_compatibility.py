@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from baton_operator.names import Key
-from baton_operator.status.report import new_failures, report
+from baton_operator.status.report import report
+from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences

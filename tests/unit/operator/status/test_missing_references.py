@@ -10,7 +10,8 @@ from baton_kube.client import KubeError
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Reference
 from baton_operator.status.diagnose import may_lack_objects, references
-from baton_operator.status.report import new_failures, report
+from baton_operator.status.report import report
+from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import find_missing
 from support.operator.services import NOW, Object, owner, pod, service

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from baton_operator.api.llmservice import Condition
+from baton_operator.plan.refused_pods import Refusal
 from baton_operator.reconcile_problems import InvalidSpec, Problem
-from baton_operator.status.report import new_failures, report
-from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report import report
+from baton_operator.status.report_events import new_failures
+from baton_operator.status.report_group import Group, group_verdict, refusal_of_deployment
 from support.operator.services import NOW, Object, owner, pod, service
 
 FATAL = {
@@ -21,6 +23,7 @@ BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}
 UNSCHEDULABLE = {
     "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have a free GPU",
 }  # fmt: skip
+QUOTA = 'pods "demo-gateway-x" is forbidden: exceeded quota: gpus'
 
 
 def just_started(seconds: float) -> Object:
@@ -227,3 +230,35 @@ def test_counts_and_endpoints() -> None:
         "http://10.0.0.7",
         "http://demo.localhost",
     )
+
+
+def test_a_refused_pod_of_a_deployment_is_the_reason_of_its_group() -> None:
+    failure = {
+        "type": "ReplicaFailure",
+        "status": "True",
+        "reason": "FailedCreate",
+        "message": QUOTA,
+    }
+    deployment = {"metadata": {"name": "demo-gateway"}, "status": {"conditions": [failure]}}
+    found = refusal_of_deployment(deployment)
+    assert found is not None
+    assert found.reason == "QuotaExceeded"
+    assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
+    gateway = Group(role="gateway", desired=1, pods=[], updated=False, refusal=found)
+    status = report(
+        service(), owner(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
+    )
+    (ready,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
+    assert (ready.status, ready.reason) == ("False", "QuotaExceeded")
+    assert [each.reason for each in new_failures(service(), status)] == ["QuotaExceeded"]
+
+
+def test_a_fatal_line_of_a_pod_precedes_a_refusal() -> None:
+    group = Group(
+        role="decode",
+        desired=2,
+        pods=[pod(state={"terminated": FATAL})],
+        revision="new",
+        refusal=Refusal("QuotaExceeded", QUOTA),
+    )
+    assert group_verdict(group).reason == "ModelNotFound"

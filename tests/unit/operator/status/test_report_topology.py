@@ -264,7 +264,7 @@ def test_events_of_an_operation() -> None:
     def reasons(
         before: llmservice.TopologyStatus | None, now: llmservice.TopologyStatus | None
     ) -> list[str]:
-        return [reason for _, reason, _ in operation_events(before, now)]
+        return [event.reason for event in operation_events(before, now)]
 
     started, ended, broke = (
         "TopologyOperationStarted",
@@ -280,9 +280,9 @@ def test_events_of_an_operation() -> None:
     assert reasons(None, done) == [started, ended], "it was over between two looks"
     assert reasons(done, status(last=operation("done", id_="another"))) == [started, ended]
     assert reasons(done, None) == []
-    (warning, _, message) = operation_events(running, failed)[0]
-    assert warning
-    assert "c: no memory" in message
+    (event,) = operation_events(running, failed)
+    assert event.warning
+    assert "c: no memory" in event.message
 
 
 def test_ranks_of_pods_with_another_key_are_not_waited_for() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton_operator.status.report import new_failures, report
+from baton_operator.status.report import report
+from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from support.operator.services import NOW, Object, owner, pod, service
 

@@ -110,9 +110,7 @@ def of_operator() -> dict[str, str]:
     """Word -> where, of all that the operator may say as a reason or as the type of a condition."""
     found = {}
     for path in sorted(OPERATOR.rglob("*.py")):
-        if (
-            path.parent.name == "builders" and path.stem != "network_policy"
-        ):  # what objects are made of
+        if path.parent.name == "builders":  # what objects are made of
             continue
         for word, line in _words(ast.parse(path.read_text())):
             found.setdefault(word, f"{path.relative_to(ROOT)}:{line}")

@@ -11,17 +11,9 @@ import pytest
 from baton_kube.client import KubeError
 from baton_operator.names import Key
 from baton_operator.plan.plan_group import GroupPlan
-from baton_operator.status.diagnose import Diagnosis
-from baton_operator.status.refused_pods import (
-    LAST_PAUSE_S,
-    RefusedPods,
-    refusal_of,
-    refusal_of_deployment,
-)
-from baton_operator.status.report import new_failures, report
-from baton_operator.status.report_group import Group
+from baton_operator.plan.refused_pods import LAST_DELAY_S, Refusal, RefusedPods, refusal_of
 from support.operator.service_simulation import Service
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, Object
 from support.operator.simulated_api_server import NAMESPACE
 
 QUOTA = (
@@ -128,18 +120,18 @@ def test_a_refused_pod_is_asked_for_ever_more_rarely(simulated: Service) -> None
 def test_another_template_is_tried_at_once_and_what_is_not_wanted_is_forgotten() -> None:
     key, wanted = Key(NAMESPACE, "demo"), GroupPlan(create=[0])
     refusals = RefusedPods()
-    assert refusals.record(key, "decode", "a", Diagnosis("QuotaExceeded", QUOTA), NOW) == 1.0
+    assert refusals.record(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW) == 1.0
     held = refusals.hold_back(key, "decode", "a", wanted, NOW)
     assert (held.create, held.revisit_s) == ([], 1.0)
     assert refusals.hold_back(key, "decode", "a", wanted, NOW + timedelta(seconds=1)) == wanted
     assert refusals.hold_back(key, "decode", "b", wanted, NOW) == wanted
     assert refusals.get(key, "decode") is None
     for _ in range(40):
-        pause_s = refusals.record(key, "decode", "a", Diagnosis("QuotaExceeded", QUOTA), NOW)
-    assert pause_s == LAST_PAUSE_S
+        delay_s = refusals.record(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW)
+    assert delay_s == LAST_DELAY_S
     assert refusals.hold_back(key, "decode", "a", GroupPlan(revisit_s=0.5), NOW).revisit_s == 0.5
     assert refusals.get(key, "decode") is None
-    refusals.record(key, "decode", "a", Diagnosis("QuotaExceeded", QUOTA), NOW)
+    refusals.record(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW)
     refusals.forget(key)
     assert refusals.get(key, "decode") is None
 
@@ -172,40 +164,3 @@ def test_what_is_about_the_pod_and_what_about_the_server(
     found = refusal_of(KubeError(status, "", message), "demo-decode-2")
     assert (found.reason if found else None) == reason
     assert found is None or message in found.message
-
-
-def test_pods_of_a_deployment_are_refused_too() -> None:
-    failure = {
-        "type": "ReplicaFailure",
-        "status": "True",
-        "reason": "FailedCreate",
-        "message": QUOTA,
-    }
-    deployment = {"metadata": {"name": "demo-gateway"}, "status": {"conditions": [failure]}}
-    found = refusal_of_deployment(deployment)
-    assert found is not None
-    assert found.reason == "QuotaExceeded"
-    assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
-    gateway = Group(role="gateway", desired=1, pods=[], updated=False, refusal=found)
-    status = report(
-        service(), owner(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
-    )
-    (ready,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
-    assert (ready.status, ready.reason) == ("False", "QuotaExceeded")
-    assert [each.reason for each in new_failures(service(), status)] == ["QuotaExceeded"]
-
-
-def test_what_a_pod_itself_says_is_told_first() -> None:
-    fatal = {
-        "terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}
-    }
-    group = Group(
-        role="decode",
-        desired=2,
-        pods=[pod(state=fatal)],
-        revision="new",
-        refusal=Diagnosis("QuotaExceeded", QUOTA),
-    )
-    status = report(service(), owner(), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
-    (ready,) = [each for each in status.conditions or [] if each.type == "DecodeReady"]
-    assert ready.reason == "ModelNotFound"

@@ -1,15 +1,14 @@
 """The size that each measurement recommends for a role, with its figures. Pure.
 
-The largest one decides, as among the metrics of a HorizontalPodAutoscaler (HPA).
+The largest size decides, as among the metrics of a HorizontalPodAutoscaler (HPA).
 
-A signal above the present size n means that a target is missed. A signal below n means that this
-many engines would still meet the target with a margin. A missed target raises the size by the ratio
+A size above the present size n means that a target is missed. A size below n means that this many
+engines would still meet the target with a margin. A missed target raises the size by the ratio
 (HPA's ceil(n ratio)). A latency below its target does not show how many engines are enough, because
 latency does not grow in proportion to load. So the latency with m engines is forecast from the
 measured load.
 
-Every signal is at least 1. The largest one never falls when TTFT, ITL, queue time or KV usage
-grows.
+Every size is at least 1. The largest one never falls when TTFT, ITL, queue time or KV usage grows.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LARGEST = 10_000
 #: Time in which the recommended engines drain a queue of prompts.
 DRAIN_S = 60.0
 
-SignalReason = Literal[
+SizeReason = Literal[
     "TTFTAboveTarget",
     "ITLAboveTarget",
     "KVUsageHigh",
@@ -60,19 +59,19 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     busy: float = 0.8
 
 
-class Signal(msgspec.Struct, frozen=True):
+class Recommendation(msgspec.Struct, frozen=True):
     """The size that one measurement recommends."""
 
-    reason: SignalReason
+    reason: SizeReason
     size: int
     #: The figures, as part of a sentence.
     text: str
 
 
-def prefill_signals(
+def recommend_prefill(
     n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
-) -> list[Signal]:
-    """Return the signals for `n` prefill engines.
+) -> list[Recommendation]:
+    """Return the recommendations for `n` prefill engines.
 
     - TTFT above target: ceil(n TTFT / target), at most the engines that the load needs. Only if
       requests wait for engines, because more engines shorten only the wait.
@@ -92,7 +91,7 @@ def prefill_signals(
         here = wait_quantile_s(n, min(offered, 0.999 * n), role.prefill_s, quantile)
         return (role.ttft_s or 0.0) - here + wait_quantile_s(m, offered, role.prefill_s, quantile)
 
-    busy = Signal(
+    busy = Recommendation(
         "EnginesBusy", min(n, _ceil(offered / targets.busy)), f"engines are {role.busy:.0%} busy"
     )
     return [
@@ -109,30 +108,30 @@ def _prefill_latency(
     tolerance: float,
     quantile: float,
     forecast: Callable[[int], float],
-) -> Signal:
+) -> Recommendation:
     if role.ttft_s is None:
-        return Signal("TTFTAboveTarget", 1, "no first tokens")
+        return Recommendation("TTFTAboveTarget", 1, "no first tokens")
     limit_s = (1 + tolerance) * targets.ttft_s
     text = _latency_text("TTFT", quantile, role.ttft_s, targets.ttft_s)
     if role.ttft_s <= limit_s or role.first_tokens < MIN_SAMPLES:
-        return Signal(
+        return Recommendation(
             "TTFTAboveTarget",
             _fewest(n, lambda m: forecast(m) <= (1 - tolerance) * targets.ttft_s),
             text,
         )
     if role.queue_s < QUEUE_SHARE * targets.ttft_s and role.waiting < WAITING_PER_ENGINE:
         why = f"requests wait only {_time(role.queue_s)} for an engine"
-        return Signal("TargetUnreachable", n, f"{text}, but {why}: more would not help")
+        return Recommendation("TargetUnreachable", n, f"{text}, but {why}: more would not help")
     if _ttft_of_next_s(n, role) > limit_s:
-        return Signal("TTFTAboveTarget", n, text)
-    return Signal(
+        return Recommendation("TTFTAboveTarget", n, text)
+    return Recommendation(
         "TTFTAboveTarget",
         max(n + 1, min(_needed(n, role, targets), _ceil(n * role.ttft_s / targets.ttft_s))),
         text,
     )
 
 
-def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float) -> Signal:
+def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float) -> Recommendation:
     text = f"{role.waiting:.1f} prompts wait per engine"
     next_s = _ttft_of_next_s(n, role)
     if next_s > (1 + tolerance) * targets.ttft_s:
@@ -141,12 +140,12 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
             if isfinite(next_s)
             else "at an unknown time, because no prompt was computed"
         )
-        return Signal(
+        return Recommendation(
             "RequestsQueue",
             max(n, _needed(n, role, targets)),
             f"{text}, the next has its first token {after}",
         )
-    return Signal("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
+    return Recommendation("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
 
 
 def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
@@ -165,10 +164,10 @@ def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
     return _ceil(engine_s * (arrivals + n * role.waiting / DRAIN_S) / targets.busy)
 
 
-def decode_signals(
+def recommend_decode(
     n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
-) -> list[Signal]:
-    """Return the signals for `n` decode engines whose prompts come from prefill engines.
+) -> list[Recommendation]:
+    """Return the recommendations for `n` decode engines whose prompts come from prefill engines.
 
     - ITL above target: ceil(n ITL / target), if engines run more than one sequence. The time of a
       step with s sequences is a + b s.
@@ -188,17 +187,17 @@ def decode_signals(
     ]
 
 
-def aggregated_signals(
+def recommend_aggregated(
     n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
-) -> list[Signal]:
-    """Return the signals for `n` decode engines without prefill engines.
+) -> list[Recommendation]:
+    """Return the recommendations for `n` decode engines without prefill engines.
 
     TTFT is treated like ITL, because prompts and tokens share steps.
     """
     ttft = _decode_latency(
         "TTFT", role.ttft_s, role.first_tokens, targets.ttft_s, n, role, tolerance, quantile
     )
-    return [ttft, *decode_signals(n, role, targets, tolerance, quantile)]
+    return [ttft, *recommend_decode(n, role, targets, tolerance, quantile)]
 
 
 def _decode_latency(
@@ -210,19 +209,19 @@ def _decode_latency(
     role: RoleWindow,
     tolerance: float,
     quantile: float,
-) -> Signal:
-    reason: SignalReason = "TTFTAboveTarget" if name == "TTFT" else "ITLAboveTarget"
+) -> Recommendation:
+    reason: SizeReason = "TTFTAboveTarget" if name == "TTFT" else "ITLAboveTarget"
     if latency_s is None:
-        return Signal(reason, 1, "no tokens")
+        return Recommendation(reason, 1, "no tokens")
     running = n * role.running
     latency = _latency_text(name, quantile, latency_s, target_s)
     text = f"{latency} with {role.running:.1f} sequences per engine"
     if latency_s > (1 + tolerance) * target_s and samples >= MIN_SAMPLES:
         if role.running > 1 or role.waiting >= WAITING_PER_ENGINE:
-            return Signal(reason, _ceil(n * latency_s / target_s), text)
-        return Signal("TargetUnreachable", n, f"{text}: more engines would not help")
+            return Recommendation(reason, _ceil(n * latency_s / target_s), text)
+        return Recommendation("TargetUnreachable", n, f"{text}: more engines would not help")
 
-    return Signal(
+    return Recommendation(
         reason,
         _fewest(n, lambda m: latency_s * _growth(n, m, running) <= (1 - tolerance) * target_s),
         text,
@@ -234,24 +233,26 @@ def _growth(n: int, m: int, running: float) -> float:
     return max(1.0, running / m) / max(1.0, running / n)
 
 
-def _kv_usage(n: int, role: RoleWindow, targets: Targets, tolerance: float) -> Signal:
+def _kv_usage(n: int, role: RoleWindow, targets: Targets, tolerance: float) -> Recommendation:
     text = f"KV is {role.kv_usage:.0%} in use for a target of {targets.kv_usage:.0%}"
     if role.kv_usage > (1 + tolerance) * targets.kv_usage:
-        return Signal("KVUsageHigh", _ceil(n * role.kv_usage / targets.kv_usage), text)
+        return Recommendation("KVUsageHigh", _ceil(n * role.kv_usage / targets.kv_usage), text)
 
     def usage_with(m: int) -> float:
         return role.kv_usage * n / m * _growth(n, m, n * role.running)
 
-    return Signal("KVUsageHigh", _fewest(n, lambda m: usage_with(m) <= targets.kv_usage), text)
+    return Recommendation(
+        "KVUsageHigh", _fewest(n, lambda m: usage_with(m) <= targets.kv_usage), text
+    )
 
 
-def _decode_queue(n: int, role: RoleWindow) -> Signal:
+def _decode_queue(n: int, role: RoleWindow) -> Recommendation:
     text = f"{role.waiting:.1f} requests wait per engine"
     if role.waiting >= WAITING_PER_ENGINE:
         # An engine that runs nothing and has a queue counts as one that runs one sequence.
         running = max(1.0, role.running)
-        return Signal("RequestsQueue", _ceil(n * (running + role.waiting) / running), text)
-    return Signal("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
+        return Recommendation("RequestsQueue", _ceil(n * (running + role.waiting) / running), text)
+    return Recommendation("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
 
 
 def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
@@ -262,9 +263,9 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
     return role.busy if prefill else role.tokens_per_s / n
 
 
-def breach_signal(
+def recommend_after_breach(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
-) -> Signal:
+) -> Recommendation:
     """Return the smallest size with less than (1 - tolerance) of the load that missed a target."""
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))
@@ -273,7 +274,7 @@ def breach_signal(
         if prefill
         else f"{breach.load_per_engine:.0f} tokens/s per engine"
     )
-    return Signal("RecentBreach", size, f"a target was recently missed at {load}")
+    return Recommendation("RecentBreach", size, f"a target was recently missed at {load}")
 
 
 def _ceil(size: float) -> int:

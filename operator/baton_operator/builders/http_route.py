@@ -1,0 +1,40 @@
+"""The HTTPRoute: access to the gateway through a Gateway of the Gateway API."""
+
+from __future__ import annotations
+
+from baton_operator import names
+from baton_operator.builders import gateway
+from baton_operator.builders.owner import Object, Owner
+
+ROUTE_API = "gateway.networking.k8s.io/v1"
+
+
+def http_route(owner: Owner) -> Object | None:
+    """Return the HTTPRoute; None if the spec has none."""
+    wanted = owner.spec.gateway.http_route
+    if wanted is None:
+        return None
+    parents = []
+    for parent in wanted.parent_refs:
+        optional: Object = {
+            "namespace": parent.namespace,
+            "sectionName": parent.section_name,
+            "port": parent.port,
+        }
+        reference = {"group": ROUTE_API.partition("/")[0], "kind": "Gateway", "name": parent.name}
+        parents.append(
+            reference | {field: value for field, value in optional.items() if value is not None}
+        )
+    port = gateway.PORTS[gateway.scheme_in_use(owner)]
+    backend = {"group": "", "kind": "Service", "name": names.gateway_name(owner.name), "port": port}
+    matches = [{"path": {"type": "PathPrefix", "value": "/"}}]
+    return {
+        "apiVersion": ROUTE_API,
+        "kind": "HTTPRoute",
+        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "spec": {
+            "parentRefs": parents,
+            **({"hostnames": list(wanted.hostnames)} if wanted.hostnames else {}),
+            "rules": [{"matches": matches, "backendRefs": [{**backend, "weight": 1}]}],
+        },
+    }

@@ -1,0 +1,36 @@
+"""The Ingress: access to the gateway by a host name."""
+
+from __future__ import annotations
+
+from baton_operator import names
+from baton_operator.builders import gateway
+from baton_operator.builders.owner import Object, Owner
+
+
+def ingress(owner: Owner) -> Object | None:
+    """Return the Ingress; None if the spec has none."""
+    wanted = owner.spec.gateway.ingress
+    if wanted is None:
+        return None
+    metadata = owner.metadata(names.gateway_name(owner.name), "gateway")
+    if wanted.annotations:
+        metadata["annotations"] = dict(wanted.annotations)
+    backend = {
+        "service": {
+            "name": names.gateway_name(owner.name),
+            "port": {"name": gateway.scheme_in_use(owner)},
+        }
+    }
+    rule = {
+        "host": wanted.host,
+        "http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]},
+    }
+    spec: Object = {"ingressClassName": wanted.class_name} if wanted.class_name else {}
+    if wanted.tls:
+        spec["tls"] = [{"hosts": [wanted.host], "secretName": wanted.tls.secret_name}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "Ingress",
+        "metadata": metadata,
+        "spec": {**spec, "rules": [rule]},
+    }

@@ -1,0 +1,114 @@
+"""Pods that the API server refuses, for example because of a quota or an admission webhook.
+
+A refused pod is created again after a retry delay, which doubles with every refusal. The condition
+of its group reports the refusal, and the other pods keep serving.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import msgspec
+
+from baton_kube.client import KubeError
+from baton_operator import names
+from baton_operator.names import Key
+from baton_operator.plan.plan_group import GroupPlan
+
+QUOTA_EXCEEDED = "QuotaExceeded"
+POD_REFUSED = "PodRefused"
+FIRST_DELAY_S = 1.0
+LAST_DELAY_S = 30.0
+_DENIED = ("admission webhook", "ValidatingAdmissionPolicy")
+#: HTTP codes of refusals that an immediate retry does not change.
+_REFUSING = (400, 403, 422)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why the API server refuses a pod, as the reason and message of a condition."""
+
+    reason: str
+    message: str
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    revision: str
+    refusal: Refusal
+    delay_s: float
+    retry_at: datetime
+
+
+class RefusedPods:
+    """The last refusal of each service and role.
+
+    Kept in memory: a new process tries again at once.
+    """
+
+    def __init__(self) -> None:
+        self._refused: dict[tuple[Key, names.Role], _Refused] = {}
+
+    def hold_back(
+        self, key: Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
+    ) -> GroupPlan:
+        """Remove the pods to create from `plan` while the retry delay after a refusal lasts.
+
+        Drop the refusal if the plan creates no pod or the revision has changed.
+        """
+        refused = self._refused.get((key, role))
+        if refused is None:
+            return plan
+        if not (plan.create or plan.restore) or refused.revision != revision:
+            del self._refused[key, role]
+            return plan
+        if now >= refused.retry_at:
+            return plan
+        wait_s = (refused.retry_at - now).total_seconds()
+        return msgspec.structs.replace(
+            plan, create=[], restore=[], revisit_s=min(wait_s, plan.revisit_s or wait_s)
+        )
+
+    def record(
+        self, key: Key, role: names.Role, revision: str, refusal: Refusal | None, now: datetime
+    ) -> float | None:
+        """Record the result of creating pods.
+
+        Returns:
+            The retry delay in seconds; None if no pod was refused.
+        """
+        before = self._refused.pop((key, role), None)
+        if refusal is None:
+            return None
+        delay_s = min(LAST_DELAY_S, before.delay_s * 2) if before else FIRST_DELAY_S
+        self._refused[key, role] = _Refused(
+            revision, refusal, delay_s, now + timedelta(seconds=delay_s)
+        )
+        return delay_s
+
+    def get(self, key: Key, role: names.Role) -> Refusal | None:
+        refused = self._refused.get((key, role))
+        return refused.refusal if refused else None
+
+    def forget(self, key: Key) -> None:
+        """Drop the refusals of a deleted service."""
+        for role in names.MEMBER_ROLES:
+            self._refused.pop((key, role), None)
+
+
+def refusal_of(error: KubeError, pod: str) -> Refusal | None:
+    """Return the refusal of `pod`.
+
+    None: the error is about the API server's present state, not about this pod.
+    """
+    reason = refusal_reason(str(error)) or (POD_REFUSED if error.status in _REFUSING else None)
+    return Refusal(reason, f"the API server refuses pod {pod}: {error}") if reason else None
+
+
+def refusal_reason(text: str) -> str | None:
+    """Return the reason that an error message of the API server shows."""
+    if "exceeded quota" in text:
+        return QUOTA_EXCEEDED
+    if "failed calling webhook" in text:
+        return "AdmissionWebhookFailed"
+    if "denied" in text and any(words in text for words in _DENIED):
+        return "AdmissionDenied"
+    return None

@@ -1,0 +1,52 @@
+"""The Events that follow from a report. Pure."""
+
+from __future__ import annotations
+
+from baton_kube.client import Object
+from baton_operator.api.llmservice import Condition, Status
+from baton_operator.kube.events import Event
+from baton_operator.observe.observation import condition, conditions
+from baton_operator.plan.topology_view import recorded_for
+from baton_operator.reconcile_problems import Problem
+from baton_operator.status.diagnose import PROGRESS_REASONS
+from baton_operator.status.report_model import MODEL_AVAILABLE
+from baton_operator.status.report_topology import SCALE_FAILED, operation_events
+from baton_operator.status.report_update import PAUSED, UP_TO_DATE
+
+
+def new_events(service: Object, status: Status, problem: Problem | None) -> list[Event]:
+    """Return the Events of what `status` reports and the status of `service` did not.
+
+    Args:
+        service: the LLMService with the status before.
+        problem: of this reconcile.
+    """
+    events = []
+    is_known = problem and condition(service, "Ready").get("reason") == problem.reason
+    if problem and problem.has_event and not is_known:
+        events.append(Event(problem.reason, str(problem), warning=True))
+    events += [
+        Event(failure.reason, failure.message, warning=True)
+        for failure in new_failures(service, status)
+    ]
+    topology = status.decode.topology if status.decode else None
+    if topology is not None:
+        events += operation_events(recorded_for(service, topology.coordinator), topology)
+    return events
+
+
+def new_failures(service: Object, status: Status) -> list[Condition]:
+    """Return the conditions with a new failure as their reason."""
+    before = {
+        (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
+    }
+    # These sum up other conditions. Topology operations have their own Events.
+    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)
+    return [
+        each
+        for each in status.conditions or []
+        if each.status == "False"
+        and each.type not in summaries
+        and each.reason not in {*PROGRESS_REASONS, UP_TO_DATE, PAUSED, SCALE_FAILED}
+        and (each.type, each.status, each.reason) not in before
+    ]
