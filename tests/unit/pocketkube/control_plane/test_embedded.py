@@ -1,26 +1,18 @@
-"""The embedded control plane as a process, and its start."""
+"""The embedded control plane as a process, and errors of its start."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
+from pocketkube.control_plane.interface import ControlPlaneError
 
 
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
-    plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"), event_window=20)
-    plane.start(90)
-    yield plane
-    plane.stop()
-
-
-def test_it_runs_as_a_process_and_ends_on_sigterm(tmp_path):
+def test_the_control_plane_runs_as_a_process_and_ends_on_sigterm(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -40,8 +32,6 @@ def test_it_runs_as_a_process_and_ends_on_sigterm(tmp_path):
 
 
 def test_a_taken_port_is_reported(plane, tmp_path):
-    from pocketkube.control_plane.interface import ControlPlaneError
-
     port = int(plane.server.rpartition(":")[2])
     with pytest.raises(ControlPlaneError, match="did not start"):
         EmbeddedControlPlane(tmp_path, port=port).start(10)
