@@ -1,4 +1,4 @@
-"""What peers, clients and defects do to a connector: one load fails, by a deadline and with a reason; the others go on."""
+"""Faults of peers, clients and the connector itself fail one load and no others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Side:
     """A connector over inproc, in this process."""
 
     def __init__(self, instance_id: str, role: KVRole, **options: float) -> None:
-        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
+        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)
         self.instance_id = instance_id
         self.memory = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8)
         self.connector = TransferConnector(
@@ -74,7 +74,7 @@ def side() -> Iterator[Callable[..., Side]]:
 
 
 def hand_over(producer: Side, consumer: Side, transfer_id: str) -> None:
-    """Proves that both sides still work."""
+    """Check that both sides still work."""
     producer.offer(transfer_id)
     consumer.load(transfer_id, producer.connector.port)
     producer.save(transfer_id)
@@ -82,20 +82,18 @@ def hand_over(producer: Side, consumer: Side, transfer_id: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["no address", "%%%"])
-def test_a_host_that_is_no_address_fails_its_load_only(
-    side: Callable[..., Side], host: str
-) -> None:
+def test_an_invalid_host_fails_only_its_load(side: Callable[..., Side], host: str) -> None:
     producer, consumer = side("P", KVRole.PRODUCER), side("D", KVRole.CONSUMER)
     consumer.load("t", 5558, host=host)
     assert "connect" in consumer.result("t").error
     hand_over(producer, consumer, "next")
 
 
-def test_waiting_in_a_busy_producers_queue_is_not_silence(side: Callable[..., Side]) -> None:
+def test_waiting_for_a_busy_producer_is_not_a_timeout(side: Callable[..., Side]) -> None:
     producer, consumer = side("P", KVRole.PRODUCER), side("D", KVRole.CONSUMER, load_timeout_s=1.0)
     producer.offer("queued")
     consumer.load("queued", producer.connector.port)
-    for number in range(3):  # each of these takes one load timeout
+    for number in range(3):  # each of these takes a load timeout
         consumer.load(f"unknown-{number}", producer.connector.port)
         assert "no progress" in consumer.result(f"unknown-{number}").error
     assert "queued" not in consumer.results
@@ -103,7 +101,7 @@ def test_waiting_in_a_busy_producers_queue_is_not_silence(side: Callable[..., Si
     assert consumer.result("queued") == LoadResult(1)
 
 
-def test_the_lease_begins_when_there_are_blocks_to_keep(side: Callable[..., Side]) -> None:
+def test_the_lease_begins_with_the_first_saved_blocks(side: Callable[..., Side]) -> None:
     producer, consumer = side("P", KVRole.PRODUCER, lease_s=1.5), side("D", KVRole.CONSUMER)
     producer.offer("queued")
     producer.offer("unfetched")
@@ -120,10 +118,10 @@ def test_the_lease_begins_when_there_are_blocks_to_keep(side: Callable[..., Side
 
 
 @pytest.mark.parametrize(("role", "max_pending_s"), [(KVRole.CONSUMER, 0.5), (KVRole.BOTH, 600.0)])
-def test_a_producer_that_only_says_pending_is_given_up_by_a_deadline(
+def test_a_load_that_is_only_pending_ends_at_a_deadline(
     side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, role: KVRole, max_pending_s: float
 ) -> None:
-    """With both roles the load timeout alone counts: such engines could wait for each other in a ring."""
+    """With both roles the load timeout applies, because engines could wait for each other."""
     monkeypatch.setattr(load_manager, "MAX_PENDING_S", max_pending_s)
     producer, consumer = side("P", KVRole.PRODUCER), side("D", role, load_timeout_s=0.2)
     producer.offer("t")
@@ -131,8 +129,8 @@ def test_a_producer_that_only_says_pending_is_given_up_by_a_deadline(
     assert "no progress" in consumer.result("t").error
 
 
-class LyingProducer:
-    """Passes the handshake, then describes its memory as told."""
+class InvalidProducer:
+    """Completes the handshake and sends the given description of its memory."""
 
     def __init__(self, **description: Any) -> None:
         self.description = description
@@ -201,11 +199,11 @@ class LyingProducer:
     ],
     ids=lambda lie: f"{next(iter(lie))}",
 )
-def test_a_producer_that_describes_nonsense_fails_its_loads_only(
+def test_an_invalid_description_fails_only_the_loads_of_its_producer(
     side: Callable[..., Side], lie: dict[str, Any]
 ) -> None:
     producer, consumer = side("P", KVRole.PRODUCER), side("D", KVRole.CONSUMER)
-    liar = LyingProducer(**lie)
+    liar = InvalidProducer(**lie)
     try:
         consumer.load("t", liar.port, peer="L")
         assert "invalid DESCRIPTION" in consumer.result("t").error
@@ -214,7 +212,7 @@ def test_a_producer_that_describes_nonsense_fails_its_loads_only(
     hand_over(producer, consumer, "next")
 
 
-def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
+def test_after_a_defect_every_load_fails_and_the_engine_reports_it(
     side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = side("D", KVRole.CONSUMER)
@@ -231,7 +229,7 @@ def test_after_a_defect_every_wish_is_answered_and_the_engine_can_see_it(
     consumer.load("later", 1)
     assert "a defect" in consumer.result("later").error
     assert "a defect" in consumer.connector.stats().failure
-    # An event left unread would make the thread spin.
+    # An unread event would keep the thread busy.
     eventually(
         lambda: not select.select([consumer.connector._wake_fd], [], [], 0)[0],
         "sleep",
