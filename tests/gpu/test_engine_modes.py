@@ -23,8 +23,8 @@ PROMPTS = [
     [3 + (7 * i + 3 * j) % (VOCAB_SIZE - 3) for j in range(n)]
     for i, n in enumerate((1, 2, 15, 16, 17, 33, 70, 90, 5, 48))
 ]
+#: Log-probabilities this close depend on the order of summation, so either token may win.
 TIE = 1e-3
-"""Log-probabilities this close depend on the order of summation, so either token may win."""
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "decode-graphs": {"compilation_mode": "none", "cudagraph_mode": "full_decode_only"},

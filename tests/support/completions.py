@@ -1,4 +1,4 @@
-"""Token ids of completions, by the gateway's endpoint and by an engine's client."""
+"""Token ids of completions, from a gateway and from an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCAB = 500  # ids below it exist in every test checkpoint
 async def complete(
     url: str, prompt: list[int] | str, max_tokens: int = 48, **extra: object
 ) -> list[int]:
-    """Token ids of a completion. temperature 0, EOS ignored, unless `extra` says otherwise."""
+    """Return the token ids of a completion, by default greedy and without EOS."""
     async with openai.AsyncOpenAI(
         base_url=url, api_key="unused", max_retries=0, timeout=120.0
     ) as client:

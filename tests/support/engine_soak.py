@@ -1,7 +1,7 @@
-"""A soak of one engine core: random requests, aborts, pauses, sleeps and cache resets, all from one seed.
+"""A soak of one engine core: random requests, aborts, pauses, sleeps and cache resets.
 
-Every answer is compared with that of an engine that runs the same request alone. At the end nothing may be left of any request: no
-block, no place in the batch, no entry in a table. What runs is decided by the seed alone, never by a clock.
+Every response is compared with that of an engine that runs the same request alone. In the end no
+request may occupy a block, a batch row or a table entry. The seed alone determines what runs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from baton_protocol.sampling import (
 
 VOCAB_SIZE = 1024
 MAX_MODEL_LEN = 96
+#: Log-probabilities closer than this may swap their order in another batch.
 TIE = 1e-3
-"""Log-probabilities closer than this may be ordered differently in another batch."""
+#: Steps without progress, each with a short wait, after which the engine is stuck.
 IDLE_STEPS = 20_000
-"""Steps without progress after which the engine counts as stuck; each waits for a moment."""
 
 
 def make_core(checkpoint: Path, **options: Any) -> EngineCore:
-    """An engine core with one worker in this process; `options` as those of `LLM`."""
+    """Return an engine core with one worker in this process. `options` are those of `LLM`."""
     config = engine_config(
         checkpoint,
         {"max_model_len": MAX_MODEL_LEN, "num_threads": 1, "dtype": "float32", **options},
@@ -51,7 +51,7 @@ def make_core(checkpoint: Path, **options: Any) -> EngineCore:
 
 
 def random_options(rng: random.Random) -> dict[str, Any]:
-    """An engine that is short of something."""
+    """Draw options of an engine with few resources."""
     block_size = rng.choice([4, 8, 16])
     least = -(-MAX_MODEL_LEN // block_size)
     chunked = rng.random() < 0.85
@@ -75,9 +75,9 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 
 def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
-    """One of a few hundred different requests, so that the answers of the engine that runs them alone can be kept."""
+    """Draw one of a few hundred requests, so that expected responses can be cached."""
     kind = random.Random(rng.randrange(400))
-    if kind.random() < 0.6:  # prompts with a common beginning
+    if kind.random() < 0.6:  # prompts with a common prefix
         base = random.Random(kind.randrange(3))
         prompt = [base.randrange(3, VOCAB_SIZE) for _ in range(64)][: kind.randint(1, 64)]
         prompt += [kind.randrange(3, VOCAB_SIZE) for _ in range(kind.randint(0, 8))]
@@ -129,14 +129,14 @@ def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
 
 
 class Alone:
-    """An engine that runs one request at a time, and remembers the answers."""
+    """An engine that runs one request at a time and caches the responses."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._core = make_core(checkpoint, num_blocks=64, enable_prefix_caching=False)
         self._answers: dict[bytes, EngineCoreOutput] = {}
 
     def answer(self, request: EngineCoreRequest) -> EngineCoreOutput:
-        """All the request is told, in one output."""
+        """Return the whole response to a request as one output."""
         params = msgspec.convert(msgspec.to_builtins(request.sampling_params), SamplingParams)
         params.logprobs = params.logprobs or 20  # for near ties
         alone = EngineCoreRequest(
@@ -161,7 +161,7 @@ class Alone:
 
 
 def join(parts: Iterable[EngineCoreOutput]) -> EngineCoreOutput:
-    """The outputs of one request as one. Checks that no token is missing or told twice."""
+    """Join the outputs of one request. Check that no token is missing or repeated."""
     first, *rest = parts
     whole = EngineCoreOutput(first.request_id, list(first.new_token_ids), first.token_offset)
     whole.new_logprobs = list(first.new_logprobs or [])
@@ -186,7 +186,7 @@ def join(parts: Iterable[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 class Soak:
-    """One engine under fire."""
+    """A soak test of one engine."""
 
     def __init__(self, checkpoint: Path, alone: Alone, seed: int, num_actions: int) -> None:
         self._rng = random.Random(seed)
@@ -203,13 +203,13 @@ class Soak:
         self.num_near_ties = 0
 
     def run(self) -> None:
-        """Raises AssertionError where an answer is wrong, the engine is stuck, or something is left over."""
+        """Raise AssertionError if a response is wrong, the engine is stuck or resources leak."""
         try:
             while len(self._requests) < self._num_actions:
                 self._act()
                 for _ in range(self._rng.choice([0, 0, 1, 1, 3])):
                     self._step()
-            self._let_go_on()
+            self._resume()
             self._run_dry()
             self._compare()
             self._check_nothing_left()
@@ -217,7 +217,7 @@ class Soak:
             self._core.shutdown()
 
     def stats(self) -> dict[str, int]:
-        """What happened, to see that the soak reaches what it is for."""
+        """Return counts that show what the soak covered."""
         stats = self._core.scheduler.stats()
         return {
             "compared": self.num_compared,
@@ -229,7 +229,7 @@ class Soak:
             "restored_blocks": stats.offload_blocks_restored,
         }
 
-    # What happens
+    # Actions
 
     def _act(self) -> None:
         core, rng = self._core, self._rng
@@ -247,12 +247,12 @@ class Soak:
             mode = rng.choice(["wait", "keep", "keep", "abort"])
             if mode == "abort":
                 self._aborted.update(core.scheduler.requests)
-            self._remember(core.pause(mode))  # type: ignore[arg-type]
+            self._remember(core.pause(mode))
         elif roll < 0.95:
-            self._let_go_on()
+            self._resume()
         elif roll < 0.975 and not core.is_sleeping():
             mode = rng.choice(["wait", "keep", "keep"])
-            self._remember(core.sleep(rng.choice([0, 1, 1, 2]), mode))  # type: ignore[arg-type]
+            self._remember(core.sleep(rng.choice([0, 1, 1, 2]), mode))
         else:
             core.wake_up(rng.choice([None, ["weights"], ["kv_cache"], ["scheduling"]]))
 
@@ -286,7 +286,7 @@ class Soak:
         if future is not None:
             self._futures.append(future)
 
-    def _let_go_on(self) -> None:
+    def _resume(self) -> None:
         self._core.wake_up()
         self._core.resume()
 
@@ -298,16 +298,16 @@ class Soak:
                 continue
             idle += 1
             left = list(self._core.scheduler.requests.values())
-            # Only the compilation of grammars may be waited for here.
+            # Only the compilation of grammars may take time here.
             limit = (
                 IDLE_STEPS
                 if any(request.sampling_params.structured_output for request in left)
                 else 3
             )
             assert idle < limit, f"stuck: {left}, {self._core.scheduler.stats()}"
-        assert all(future.done() for future in self._futures), "somebody still waits for a pause"
+        assert all(future.done() for future in self._futures), "a pause was not confirmed"
 
-    # What must hold
+    # Checks
 
     def _compare(self) -> None:
         for request_id, request in self._requests.items():
@@ -328,7 +328,9 @@ class Soak:
                 assert got.error_code is ErrorCode.LENGTH, (request, got)
                 continue
             aborted = got.finish_reason is FinishReason.ABORT
-            assert not aborted or request_id in self._aborted, f"{request_id} was aborted by nobody"
+            assert not aborted or request_id in self._aborted, (
+                f"{request_id} was aborted without a request"
+            )
             self._compare_one(request, got, self._alone.answer(request), aborted=aborted)
             self.num_compared += 1
 
@@ -363,7 +365,7 @@ class Soak:
                 assert _is_near_tie(token_id, wanted.new_logprobs[index]), (
                     f"token {index} differs: {where}"
                 )
-                return  # what follows continues another text
+                return  # the rest continues another text
         if not aborted:
             assert (len(got.new_token_ids), got.finish_reason) == (
                 len(wanted.new_token_ids),
@@ -391,9 +393,9 @@ class Soak:
         }
         left = {name: value for name, value in leftovers.items() if value}
         assert not left, f"left over: {left}\n options {self.options}"
-        rows = set(self._core.executor._worker._runner._input_batch._row_of)  # type: ignore[attr-defined]
+        rows = set(self._core.executor._worker._runner._input_batch._row_of)
         assert rows <= set(scheduler._worker.forgotten_ids), (
-            f"the worker is never told to forget {rows}"
+            f"the worker was not told to release {rows}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The Gateway API as far as the operator uses it: a definition that takes any HTTPRoute."""
+"""A definition of HTTPRoute for API servers without the Gateway API. It accepts any spec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROUTES: dict[str, Any] = {
     "kind": "CustomResourceDefinition",
     "metadata": {
         "name": "httproutes.gateway.networking.k8s.io",
-        # API servers keep groups below k8s.io for approved definitions.
+        # API servers reserve groups below k8s.io for approved definitions.
         "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
     },
     "spec": {

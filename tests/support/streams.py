@@ -1,4 +1,4 @@
-"""A load of streams through a gateway: seeded, always the same number open, every token remembered."""
+"""A load of streams through a gateway, with a seed and a constant number of open streams."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import aiohttp
 
 @dataclass
 class Stream:
-    """One request and what came of it."""
+    """One request and its response."""
 
     number: int
     prompt: list[int]
     max_tokens: int
+    #: None means greedy.
     seed: int | None
-    """None: greedy."""
     token_ids: list[int] = field(default_factory=list)
+    #: Arrival of each chunk, in `time.monotonic()`. The first entry is the time of the request.
     times: list[float] = field(default_factory=list)
-    """When each piece came, of `time.monotonic()`; the first is when the request was sent."""
     error: str = ""
     finished: bool = False
 
     @property
     def longest_gap_s(self) -> float:
-        """Between two pieces."""
+        """Return the longest time between two chunks."""
         return max(
             (after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)),
             default=0.0,
@@ -36,9 +36,9 @@ class Stream:
 
 
 class Load:
-    """Keeps `width` streams open until told to stop; then lets them end.
+    """Keeps `width` streams open until `stop`, and then lets them end.
 
-    Stream k is the same request in every run of the same seed, so that runs can be compared.
+    Stream k is the same request in every run with the same seed, so that runs can be compared.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class Load:
         seed: int = 0,
         max_tokens: tuple[int, int] = (40, 160),
     ) -> None:
-        """
+        """Create a load.
+
         Args:
-            url: of the gateway.
-            max_tokens: drawn between these two; EOS is ignored.
+            url: URL of the gateway.
+            max_tokens: bounds of the drawn numbers of tokens. EOS is ignored.
         """
         self._url = url
         self._width = width
@@ -62,8 +63,8 @@ class Load:
         self._max_tokens = max_tokens
         self._next = 0
         self._stopping = asyncio.Event()
+        #: All streams in the order of their start.
         self.streams: list[Stream] = []
-        """All that were begun, in order."""
 
     def make(self, number: int) -> Stream:
         rng = random.Random(self._seed * 1_000_003 + number)
@@ -73,7 +74,7 @@ class Load:
         )
 
     async def run(self) -> None:
-        """Until `stop` was called and all streams have ended."""
+        """Run until `stop` was called and all streams have ended."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -83,7 +84,7 @@ class Load:
         self._stopping.set()
 
     async def replay(self, numbers: list[int]) -> dict[int, Stream]:
-        """The streams of these numbers once more, `width` at a time: what an undisturbed run says."""
+        """Repeat the streams of these numbers, `width` at a time. Return them by number."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
         places = asyncio.Semaphore(self._width)
         async with aiohttp.ClientSession(timeout=timeout) as session:

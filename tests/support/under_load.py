@@ -1,4 +1,4 @@
-"""Loads that run beside what a test does, and must come out right."""
+"""Loads that run during a test and must succeed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ async def under_load(
     tails: Callable[[], str] = lambda: "",
     excused: Callable[[Stream], bool] = lambda _: False,
 ) -> AsyncIterator[Load]:
-    """Streams run within; then they end, and all of them must be right.
+    """Run streams during the block. All of them must be right.
 
     Args:
-        url: of the gateway.
-        model: the reference.
-        tails: ends of logs, for the message if one failed.
-        excused: says of one that failed that it had to. What it had said until then must be right nevertheless.
+        url: URL of the gateway.
+        model: the reference model.
+        tails: returns the ends of logs, for the message of a failure.
+        excused: returns whether a stream may fail. Its tokens until then must be right.
     """
     load = Load(url, width=width, vocab_size=vocab_size)
     running = asyncio.create_task(load.run())
@@ -57,29 +57,29 @@ async def under_load(
 
 
 def _is_short(stream: Stream) -> bool:
-    """Nothing but its length ends a stream of this load."""
+    """Return whether a stream ended before its length."""
     return len(stream.token_ids) != stream.max_tokens
 
 
 @dataclass
 class ShortRequest:
-    """One of `fresh_connections`."""
+    """One request of `fresh_connections`."""
 
+    #: Start, in `time.monotonic()`.
     began: float
-    """Of `time.monotonic()`."""
+    #: Empty if it was answered.
     error: str = ""
-    """Empty: it was answered."""
 
 
 @asynccontextmanager
 async def fresh_connections(
     url: str, *, excused: Callable[[ShortRequest], bool] = lambda _: False
 ) -> AsyncIterator[list[ShortRequest]]:
-    """Short requests within, one after the other, each over a connection of its own, as new clients come; none may fail.
+    """Send short requests during the block, each over a new connection. None may fail.
 
     Args:
-        url: of the gateway.
-        excused: says of one that failed that it had to.
+        url: URL of the gateway.
+        excused: returns whether a request may fail.
     """
     stopping = asyncio.Event()
     asked: list[ShortRequest] = []

@@ -1,1 +1,1 @@
-"""A fetcher of models for tests."""
+"""The model fetcher as a process, for its tests."""

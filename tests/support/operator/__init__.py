@@ -1,7 +1,7 @@
 """Simulations, fakes and builders for the tests of the operator.
 
 - `services`: services and pods for tests of pure functions.
-- `service_simulation`: one service on a simulated cluster, with the real operator. Its parts are `simulated_*`.
+- `service_simulation`: a service on a simulated cluster (`simulated_*`) with the real operator.
 - `service_checks`: invariants of every step of the operator in that simulation.
 - `convergence_machine`: the state machine over it.
 - `expert_group_simulation`: ranks and their coordinator, for the planner of expert-parallel groups.
