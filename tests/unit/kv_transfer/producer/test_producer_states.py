@@ -43,11 +43,11 @@ class Load:
         self.last_sign = last_sign
         self.number = number
         self.of = of
-        #: CANCELLED came, or the connection greeted anew: signs renew nothing any more.
+        #: After CANCELLED or a new handshake: heartbeats do not renew the lease.
         self.stopped = False
-        #: Released by the consumer, or refused: it reads nothing.
+        #: Released by the consumer or refused: it reads nothing.
         self.gone = False
-        #: RELEASED came: what the slots held then.
+        #: Content of the slots when RELEASED arrived.
         self.released: np.ndarray | None = None
         self.last_sent_at = False
 

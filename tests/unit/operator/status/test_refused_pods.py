@@ -184,7 +184,6 @@ def test_refused_pods_of_a_deployment_are_reported() -> None:
     }
     deployment = {"metadata": {"name": "demo-gateway"}, "status": {"conditions": [failure]}}
     found = refusal_of_deployment(deployment)
-    assert found is not None
     assert found.reason == "QuotaExceeded"
     assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
     gateway = Group(role="gateway", desired=1, pods=[], updated=False, refusal=found)

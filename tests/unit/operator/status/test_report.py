@@ -240,7 +240,6 @@ def test_counts_and_endpoints() -> None:
     }
     wanted = owner(gateway={"ingress": {"host": "demo.localhost"}})
     status = report(service(), wanted, groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
-    assert status.decode
     assert (status.decode.desired, status.decode.ready, status.decode.replicas) == (1, 1, 2)
     assert (status.endpoint, status.ingress_endpoint) == (
         "http://10.0.0.7",
