@@ -115,9 +115,8 @@ def test_every_mode_gives_the_same_tokens_as_the_cpu(
     caplog: pytest.LogCaptureFixture,
     mode: str,
 ) -> None:
-    caplog.set_level(
-        logging.DEBUG, "baton_engine.compilation.graphs"
-    )  # makes graphs check that arguments keep their addresses
+    # Makes graphs check that arguments keep their addresses.
+    caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")
     options = MODES[mode]
     tokens, _ = generate(checkpoint, device="cuda", compile_cache_dir=cache_dir, **options)
     assert_same(tokens, on_cpu)
