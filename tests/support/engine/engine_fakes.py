@@ -1,7 +1,8 @@
-"""The fake model of `fake_runner` behind executors, for tests of engine cores and their processes."""
+"""Executors with the fake model of `fake_runner`, for tests of engine cores and their processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -28,9 +29,10 @@ __all__ = ["EOS", "VOCAB_SIZE", "FakeConnector", "FakeRunner", "continuation", "
 
 
 class FakeExecutor(Executor):
-    """The fake model behind an EngineCore, in a thread as with UniProcExecutor.
+    """Runs the fake model in a thread, as UniProcExecutor runs a real one.
 
-    The prompt [13, 13, 13] makes its step fail; BATON_FAKE_STEP_S slows steps, BATON_FAKE_LOAD_S loading.
+    A step with the prompt [13, 13, 13] fails. Environment variables: BATON_FAKE_STEP_S is the
+    duration of a step, BATON_FAKE_LOAD_S the duration of the model load.
     """
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
@@ -82,8 +84,15 @@ class FakeExecutor(Executor):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+class SparseFakeExecutor(FakeExecutor):
+    """Reports a model with two sparse layers of four experts."""
+
+    def initialize(self) -> ModelInfo:
+        return dataclasses.replace(super().initialize(), num_sparse_layers=2, num_experts=4)
+
+
 class SlowFakeExecutor(FakeExecutor):
-    """Every step takes long enough for things to happen meanwhile."""
+    """Runs steps of 50 ms, so that a test can act during one."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -91,14 +100,14 @@ class SlowFakeExecutor(FakeExecutor):
 
 
 class FailedTransferExecutor(FakeExecutor):
-    """Its KV connector has failed."""
+    """Reports that its KV connector has failed."""
 
     def connector_stats(self) -> ConnectorStats | None:
         return ConnectorStats(failure="the KV connector failed: a defect")
 
 
 class WorkerProcessExecutor(FakeExecutor):
-    """Has a worker process, which does nothing but live; the prompt [14, 14, 14] makes a step wait for it for ever."""
+    """Starts an idle worker process. A step with the prompt [14, 14, 14] never ends."""
 
     def initialize(self) -> ModelInfo:
         self._worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""`baton-engine` with a fake executor as a process of its own, and what tests of it share."""
+"""`baton-engine` with a fake executor in a separate process, and helpers for tests of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from support.waiting import eventually
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0
 START_S = 180.0
-"""Until a process has imported what it needs, on a machine where many do."""
+"""Limit for starting a process and its imports, on a machine where many processes start."""
 
 
 class EngineProcess:
-    """`baton-engine` with the fake executor."""
+    """A `baton-engine` process with the fake executor."""
 
     def __init__(self, tmp_path: Path, *flags: str, **env: str) -> None:
         self.log = tmp_path / "engine.log"
@@ -65,8 +65,8 @@ class EngineProcess:
     def http(self, method: str, path: str) -> tuple[int, str]:
         request = urllib.request.Request(f"http://{HOST}:{self.http_port}{path}", method=method)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return answer.status, answer.read().decode()
+            with urllib.request.urlopen(request, timeout=10) as response:
+                return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
@@ -85,7 +85,7 @@ def wait_for(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> Any:
-    """Return the first true value of `condition`. Fails at once if the engine ends."""
+    """Return the first true value of `condition`; fail at once if the engine ends."""
 
     def checked() -> Any:
         if result := condition():

@@ -1,11 +1,10 @@
-"""Ranks of expert-parallel groups as threads of one process, each with a model of its own."""
+"""Ranks of expert-parallel groups as threads of one process, each with its own model."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,37 +32,6 @@ from support.engine.model_cases import (
 )
 from support.waiting import eventually
 
-T = TypeVar("T")
-
-
-def run_threads(
-    works: Sequence[Callable[[], T]], on_error: Callable[[], None] = lambda: None
-) -> list[T]:
-    """Each in a thread; the first failure is raised, after `on_error` has ended what the others wait for."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            results[index] = works[index]()
-        except BaseException as error:
-            errors.append(error)
-            on_error()
-
-    threads = [
-        threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(works))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), (
-        f"ranks did not end within {DEADLINE_S} s"
-    )
-    return [results[index] for index in range(len(works))]
-
 
 def thread_groups(size: int) -> list[Group]:
     meeting = Meeting(size)
@@ -73,7 +41,10 @@ def thread_groups(size: int) -> list[Group]:
 def place_experts(
     num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0
 ) -> Placement:
-    """Experts in turn over the ranks, another rotation in every layer; slots that are left over hold the first ones again."""
+    """Place the experts round-robin over the ranks, rotated by one in every layer.
+
+    The remaining slots hold second replicas of the first experts.
+    """
     num_slots = -(-(num_experts + num_redundant) // num_ranks)
     return tuple(
         tuple(
@@ -92,13 +63,13 @@ def generation(
 
 
 class ThreadNetwork:
-    """Where ranks in threads join the groups of their generations."""
+    """The groups of all generations, which ranks in threads join."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._meetings: dict[tuple[str, str], Meeting] = {}
         self.unreachable: set[str] = set()
-        """Names of groups that nobody can join."""
+        """Names of groups that no rank can join."""
 
     def join(
         self, name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float
@@ -115,7 +86,7 @@ class ThreadNetwork:
 
 
 class ThreadRank:
-    """A model without experts of its own, and its generations."""
+    """A model that was loaded without experts, and its generations."""
 
     def __init__(
         self,
@@ -135,7 +106,8 @@ class ThreadRank:
             quantize_weights(self.model)
         self.store = ExpertStore(path, self.model, torch.float32, CPU, form)
         self.join = network.join
-        """May be replaced."""
+        """Tests replace it."""
+
         self.generations = Generations(
             ExpertWorker(
                 name,
@@ -170,13 +142,17 @@ def prepare_everywhere(ranks: Sequence[ThreadRank], generation: Generation) -> N
 
 
 @torch.inference_mode()
-def run_spread(
+def run_expert_parallel(
     model: CausalLM, sequences: list[list[int]], chunk: int, waves: Sequence[tuple[int, ...]]
 ) -> Tensor:
-    """As `model_cases.run_model`, in steps that other ranks take, too: all of `waves`, the last ones perhaps without tokens.
+    """Run `sequences` as `model_cases.run_model` does, in the steps of an expert-parallel group.
+
+    Args:
+        waves: per step, the number of tokens of every rank. A step in which this rank has no
+            tokens is a dummy batch.
 
     Raises:
-        GroupBrokenError: as a step ends in which the group broke.
+        GroupBrokenError: the group broke during a step. Raised when that step ends.
     """
     num_tokens = len(sequences[0]) if sequences else 0
     kv_cache = new_kv_cache(model, max(1, num_tokens), max(1, len(sequences)))
@@ -200,8 +176,12 @@ def run_spread(
     return torch.cat(logits, dim=1) if logits else torch.empty(0)
 
 
-def waves_of(sequences: Sequence[list[list[int]]], chunk: int) -> list[tuple[int, ...]]:
-    """Tokens of every rank in every step, until the last has ended: by rank, `sequences` of equal lengths."""
+def compute_waves(sequences: Sequence[list[list[int]]], chunk: int) -> list[tuple[int, ...]]:
+    """Return the number of tokens of every rank per step, until all sequences have ended.
+
+    Args:
+        sequences: by rank. The sequences of one rank have equal lengths.
+    """
     lengths = [len(own[0]) if own else 0 for own in sequences]
     steps = max(-(-length // chunk) for length in lengths)
     return [

@@ -1,7 +1,8 @@
 """A deterministic model and a connector without a network.
 
-The next token is a hash of all tokens so far, so any mistake in scheduling, resuming or offsets changes the text. The fake
-keeps a shadow KV memory, checks that each position it reads was written with the right tokens, and so notices wrong blocks.
+The next token is a hash of all tokens so far, so any mistake in scheduling, resuming or offsets
+changes the text. The fake keeps a shadow KV memory and checks that each position it reads was
+written with the right tokens. A wrong block therefore fails the test.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def continuation(prompt: Sequence[int], num_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """What the fake model says after `prompt`."""
+    """Return the tokens that the fake model generates after `prompt`."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
@@ -35,7 +36,7 @@ def continuation(prompt: Sequence[int], num_tokens: int, *, ignore_eos: bool = F
 
 
 def candidates(token_ids: Sequence[int], num_candidates: int) -> list[tuple[int, float]]:
-    """The fake model's (token id, log-probability), best first."""
+    """Return the fake model's next (token id, log-probability) pairs, best first."""
     first = next_token(token_ids)
     gap = 1 + first % 7
     return [
@@ -47,8 +48,7 @@ def candidates(token_ids: Sequence[int], num_candidates: int) -> list[tuple[int,
 def beam_search(
     prompt: list[int], params: SamplingParams, stop_token_ids: frozenset[int]
 ) -> list[list[int]]:
-    """The hypotheses of the fake model, best first, with nothing but lists."""
-    assert params.max_tokens is not None
+    """Return the hypotheses of a reference beam search over the fake model, best first."""
     config = BeamConfig(
         params.beam_width,
         params.max_tokens,
@@ -86,9 +86,9 @@ class FakeRunner:
     block_size: int
     max_num_batched_tokens: int
     appends: bool = True
-    """The worker learns what was sampled. False: as a pipeline stage that does not sample."""
+    """Append sampled tokens to the worker's sequences. False: as a stage that does not sample."""
     memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """(block, offset) -> all tokens up to the one whose KV is there."""
+    """(block, offset) -> all tokens up to the one whose KV is stored there."""
     host_memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     offload_memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     sequences: dict[str, _Sequence] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class FakeRunner:
     def execute_model(
         self, step: SchedulerOutput, grammar: GrammarOutput | None = None
     ) -> ModelRunnerOutput:
-        """Applies a step as `executor/step.py` says."""
+        """Apply a step as `executor/step.py` specifies."""
         starts = self._begin(step)
         output = ModelRunnerOutput()
         for request_id, num_tokens in step.num_scheduled_tokens.items():
@@ -119,7 +119,7 @@ class FakeRunner:
         return output
 
     def fail_to_run(self, step: SchedulerOutput) -> None:
-        """Applies all of a step but its tokens: their KV is written in some layers and not in others."""
+        """Apply a step whose forward pass fails: the KV of its tokens is left half-written."""
         for request_id, start in self._begin(step).items():
             sequence = self.sequences[request_id]
             for position in range(start, start + step.num_scheduled_tokens[request_id]):
@@ -128,11 +128,11 @@ class FakeRunner:
                 ] = [-3]
 
     def _begin(self, step: SchedulerOutput) -> dict[str, int]:
-        """Everything up to the sampling. Returns the position at which each sequence's tokens begin."""
+        """Apply a step up to its sampling; return each sequence's first position in the step."""
         assert step.total_num_scheduled_tokens <= self.max_num_batched_tokens
         assert step.reaches_model_runner
         _copy(step.store, self.memory, self.offload_memory, self.block_size)
-        for load in step.connector.loads:  # the peer is fast
+        for load in step.connector.loads:  # as if the peer wrote at once
             self.memory.update(
                 {
                     (block, offset): [-2]
@@ -147,7 +147,7 @@ class FakeRunner:
         _copy(step.restore, self.offload_memory, self.memory, self.block_size)
         assert not {c.source for c in step.block_copies} & {c.target for c in step.block_copies}
         _copy(step.block_copies, self.memory, self.memory, self.block_size)
-        starts = self._take_in(step)
+        starts = self._update_sequences(step)
         assert len(self.sequences) <= self.max_num_seqs, (
             "more sequences than rows in the worker's batch"
         )
@@ -156,14 +156,16 @@ class FakeRunner:
             sequence, start = self.sequences[request_id], starts[request_id]
             end = start + num_tokens
             assert num_tokens > 0
-            assert end <= len(sequence.token_ids), "tokens that the worker does not know"
+            assert end <= len(sequence.token_ids), (
+                "the worker does not have all tokens of the chunk"
+            )
             blocks = set(sequence.block_ids[start // self.block_size : -(-end // self.block_size)])
             assert not blocks & written, "two sequences write to one block"
             written |= blocks
             self.write(sequence.block_ids, sequence.token_ids, start, end)
         return starts
 
-    def _take_in(self, step: SchedulerOutput) -> dict[str, int]:
+    def _update_sequences(self, step: SchedulerOutput) -> dict[str, int]:
         starts = {}
         for new in step.new_requests:
             self.sequences[new.request_id] = _Sequence(
@@ -234,12 +236,13 @@ def _copy(
 
 
 class FakeConnector:
-    """Worker side without a network: tests end sends and loads themselves."""
+    """The connector's worker side without a network. Tests end sends and loads."""
 
     def __init__(self) -> None:
         self.offers: dict[str, str] = {}
         self.sends: dict[str, list[int]] = {}
         """Transfer id -> blocks published so far. The peer may read them until the send ends."""
+
         self.send_complete: set[str] = set()
         self.loads: dict[str, LoadRequest] = {}
         self.cancelled: set[str] = set()
@@ -281,7 +284,7 @@ class FakeConnector:
                 self.send_complete.add(save.transfer_id)
 
     def _has_ended(self, transfer_id: str) -> bool:
-        """It ended, but the scheduler had not heard of it when it made the step."""
+        """Whether the transfer ended. The scheduler may have made its step before it was told."""
         return transfer_id in self._ended
 
     def end_send(self, transfer_id: str) -> None:

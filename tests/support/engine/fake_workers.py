@@ -1,4 +1,4 @@
-"""Worker classes without a model, named in configurations: they say what they were told, or misbehave on request."""
+"""Worker classes without a model. They record their calls, and fail or hang on request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ def engine_config(
 
 
 def step(step_id: int, *finished: str) -> SchedulerOutput:
-    """The fake answers it with the token `step_id` of request "r". `finished` carries what it is to do: see `execute_model`."""
+    """Return a step for which FakeWorker samples the token `step_id` of request "r".
+
+    Args:
+        finished: commands of `FakeWorker.execute_model`.
+    """
     return SchedulerOutput([], [], {"r": 1}, list(finished), step_id=step_id)
 
 
@@ -61,7 +65,7 @@ def _fail_to_read() -> None:
 
 
 class Unreadable:
-    """Can be pickled, but not unpickled."""
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _fail_to_read, ()
@@ -114,24 +118,26 @@ class FakeWorker:
         return ModelInfo(self.blocks[0], 1000, (2,), 4096, "hash", self.blocks[1])
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Words in `finished_request_ids`: raise:RANK, kill:RANK, hang[:RANK], slow; and loaded:RANK, see `sample_tokens`."""
+        """Execute the commands in `finished_request_ids`.
+
+        They are raise:RANK, kill:RANK, hang[:RANK] and slow. `sample_tokens` executes loaded:RANK.
+        """
         assert self._step is None, "sample_tokens() was not called"
         self._step = step
-        for word in step.finished_request_ids:
-            what, _, rank = word.partition(":")
+        for command in step.finished_request_ids:
+            action, _, rank = command.partition(":")
             if rank and int(rank) != self.rank:
                 continue
-            if what == "raise":
+            if action == "raise":
                 raise ValueError("the model broke")
-            if what == "kill":
+            if action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == "hang":
+            if action == "hang":
                 threading.Event().wait()
-            if what == "slow":
+            if action == "slow":
                 time.sleep(0.05)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        assert self._step is not None
         step, self._step = self._step, None
         output = ModelRunnerOutput(sampled_token_ids={"r": step.step_id})
         if f"loaded:{self.rank}" in step.finished_request_ids:
@@ -152,7 +158,7 @@ class FakeWorker:
         if os.path.isdir(self.config.model.path):
             Path(self.config.model.path, f"shut-down-{self.rank}").touch()
 
-    # What tests call by name
+    # Methods for collective_rpc
 
     def who(self) -> tuple[int, int]:
         return self.rank, os.getpid()
@@ -193,7 +199,6 @@ class FakeWorker:
         return Unreadable()
 
     def wake_engine(self) -> None:
-        assert self._wakeup is not None
         self._wakeup()
 
 

@@ -1,4 +1,4 @@
-"""Stands in for CUDA graphs on a CPU: replays by running what was recorded again, on the tensors it was recorded with."""
+"""A fake of CUDA graphs on a CPU: a replay runs the captured function again on its tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ T = TypeVar("T")
 
 
 class RecordedRuns:
-    """As with a graph, what is recorded reads where its inputs lay then, its results always lie at the same place, and nothing
-    but a replay puts anything there: after a capture they are NaN."""
+    """Captured runs, with the memory rules of a CUDA graph.
+
+    A replay reads the input tensors of the capture and writes the same result tensors. Only a
+    replay writes results: after a capture they are NaN.
+    """
 
     def __init__(self) -> None:
         self.num_captures = 0

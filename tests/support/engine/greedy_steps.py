@@ -1,4 +1,4 @@
-"""Greedy decoding of a few prompts by hand-made steps: the same tokens must come from every executor, however split."""
+"""Greedy decoding of three prompts by hand-made steps, for comparing executors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model_config(
 
 
 def generate(executor: Executor) -> dict[str, list[int]]:
-    """Each step runs one request; as many steps are in flight as the executor takes, each of another request."""
+    """Generate with one request per step and `max_concurrent_batches` steps in flight."""
     generated: dict[str, list[int]] = {request_id: [] for request_id in PROMPTS}
     ready = deque(PROMPTS)
     in_flight: deque[tuple[str, Future[ModelRunnerOutput]]] = deque()
@@ -63,6 +63,6 @@ def make_step(request_id: str, generated: list[int], step_id: int) -> SchedulerO
         blocks = list(range(first_block, first_block + BLOCKS_PER_REQUEST))
         new = NewRequestData(request_id, prompt, [], GREEDY, 0, blocks, 0)
         return SchedulerOutput([new], [], {request_id: len(prompt)}, [], step_id=step_id)
-    # The last token is sent although workers of one stage know it: with several stages the first does not.
+    # With several pipeline stages, the first one does not sample and needs the last token.
     cached = CachedRequestData(request_id, [], len(prompt) + len(generated) - 1, generated[-1:])
     return SchedulerOutput([], [cached], {request_id: 1}, [], step_id=step_id)

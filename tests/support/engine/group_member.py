@@ -1,6 +1,6 @@
-"""All ranks of a process group, each a process, forked from one that has imported torch.
+"""All ranks of a process group, each a process forked from one that has imported torch.
 
-Each does what the scenario says and writes what it saw to FOLDER/<rank>, one JSON value per line.
+Each rank runs the scenario and writes its results to FOLDER/<rank>, one JSON value per line.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ from baton_engine.distributed.store.wire import StoreAddress
 CPU = torch.device("cpu")
 
 
-def say(value: Any) -> None:
+def write(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
 def attempt(action: Callable[[], object]) -> None:
-    """Says type and text of the error, and after how long it came."""
+    """Write the type and text of the error and the seconds until it was raised."""
     started = time.monotonic()
     try:
         action()
-        say(["nothing was raised", "", 0.0])
+        write(["nothing was raised", "", 0.0])
     except Exception as error:
-        say([type(error).__name__, str(error), time.monotonic() - started])
+        write([type(error).__name__, str(error), time.monotonic() - started])
 
 
 def operations(rank: int, size: int, address: StoreAddress) -> None:
     group = create_group("test", rank, size, connect_store(address, 30), 1, CPU, 30)
-    say(type(group).__name__)
+    write(type(group).__name__)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         values = torch.arange(6, dtype=dtype).view(2, 3) + rank
         returned = group.all_reduce(values)
-        say([returned is values, values.tolist()])
+        write([returned is values, values.tolist()])
     transposed = torch.full((3, 2), float(rank)).t()
     group.all_reduce(transposed)
-    say(transposed.tolist())
-    say(group.all_gather(torch.full((2, 1), rank)).tolist())
-    say(group.all_gather(torch.full((2, 3), rank).t(), dim=0).tolist())
+    write(transposed.tolist())
+    write(group.all_gather(torch.full((2, 1), rank)).tolist())
+    write(group.all_gather(torch.full((2, 3), rank).t(), dim=0).tolist())
     large = torch.arange(600_011) % 1000  # more than the buffers of shared memory hold
     gathered = group.all_gather((large + rank).float())
-    say(gathered.tolist() == torch.cat([large + r for r in range(size)]).tolist())
+    write(gathered.tolist() == torch.cat([large + r for r in range(size)]).tolist())
     reduced = group.all_reduce(large.float() * (rank + 1))
-    say(torch.equal(reduced, large.float() * (size * (size + 1) // 2)))
+    write(torch.equal(reduced, large.float() * (size * (size + 1) // 2)))
     if rank == 0:
         group.send(torch.tensor([1.5, 2.5]), size - 1)
-        say(group.recv(torch.zeros(2, 2).t(), size - 1).tolist())
+        write(group.recv(torch.zeros(2, 2).t(), size - 1).tolist())
     elif rank == size - 1:
-        say(group.recv(torch.zeros(2), 0).tolist())
+        write(group.recv(torch.zeros(2), 0).tolist())
         group.send(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
     else:
-        say("bystander")
+        write("bystander")
     group.close()
     group.close()
     attempt(lambda: group.all_reduce(torch.zeros(1)))
 
 
 def death(rank: int, size: int, address: StoreAddress) -> None:
-    """The last rank dies; the others meet again as the next generation."""
+    """The last rank dies; the others form the group of the next generation."""
     store = connect_store(address, 30)
     group = create_group("test", rank, size, store, 1, CPU, 60)
     if rank == size - 1:
@@ -80,7 +80,7 @@ def death(rank: int, size: int, address: StoreAddress) -> None:
     attempt(lambda: group.recv(torch.zeros(4), size - 1))
     group.close()
     survivors = create_group("test", rank, size - 1, store, 2, CPU, 60)
-    say(survivors.all_reduce(torch.ones(1)).tolist())
+    write(survivors.all_reduce(torch.ones(1)).tolist())
 
 
 def operations_that_wait(group: Group, peer: int) -> dict[str, Callable[[], object]]:
@@ -94,7 +94,7 @@ def operations_that_wait(group: Group, peer: int) -> dict[str, Callable[[], obje
 
 
 def freeze(rank: int, size: int, address: StoreAddress) -> None:
-    """The last rank is stopped; of each of the others, a thread gives up the group in which it waits for that one."""
+    """The last rank is stopped; the others wait for it until a thread aborts their group."""
     store = connect_store(address, 30)
     groups = {
         name: create_group(name, rank, size, store, 1, CPU, 60)
@@ -116,7 +116,7 @@ def freeze(rank: int, size: int, address: StoreAddress) -> None:
         thread.start()
         operation = operations_that_wait(group, size - 1)[name]
         attempt(operation)
-        say(time.monotonic() - aborted[0])
+        write(time.monotonic() - aborted[0])
         thread.join()
         attempt(operation)
         group.close()
@@ -155,7 +155,7 @@ def kill(rank: int, size: int, address: StoreAddress) -> None:
             group.all_to_all(rows, counts, counts)
 
     attempt(exchange)
-    say(time.monotonic() - killed[0] if killed else None)
+    write(time.monotonic() - killed[0] if killed else None)
 
 
 if __name__ == "__main__":
@@ -167,7 +167,7 @@ if __name__ == "__main__":
             members.append(member)
             continue
         os.dup2(os.open(Path(folder, str(rank)), os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
-        if transport == "gloo" and rank == 1:  # one that cannot is enough: the members agree
+        if transport == "gloo" and rank == 1:  # one remote rank makes all members use gloo
             shared_memory_group._on_this_host = lambda path, token_hex: False
         {f.__name__: f for f in (operations, death, freeze, kill)}[scenario](
             rank, size, StoreAddress("127.0.0.1", port)

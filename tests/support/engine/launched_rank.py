@@ -1,4 +1,4 @@
-"""One rank under torchrun: runs the scenario of its command line and writes what it saw to RESULTS/<rank>.json."""
+"""One rank under torchrun: runs a scenario and writes its results to RESULTS/<rank>.json."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fake(tensor: str, pipeline: str, service_key_file: str = "") -> None:
 
 
 def real(checkpoint: str) -> None:
-    """One executor after the other, in the same process."""
+    """Run two executors one after the other in the same process."""
     for tensor, pipeline in ((2, 1), (1, 2)):
         executor = start(model_config(Path(checkpoint), tensor, pipeline, "external_launcher"))
         results[f"tokens of {tensor} x {pipeline}"] = generate(executor)

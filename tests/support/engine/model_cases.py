@@ -1,8 +1,10 @@
-"""Runs models without an engine: forward batches over a paged cache in chunks, ranks as threads; edits checkpoints."""
+"""Forward passes without an engine, ranks as threads, and edits of checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import queue
 import threading
@@ -35,7 +37,7 @@ def load(path: Path, parallel: ParallelContext = ALONE) -> CausalLM:
 
 
 def new_kv_cache(model: CausalLM, num_tokens: int, num_seqs: int) -> Tensor:
-    """Room for this rank's heads and layers. Poisoned: what nobody wrote must not be read."""
+    """Return a cache for this rank's heads and layers. NaN shows reads of unwritten slots."""
     own = shard(model.config, model.parallel)
     num_blocks = num_seqs * -(-num_tokens // BLOCK_SIZE)
     return torch.full(
@@ -45,7 +47,10 @@ def new_kv_cache(model: CausalLM, num_tokens: int, num_seqs: int) -> Tensor:
 
 
 def chunk_batch(sequences: list[list[int]], start: int, end: int, kv_cache: Tensor) -> ForwardBatch:
-    """Tokens [start, end) of each sequence, of equal lengths; sequence s owns blocks s, s + n, s + 2n, ..."""
+    """Return a batch of the tokens [start, end) of each sequence, all of equal lengths.
+
+    Sequence s of n owns the blocks s, s + n, s + 2n, ...
+    """
     num_seqs, size = len(sequences), end - start
     tables = torch.arange(kv_cache.shape[0], dtype=torch.int32).view(-1, num_seqs).T.contiguous()
     positions = torch.arange(start, end)
@@ -64,9 +69,10 @@ def chunk_batch(sequences: list[list[int]], start: int, end: int, kv_cache: Tens
 
 @torch.inference_mode()
 def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor:
-    """Logits of every position, [num_seqs, num_tokens, vocab_size], computed `chunk` tokens of each sequence at a time.
+    """Return the logits of every position, [num_seqs, num_tokens, vocab_size].
 
-    A stage that is not the first receives its input from the one before; one that is not the last sends, and returns nothing.
+    Each forward pass takes `chunk` tokens of each sequence. A pipeline stage receives its input
+    from the previous stage and sends its output to the next; only the last returns logits.
     """
     num_tokens = len(sequences[0])
     kv_cache = new_kv_cache(model, num_tokens, len(sequences))
@@ -91,7 +97,7 @@ def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor
 
 
 def edit_config(path: Path, **changes: Any) -> None:
-    """Of a checkpoint; None removes a field."""
+    """Change fields of a checkpoint's config.json; None removes a field."""
     config = json.loads((path / "config.json").read_text())
     for name, value in changes.items():
         if value is None:
@@ -102,7 +108,7 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 
 def with_biases(path: Path) -> Path:
-    """Turns a llama checkpoint into one with biases in every projection."""
+    """Add biases to every projection of a llama checkpoint."""
     edit_config(path, attention_bias=True, mlp_bias=True)
     weights = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +121,7 @@ def with_biases(path: Path) -> Path:
 
 @dataclass
 class Meeting:
-    """What the threads of one group share."""
+    """The shared state of the threads of one group."""
 
     size: int
     barrier: threading.Barrier = field(init=False)
@@ -164,7 +170,7 @@ class ThreadGroup:
                 break
             with contextlib.suppress(queue.Empty):
                 return tensor.copy_(self._meeting.mail[source, self.rank].get(timeout=0.01))
-        raise GroupBrokenError(f"nothing comes from rank {source}")
+        raise GroupBrokenError(f"rank {source} sent nothing")
 
     def abort(self) -> None:
         self._meeting.barrier.abort()
@@ -184,31 +190,29 @@ class ThreadGroup:
         return tensors
 
 
-def run_ranks(
-    work: Callable[[ParallelContext], T], tensor_size: int = 1, pipeline_size: int = 1
+def run_threads(
+    works: Sequence[Callable[[], T]], on_error: Callable[[], None] = lambda: None
 ) -> list[T]:
-    """`work` on every rank, each in a thread; results in global rank order. The first failure ends all of them."""
-    tensor_groups = [Meeting(tensor_size) for _ in range(pipeline_size)]
-    pipelines = [Meeting(pipeline_size) for _ in range(tensor_size)]
+    """Run each of `works` in a thread and return the results.
+
+    Args:
+        on_error: called after a failure. It ends the waits of the other threads.
+
+    Raises:
+        BaseException: the first failure.
+    """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
-    def run(stage: int, rank: int) -> None:
-        parallel = ParallelContext(
-            ThreadGroup(tensor_groups[stage], rank) if tensor_size > 1 else ALONE.tensor,
-            ThreadGroup(pipelines[rank], stage) if pipeline_size > 1 else ALONE.pipeline,
-        )
+    def run(index: int) -> None:
         try:
-            results[stage * tensor_size + rank] = work(parallel)
+            results[index] = works[index]()
         except BaseException as error:
             errors.append(error)
-            for meeting in (*tensor_groups, *pipelines):
-                meeting.barrier.abort()
+            on_error()
 
     threads = [
-        threading.Thread(target=run, args=(stage, rank), daemon=True)
-        for stage in range(pipeline_size)
-        for rank in range(tensor_size)
+        threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(works))
     ]
     for thread in threads:
         thread.start()
@@ -219,4 +223,27 @@ def run_ranks(
     assert not any(thread.is_alive() for thread in threads), (
         f"ranks did not end within {DEADLINE_S} s"
     )
-    return [results[rank] for rank in sorted(results)]
+    return [results[index] for index in range(len(works))]
+
+
+def run_ranks(
+    work: Callable[[ParallelContext], T], tensor_size: int = 1, pipeline_size: int = 1
+) -> list[T]:
+    """Run `work` on every rank, each in a thread; return the results in global rank order."""
+    tensor_groups = [Meeting(tensor_size) for _ in range(pipeline_size)]
+    pipelines = [Meeting(pipeline_size) for _ in range(tensor_size)]
+
+    def run(stage: int, rank: int) -> T:
+        return work(
+            ParallelContext(
+                ThreadGroup(tensor_groups[stage], rank) if tensor_size > 1 else ALONE.tensor,
+                ThreadGroup(pipelines[rank], stage) if pipeline_size > 1 else ALONE.pipeline,
+            )
+        )
+
+    def abort() -> None:
+        for meeting in (*tensor_groups, *pipelines):
+            meeting.barrier.abort()
+
+    ranks = itertools.product(range(pipeline_size), range(tensor_size))
+    return run_threads([functools.partial(run, *rank) for rank in ranks], abort)

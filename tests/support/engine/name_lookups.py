@@ -1,6 +1,6 @@
-"""Forms a gloo group of three ranks, threads, and says how many of their addresses were to be turned into names.
+"""Forms a gloo group of three threads and prints the number of reverse name lookups.
 
-The C library's getnameinfo, which does that, is replaced in this process by a function that counts and fails.
+The C library's getnameinfo is replaced in this process by a function that counts and fails.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ def replace_getnameinfo() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     function = ctypes.cast(libc.getnameinfo, ctypes.c_void_p).value
     target = ctypes.cast(note, ctypes.c_void_p).value
-    assert function is not None
-    assert target is not None
     page = function - function % mmap.PAGESIZE
     everything = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
     if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(2 * mmap.PAGESIZE), everything) != 0:
@@ -52,7 +50,7 @@ def replace_getnameinfo() -> None:
 
 
 def form(store: Store) -> None:
-    """`store`: of rank 0."""
+    """Form the group; `store` is the store of rank 0."""
 
     def join(rank: int, store: Store) -> Group:
         return create_group("test", rank, SIZE, store, 1, torch.device("cpu"), WAIT_S)

@@ -1,4 +1,7 @@
-"""Ranks of an expert-parallel group as threads of one process: real engine cores, fake models, groups and coordinator."""
+"""Ranks of an expert-parallel group as threads of one process.
+
+The engine cores are real; models, process groups and the coordinator are fakes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any
 
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.elastic.rank.waves import StepVote
-from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
 from baton_engine.metrics.topology_stats import TopologyStats
@@ -34,7 +36,7 @@ from baton_protocol.topology import (
     StartWave,
     Status,
 )
-from support.engine.engine_fakes import FakeExecutor
+from support.engine.engine_fakes import SparseFakeExecutor
 from support.waiting import eventually
 
 DEADLINE_S = 60.0
@@ -50,7 +52,7 @@ def config(**parallel: Any) -> EngineConfig:
 
 
 class Meeting:
-    """What a process group is to its members: they exchange values, until one of them gives up."""
+    """A fake process group: its members exchange values until one of them aborts."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -70,14 +72,14 @@ class Meeting:
                 self._values, self._round = {}, number + 1
                 self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._round > number or self._broken, DEADLINE_S):
-                raise TimeoutError("a rank does not answer")
+                raise TimeoutError("a rank did not join the exchange")
             if self._round == number:
                 raise GroupBrokenError("a member is gone")
             return list(self._results)
 
     @property
     def num_waiting(self) -> int:
-        """Ranks that wait for the others."""
+        """The number of ranks that wait for the others."""
         with self._changed:
             return len(self._values)
 
@@ -88,7 +90,7 @@ class Meeting:
 
 
 class Network:
-    """Everything that ranks reach each other by."""
+    """The groups and links between ranks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,10 +98,10 @@ class Network:
         self.ranks: dict[str, Rank] = {}
         """By instance id."""
         self.lost_starts = 0
-        """So many StartWaves are lost on the way."""
+        """The number of StartWaves that will still be lost."""
         self.starts: list[StartWave] = []
         self.repeats = True
-        """Links repeat their StartWaves."""
+        """Whether links repeat their StartWaves."""
 
     def meeting(self, generation: Generation, name: str) -> Meeting:
         with self._lock:
@@ -120,8 +122,8 @@ class FakeControlGroup:
         pass
 
 
-class ExpertExecutor(FakeExecutor):
-    """Its steps need all ranks of the generation, as the sparse layers do."""
+class ExpertExecutor(SparseFakeExecutor):
+    """Runs steps that need all ranks of the generation, as sparse layers do."""
 
     network: Network
 
@@ -133,26 +135,12 @@ class ExpertExecutor(FakeExecutor):
         self.preparation_held = False
         self.breaks_at_step = -1
         self.num_wave_steps = 0
-        self.step_s = 0.002  # a request of a hundred tokens does not end before a test has done something to it
-
-    def initialize(self) -> ModelInfo:
-        info = super().initialize()
-        return ModelInfo(
-            info.num_blocks,
-            info.vocab_size,
-            info.eos_token_ids,
-            512,
-            "fake-hash",
-            num_sparse_layers=2,
-            num_experts=4,
-        )
+        self.step_s = 0.002  # so that tests can act before a request of a hundred tokens ends
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if step.wave_tokens:
             self.num_wave_steps += 1
-            assert self.generation is not None
             rank = self.generation.rank_of(self.instance_id)
-            assert rank is not None
             assert step.wave_tokens[rank] == step.total_num_scheduled_tokens
             experts = self.network.meeting(self.generation, "experts")
             try:
@@ -164,7 +152,7 @@ class ExpertExecutor(FakeExecutor):
                 raise
             assert seen == [step.wave_tokens] * len(seen), "ranks run different steps"
         else:
-            assert not step.num_scheduled_tokens, "tokens without the others' experts"
+            assert not step.num_scheduled_tokens, "a step with tokens runs outside a wave"
         return super()._run(step)
 
     def interrupt(self, nonce: str = "") -> None:
@@ -182,7 +170,6 @@ class ExpertExecutor(FakeExecutor):
             case "preparation":
                 return [self._preparation()]
             case "commit_generation":
-                assert self._prepared is not None
                 assert self._prepared.nonce == args[0]
                 self.generation, self._prepared = self._prepared, None
             case "drop_generation":
@@ -208,7 +195,7 @@ class ExpertExecutor(FakeExecutor):
 
 
 class Rank:
-    """An engine core in a thread of its own, as DPEngineCoreProc runs it. Also its link."""
+    """An engine core in a thread, run as DPEngineCoreProc runs it, and its link to its peers."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network, self.name = network, name
@@ -228,7 +215,7 @@ class Rank:
         )
         self.join_fails = ""
         self.frozen = threading.Event()
-        """Set: its loop stands still."""
+        """Stops the engine loop while it is set."""
         self.outputs: dict[str, list[EngineCoreOutput]] = defaultdict(list)
         self.error: Exception | None = None
         self._peers: Sequence[Member] = ()
@@ -239,7 +226,7 @@ class Rank:
         self._thread.start()
         self._repeater.start()
 
-    # The loop
+    # The engine loop
 
     def wake(self) -> None:
         self.inputs.put(lambda: None)
@@ -279,7 +266,7 @@ class Rank:
         self.network.meeting(generation, "join").exchange(rank, self.name)
         return FakeControlGroup(self.network.meeting(generation, "control"), rank)
 
-    # Its link
+    # The link
 
     def set_peers(self, members: Sequence[Member]) -> None:
         self._peers, self._start = members, None
@@ -309,10 +296,10 @@ class Rank:
 
     # For tests
 
-    def tell(
+    def receive_directive(
         self, target: Generation | None = None, *, commit: bool = False, dismissed: bool = False
     ) -> None:
-        """A directive comes."""
+        """Process a directive as if the coordinator had sent it."""
         directive = Directive(target, commit, dismissed)
         self.core.interrupt(directive)
         self.inputs.put(lambda: self.core.on_directive(directive))
@@ -338,7 +325,7 @@ class Rank:
         return outputs[-1] if outputs and outputs[-1].finished else None
 
     def text(self, request_id: str) -> list[int]:
-        """All tokens, once the request has ended."""
+        """Wait for the end of the request and return all its tokens."""
         last = self.until(lambda: self.ended(request_id), f"the end of {request_id}")
         assert not last.error, last.error
         return self.tokens(request_id)
@@ -387,15 +374,18 @@ def generation(
     )
 
 
-def adopt(target: Generation, tell: Sequence[Rank], *, serving: Sequence[Rank]) -> None:
-    """A coordinator's whole way with a target: prepared by all, then committed, then in place on all that serve."""
-    for rank in tell:
-        rank.tell(target)
+def commit(target: Generation, directed: Sequence[Rank], *, serving: Sequence[Rank]) -> None:
+    """Act as a coordinator: send `target` to the directed ranks, then commit it.
+
+    Wait until all serving ranks have prepared it, and at the end until they serve it.
+    """
+    for rank in directed:
+        rank.receive_directive(target)
     for rank in serving:
         rank.until(
             lambda rank=rank: rank.status().prepared == target.nonce, f"{target.nonce} prepared"
-        )  # type: ignore[misc]
-    for rank in tell:
-        rank.tell(target, commit=True)
+        )
+    for rank in directed:
+        rank.receive_directive(target, commit=True)
     for rank in serving:
-        rank.until(lambda rank=rank: rank.serves(target), f"{target.nonce} adopted")  # type: ignore[misc]
+        rank.until(lambda rank=rank: rank.serves(target), f"{target.nonce} committed")

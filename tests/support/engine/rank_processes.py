@@ -1,4 +1,4 @@
-"""Ranks as processes with a fake model, and a coordinator that says what the test wants."""
+"""Ranks as processes with a fake model, and a coordinator that tests script."""
 
 from __future__ import annotations
 
@@ -8,31 +8,18 @@ from typing import Any
 import msgspec
 import zmq
 
-from baton_engine.executor.base import ModelInfo
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Directive, ExpertLoads, Generation, RankPhase, Status
-from support.engine.engine_fakes import FakeExecutor
+from support.engine.engine_fakes import SparseFakeExecutor
 from support.waiting import eventually
 
 DEADLINE_S = 60.0
 
 
-class LonelyExpertExecutor(FakeExecutor):
-    """Prepares at once, and runs steps without asking anybody."""
+class IndependentExpertExecutor(SparseFakeExecutor):
+    """Prepares generations at once and runs steps without the other ranks."""
 
     _prepared = ""
-
-    def initialize(self) -> ModelInfo:
-        info = super().initialize()
-        return ModelInfo(
-            info.num_blocks,
-            info.vocab_size,
-            info.eos_token_ids,
-            512,
-            "fake-hash",
-            num_sparse_layers=2,
-            num_experts=4,
-        )
 
     def interrupt(self, nonce: str = "") -> None:
         pass
@@ -55,14 +42,15 @@ class LonelyExpertExecutor(FakeExecutor):
 
 
 class ScriptedCoordinator:
-    """Hears all statuses, and answers each with what `say` was last given for that rank."""
+    """Records all statuses and answers each with the directive last set for that rank."""
 
     def __init__(self) -> None:
         self.statuses: dict[str, Status] = {}
-        """The latest, by name."""
+        """The latest status, by the rank's name."""
         self.history: list[Status] = []
         self.directives: dict[str, Directive] = {}
-        """By name."""
+        """By the rank's name."""
+
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
@@ -83,7 +71,7 @@ class ScriptedCoordinator:
         self._router.close()
 
     def until(self, names: list[str], what: str, **fields: Any) -> None:
-        """All of `names` report these fields of Status."""
+        """Wait until all of `names` report these fields of Status."""
 
         def reached() -> bool:
             found = {name: self.statuses.get(name) for name in names}
@@ -111,7 +99,7 @@ class ScriptedCoordinator:
             urgent,
         )
 
-    def say(
+    def direct(
         self,
         names: list[str],
         target: Generation | None,
@@ -122,15 +110,20 @@ class ScriptedCoordinator:
         for name in names:
             self.directives[name] = Directive(target, commit, dismissed)
 
-    def adopt(
-        self, number: int, names: list[str], *, told: list[str] | None = None, urgent: bool = False
+    def commit(
+        self,
+        number: int,
+        names: list[str],
+        *,
+        directed: list[str] | None = None,
+        urgent: bool = False,
     ) -> Generation:
-        """Leads `told` (all of `names`, if not given) to a generation of `names`."""
+        """Commit a generation of `names`, with directives to `directed` (default: `names`)."""
         target = self.target(number, names, urgent=urgent)
-        self.say(told or names, target)
+        self.direct(directed or names, target)
         self.until(names, f"{target.nonce} prepared", prepared=target.nonce)
-        self.say(told or names, target, commit=True)
-        self.until(names, f"{target.nonce} adopted", phase=RankPhase.SERVING, generation=target)
+        self.direct(directed or names, target, commit=True)
+        self.until(names, f"{target.nonce} committed", phase=RankPhase.SERVING, generation=target)
         return target
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A scheduler with the fake model and connector behind it, one call per step."""
+"""A scheduler with the fake model and connector, one call per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4
 
 
 class Engine:
-    """A scheduler with the fake model and connector behind it."""
+    """A scheduler with the fake model and connector."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Engine:
         self.scheduler.add_request(EngineCoreRequest(request_id, prompt, sampling, **fields))  # type: ignore[arg-type]
 
     def schedule(self) -> SchedulerOutput:
-        """One more step in flight."""
+        """Schedule a step and put it in flight."""
         step = self.scheduler.schedule()
         output = ModelRunnerOutput()
         if step.reaches_model_runner:
@@ -93,7 +93,7 @@ class Engine:
         return step
 
     def update(self) -> None:
-        """The oldest step in flight comes back."""
+        """Update the scheduler from the oldest step in flight."""
         for out in self.scheduler.update_from_output(*self.in_flight.popleft()):
             self.outputs.setdefault(out.request_id, []).append(out)
 
@@ -103,12 +103,12 @@ class Engine:
         return step
 
     def run(self) -> None:
-        """Until nothing moves any more."""
+        """Run steps until the scheduler makes no progress."""
         for _ in range(1000):
             self.step()
             if not self.scheduler.made_progress:
                 return
-        raise AssertionError("the scheduler never comes to rest")
+        raise AssertionError("the scheduler still makes progress after 1000 steps")
 
     def text(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.new_token_ids]
@@ -119,7 +119,7 @@ class Engine:
     def load(
         self, transfer_id: str, tokens: list[int], num_valid: int | None = None, error: str = ""
     ) -> None:
-        """The transfer thread brings the blocks of `tokens`."""
+        """End a load after its blocks were filled with the KV of `tokens`."""
         load = self.connector.loads[transfer_id]
         for index, block_id in enumerate(load.block_ids[:num_valid]):
             start = (load.first_block_index + index) * BLOCK

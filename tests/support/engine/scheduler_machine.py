@@ -1,4 +1,4 @@
-"""A scheduler between a fake model and a client that notices everything: what the stateful tests drive."""
+"""A scheduler with a fake model and a client that checks every output, for stateful tests."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ MAX_QUEUE = 8
 
 
 class Loss(enum.Enum):
-    """Where a step was when its tokens were lost."""
+    """The point at which the tokens of a step were lost."""
 
     BEFORE_THE_WORKER = enum.auto()
-    """No worker has seen it."""
+    """No worker received the step."""
     IN_THE_WORKER = enum.auto()
-    """All but its tokens was done."""
+    """The worker applied the step, but its tokens failed."""
 
 
 class FakeGrammar:
-    """Allows even tokens; is complete after `length` of them."""
+    """A grammar of `length` even tokens."""
 
     error = ""
 
@@ -63,7 +63,10 @@ class FakeGrammar:
 
 
 class FakeGrammars:
-    """A StructuredOutputManager whose compilations end when the test says so. The spec is the length; `bad` is none."""
+    """A StructuredOutputManager whose compilations end on `compile_one`.
+
+    A spec is the grammar's length. The spec `bad` does not compile.
+    """
 
     def __init__(self) -> None:
         self.pending: list[tuple[StructuredOutput, Future[FakeGrammar]]] = []
@@ -88,7 +91,7 @@ class FakeGrammars:
 
 
 def generate(request: EngineCoreRequest) -> tuple[list[int], FinishReason]:
-    """What the request must be answered: all tokens after those it came with, and the reason."""
+    """Return the expected answer: the tokens after those in the request, and the reason."""
     params = request.sampling_params
     tokens = [*request.prompt_token_ids, *request.generated_token_ids]
     start, num_generated = len(tokens), len(request.generated_token_ids)
@@ -109,7 +112,7 @@ def generate(request: EngineCoreRequest) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class World:
-    """One engine; `depth` steps may be in flight."""
+    """One scheduler with its worker and client; at most `depth` steps are in flight."""
 
     config: SchedulerConfig
     depth: int = 1
@@ -122,7 +125,7 @@ class World:
     objects: dict[str, Request] = field(default_factory=dict)
     received: dict[str, list[int]] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
-    """Tokens the prefill side sampled."""
+    """Tokens that the prefill side sampled."""
     ended: dict[str, FinishReason] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
 
@@ -152,14 +155,14 @@ class World:
         self.connector = FakeConnector()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.lost: Loss | None = None
-        """What becomes of the newest step in flight: nobody schedules another before it is discarded."""
+        """The loss of the newest step in flight. No step is scheduled until it is discarded."""
 
     @property
     def may_schedule(self) -> bool:
         return len(self.in_flight) < self.depth and self.lost is None
 
     def add(self, request: EngineCoreRequest) -> bool:
-        """False: it was refused, for a reason that holds."""
+        """Add a request; return False if it was refused, after a check of the reason."""
         scheduler = self.scheduler
         num_queued = scheduler.queues.num_without_memory + len(scheduler.grammars)
         try:
@@ -183,7 +186,7 @@ class World:
         self.scheduler.abort_requests([request_id])
 
     def schedule(self, lost: Loss | None = None) -> SchedulerOutput:
-        """One more step in flight. The worker runs it at once: what counts is when the scheduler hears of it."""
+        """Schedule a step. The worker runs it at once; `update` delivers the result later."""
         scheduler = self.scheduler
         before = {
             entry.request.request_id for step in scheduler._in_flight.values() for entry in step
@@ -194,18 +197,16 @@ class World:
         copied |= {copy.target for copy in [*step.swap_in, *step.block_copies, *step.restore]}
         for load in step.connector.loads:
             assert not copied & set(load.block_ids), (
-                "a transfer may write before the copies are made"
+                "a load's blocks are also part of copies, which may run after the load"
             )
         for entry in scheduler._in_flight.get(step.step_id, ()):
             request = entry.request
             assert self.config.async_scheduling or request.request_id not in before, (
-                "it is in flight already"
+                "the request is already in flight"
             )
             for block in request.blocks[entry.start // BLOCK : -(-entry.end // BLOCK)]:
-                assert block.ref_count == 1, "somebody else reads what is being written"
-                assert block.block_hash is None, (
-                    "what is being written can be found in the prefix cache"
-                )
+                assert block.ref_count == 1, "the block being written is shared"
+                assert block.block_hash is None, "the block being written is in the prefix cache"
         output = ModelRunnerOutput()
         self.lost = lost
         if lost is Loss.IN_THE_WORKER:
@@ -225,7 +226,7 @@ class World:
         return output
 
     def update(self) -> None:
-        """The oldest step in flight comes back, or never will."""
+        """Update the scheduler from the oldest step in flight, or discard it if it is lost."""
         step, output = self.in_flight.popleft()
         if self.lost is None or self.in_flight:
             self.take(self.scheduler.update_from_output(step, output))
@@ -271,7 +272,7 @@ class World:
             assert request.request_id in self.aborted
             return
         assert output.finish_reason is reason, output
-        # A first token of the prefill side that ends the request is not told again.
+        # The prefill side's first token is not sent again, even if it ends the request.
         assert len(received) == len(expected) - skipped or (not received and len(expected) == 1)
 
     def _check_beams(self, request: EngineCoreRequest, output: EngineCoreOutput) -> None:
@@ -284,12 +285,11 @@ class World:
             expected = beam_search(
                 request.prompt_token_ids, params, frozenset(params.stop_token_ids)
             )
-            assert output.beams is not None
             assert [beam.token_ids for beam in output.beams] == expected
             assert output.new_token_ids == expected[0]
 
     def check_blocks(self) -> None:
-        """Reference counts are the number of holders, on the device and on the host."""
+        """Check that reference counts equal the number of holders, on device and host."""
         sequences = [
             sequence
             for request in self.objects.values()
@@ -305,7 +305,7 @@ class World:
             assert pool.num_free_blocks == pool.num_blocks - len(holders)
 
     def check_places(self) -> None:
-        """Every request is in one place, and the batch is not overfull."""
+        """Check that every request is in one queue and that the batch is within its limit."""
         scheduler = self.scheduler
         queues = scheduler.queues
         places = [

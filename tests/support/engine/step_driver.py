@@ -1,7 +1,8 @@
-"""A tiny hand-made scheduler: drives a ModelRunner with chosen chunk sizes, blocks in shuffled order, no policy at all.
+"""A minimal scheduler without a policy, which drives a ModelRunner in chunks of random size.
 
-`run` ends each step before the next is scheduled; `run_ahead` schedules a step before the one before it has run, as asynchronous
-scheduling does. Between steps a test may swap requests out and in, fork them, make their blocks their own, or replace a token.
+`run` ends each step before the next is scheduled. `run_ahead` schedules a step before the previous
+one has run, as asynchronous scheduling does. Between steps a test can swap requests out and in,
+fork them, make their blocks writable, or replace a token.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def runner_config(
         cache=CacheConfig(block_size=block_size),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         device="cpu",
-        num_threads=1,  # tiny tensors: more threads only wait for each other
+        num_threads=1,  # tensors are tiny: more threads only add waits
     )
 
 
@@ -58,7 +59,7 @@ def make_runner(
     block_size: int = 16,
     max_num_seqs: int = 64,
 ) -> ModelRunner:
-    """A loaded runner whose whole KV memory is NaN: whatever it reads, it must have written."""
+    """Return a loaded runner. Its KV memory is NaN, which shows reads of unwritten slots."""
     runner = ModelRunner(runner_config(path, dtype, block_size, max_num_seqs))
     runner.load_model()
     runner.allocate_kv_cache(num_blocks, NUM_SWAP_BLOCKS).fill_(float("nan"))
@@ -73,13 +74,13 @@ class Request:
     params: SamplingParams = GREEDY
     sample_index: int = 0
     generated: list[int] = field(default_factory=list)
-    """Given: a request continued from elsewhere."""
+    """Not empty at the start: the request continues one of another engine."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     routed_experts: list[RoutedExperts] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
-    """While it is swapped out."""
+    """Not empty while the request is swapped out."""
     num_computed: int = 0
     num_placeholders: int = 0
     """Tokens that steps in flight will sample."""
@@ -97,10 +98,10 @@ class Request:
 
 
 class StepDriver:
-    """Runs sequences to their end, all of them together, in chunks of at most `max_chunk` tokens of random size.
+    """Runs sequences to their end in chunks of random size.
 
     Args:
-        send_token_ids: known requests come with the tokens to run, as for workers that do not sample.
+        send_token_ids: send the tokens of cached requests, as for workers that do not sample.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class StepDriver:
     def run(
         self, sequences: Sequence[Request], max_chunk: int = 24, join_probability: float = 1.0
     ) -> None:
-        """Sequences join the batch one by one (with `join_probability` per step) and leave it when done."""
+        """Run all sequences; with `join_probability`, a step adds one more to the batch."""
         waiting, running = list(sequences), []
         while waiting or running:
             while waiting and (not running or self.random.random() < join_probability):
@@ -133,7 +134,7 @@ class StepDriver:
                 self.release(sequence)
 
     def run_ahead(self, sequences: Sequence[Request], max_chunk: int = 24) -> None:
-        """Every step is scheduled before the one before it has run."""
+        """Run all sequences; schedule each step before the previous one has run."""
         ahead: tuple[SchedulerOutput, list[Request], set[str]] | None = None
         while ahead is not None or not all(s.done for s in sequences):
             behind, ahead = ahead, None
@@ -151,14 +152,14 @@ class StepDriver:
         self._run(*self._schedule(sequences, max_chunk), grammar)
 
     def release(self, sequence: Request) -> None:
-        """Ends or preempts: the worker forgets it, its blocks are free."""
+        """End or preempt a sequence: free its blocks and remove it from the worker."""
         self.finished.append(sequence.request_id)
         self.free_blocks += sequence.block_ids
         self.random.shuffle(self.free_blocks)
         sequence.block_ids, sequence.num_computed, sequence.known_to_worker = [], 0, False
 
     def swap_out(self, sequence: Request) -> None:
-        """Preempts by swapping: its blocks go to the host and are free, the worker forgets it."""
+        """Preempt a sequence by copying its blocks to the host."""
         sequence.host_block_ids = [self.free_host_blocks.pop() for _ in sequence.block_ids]
         self.swapping_out += map(BlockCopy, sequence.block_ids, sequence.host_block_ids)
         num_computed = sequence.num_computed
@@ -172,13 +173,16 @@ class StepDriver:
         sequence.host_block_ids = []
 
     def fork(self, parent: Request, child: Request) -> None:
-        """The child shares the parent's blocks, and runs the last token again: that needs a block of its own."""
+        """Make `child` a copy of `parent` with shared blocks.
+
+        The child computes the last token again, so its last block becomes writable.
+        """
         child.prompt, child.generated = list(parent.prompt), list(parent.generated)
         child.num_computed, child.block_ids = parent.num_computed, list(parent.block_ids)
         self.make_writable(child)
 
     def make_writable(self, sequence: Request) -> None:
-        """Copy-on-write of the block that the next token goes to, if it has one already."""
+        """Copy the existing block that the next token is written to (copy-on-write)."""
         index = sequence.num_computed // self.block_size
         if index >= len(sequence.block_ids):
             return
@@ -189,14 +193,14 @@ class StepDriver:
             sequence.replaced_blocks.append(copy)
 
     def replace_last_token(self, sequence: Request, token_id: int) -> None:
-        """The scheduler decides for another token than the worker sampled, as beam search does."""
+        """Replace the token that the worker sampled, as beam search does."""
         sequence.generated[-1] = token_id
         sequence.new_token_ids = [token_id]
 
     def _schedule(
         self, sequences: Sequence[Request], max_chunk: int
     ) -> tuple[SchedulerOutput, list[Request], set[str]]:
-        """A step, whom it runs, and which of them reach their last token."""
+        """Return a step, its sequences, and the ids of those that sample a token in it."""
         output = SchedulerOutput([], [], {}, self.finished)
         output.swap_out, output.swap_in, output.block_copies = (
             self.swapping_out,

@@ -1,4 +1,4 @@
-"""Runs launched_rank.py on loopback, under torchrun or as a launcher would that holds no store for the ranks."""
+"""Runs launched_rank.py on loopback, under torchrun or by a launcher without a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> list[dict[str, Any]]:
-    """What each rank wrote, in rank order."""
+    """Run the ranks under torchrun and return their results in rank order."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
@@ -35,7 +35,7 @@ def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> lis
 
 
 def run_without_an_agent(num_ranks: int, results: Path, *arguments: object) -> list[dict[str, Any]]:
-    """As `run_under_torchrun`."""
+    """Run the ranks without a store of the launcher; return their results in rank order."""
     [port] = free_ports(1)
     environment = os.environ | {
         "MASTER_ADDR": "localhost",

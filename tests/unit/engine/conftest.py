@@ -25,7 +25,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
 
 @pytest.fixture(scope="module")
 def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """One that all tests of a module ask, and none changes."""
+    """An engine that the tests of a module only read."""
     engine = EngineProcess(tmp_path_factory.mktemp("engine"))
     engine.wait_ready()
     yield engine

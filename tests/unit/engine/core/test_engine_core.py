@@ -1,22 +1,23 @@
-"""EngineCore with the real model and worker: batching, chunking, prefix hits and preemption do not change greedy text."""
+"""EngineCore with a real (tiny) model and worker: greedy text, and `kill -9` of its processes."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_protocol.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from baton_protocol.client import EngineDeadError
+from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
+from support.engine.engine_process import DEADLINE_S, collect, connect, request, wait_for
 
 PROMPTS = [
     [(7 * i + 3 * j) % 500 for j in range(length)]
@@ -60,7 +61,7 @@ def generate(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     return list(texts.values())
 
 
-def test_greedy_text_is_the_same_alone_together_chunked_cached_and_preempted(checkpoint):
+def test_batching_chunking_prefix_hits_and_preemption_do_not_change_greedy_text(checkpoint):
     core = make_core(checkpoint)
     alone = [generate(core, [prompt])[0] for prompt in PROMPTS]
     core.reset_prefix_cache()
@@ -75,7 +76,7 @@ def test_greedy_text_is_the_same_alone_together_chunked_cached_and_preempted(che
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_greedy_text_is_the_same_when_the_engine_slept_meanwhile(checkpoint, level):
+def test_sleep_during_generation_does_not_change_greedy_text(checkpoint, level):
     core = make_core(checkpoint)
     undisturbed = generate(core, PROMPTS)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -93,3 +94,33 @@ def test_greedy_text_is_the_same_when_the_engine_slept_meanwhile(checkpoint, lev
             break
     assert list(texts.values()) == undisturbed
     core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("victim", "reason", "exit_code"),
+    [("worker", r"worker.*(killed|signal|SIGKILL|-9)", 1), ("engine", "connection lost", -9)],
+)
+async def test_kill_9_gives_every_waiting_client_a_reason_within_5_s(
+    start, checkpoint, victim, reason, exit_code
+):
+    engine = start(
+        *("--model", str(checkpoint), "--executor", "multiproc", "--device", "cpu"),
+        *("--num-threads", "1", "--dtype", "float32", "--num-blocks", "200", "--block-size", "16"),
+    )
+    wait_for(lambda: "serves on port" in engine.text, "READY in the log", engine, deadline_s=120)
+    async with await connect(engine) as one, await connect(engine) as two:
+        streams = [
+            client.add(request(f"r{i}", [1, 2, 3], 3000)) for i, client in enumerate((one, two))
+        ]
+        for stream in streams:
+            await anext(stream)
+        (worker,) = psutil.Process(engine.process.pid).children()
+        started = time.monotonic()
+        (worker if victim == "worker" else engine.process).kill()
+        results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+        assert time.monotonic() - started < 5
+        for result in results:
+            assert isinstance(result, EngineDeadError), result
+            assert re.search(reason, str(result)), result
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == exit_code
+        await asyncio.to_thread(worker.wait, DEADLINE_S)  # no worker outlives its engine

@@ -1,4 +1,4 @@
-"""Deaths of an engine process as its clients see them, and the calls that stop, pause and watch it. Real processes and sockets."""
+"""Engine processes over real sockets: deaths as clients see them, signals, pause and sleep calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WORKER_PROCESS = ("--executor", "support.engine.engine_fakes.WorkerProcessExecut
 HANGS = [14, 14, 14]
 
 
-async def assert_all_hear_of_it(waiting: list[asyncio.Task[object]], match: str) -> None:
-    """Every one of `waiting` ends with EngineDeadError and a reason, in time."""
+async def assert_all_fail(waiting: list[asyncio.Task[object]], match: str) -> None:
+    """Check that every task ends with EngineDeadError and the reason within DEATH_NOTICED_S."""
     async with asyncio.timeout(DEATH_NOTICED_S):
         results = await asyncio.gather(*waiting, return_exceptions=True)
     for result in results:
@@ -31,8 +31,8 @@ async def assert_all_hear_of_it(waiting: list[asyncio.Task[object]], match: str)
         assert re.search(match, str(result)), result
 
 
-def add_long_ones(client: EngineClient, *prompts: list[int]) -> list[asyncio.Task[object]]:
-    """Requests that will not end by themselves."""
+def add_long_requests(client: EngineClient, *prompts: list[int]) -> list[asyncio.Task[object]]:
+    """Add requests that do not end within a test."""
     return [
         asyncio.create_task(collect(client.add(request(f"r{prompt}", prompt, 250))))
         for prompt in prompts
@@ -40,7 +40,7 @@ def add_long_ones(client: EngineClient, *prompts: list[int]) -> list[asyncio.Tas
 
 
 def call_and_wait(client: EngineClient) -> asyncio.Task[object]:
-    """A utility call that is answered when the running requests have ended."""
+    """Send a utility call that is answered when the running requests have ended."""
     return asyncio.create_task(client.call("pause", "wait", timeout_s=None))
 
 
@@ -53,31 +53,31 @@ async def until_running(client: EngineClient, number: int) -> None:
 async def test_kill_9_of_the_engine_ends_every_wait_of_every_client_with_a_reason(start):
     engine = start(BATON_FAKE_STEP_S="0.2")
     async with await connect(engine, heartbeat_interval_s=0.1) as one, await connect(engine) as two:
-        waiting = [*add_long_ones(one, [1], [2]), *add_long_ones(two, [3])]
+        waiting = [*add_long_requests(one, [1], [2]), *add_long_requests(two, [3])]
         await until_running(one, 3)
         waiting.append(call_and_wait(two))
-        while not (await one.call("get_stats"))["paused"]:  # the call has come
+        while not (await one.call("get_stats"))["paused"]:  # the call has not arrived
             assert not waiting[-1].done()
         engine.process.send_signal(signal.SIGKILL)
-        await assert_all_hear_of_it(waiting, "connection lost")
+        await assert_all_fail(waiting, "connection lost")
 
 
 async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start):
     engine = start(*WORKER_PROCESS)
     async with await connect(engine) as one, await connect(engine) as two:
-        waiting = [*add_long_ones(one, HANGS, [1]), *add_long_ones(two, [3])]
+        waiting = [*add_long_requests(one, HANGS, [1]), *add_long_requests(two, [3])]
         async with asyncio.timeout(DEADLINE_S):
             while "the step hangs" not in engine.text:
                 await asyncio.sleep(0.02)
         waiting.append(call_and_wait(two))
         pid = int(re.search(r"worker process (\d+)", engine.text)[1])
         os.kill(pid, signal.SIGKILL)
-        await assert_all_hear_of_it(waiting, f"worker 0 .pid {pid}. ended with code -9")
+        await assert_all_fail(waiting, f"worker 0 .pid {pid}. ended with code -9")
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
     assert "its input is in" in engine.text
 
 
-async def test_kill_9_of_a_worker_of_an_idle_engine_is_told_as_well(start):
+async def test_kill_9_of_a_worker_of_an_idle_engine_ends_the_engine_and_its_clients(start):
     engine = start(*WORKER_PROCESS)
     async with await connect(engine) as client:
         pid = int(
@@ -91,13 +91,14 @@ async def test_kill_9_of_a_worker_of_an_idle_engine_is_told_as_well(start):
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
 
 
-async def test_a_failed_step_names_the_file_with_its_input(start, tmp_path):
+async def test_a_failed_step_ends_the_engine_and_names_the_file_with_its_input(start, tmp_path):
     engine = start("--crash-dump-dir", str(tmp_path / "dumps"))
     async with await connect(engine) as client:
         with pytest.raises(
             EngineDeadError, match=r"step \d+ failed: RuntimeError: the device is on fire"
         ) as dead:
             await collect(client.add(request("r", [13, 13, 13])))
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
     (path,) = (tmp_path / "dumps").iterdir()
     assert str(path) in str(dead.value)
     assert str(path) in engine.text
@@ -119,7 +120,7 @@ async def test_a_second_sigterm_does_not_wait_for_running_requests(start):
         assert time.monotonic() - started < 10
 
 
-async def test_sigterm_of_a_paused_engine_does_not_wait_for_what_cannot_end(start):
+async def test_sigterm_of_a_paused_engine_does_not_wait_for_its_paused_requests(start):
     engine = start("--drain-timeout-s", "60", BATON_FAKE_STEP_S="0.02")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 250))
@@ -130,13 +131,13 @@ async def test_sigterm_of_a_paused_engine_does_not_wait_for_what_cannot_end(star
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
 
 
-async def test_pausing_waits_without_stopping_the_loop(start):
+async def test_a_pause_that_waits_does_not_block_the_engine_loop(start):
     engine = start(BATON_FAKE_STEP_S="0.02")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 30))
         await anext(stream)
         pause = call_and_wait(client)
-        await asyncio.sleep(0)  # it is sent before what follows
+        await asyncio.sleep(0)  # sends the pause before the next call
         assert (await client.call("get_stats"))["paused"]
         assert not pause.done()
         late = client.add(request("late", [5, 6], 4))
@@ -146,13 +147,13 @@ async def test_pausing_waits_without_stopping_the_loop(start):
         assert tokens(await collect(late)) == continuation([5, 6], 4, ignore_eos=True)
 
 
-async def test_a_wait_for_a_pause_ends_when_another_call_makes_it_void(start):
+async def test_resume_ends_the_wait_for_a_pause_with_an_error(start):
     engine = start(BATON_FAKE_STEP_S="0.02")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 100))
         await anext(stream)
         pause = call_and_wait(client)
-        await asyncio.sleep(0)  # it is sent before what follows
+        await asyncio.sleep(0)  # sends the pause before the next call
         assert (await client.call("is_paused")) is True
         await client.call("resume")
         with pytest.raises(UtilityError, match="resumed before the pause was complete"):
@@ -160,7 +161,7 @@ async def test_a_wait_for_a_pause_ends_when_another_call_makes_it_void(start):
         assert len(tokens(await collect(stream))) == 99
 
 
-async def test_sleep_over_the_admin_port_keeps_requests_and_wakes_again(start):
+async def test_sleep_and_wake_up_over_the_admin_port_keep_requests(start):
     engine = start(BATON_FAKE_STEP_S="0.01")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2, 3], 60))
@@ -200,13 +201,13 @@ async def test_sleep_over_the_admin_port_keeps_requests_and_wakes_again(start):
         ("/is_paused", 404, "GET /health"),
     ],
 )
-def test_the_admin_port_says_what_is_wrong_as_json(shared_engine, path, status, message):
+def test_the_admin_port_explains_bad_calls_in_json(shared_engine, path, status, message):
     got, body = shared_engine.http("POST", path)
     assert got == status, body
     assert message in json.loads(body)["message"]
 
 
-async def test_an_aborting_pause_ends_requests_and_metrics_count_them(start):
+async def test_metrics_count_requests_that_a_pause_aborted(start):
     engine = start(BATON_FAKE_STEP_S="0.01")
     async with await connect(engine) as client:
         assert len(tokens(await collect(client.add(request("served", [1, 2], 5))))) == 5
@@ -224,7 +225,7 @@ async def test_an_aborting_pause_ends_requests_and_metrics_count_them(start):
     assert 'baton:inter_token_latency_seconds_count{model_name="nowhere"}' in metrics
 
 
-async def test_subscribers_hear_what_the_prefix_cache_gains_without_gaps(start):
+async def test_subscribers_receive_kv_events_without_gaps(start):
     engine = start("--enable-kv-events")
     early: list[KVEventBatch] = []
     late: list[KVEventBatch] = []
@@ -232,9 +233,9 @@ async def test_subscribers_hear_what_the_prefix_cache_gains_without_gaps(start):
         await collect(client.add(request("a", list(range(1, 10)))))
         async with (
             await connect(engine, on_kv_events=late.append) as other,
-            await connect(engine) as stranger,
+            await connect(engine) as unsubscribed,
         ):
-            await collect(stranger.add(request("b", list(range(20, 29)))))
+            await collect(unsubscribed.add(request("b", list(range(20, 29)))))
             await client.call("reset_prefix_cache")
             async with asyncio.timeout(DEADLINE_S):
                 while not (
@@ -252,7 +253,7 @@ async def test_subscribers_hear_what_the_prefix_cache_gains_without_gaps(start):
     assert {event.block_size for event in stored} == {4}
 
 
-def test_a_length_that_the_memory_cannot_hold_is_fatal_with_both_numbers(start):
+def test_a_max_model_len_beyond_the_kv_memory_is_fatal_with_both_numbers(start):
     engine = start("--max-model-len", "300")
     assert engine.process.wait(DEADLINE_S) == 78
     last = engine.text.splitlines()[-1]

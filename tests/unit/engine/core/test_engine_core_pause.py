@@ -1,4 +1,4 @@
-"""Pause and sleep: the text of requests does not change, whoever waits is answered, no order of calls leaves anything latched."""
+"""Pause and sleep: text does not change, every wait is answered, any order of calls can be undone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OVERLAPS = {
 
 
 class Texts:
-    """An engine core, and what its requests have said so far."""
+    """An engine core and the tokens of its requests."""
 
     def __init__(self, **sections: object) -> None:
         config = EngineConfig(
@@ -58,7 +58,7 @@ class Texts:
             )
 
     def run(self, max_steps: int = 1000) -> None:
-        """Until nothing more can be done."""
+        """Step until the core makes no progress."""
         for _ in range(max_steps):
             if not self.core.has_requests:
                 return
@@ -89,11 +89,11 @@ def test_sleep_that_keeps_requests_does_not_change_their_text(texts, level):
     assert texts.core.is_sleeping()
     assert texts.core.get_stats().sleep_level == level
     before = {request_id: list(tokens) for request_id, tokens in texts.tokens.items()}
-    texts.run()  # takes what steps in flight had said
-    told = {request_id: list(tokens) for request_id, tokens in texts.tokens.items()}
+    texts.run()  # takes the outputs of steps in flight
+    after = {request_id: list(tokens) for request_id, tokens in texts.tokens.items()}
     texts.run()
-    assert texts.tokens == told
-    assert all(len(told[request_id]) - len(tokens) <= 2 for request_id, tokens in before.items())
+    assert texts.tokens == after
+    assert all(len(after[request_id]) - len(tokens) <= 2 for request_id, tokens in before.items())
     texts.core.wake_up()
     texts.run()
     texts.assert_complete()
@@ -103,7 +103,7 @@ def test_sleep_that_keeps_requests_does_not_change_their_text(texts, level):
     assert not texts.core.is_paused()
 
 
-def test_what_arrives_during_a_pause_waits_for_resume(texts):
+def test_a_request_that_arrives_during_a_pause_waits_for_resume(texts):
     assert texts.core.pause("keep") is None
     texts.add("r1")
     texts.run()
@@ -111,13 +111,13 @@ def test_what_arrives_during_a_pause_waits_for_resume(texts):
     assert texts.core.has_requests
     for _ in range(3):
         texts.core.step_fn()
-        assert not texts.core.made_progress, "the loop would spin"
+        assert not texts.core.made_progress, "the engine loop would spin"
     texts.core.resume()
     texts.run()
     texts.assert_complete()
 
 
-def test_waiting_for_the_running_requests_leaves_the_others_queued():
+def test_a_pause_that_waits_for_running_requests_leaves_waiting_ones_queued():
     texts = Texts(scheduler=SchedulerConfig(max_num_seqs=1))
     texts.add("r1", "r2")
     texts.run(max_steps=2)
@@ -142,7 +142,7 @@ def test_a_pause_that_aborts_ends_every_request(texts):
     assert texts.core.get_stats().kv_cache_usage == 0
 
 
-def test_resume_answers_whoever_waits_for_the_pause(texts):
+def test_resume_answers_pending_calls_of_pause(texts):
     texts.add("r1")
     texts.run(max_steps=2)
     first = texts.core.pause("wait")
@@ -156,7 +156,7 @@ def test_resume_answers_whoever_waits_for_the_pause(texts):
     assert texts.core.is_paused()
 
 
-def test_sleeping_engines_cannot_be_resumed_and_wake_in_parts(texts):
+def test_a_sleeping_engine_cannot_be_resumed_but_can_wake_in_parts(texts):
     texts.add("r1")
     texts.core.sleep(1, "keep")
     with pytest.raises(RuntimeError, match=r"sleeps at level 1; call wake_up\(\) first"):
@@ -174,7 +174,7 @@ def test_sleeping_engines_cannot_be_resumed_and_wake_in_parts(texts):
     texts.assert_complete()
 
 
-def test_what_was_paused_before_it_slept_stays_paused(texts):
+def test_an_engine_that_was_paused_before_it_slept_stays_paused(texts):
     texts.core.pause("keep")
     texts.core.sleep(1)
     texts.core.wake_up()
@@ -182,7 +182,7 @@ def test_what_was_paused_before_it_slept_stays_paused(texts):
     assert not texts.core.is_sleeping()
 
 
-def test_workers_that_cannot_sleep_leave_the_engine_paused_and_alive(texts, monkeypatch):
+def test_a_failure_of_workers_to_sleep_leaves_the_engine_paused_and_alive(texts, monkeypatch):
     def fail(method: str, args: tuple[object, ...] = ()) -> list[object]:
         raise RuntimeError("no host memory left")
 
@@ -198,7 +198,7 @@ def test_workers_that_cannot_sleep_leave_the_engine_paused_and_alive(texts, monk
     texts.assert_complete()
 
 
-def test_a_reset_of_the_prefix_cache_may_take_the_running_requests_along(texts):
+def test_a_reset_of_the_prefix_cache_can_preempt_running_requests(texts):
     texts.add(*PROMPTS)
     texts.run(max_steps=5)
     texts.core.reset_prefix_cache(True)
@@ -232,7 +232,7 @@ class FakePausedEngine:
 
     def sleep_workers(self, level: int) -> None:
         assert self.awake == {"weights", "kv_cache"}, "asleep already"
-        assert not self.held_blocks, "a transfer writes into memory that is given up"
+        assert not self.held_blocks, "a transfer writes into memory that is freed"
         self.awake = set()
 
     def wake_workers(self, tags: list[str]) -> None:
@@ -245,7 +245,7 @@ MODES = st.sampled_from(["abort", "wait", "keep"])
 
 
 class PauseMachine(RuleBasedStateMachine):
-    """Calls in any order, requests and transfers that come and end in between."""
+    """Calls in any order, between starts and ends of requests and transfers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ class PauseMachine(RuleBasedStateMachine):
             assert self.control.is_paused
 
     @invariant()
-    def whoever_waits_has_a_reason_to(self):
+    def waits_end_with_requests_and_transfers(self):
         waits_for_requests = self.engine.state is PauseState.PAUSED_NEW and self.engine.running
         if not waits_for_requests and not self.engine.held_blocks:
             assert all(future.done() for future in self.futures)
@@ -322,7 +322,7 @@ class PauseMachine(RuleBasedStateMachine):
     def teardown(self):
         self.control.wake_up()
         self.control.resume()
-        assert all(future.done() for future in self.futures), "somebody waits for ever"
+        assert all(future.done() for future in self.futures), "a call is never answered"
         assert self.engine.state is PauseState.UNPAUSED
         assert self.engine.awake == {"weights", "kv_cache"}
 
@@ -333,7 +333,7 @@ TestPauseMachine = PauseMachine.TestCase
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_an_engine_whose_kv_cache_peers_read_refuses_to_sleep_and_ends_nothing(level, mode):
+def test_an_engine_with_kv_transfer_refuses_to_sleep_and_keeps_its_requests(level, mode):
     texts = Texts(kv_transfer=KVTransferConfig(role=KVRole.PRODUCER))
     texts.add(*PROMPTS)
     texts.run(max_steps=3)
@@ -342,4 +342,4 @@ def test_an_engine_whose_kv_cache_peers_read_refuses_to_sleep_and_ends_nothing(l
     assert not texts.core.is_paused()
     texts.run()
     texts.assert_complete()
-    assert texts.core.sleep(0, "keep") is None, "level 0 gives no memory up"
+    assert texts.core.sleep(0, "keep") is None, "level 0 frees no memory"

@@ -1,4 +1,4 @@
-"""The order of things in a step: grammar while the model runs, several steps in flight, aborts before the update, failures."""
+"""The order of calls in a step, several steps in flight, aborts during a step, and failed steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from baton_protocol.sampling import SamplingParams
 from support.engine.engine_fakes import FakeExecutor, continuation
 
 calls: list[str] = []
-"""What happened, in order; emptied by each test that reads it."""
+"""The calls in order. Tests that read it clear it."""
 
 
 class RecordingScheduler(Scheduler):
@@ -50,7 +50,7 @@ class RecordingScheduler(Scheduler):
 
 
 class HeldExecutor(FakeExecutor):
-    """Steps end when the test says so."""
+    """Ends a step on `release`."""
 
     def initialize(self):
         self.held: list[tuple[Future[ModelRunnerOutput], ModelRunnerOutput]] = []
@@ -66,7 +66,7 @@ class HeldExecutor(FakeExecutor):
         return self.held[-1][0]
 
     def release(self) -> None:
-        """Ends the oldest step."""
+        """End the oldest step."""
         future, output = self.held.pop(0)
         future.set_result(output)
 
@@ -105,7 +105,7 @@ RECORDING = SchedulerConfig(scheduler_class=f"{__name__}.RecordingScheduler")
 PIPELINE = ParallelConfig(pipeline_parallel_size=2)
 
 
-def test_the_grammar_is_asked_for_between_execute_and_sample():
+def test_the_grammar_mask_is_computed_between_execute_and_sample():
     core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
     core.add_request(request("r", [1, 2]))
     calls.clear()
@@ -113,14 +113,14 @@ def test_the_grammar_is_asked_for_between_execute_and_sample():
     assert [call.split()[0] for call in calls] == ["execute", "grammar", "sample"]
 
 
-def test_steps_are_started_until_the_queue_is_full_and_end_in_order():
+def test_steps_start_until_the_batch_queue_is_full_and_end_in_order():
     core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
     core.add_request(request("a", [1, 2], 2))
     calls.clear()
     assert core.step_fn() == []
     assert core.made_progress, "there is room for another step"
     core.add_request(request("b", [3, 4], 2))
-    core.executor.release()  # of a's step: the second call finds it done
+    core.executor.release()  # the step of a
     (output,) = core.step_fn()
     assert output.request_id == "a"
     first, second = (call.split()[1] for call in calls if call.startswith("execute"))
@@ -135,7 +135,7 @@ def test_steps_are_started_until_the_queue_is_full_and_end_in_order():
     ]
 
 
-def test_when_all_requests_are_in_flight_no_empty_step_is_sent():
+def test_no_empty_step_is_sent_while_all_requests_are_in_flight():
     core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
     core.add_request(request("a", [1, 2], 2))
     core.step_fn()
@@ -146,15 +146,15 @@ def test_when_all_requests_are_in_flight_no_empty_step_is_sent():
     assert [call.split()[0] for call in calls] == ["update"]
 
 
-def test_aborts_that_came_meanwhile_are_applied_before_the_update():
+def test_aborts_that_arrive_during_a_step_are_applied_before_its_update():
     config = make_config(scheduler=RECORDING)
-    came: list[str] = []
+    aborts: list[str] = []
     core = EngineCore(
-        config, FakeExecutor(config, "instance", lambda: None), take_aborts=lambda: came
+        config, FakeExecutor(config, "instance", lambda: None), take_aborts=lambda: aborts
     )
     core.add_request(request("r", [1, 2]))
     calls.clear()
-    came.append("r")
+    aborts.append("r")
     (output,) = core.step()
     assert output.finish_reason is FinishReason.ABORT
     assert output.new_token_ids == []
@@ -186,7 +186,7 @@ def test_text_does_not_depend_on_how_steps_overlap(sections):
     assert core.get_stats().kv_cache_usage == 0
 
 
-def test_a_failing_step_leaves_its_input_in_a_file(tmp_path):
+def test_a_failed_step_writes_its_input_to_a_file(tmp_path):
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path / "dumps")))
     generate(core, request("before", [1, 2], 2))
     long = EngineCoreRequest("long", list(range(1, 101)), SamplingParams(max_tokens=2))
@@ -213,7 +213,7 @@ def test_a_failing_step_leaves_its_input_in_a_file(tmp_path):
     assert dump["config"]["cache"]["num_blocks"] == 64
 
 
-def test_a_failure_to_schedule_leaves_the_state_of_the_engine_in_a_file(tmp_path, monkeypatch):
+def test_a_scheduling_failure_writes_the_engine_state_to_a_file(tmp_path, monkeypatch):
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path)))
     core.add_request(request("r", [1, 2]))
     monkeypatch.setattr(core.scheduler.kv, "allocate", lambda *args, **options: 1 / 0)
@@ -227,7 +227,7 @@ def test_a_failure_to_schedule_leaves_the_state_of_the_engine_in_a_file(tmp_path
     assert dump["stats"]["num_requests_waiting"] == 1
 
 
-def test_a_crash_dump_that_cannot_be_written_hides_nothing(tmp_path):
+def test_a_failed_crash_dump_does_not_hide_the_error_of_the_step(tmp_path):
     (tmp_path / "file").touch()
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path / "file")))
     core.add_request(request("bad", [13, 13, 13]))
@@ -243,7 +243,7 @@ def test_a_worker_that_dies_ends_the_wait_for_its_step():
         core.step_fn()
 
 
-def test_max_model_len_is_fitted_to_the_memory_unless_it_was_asked_for(caplog):
+def test_max_model_len_is_fitted_to_the_kv_memory_unless_it_is_configured(caplog):
     with caplog.at_level(logging.WARNING):
         assert make_core().ready.max_model_len == 256
     assert "256, limited by the KV memory; the model's maximum is 512" in caplog.text
@@ -255,7 +255,7 @@ def test_max_model_len_is_fitted_to_the_memory_unless_it_was_asked_for(caplog):
         make_core(model=ModelConfig(path="/nowhere", max_model_len=300))
 
 
-def test_a_scheduler_that_is_none_is_a_configuration_error():
+def test_a_scheduler_class_that_does_not_exist_is_a_configuration_error():
     with pytest.raises(
         ConfigurationError,
         match=r"scheduler\.scheduler_class: cannot load scheduler nowhere\.Nothing",
@@ -263,7 +263,7 @@ def test_a_scheduler_that_is_none_is_a_configuration_error():
         make_core(scheduler=SchedulerConfig(scheduler_class="nowhere.Nothing"))
 
 
-def test_a_short_name_that_nobody_knows_is_a_configuration_error():
+def test_an_unknown_short_name_of_a_scheduler_is_a_configuration_error():
     with pytest.raises(
         ConfigurationError, match=r"cannot load scheduler 'nope': it is no known name"
     ):
@@ -286,7 +286,7 @@ def test_iterations_are_logged_on_request(caplog):
     assert "0 prefill tokens of 0 requests, 1 decode tokens" in lines[1]
 
 
-def test_profiling_without_a_folder_says_what_to_set(tmp_path: Path):
+def test_profiling_without_a_folder_names_the_flag_to_set(tmp_path: Path):
     with pytest.raises(RuntimeError, match="--profiler-dir"):
         make_core().start_profile()
     core = make_core(observability=ObservabilityConfig(profiler_dir=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""What the edge refuses, and that the refusal names the field."""
+"""Validation of requests: a refusal names the field."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(params: dict[str, Any], **fields: Any) -> None:
         },
     ],
 )
-def test_accepts(params: dict[str, Any]) -> None:
+def test_valid_sampling_params_are_accepted(params: dict[str, Any]) -> None:
     check(params)
 
 
@@ -103,7 +103,7 @@ def test_accepts(params: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_refuses_sampling_params(params: dict[str, Any], field: str) -> None:
+def test_invalid_sampling_params_are_refused(params: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         check(params)
 
@@ -124,11 +124,13 @@ def test_refuses_sampling_params(params: dict[str, Any], field: str) -> None:
         ({"prompt_logprobs": 1}, {"kv_transfer": CONSUME}, "prompt_logprobs.*CONSUME"),
     ],
 )
-def test_refuses_combinations(params: dict[str, Any], fields: dict[str, Any], reason: str) -> None:
+def test_invalid_combinations_are_refused(
+    params: dict[str, Any], fields: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         check(params, **fields)
 
 
-def test_group_members_and_prefill_sides_may_report_their_prompt() -> None:
+def test_group_members_and_prefill_requests_can_have_prompt_logprobs() -> None:
     check({"prompt_logprobs": 1}, group_id="g", sample_index=3)
     check({"prompt_logprobs": 1, "max_tokens": 1}, kv_transfer=PRODUCE)

@@ -10,7 +10,7 @@ import pytest
 from baton_protocol.messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase, StartWave
 from support.engine.engine_fakes import continuation
-from support.engine.rank_fakes import DEADLINE_S, Network, Rank, adopt, generation
+from support.engine.rank_fakes import DEADLINE_S, Network, Rank, commit, generation
 from support.waiting import eventually
 
 Start = Callable[[int], list[Rank]]
@@ -34,7 +34,7 @@ def start(network: Network) -> Iterator[Start]:
 
 
 def form(ranks: list[Rank]) -> None:
-    adopt(generation(1, ranks), ranks, serving=ranks)
+    commit(generation(1, ranks), ranks, serving=ranks)
 
 
 def prompt_of(number: int) -> list[int]:
@@ -104,7 +104,7 @@ def test_a_group_grows_in_the_middle_of_requests_and_the_newcomer_serves(start):
     for rank in ranks[:2]:
         rank.add("long", [1, 2, 3], 240)
         rank.until(lambda rank=rank: len(rank.tokens("long")) > 5, "tokens")
-    adopt(generation(2, ranks), ranks, serving=ranks)
+    commit(generation(2, ranks), ranks, serving=ranks)
     assert not any(rank.ended("long") for rank in ranks[:2]), "it was in the middle"
     ranks[2].add("new", [9, 8], 30)
     assert ranks[2].text("new") == continuation([9, 8], 30, ignore_eos=True)
@@ -118,7 +118,7 @@ def test_a_group_grows_in_the_middle_of_requests_and_the_newcomer_serves(start):
 def test_an_idle_group_adopts_in_an_empty_wave_that_runs_no_step(start):
     ranks = start(3)
     form(ranks)
-    adopt(generation(2, ranks[:2]), ranks, serving=ranks[:2])
+    commit(generation(2, ranks[:2]), ranks, serving=ranks[:2])
     ranks[2].until(lambda: ranks[2].status().phase is RankPhase.STANDBY, "standby")
     assert all(rank.executor.num_wave_steps == 0 for rank in ranks)
     assert all(rank.status().commit_seen == "nonce-2" for rank in ranks)
@@ -130,7 +130,7 @@ def test_requests_of_a_retiring_rank_are_given_back_with_what_they_said_and_the_
     for rank in ranks:
         rank.add("long", [5, 6], 240)
         rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
-    adopt(generation(2, [ranks[2], ranks[0]]), ranks, serving=[ranks[0], ranks[2]])
+    commit(generation(2, [ranks[2], ranks[0]]), ranks, serving=[ranks[0], ranks[2]])
     last = ranks[1].until(lambda: ranks[1].ended("long"), "the end")
     assert last.error_code is ErrorCode.DRAINING
     assert "generation 2 continues without this rank" in last.error
@@ -166,7 +166,7 @@ def test_who_loses_a_member_keeps_its_requests_and_goes_on_with_the_same_tokens(
     ranks[0].add("meanwhile", [3, 3], 10)
     said = [len(rank.tokens("long")) for rank in ranks[:2]]
     survivors = ranks[:2]
-    adopt(generation(2, survivors, urgent=True), survivors, serving=survivors)
+    commit(generation(2, survivors, urgent=True), survivors, serving=survivors)
     for number, rank in enumerate(survivors):
         assert rank.text("long") == continuation(prompt_of(number), 120, ignore_eos=True)
         assert [output.token_offset for output in rank.outputs["long"]] == list(range(120))
@@ -188,15 +188,15 @@ def test_an_urgent_target_frees_who_waits_for_a_frozen_rank_which_is_dismissed_w
     votes = network.meeting(ranks[0].core.generation, "control")
     ranks[0].until(lambda: votes.num_waiting == 2, "a wait for the frozen one")
     survivors = [ranks[0], ranks[2]]
-    adopt(generation(2, survivors, urgent=True), survivors, serving=survivors)
+    commit(generation(2, survivors, urgent=True), survivors, serving=survivors)
     for rank in survivors:
         assert rank.text("long") == continuation([4, 2], 200, ignore_eos=True)
     ranks[1].frozen.clear()
-    ranks[1].tell(dismissed=True)
+    ranks[1].receive_directive(dismissed=True)
     last = ranks[1].until(lambda: ranks[1].ended("long"), "the end")
     assert last.error_code is ErrorCode.DRAINING
     assert ranks[1].status().phase is RankPhase.STANDBY
-    adopt(generation(3, ranks), ranks, serving=ranks)
+    commit(generation(3, ranks), ranks, serving=ranks)
     ranks[1].add("again", [1, 1], 10)
     assert ranks[1].text("again") == continuation([1, 1], 10, ignore_eos=True)
 
@@ -210,14 +210,14 @@ def test_what_cannot_be_prepared_is_a_reason_and_the_old_generation_serves_on(st
     else:
         ranks[0].join_fails = "the checkpoint is gone"
     target = generation(2, ranks)
-    ranks[0].tell(target)
+    ranks[0].receive_directive(target)
     ranks[0].until(lambda: ranks[0].status().failed == target.nonce, "the failure")
     assert "the checkpoint is gone" in ranks[0].status().failure
     assert ranks[0].status().prepared == ""
     ranks[0].add("r", [1, 2], 10)
     assert ranks[0].text("r") == continuation([1, 2], 10, ignore_eos=True)
     ranks[0].executor.preparation_fails = ranks[0].join_fails = ""
-    adopt(generation(3, ranks), ranks, serving=ranks)
+    commit(generation(3, ranks), ranks, serving=ranks)
 
 
 def test_a_target_that_is_taken_back_or_replaced_before_its_commit_leaves_nothing(start):
@@ -225,15 +225,15 @@ def test_a_target_that_is_taken_back_or_replaced_before_its_commit_leaves_nothin
     form(ranks[:2])
     first = generation(2, ranks)
     for rank in ranks:
-        rank.tell(first)
+        rank.receive_directive(first)
     for rank in ranks:
         rank.until(lambda rank=rank: rank.status().prepared == first.nonce, "prepared")
-    ranks[0].tell(None)
+    ranks[0].receive_directive(None)
     ranks[0].until(lambda: ranks[0].status().prepared == "", "dropped")
     second = generation(2, [ranks[1], ranks[0]], nonce="other")
-    adopt(second, ranks[:2], serving=ranks[:2])
+    commit(second, ranks[:2], serving=ranks[:2])
     assert ranks[0].core.rank == 1
-    ranks[2].tell(None)
+    ranks[2].receive_directive(None)
     ranks[2].until(lambda: ranks[2].status().prepared == "", "dropped")
     assert ranks[2].status().phase is RankPhase.STANDBY
 
@@ -243,16 +243,16 @@ def test_a_commit_is_final_for_who_has_seen_it(start):
     form(ranks)
     target = generation(2, [ranks[1], ranks[0]])
     for rank in ranks:
-        rank.tell(target)
+        rank.receive_directive(target)
     for rank in ranks:
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
-    ranks[0].tell(target, commit=True)
+    ranks[0].receive_directive(target, commit=True)
     ranks[0].until(lambda: ranks[0].status().commit_seen == target.nonce, "the commit")
     assert ranks[0].status().committed is target, "another coordinator can finish it"
     assert ranks[1].status().committed is None
-    ranks[0].tell(None)
-    ranks[0].tell(generation(3, ranks))
-    ranks[1].tell(target, commit=True)
+    ranks[0].receive_directive(None)
+    ranks[0].receive_directive(generation(3, ranks))
+    ranks[1].receive_directive(target, commit=True)
     for rank in ranks:
         rank.until(lambda rank=rank: rank.serves(target), "adopted")
         assert rank.status().committed is None
@@ -263,10 +263,10 @@ def test_who_has_voted_alone_notices_that_a_rank_is_gone_before_it_heard_of_the_
     form(ranks)
     target = generation(2, ranks[:2])
     for rank in ranks[:2]:
-        rank.tell(target)
+        rank.receive_directive(target)
     ranks[0].until(lambda: ranks[0].status().prepared == target.nonce, "prepared")
     ranks[1].until(lambda: ranks[1].status().prepared == target.nonce, "prepared")
-    ranks[0].tell(target, commit=True)
+    ranks[0].receive_directive(target, commit=True)
     ranks[0].until(lambda: ranks[0].topology().wave > 0, "an exchange with its vote")
     assert ranks[0].status().generation.number == 1, "not all have voted"
     ranks[2].inputs.put(lambda: ranks[2].core._group.abort())
@@ -281,14 +281,14 @@ def test_an_urgent_target_above_a_committed_one_comes_after_it(start):
         rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
     target = generation(2, ranks[:2])
     for rank in ranks:
-        rank.tell(target)
+        rank.receive_directive(target)
     for rank in ranks[:2]:
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
     ranks[2].frozen.set()
     for rank in ranks:
-        rank.tell(target, commit=True)
+        rank.receive_directive(target, commit=True)
     survivors = [ranks[1], ranks[0]]
-    adopt(generation(3, survivors, urgent=True), ranks, serving=survivors)
+    commit(generation(3, survivors, urgent=True), ranks, serving=survivors)
     for rank in survivors:
         assert rank.text("long") == continuation([1, 7], 80, ignore_eos=True)
     ranks[2].frozen.clear()
@@ -301,11 +301,11 @@ def test_a_retiring_rank_that_hears_of_an_urgent_target_above_the_commit_leaves_
     ranks = start(3)
     form(ranks)
     target = generation(2, ranks[:2])
-    ranks[2].tell(target, commit=True)
+    ranks[2].receive_directive(target, commit=True)
     ranks[2].until(lambda: ranks[2].status().commit_seen == target.nonce, "the commit")
-    adopt(generation(3, ranks[:2], urgent=True), ranks, serving=ranks[:2])
+    commit(generation(3, ranks[:2], urgent=True), ranks, serving=ranks[:2])
     ranks[2].until(lambda: ranks[2].status().phase is RankPhase.STANDBY, "standby")
-    adopt(generation(4, ranks), ranks, serving=ranks)
+    commit(generation(4, ranks), ranks, serving=ranks)
 
 
 def test_a_newcomer_adopts_when_a_wave_of_its_generation_begins_and_joins_it(start, network):
@@ -314,10 +314,10 @@ def test_a_newcomer_adopts_when_a_wave_of_its_generation_begins_and_joins_it(sta
     form(ranks[:1])
     target = generation(2, ranks)
     for rank in ranks:
-        rank.tell(target)
+        rank.receive_directive(target)
     for rank in ranks:
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
-    ranks[0].tell(target, commit=True)
+    ranks[0].receive_directive(target, commit=True)
     ranks[0].until(lambda: ranks[0].serves(target), "adopted")
     assert ranks[1].status().phase is RankPhase.STANDBY
     ranks[0].add("r", [1, 2], 10)
@@ -336,7 +336,7 @@ def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_genera
         rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
     target = generation(2, ranks)
     for rank in ranks:
-        rank.tell(target)
+        rank.receive_directive(target)
     for rank in ranks:
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
     original = ranks[1].core._execute
@@ -351,8 +351,8 @@ def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_genera
         original(step, schedule_s)
 
     ranks[1].core._execute = break_in_the_last_step
-    ranks[1].tell(target, commit=True)
-    ranks[0].tell(target, commit=True)
+    ranks[1].receive_directive(target, commit=True)
+    ranks[0].receive_directive(target, commit=True)
     for rank in ranks:
         rank.until(lambda rank=rank: rank.serves(target), "adopted")
         assert rank.text("long") == continuation([8, 1], 100, ignore_eos=True)
@@ -397,10 +397,10 @@ def test_a_rank_refuses_to_sleep_and_requests_for_another_rank(start):
 def test_targets_that_are_not_newer_than_what_a_rank_has_been_in_change_nothing(start):
     ranks = start(2)
     form(ranks)
-    adopt(generation(5, ranks), ranks, serving=ranks)
+    commit(generation(5, ranks), ranks, serving=ranks)
     stale = generation(4, [ranks[1], ranks[0]], urgent=True)
     for rank in ranks:
-        rank.tell(stale, commit=True)
+        rank.receive_directive(stale, commit=True)
     ranks[0].add("r", [1], 10)
     assert ranks[0].text("r") == continuation([1], 10, ignore_eos=True)
     assert all(
@@ -411,11 +411,11 @@ def test_targets_that_are_not_newer_than_what_a_rank_has_been_in_change_nothing(
 def test_who_stands_by_begins_anew_whatever_it_has_been_in(start):
     ranks = start(2)
     form(ranks)
-    adopt(generation(5, ranks), ranks, serving=ranks)
+    commit(generation(5, ranks), ranks, serving=ranks)
     for rank in ranks:
-        rank.tell(dismissed=True)
+        rank.receive_directive(dismissed=True)
         rank.until(lambda rank=rank: rank.status().phase is RankPhase.STANDBY, "standby")
-    adopt(generation(2, ranks, nonce="of a coordinator that knows nothing"), ranks, serving=ranks)
+    commit(generation(2, ranks, nonce="of a coordinator that knows nothing"), ranks, serving=ranks)
 
 
 def test_others_see_who_waits_for_whom_while_a_loop_stands_still(start):

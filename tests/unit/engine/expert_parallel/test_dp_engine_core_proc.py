@@ -52,7 +52,7 @@ def ranks(coordinator: ScriptedCoordinator, tmp_path: Path) -> Iterator[Ranks]:
             folder.mkdir()
             flags = (
                 "--executor",
-                "support.engine.rank_processes.LonelyExpertExecutor",
+                "support.engine.rank_processes.IndependentExpertExecutor",
                 "--rank-name",
                 name,
             )
@@ -86,7 +86,7 @@ async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_eve
     a = engines["a"]
     assert a.http("GET", "/health")[0] == 200
     assert ready_reason(a) == "Standby"
-    await asyncio.to_thread(coordinator.adopt, 1, ["b", "a"])
+    await asyncio.to_thread(coordinator.commit, 1, ["b", "a"])
     async with (
         await connect(a, heartbeat_interval_s=0.1) as client,
         await connect(engines["b"]) as other,
@@ -105,7 +105,7 @@ async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_eve
         # In the middle of a request: the same connection goes on.
         stream = client.add(request("long", [5], 200))
         await anext(stream)
-        await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
+        await asyncio.to_thread(coordinator.commit, 2, ["a"], directed=["a", "b"])
         assert len(tokens(await collect(stream))) == 199
         assert client.init.generation == 2
         assert (client.ready.data_parallel_rank, client.ready.data_parallel_size) == (0, 1)
@@ -125,7 +125,7 @@ async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_eve
 def test_stores_forget_generations_that_are_over(ranks, coordinator):
     """Else a group that changes often enough could not meet any more: a store takes so much and no more."""
     ranks("a", "b")
-    coordinator.adopt(1, ["a", "b"])
+    coordinator.commit(1, ["a", "b"])
     members = [coordinator.statuses[name].member for name in ("a", "b")]
     stores = [
         connect_store(StoreAddress(each.host, each.store_port), DEADLINE_S) for each in members
@@ -133,7 +133,7 @@ def test_stores_forget_generations_that_are_over(ranks, coordinator):
     of_one = sum(store.num_keys() for store in stores)
     assert of_one > 0
     for number in range(2, 5):
-        coordinator.adopt(number, ["a", "b"])
+        coordinator.commit(number, ["a", "b"])
 
     def forgotten() -> bool:
         kept = sum(store.num_keys() for store in stores)
@@ -147,12 +147,12 @@ async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_aliv
     ranks, coordinator
 ):
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.02")
-    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["b"], heartbeat_interval_s=0.1) as client:
         await until_draining(client, False)
         stream = client.add(request("r", [1, 2], 250))
         await anext(stream)
-        await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
+        await asyncio.to_thread(coordinator.commit, 2, ["a"], directed=["a", "b"])
         last = (await collect(stream))[-1]
         assert last.error_code is ErrorCode.DRAINING
         assert "continues without this rank" in last.error
@@ -161,7 +161,7 @@ async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_aliv
         assert late.error_code is ErrorCode.DRAINING
         assert ready_reason(engines["b"]) == "Standby"
         assert engines["b"].http("GET", "/health")[0] == 200
-        await asyncio.to_thread(coordinator.adopt, 3, ["a", "b"])
+        await asyncio.to_thread(coordinator.commit, 3, ["a", "b"])
         await until_draining(client, False)
         assert tokens(await collect(client.add(request("again", [1], 5))))
 
@@ -170,7 +170,7 @@ async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_gene
     ranks, coordinator
 ):
     engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.02")
-    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b", "c"])
+    await asyncio.to_thread(coordinator.commit, 1, ["a", "b", "c"])
     async with await connect(engines["a"]) as client, await connect(engines["c"]) as other:
         streams = [each.add(request("r", [7], 150)) for each in (client, other)]
         received = [[await anext(stream)] for stream in streams]
@@ -182,7 +182,7 @@ async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_gene
             )
             assert engines[name].http("GET", "/ready")[0] == 200
         more = client.add(request("more", [9], 10))
-        await asyncio.to_thread(coordinator.adopt, 2, ["a", "c"], urgent=True)
+        await asyncio.to_thread(coordinator.commit, 2, ["a", "c"], urgent=True)
         for stream, outputs in zip(streams, received, strict=True):
             outputs += await collect(stream)
             assert tokens(outputs) == continuation([7], 150, ignore_eos=True)
@@ -194,15 +194,15 @@ async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_give
     ranks, coordinator
 ):
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.005")
-    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["a"]) as client:
         stream = client.add(request("r", [7], 100))
         outputs = [await anext(stream)]
         engines["b"].process.send_signal(signal.SIGSTOP)
-        await asyncio.to_thread(coordinator.adopt, 2, ["a"], urgent=True)
+        await asyncio.to_thread(coordinator.commit, 2, ["a"], urgent=True)
         outputs += await collect(stream)
         assert tokens(outputs) == continuation([7], 100, ignore_eos=True)
-        coordinator.say(["b"], None, dismissed=True)
+        coordinator.direct(["b"], None, dismissed=True)
         engines["b"].process.send_signal(signal.SIGCONT)
         await asyncio.to_thread(
             coordinator.until, ["b"], "standby", phase=RankPhase.STANDBY, generation=None
@@ -211,7 +211,7 @@ async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_give
 
 async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(ranks, coordinator):
     engines = ranks("a", "b")
-    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     engines["b"].process.send_signal(signal.SIGTERM)
     await asyncio.to_thread(
         coordinator.until, ["b"], "leaving", leaving=True, phase=RankPhase.SERVING
@@ -221,7 +221,7 @@ async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(r
         assert tokens(await collect(client.add(request("r", [1], 20)))) == continuation(
             [1], 20, ignore_eos=True
         )
-    await asyncio.to_thread(coordinator.adopt, 2, ["a"], told=["a", "b"])
+    await asyncio.to_thread(coordinator.commit, 2, ["a"], directed=["a", "b"])
     assert await asyncio.to_thread(engines["b"].process.wait, DEADLINE_S) == 0
     assert coordinator.statuses["a"].phase is RankPhase.SERVING
 
@@ -230,7 +230,7 @@ async def test_without_an_answer_a_leaving_rank_goes_at_its_drain_timeout_and_at
     ranks, coordinator
 ):
     engines = ranks("a", "b", "c", drain_timeout_s=15, BATON_FAKE_STEP_S="0.1")
-    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b", "c"])
+    await asyncio.to_thread(coordinator.commit, 1, ["a", "b", "c"])
     async with await connect(engines["b"]) as client, await connect(engines["c"]) as other:
         streams = [each.add(request("r", [1, 2], 250)) for each in (client, other)]
         for stream in streams:
@@ -248,7 +248,7 @@ async def test_without_an_answer_a_leaving_rank_goes_at_its_drain_timeout_and_at
 
 async def test_all_leave_as_soon_as_they_are_let_go(ranks, coordinator):
     engines = ranks("a", "b", drain_timeout_s=600, BATON_FAKE_STEP_S="0.005")
-    await asyncio.to_thread(coordinator.adopt, 1, ["a", "b"])
+    await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["a"]) as client:
         stream = client.add(request("r", [1, 2], 100))
         outputs = [await anext(stream)]
@@ -258,18 +258,18 @@ async def test_all_leave_as_soon_as_they_are_let_go(ranks, coordinator):
         outputs += await collect(stream)
         assert tokens(outputs) == continuation([1, 2], 100, ignore_eos=True)
     await asyncio.to_thread(coordinator.until, ["a", "b"], "rest", num_running=0, num_waiting=0)
-    coordinator.say(["a", "b"], None, dismissed=True)
+    coordinator.direct(["a", "b"], None, dismissed=True)
     for engine in engines.values():
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S / 2) == 0
 
 
 async def test_a_dismissed_rank_whose_loop_stands_still_gives_its_requests_up(ranks, coordinator):
     engines = ranks("a", BATON_FAKE_STEP_S="600")
-    await asyncio.to_thread(coordinator.adopt, 1, ["a"])
+    await asyncio.to_thread(coordinator.commit, 1, ["a"])
     async with await connect(engines["a"], heartbeat_interval_s=0.1) as client:
         stream = client.add(request("r", [1, 2], 5))
         await asyncio.to_thread(coordinator.until, ["a"], "a step", activity=Activity.RUNS)
-        coordinator.say(["a"], None, dismissed=True)
+        coordinator.direct(["a"], None, dismissed=True)
         await until_draining(client, True)
         assert ready_reason(engines["a"]) == "Standby"
         with pytest.raises(EngineDeadError, match="its loop is stalled"):
@@ -286,7 +286,7 @@ def test_sigterm_in_standby_waits_for_nobody(ranks, coordinator):
 
 def test_sigterm_of_the_only_rank_waits_for_nobody(ranks, coordinator):
     engines = ranks("a")
-    coordinator.adopt(1, ["a"])
+    coordinator.commit(1, ["a"])
     engines["a"].process.send_signal(signal.SIGTERM)
     assert engines["a"].process.wait(DEADLINE_S) == 0
 

@@ -28,14 +28,13 @@ from support.engine.expert_ranks import (
     ThreadNetwork,
     ThreadRank,
     commit_everywhere,
+    compute_waves,
     generation,
     place_experts,
-    run_spread,
-    run_threads,
+    run_expert_parallel,
     thread_groups,
-    waves_of,
 )
-from support.engine.model_cases import CPU, Meeting, ThreadGroup, load, run_model
+from support.engine.model_cases import CPU, Meeting, ThreadGroup, load, run_model, run_threads
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 16, 24, 8
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
@@ -228,9 +227,9 @@ def test_models_compute_what_one_rank_does(
     placement = place_experts(2, ranks[0].store.num_experts, num_ranks, num_redundant)
     commit_everywhere(ranks, generation(1, [rank.name for rank in ranks], placement))
     sequences, chunk = make_sequences(num_ranks, 24), 7
-    waves = waves_of(sequences, chunk)
+    waves = compute_waves(sequences, chunk)
     works = [
-        lambda rank=rank, own=own: run_spread(rank.model, own, chunk, waves)
+        lambda rank=rank, own=own: run_expert_parallel(rank.model, own, chunk, waves)
         for rank, own in zip(ranks, sequences, strict=True)
     ]
     alone = load(checkpoint)
@@ -257,9 +256,11 @@ def test_tensor_ranks_within_ranks(checkpoint: Path, layout: str) -> None:
         workers, generation(1, ["r0", "r1"], place_experts(2, workers[0].store.num_experts, 2))
     )
     sequences, chunk = [make_sequences(2, 20)[0], []], 6
-    waves = waves_of(sequences, chunk)
+    waves = compute_waves(sequences, chunk)
     works = [
-        lambda worker=worker, own=sequences[index // 2]: run_spread(worker.model, own, chunk, waves)
+        lambda worker=worker, own=sequences[index // 2]: run_expert_parallel(
+            worker.model, own, chunk, waves
+        )
         for index, worker in enumerate(workers)
     ]
     first, second, *_ = run_threads(works)
@@ -330,7 +331,7 @@ def test_routed_experts_are_reported_as_the_model_calls_them(checkpoint: Path) -
 
 def test_before_the_first_generation_sparse_layers_add_nothing(checkpoint: Path) -> None:
     rank = ThreadRank("r0", checkpoint, ThreadNetwork())
-    logits = run_spread(rank.model, [[1, 2, 3]], 3, [()])
+    logits = run_expert_parallel(rank.model, [[1, 2, 3]], 3, [()])
     assert torch.isfinite(logits).all()
     assert not any("experts" in name for name, _ in rank.model.named_parameters())
 
@@ -342,9 +343,9 @@ def test_a_forward_whose_group_breaks_goes_on_without_exchanges(checkpoint: Path
     commit_everywhere(ranks, generation(1, ["r0", "r1"], place_experts(2, num_experts, 2)))
     ranks[1].generations.interrupt()
     with pytest.raises(GroupBrokenError):
-        run_spread(ranks[0].model, [[1, 2, 3]], 3, [(3, 0)])
+        run_expert_parallel(ranks[0].model, [[1, 2, 3]], 3, [(3, 0)])
     commit_everywhere(ranks[:1], generation(2, ["r0"], place_experts(2, num_experts, 1)))
-    logits = run_spread(ranks[0].model, [[1, 2, 3]], 3, [(3,)])
+    logits = run_expert_parallel(ranks[0].model, [[1, 2, 3]], 3, [(3,)])
     torch.testing.assert_close(
         logits, run_model(load(checkpoint), [[1, 2, 3]], 3), atol=TOLERANCE, rtol=0
     )

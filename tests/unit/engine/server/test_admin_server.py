@@ -1,4 +1,4 @@
-"""How the admin port answers calls: results, waits that take long, and every kind of failure."""
+"""Answers of the admin port: results, pending calls, failures, and access with a service key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.waiting import eventually
 
 
 class FakeAdmin:
-    """Answers every call with `answer`, raising it if it is an exception."""
+    """Answers every call with `answer`, or raises it if it is an exception."""
 
     answer: Any = None
     called: tuple[str, Mapping[str, Sequence[str]]] | None = None
@@ -59,12 +59,12 @@ def server(admin: FakeAdmin) -> Iterator[AdminServer]:
     server.close()
 
 
-def test_a_client_that_leaves_early_is_no_error(server, capfd, caplog):
+def test_an_early_disconnect_of_a_client_is_not_logged_as_an_error(server, capfd, caplog):
     caplog.set_level(logging.DEBUG)
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.sendall(b"GET /hea")
-    connection.close()  # with a reset, while the server waits for the rest
+    connection.close()  # resets the connection while the server reads the request
     eventually(
         lambda: "an HTTP client disconnected" in caplog.text,
         timeout_s=30,
@@ -95,13 +95,13 @@ def ask(
         f"http://127.0.0.1:{server.port}{path}", method=method, headers=headers
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, json.load(answer)
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
-def test_conditions_tell_how_far_the_engine_is_if_it_knows(server):
+def test_readiness_reports_the_progress_of_loading(server):
     loading = {
         "reason": "Loading",
         "message": "loading x",
@@ -111,22 +111,22 @@ def test_conditions_tell_how_far_the_engine_is_if_it_knows(server):
     assert ask(server, "GET", "/health") == (200, {"reason": "Serving", "message": ""})
 
 
-def test_an_engine_says_with_whom_it_can_exchange_blocks(server, admin):
+def test_health_reports_the_kv_compatibility(server, admin):
     kv = KVCompatibility(
-        version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD", block_size=16,
-        num_layers=2, num_kv_heads=4, head_dim=8,
+        version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD",
+        block_size=16, num_layers=2, num_kv_heads=4, head_dim=8,
     )  # fmt: skip
     admin.health = lambda: Condition(True, "Serving", "", kv=kv)
-    status, told = ask(server, "GET", "/health")
-    assert (status, told["kv"]) == (200, msgspec.to_builtins(kv))
+    status, body = ask(server, "GET", "/health")
+    assert (status, body["kv"]) == (200, msgspec.to_builtins(kv))
 
 
-def test_health_names_what_moved_the_kv(server, admin):
+def test_health_reports_the_kv_bytes_of_every_transport(server, admin):
     admin.health = lambda: Condition(True, "Serving", "", kv_bytes={"ucx tcp/lo": 7})
     assert ask(server, "GET", "/health")[1]["kv_bytes"] == {"ucx tcp/lo": 7}
 
 
-def test_a_call_passes_its_query_on_and_returns_the_result(server, admin):
+def test_a_call_passes_its_query_to_the_method_and_returns_the_result(server, admin):
     admin.answer = True
     assert ask(server, "POST", "/wake_up?tags=weights&tags=kv_cache") == (200, {"result": True})
     assert admin.called == ("wake_up", {"tags": ["weights", "kv_cache"]})
@@ -141,14 +141,14 @@ def test_a_call_passes_its_query_on_and_returns_the_result(server, admin):
         (RuntimeError("the engine sleeps"), 409, "Failed"),
     ],
 )
-def test_what_does_not_end_well_has_a_status_and_a_reason(server, admin, answer, status, reason):
+def test_a_pending_or_failed_call_has_a_status_and_a_reason(server, admin, answer, status, reason):
     admin.answer = answer
     got, body = ask(server, "POST", "/pause?mode=wait")
     assert (got, body["reason"]) == (status, reason)
     assert body["message"]
 
 
-def test_what_changes_something_is_no_get_and_unknown_paths_list_the_known(server, admin):
+def test_unknown_paths_and_wrong_methods_are_answered_with_the_known_paths(server, admin):
     for method, path in (
         ("GET", "/pause"),
         ("POST", "/is_paused"),
@@ -180,16 +180,14 @@ def locked(admin: FakeAdmin, access: Access) -> Iterator[AdminServer]:
 def refusals(access: Access, door: str) -> float:
     registry = CollectorRegistry()
     registry.register(access.refusals)
-    count = registry.get_sample_value("baton:access_refused_total", {"door": door})
-    assert count is not None
-    return count
+    return registry.get_sample_value("baton:access_refused_total", {"door": door})
 
 
 @pytest.mark.parametrize("path", ["/drain", "/pause?mode=wait", "/sleep", "/no_such_thing"])
 @pytest.mark.parametrize(
     "authorization", [None, "Bearer wrong", ServiceKey(b"another service's key").bearer]
 )
-def test_what_changes_something_needs_the_key(locked, admin, access, path, authorization):
+def test_a_post_without_the_service_key_is_refused(locked, admin, access, path, authorization):
     status, body = ask(locked, "POST", path, authorization)
     assert (status, body["reason"]) == (401, "Unauthorized")
     assert "Authorization" in body["message"]
@@ -198,38 +196,38 @@ def test_what_changes_something_needs_the_key(locked, admin, access, path, autho
     assert refusals(access, "engine") == 0
 
 
-def test_who_has_the_key_may_do_everything(locked, admin, access):
+def test_a_post_with_the_service_key_is_accepted(locked, admin, access):
     admin.answer = True
     assert ask(locked, "POST", "/pause", KEY.bearer) == (200, {"result": True})
     assert ask(locked, "POST", "/drain", KEY.bearer) == (200, {"draining": True, "unfinished": 0})
     assert refusals(access, "http") == 0
 
 
-def test_what_changes_nothing_stays_open(locked):
+def test_reads_need_no_service_key(locked):
     for path in ("/health", "/ready", "/metrics"):
         with contextlib.suppress(urllib.error.HTTPError, json.JSONDecodeError):
             assert ask(locked, "GET", path)[0] != 401
     assert ask(locked, "GET", "/drain")[0] == 200
 
 
-def test_the_body_of_a_refused_request_is_not_taken_for_the_next_one(locked, admin):
-    """Its connection ends instead."""
+def test_the_body_of_a_refused_request_is_not_parsed_as_the_next_request(locked, admin):
+    """The server closes the connection instead."""
     smuggled = (
         b"POST /drain HTTP/1.1\r\nHost: x\r\nAuthorization: " + KEY.bearer.encode() + b"\r\n\r\n"
     )
     head = b"POST /pause HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(smuggled)
     with socket.create_connection(("127.0.0.1", locked.port), timeout=30) as connection:
         connection.sendall(head + smuggled)
-        answer = b""
-        with contextlib.suppress(ConnectionResetError):  # what it sent was not read
+        response = b""
+        with contextlib.suppress(ConnectionResetError):  # the server closed with unread data
             while part := connection.recv(65536):
-                answer += part
-    assert answer.count(b"HTTP/1.1 ") == 1
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert b"WWW-Authenticate: Bearer" in answer
+                response += part
+    assert response.count(b"HTTP/1.1 ") == 1
+    assert response.startswith(b"HTTP/1.1 401 ")
+    assert b"WWW-Authenticate: Bearer" in response
 
 
-def test_the_log_hears_of_strangers_once_in_a_while_and_of_all(caplog):
+def test_refusals_are_logged_once_per_interval_with_their_number(caplog):
     now = [0.0]
     access = Access(KEY, clock=lambda: now[0])
     for _ in range(100):
@@ -237,8 +235,8 @@ def test_the_log_hears_of_strangers_once_in_a_while_and_of_all(caplog):
     access.refused("engine", 7)
     now[0] = LOG_INTERVAL_S
     access.refused("http")
-    said = [record.getMessage() for record in caplog.records]
-    assert [next(word for word in text.split() if word.isdecimal()) for text in said] == [
+    lines = [record.getMessage() for record in caplog.records]
+    assert [next(word for word in line.split() if word.isdecimal()) for line in lines] == [
         "1",
         "7",
         "100",

@@ -1,4 +1,4 @@
-"""Flags and bounds of `baton-engine`: every field has a flag, every wrong value is refused by the field's name."""
+"""Flags of `baton-engine`: every option has a flag, and a wrong value is refused with its field."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.flags import OPTIONS
 
 
-def test_every_option_has_a_flag_of_its_own():
+def test_no_two_options_share_a_flag():
     assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
 
 
 @pytest.mark.parametrize("flags", [[], ["--dtype", "float32"]])
-def test_a_missing_model_is_asked_for(flags: list[str]):
+def test_a_missing_model_is_refused_with_its_flag(flags: list[str]):
     with pytest.raises(ConfigurationError, match="pass --model: the folder of a checkpoint"):
         parse_config(flags)
 
@@ -116,10 +116,10 @@ def test_a_wrong_value_is_refused_with_its_field(flags, message):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")]
+    ("content", "message"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")]
 )
-def test_a_service_key_that_cannot_be_had_ends_the_engine_naming_the_file(
-    tmp_path, capsys, content, says
+def test_an_invalid_service_key_ends_the_engine_with_the_name_of_the_file(
+    tmp_path, capsys, content, message
 ):
     path = tmp_path / "key"
     if content is not None:
@@ -128,12 +128,10 @@ def test_a_service_key_that_cannot_be_had_ends_the_engine_naming_the_file(
     assert main(flags) == EX_CONFIG
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
-    assert says in last
+    assert message in last
 
 
-def test_a_model_that_does_not_exist_is_told_before_anything_is_started(
-    capsys, monkeypatch, tmp_path
-):
+def test_a_missing_model_is_fatal_before_the_engine_starts(capsys, monkeypatch, tmp_path):
     def start(*_: object) -> None:
         raise AssertionError("the engine was started")
 
@@ -147,6 +145,6 @@ def test_a_model_that_does_not_exist_is_told_before_anything_is_started(
 @pytest.mark.parametrize(
     "flags", ["--executor ray", "--executor some.Executor", "--worker-class some.Worker"]
 )
-def test_a_model_that_others_read_is_theirs_to_judge(flags, monkeypatch, tmp_path):
+def test_the_model_is_not_checked_when_other_code_reads_it(flags, monkeypatch, tmp_path):
     monkeypatch.setattr("baton_engine.cli._serve", lambda config: 0)
     assert main(["--model", str(tmp_path / "nowhere"), *flags.split()]) == 0

@@ -1,4 +1,4 @@
-"""Buffers are used again, and never while ZMQ still reads them."""
+"""Output buffers are reused, but not while ZMQ reads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def receive(pull: zmq.Socket[bytes]) -> object:
     return msgspec.msgpack.decode(pull.recv())
 
 
-def test_every_message_arrives_as_it_was_whatever_is_encoded_after_it(pair):
+def test_later_messages_do_not_overwrite_a_message_that_is_being_sent(pair):
     push, pull = pair
     buffers = OutputBuffers()
     messages = [
@@ -45,7 +45,7 @@ def test_every_message_arrives_as_it_was_whatever_is_encoded_after_it(pair):
         assert receive(pull) == message
 
 
-def test_a_lent_buffer_comes_back_when_the_message_has_left(pair):
+def test_a_buffer_is_free_again_after_its_message_was_sent(pair):
     push, pull = pair
     buffers = OutputBuffers()
     deadline = time.monotonic() + 60
@@ -60,7 +60,7 @@ def test_a_lent_buffer_comes_back_when_the_message_has_left(pair):
         receive(pull)
 
 
-def test_one_message_goes_to_several_sockets(pair):
+def test_one_message_can_be_sent_several_times(pair):
     push, pull = pair
     buffers = OutputBuffers()
     with buffers.encode(LARGE) as payload:

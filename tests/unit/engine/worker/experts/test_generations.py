@@ -31,10 +31,9 @@ from support.engine.expert_ranks import (
     generation,
     place_experts,
     prepare_everywhere,
-    run_spread,
-    run_threads,
+    run_expert_parallel,
 )
-from support.engine.model_cases import Meeting, ThreadGroup, load, run_model
+from support.engine.model_cases import Meeting, ThreadGroup, load, run_model, run_threads
 from support.waiting import eventually
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
@@ -84,7 +83,7 @@ def logits_of(ranks: list[ThreadRank]) -> Tensor:
     """The first rank runs both sequences, the others take part."""
     waves = [(14, *[0] * (len(ranks) - 1))]
     works = [
-        lambda rank=rank, own=SEQUENCES if rank is ranks[0] else []: run_spread(
+        lambda rank=rank, own=SEQUENCES if rank is ranks[0] else []: run_expert_parallel(
             rank.model, own, 7, waves
         )
         for rank in ranks
@@ -370,7 +369,7 @@ def test_a_failing_rank_does_not_leave_the_others_waiting(checkpoint: Path) -> N
     wait_for(ranks[0], PreparationState.PREPARED)
     ranks[0].generations.commit("nonce-1")
     with pytest.raises(GroupBrokenError):
-        run_spread(ranks[0].model, SEQUENCES, 7, [(14, 0)])
+        run_expert_parallel(ranks[0].model, SEQUENCES, 7, [(14, 0)])
 
 
 def test_threads_that_prepare_give_way_to_steps(
