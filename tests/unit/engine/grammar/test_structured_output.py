@@ -1,4 +1,4 @@
-"""Structured output: the bitmask allows exactly the tokens after which the text can still match."""
+"""Structured output: the bitmask allows exactly the tokens that keep the text valid."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def allowed(
 def random_text(
     manager: StructuredOutputManager, tokenizer: Tokenizer, grammar: Grammar, seed: int
 ) -> str:
-    """Tokens drawn from what the bitmask allows, until the end; ends as soon as it may after 40 tokens."""
+    """Return a text of random allowed tokens. After 40 tokens it ends at the first allowed EOS."""
     draw = random.Random(seed)
     token_ids: list[int] = []
     for _ in range(400):
@@ -93,7 +93,7 @@ def random_text(
     pytest.fail(f"no end after 400 tokens: {tokenizer.decode(token_ids)!r}")
 
 
-def test_a_schema_yields_nothing_but_matching_json(
+def test_a_json_schema_allows_only_matching_json(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
     for seed in range(5):
@@ -103,7 +103,9 @@ def test_a_schema_yields_nothing_but_matching_json(
         assert 0 <= value["age"] <= 130
 
 
-def test_json_object_is_any_object(manager: StructuredOutputManager, tokenizer: Tokenizer) -> None:
+def test_json_object_allows_any_object_and_no_array(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
     grammar = compiled(manager, "json_object")
     assert grammar.accept(
         tokenizer.encode('{"a": [1, {"b": null}], "c": "d"}', add_special_tokens=False)
@@ -114,7 +116,7 @@ def test_json_object_is_any_object(manager: StructuredOutputManager, tokenizer: 
     )
 
 
-def test_a_regex_yields_nothing_but_matches(
+def test_a_regex_allows_only_matching_text(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
     pattern = r"[a-f]{2,5}-(cat|dog)+ é?"
@@ -123,7 +125,7 @@ def test_a_regex_yields_nothing_but_matches(
         assert re.fullmatch(pattern, text), text
 
 
-def test_a_choice_is_one_of_its_strings_whatever_they_contain(
+def test_a_choice_allows_only_its_strings_including_special_characters(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
     choices = ['say "hi"', "a\\b\n", "naïve 日本", "/x/ | y"]
@@ -142,7 +144,7 @@ def test_a_choice_is_one_of_its_strings_whatever_they_contain(
     ],
     ids=["lark", "gbnf"],
 )
-def test_a_grammar_yields_nothing_but_its_sentences(
+def test_a_grammar_allows_only_its_sentences(
     manager: StructuredOutputManager, tokenizer: Tokenizer, spec: str
 ) -> None:
     for seed in range(3):
@@ -150,7 +152,7 @@ def test_a_grammar_yields_nothing_but_its_sentences(
         assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})*", text), text
 
 
-def test_eos_is_allowed_exactly_where_the_text_may_end(
+def test_eos_is_allowed_only_where_the_text_can_end(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
     ab, c = (tokenizer.encode(text, add_special_tokens=False) for text in ("ab", "c"))
@@ -179,14 +181,14 @@ def test_ids_without_a_token_are_never_allowed(manager: StructuredOutputManager)
     assert manager.bitmask([grammar]).shape == (1, 19)
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_cuts_the_ids_past_it(checkpoint: Path) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizer_shortens_the_bitmask(checkpoint: Path) -> None:
     manager = StructuredOutputManager(checkpoint, 320, EOS, lambda: None)
     bitmask = manager.bitmask([compiled(manager, "regex", r"(?s:.*)")])
     assert bitmask.shape == (1, 10)
     assert bitmask.flags["C_CONTIGUOUS"]
 
 
-def test_many_requests_get_their_own_rows(
+def test_each_request_gets_its_own_bitmask_row(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
     grammars = [compiled(manager, "regex", letter * 3) for letter in "abcde"]
@@ -241,7 +243,7 @@ def test_a_bad_specification_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec", "complaint"),
+    ("kind", "spec", "reason"),
     [
         (StructuredOutputKind.GRAMMAR, "start: start", "no text matches it"),
         (StructuredOutputKind.JSON, '{"$ref": "#"}', "no text matches it"),
@@ -249,14 +251,14 @@ def test_a_bad_specification_is_refused_with_the_reason(
         (StructuredOutputKind.REGEX, ".*" * 2000, "lexer"),
     ],
 )
-def test_what_cannot_even_begin_is_refused_when_it_is_compiled(
-    manager: StructuredOutputManager, kind: StructuredOutputKind, spec: str, complaint: str
+def test_a_specification_that_no_text_matches_is_refused_at_compilation(
+    manager: StructuredOutputManager, kind: StructuredOutputKind, spec: str, reason: str
 ) -> None:
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=reason):
         manager.compile(StructuredOutput(kind, spec)).result(timeout=60)
 
 
-def test_a_choice_may_have_thousands_of_strings(
+def test_a_choice_can_have_thousands_of_strings(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
     spec = StructuredOutput(
@@ -266,12 +268,12 @@ def test_a_choice_may_have_thousands_of_strings(
     assert grammar.accept(tokenizer.encode("choice 4321", add_special_tokens=False)), grammar.error
 
 
-def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_file_is_named_in_the_error(tmp_path: Path) -> None:
     manager = StructuredOutputManager(tmp_path, VOCAB_SIZE, EOS, lambda: None)
     assert f"{tmp_path / 'tokenizer.json'} does not exist" in refusal(manager, "json_object")
 
 
-def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_tokenizer_file_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     manager = StructuredOutputManager(tmp_path, VOCAB_SIZE, EOS, lambda: None)
     assert f"cannot use {tmp_path / 'tokenizer.json'}" in refusal(manager, "json_object")
@@ -283,7 +285,7 @@ def test_a_model_without_eos_is_refused(checkpoint: Path) -> None:
     )
 
 
-def test_compiling_wakes_the_engine_up_with_the_result_there(checkpoint: Path) -> None:
+def test_the_end_of_a_compilation_wakes_the_engine(checkpoint: Path) -> None:
     woken = threading.Event()
     done_when_woken: list[bool] = []
     futures: list[Future[Grammar]] = []
@@ -303,8 +305,8 @@ def test_compiling_wakes_the_engine_up_with_the_result_there(checkpoint: Path) -
     manager.shutdown()
 
 
-def test_the_same_specification_is_compiled_once(checkpoint: Path, tmp_path: Path) -> None:
-    """A cached one needs no tokenizer file any more; nor does any other, once it is read."""
+def test_compilations_read_the_tokenizer_file_only_once(checkpoint: Path, tmp_path: Path) -> None:
+    """The tokenizer file is read only once, so further specifications compile without it."""
     shutil.copy(checkpoint / "tokenizer.json", tmp_path / "tokenizer.json")
     manager = StructuredOutputManager(tmp_path, VOCAB_SIZE, EOS, lambda: None)
     compiled(manager, "regex", "[a-z]{1,9}")
@@ -313,11 +315,12 @@ def test_the_same_specification_is_compiled_once(checkpoint: Path, tmp_path: Pat
     assert allowed(manager, compiled(manager, "regex", "[0-9]"))
 
 
-def test_engines_without_structured_requests_never_load_the_library(checkpoint: Path) -> None:
+def test_the_grammar_library_is_not_imported_without_structured_requests(checkpoint: Path) -> None:
     code = (
         "import sys, pathlib\n"
         "from baton_engine.grammar.structured_output import StructuredOutputManager\n"
-        f"manager = StructuredOutputManager(pathlib.Path({str(checkpoint)!r}), 512, [2], lambda: None)\n"
+        f"path = pathlib.Path({str(checkpoint)!r})\n"
+        "manager = StructuredOutputManager(path, 512, [2], lambda: None)\n"
         "manager.bitmask([]); manager.shutdown()\n"
         "assert 'llguidance' not in sys.modules\n"
     )

@@ -1,4 +1,4 @@
-"""KV blocks: who holds them, what stays findable, what is evicted first."""
+"""KV blocks: allocation, prefix cache, eviction, copy-on-write and swapping."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def manager(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> KVCac
 
 
 def run(kv: KVCacheManager, tokens: list[int], salt: str = "") -> Request:
-    """A request that was computed and still holds its blocks."""
+    """Return a computed request that holds its blocks."""
     request = make_request(tokens, salt)
     assert kv.allocate(request, len(tokens)) is not None
     kv.cache_blocks(request, len(tokens))
     return request
 
 
-def test_a_request_gets_just_the_blocks_its_tokens_need():
+def test_a_request_gets_only_the_blocks_that_its_tokens_need():
     kv = manager()
     request = make_request(list(range(9)))
     assert len(kv.allocate(request, 9) or []) == 3
@@ -47,7 +47,7 @@ def test_a_failed_allocation_changes_nothing():
     assert kv.pool.num_free_blocks == 2
 
 
-def test_full_blocks_of_an_ended_request_are_found_again_and_shared():
+def test_full_blocks_of_an_ended_request_are_found_and_shared():
     kv = manager()
     first = run(kv, list(range(10)))
     kept = first.block_ids
@@ -62,13 +62,15 @@ def test_full_blocks_of_an_ended_request_are_found_again_and_shared():
     assert [block.ref_count for block in third.blocks] == [1, 1, 1]
 
 
-def test_reviving_cached_free_blocks_counts_against_the_free_ones():
+def test_cached_free_blocks_that_are_reused_count_as_allocated():
     kv = manager(num_blocks=3)
     kv.free(run(kv, list(range(8))))
     request = make_request(list(range(16)))
     cached = kv.find_cached_prefix(request, 15)
     assert len(cached) == 2
-    assert kv.allocate(request, 16, cached) is None  # 2 revived + 2 new, but only 3 blocks in all
+    assert (
+        kv.allocate(request, 16, cached) is None
+    )  # 2 reused + 2 new, but the pool has only 3 blocks
     assert kv.pool.num_free_blocks == 3
 
 
@@ -80,7 +82,7 @@ def test_blocks_that_were_not_computed_are_not_found():
     assert len(kv.find_cached_prefix(make_request(list(range(8))), 8)) == 1
 
 
-def test_salts_and_switched_off_caching_share_nothing():
+def test_other_salts_and_disabled_prefix_caching_find_no_blocks():
     kv = manager()
     run(kv, list(range(8)), salt="a")
     assert kv.find_cached_prefix(make_request(list(range(8)), salt="b"), 8) == []
@@ -89,7 +91,7 @@ def test_salts_and_switched_off_caching_share_nothing():
     assert off.find_cached_prefix(make_request(list(range(8))), 8) == []
 
 
-def test_uncached_blocks_go_first_then_the_least_recently_used_tail():
+def test_uncached_blocks_are_evicted_first_then_the_least_recently_used_tail():
     kv = manager(num_blocks=4)
     first = run(kv, list(range(8)))
     second = run(kv, list(range(100, 106)))  # one full block, one partial
@@ -100,14 +102,14 @@ def test_uncached_blocks_go_first_then_the_least_recently_used_tail():
     assert order == [second_ids[1], first_ids[1], first_ids[0], second_ids[0]]
 
 
-def test_an_evicted_block_is_not_found_any_more():
+def test_an_evicted_block_is_not_found():
     kv = manager(num_blocks=2)
     kv.free(run(kv, list(range(8))))
     kv.pool.allocate(1)
     assert len(kv.find_cached_prefix(make_request(list(range(8))), 8)) == 1
 
 
-def test_reset_forgets_content_but_not_holders():
+def test_a_reset_clears_the_prefix_cache_but_not_held_blocks():
     kv = manager()
     request = run(kv, list(range(8)))
     kv.reset_prefix_cache()
@@ -124,7 +126,7 @@ def test_freeing_twice_is_an_error():
         kv.pool.free(blocks)
 
 
-def test_hashes_are_those_of_the_protocol_and_grow_with_the_tokens():
+def test_block_hashes_follow_the_protocol_and_the_growth_of_the_tokens():
     kv = manager()
     request = make_request(list(range(10)))
     root = root_hash("model", "")
@@ -144,7 +146,7 @@ def fork(kv: KVCacheManager, parent: Request, num_tokens: int) -> Request:
     return child
 
 
-def test_a_fork_shares_all_blocks_a_partial_one_included():
+def test_a_fork_shares_all_blocks_including_a_partial_one():
     kv = manager()
     parent = run(kv, list(range(10)))
     child = fork(kv, parent, 10)
@@ -156,7 +158,7 @@ def test_a_fork_shares_all_blocks_a_partial_one_included():
     assert kv.num_free_blocks == 8
 
 
-def test_the_first_writer_of_a_shared_block_copies_it_and_the_last_holder_writes_in_place():
+def test_writers_copy_a_shared_block_but_the_last_holder_writes_in_place():
     kv = manager()
     parent = run(kv, list(range(10)))
     first, second = fork(kv, parent, 10), fork(kv, parent, 10)
@@ -181,19 +183,19 @@ def test_copy_on_write_without_a_free_block_changes_nothing():
     assert [block.ref_count for block in parent.blocks] == [2, 2, 1]
 
 
-def test_a_child_that_inherits_a_cached_full_block_takes_it_out_of_the_cache_before_it_writes():
+def test_a_write_to_an_inherited_cached_block_removes_it_from_the_prefix_cache():
     kv = manager()
     parent = run(kv, list(range(8)))
     child = fork(kv, parent, 6)
     kv.free(parent)
-    assert kv.make_writable(child, 6, 8) == []  # the last holder: nothing to copy
+    assert kv.make_writable(child, 6, 8) == []  # the last holder needs no copy
     assert len(kv.find_cached_prefix(make_request(list(range(8))), 8)) == 1
     child.token_ids += [60, 70]
     kv.cache_blocks(child, 8)
     assert len(kv.find_cached_prefix(make_request([*range(6), 60, 70]), 8)) == 2
 
 
-def test_a_fork_knows_its_shared_hashes_and_none_of_the_parents_later_ones():
+def test_a_fork_keeps_only_the_block_hashes_of_its_own_tokens():
     kv = manager()
     parent = run(kv, list(range(12)))
     child = make_request([*range(6), 99, 98])
@@ -201,7 +203,7 @@ def test_a_fork_knows_its_shared_hashes_and_none_of_the_parents_later_ones():
     assert kv.block_hashes(child) == hash_blocks(root_hash("model"), child.token_ids, BLOCK)
 
 
-def test_what_cannot_be_forked_or_written_is_refused():
+def test_invalid_forks_and_writes_are_refused():
     kv = manager()
     parent = run(kv, list(range(8)))
     with pytest.raises(ValueError, match="holds 2 KV blocks"):
@@ -215,7 +217,7 @@ def test_what_cannot_be_forked_or_written_is_refused():
 # --- swapping
 
 
-def test_a_group_goes_to_the_host_and_back_with_its_sharing():
+def test_a_group_keeps_its_shared_blocks_across_swapping():
     kv = KVCacheManager(8, BLOCK, "model", num_swap_blocks=4)
     parent = run(kv, list(range(10)))
     child = fork(kv, parent, 10)
@@ -223,14 +225,12 @@ def test_a_group_goes_to_the_host_and_back_with_its_sharing():
     device = [*parent.block_ids, child.block_ids[2]]
 
     out = kv.swap_out([parent, child])
-    assert out is not None
     assert [copy.source for copy in out] == device
     assert sorted(copy.target for copy in out) == [0, 1, 2, 3]
     assert parent.blocks == child.blocks == []
     assert (kv.num_free_blocks, kv.swap_pool.num_free_blocks) == (8, 0)
 
     back = kv.swap_in([parent, child])
-    assert back is not None
     assert [copy.source for copy in back] == [copy.target for copy in out]
     assert [copy.target for copy in back] == [*parent.block_ids, child.block_ids[2]]
     assert [block.ref_count for block in child.blocks] == [2, 2, 1]
@@ -238,7 +238,7 @@ def test_a_group_goes_to_the_host_and_back_with_its_sharing():
     assert kv.swap_pool.num_free_blocks == 4
 
 
-def test_blocks_that_others_hold_stay_on_the_device_and_cached_ones_stay_findable():
+def test_swapping_out_keeps_shared_blocks_on_the_device_and_cached_ones_findable():
     kv = KVCacheManager(8, BLOCK, "model", num_swap_blocks=4)
     parent = run(kv, list(range(10)))
     other = fork(kv, parent, 4)
@@ -248,7 +248,7 @@ def test_blocks_that_others_hold_stay_on_the_device_and_cached_ones_stay_findabl
     assert len(kv.find_cached_prefix(make_request(list(range(10))), 9)) == 2
 
 
-def test_swapping_needs_room_and_otherwise_changes_nothing():
+def test_swapping_without_enough_free_blocks_changes_nothing():
     kv = KVCacheManager(4, BLOCK, "model", num_swap_blocks=3)
     first, second = run(kv, list(range(8))), run(kv, list(range(50, 58)))
     assert kv.swap_out([first, second]) is None
@@ -281,7 +281,7 @@ def test_swapping_twice_is_refused():
 # --- reserves, events, statistics
 
 
-def test_a_reserve_stays_free_unless_nothing_is_needed():
+def test_an_allocation_keeps_a_reserve_free_unless_it_needs_no_blocks():
     kv = manager(num_blocks=4)
     request = make_request(list(range(12)))
     assert kv.allocate(request, 12, keep_free=2) is None
@@ -289,7 +289,7 @@ def test_a_reserve_stays_free_unless_nothing_is_needed():
     assert kv.allocate(request, 12, keep_free=4) == []
 
 
-def test_events_tell_what_routers_may_count_on():
+def test_events_report_stored_removed_and_cleared_blocks():
     kv = KVCacheManager(2, BLOCK, "model", enable_events=True)
     root = root_hash("model", "salt")
     hashes = hash_blocks(root, list(range(8)), BLOCK)
@@ -308,7 +308,7 @@ def test_events_tell_what_routers_may_count_on():
     assert kv.take_events() == [BlocksRemoved(hashes[1:]), AllBlocksCleared()]
 
 
-def test_one_event_tells_all_blocks_that_a_long_chunk_completed():
+def test_one_event_reports_all_blocks_of_a_long_chunk():
     kv = KVCacheManager(4, BLOCK, "model", enable_events=True)
     run(kv, list(range(14)))
     root = root_hash("model")
@@ -317,13 +317,13 @@ def test_one_event_tells_all_blocks_that_a_long_chunk_completed():
     ]
 
 
-def test_no_events_unless_asked_for():
+def test_events_are_off_by_default():
     kv = manager()
     run(kv, list(range(14)))
     assert kv.take_events() == []
 
 
-def test_lookups_are_counted_since_the_start_and_not_only_since_a_reset():
+def test_a_reset_does_not_clear_the_lookup_counts():
     kv = manager()
     kv.count_lookup(100, 100)
     kv.reset_prefix_cache()

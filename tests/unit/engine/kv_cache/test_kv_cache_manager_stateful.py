@@ -1,6 +1,7 @@
-"""Any order of manager calls, with the copies made in a model of all memories: everyone reads what was computed for them.
+"""Any order of manager calls, with copies applied to a model of all memories.
 
-A slot's content is the sequence of tokens up to its position, as KV depends on all of them.
+Every request must read the KV of its own tokens. A slot's content is the sequence of tokens up to
+its position, as KV depends on all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=MAX_TOKENS)
 REPEATED = st.builds(
     lambda token, times: [token] * times, st.integers(1, 3), st.integers(1, MAX_TOKENS)
 )
-"""Of few kinds, so that many have a prefix in common."""
+"""Prompts of one repeated token, so that many share a prefix."""
 
 Memory = list[list[tuple[int, ...]]]
 
@@ -65,7 +66,7 @@ class KVMachine(RuleBasedStateMachine):
             target[copy.target] = list(source[copy.source])
 
     def _copy_offloaded(self) -> None:
-        """A step is complete: stores come before its other copies, and restores after its stores."""
+        """Apply the offload copies of a step: its stores, then its restores."""
         stores, restores = self.kv.take_offload_copies()
         self._copy(self.device, self.offloaded, stores)
         self._copy(self.offloaded, self.device, restores)
@@ -79,14 +80,14 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(TOKENS | REPEATED, min_size=1, max_size=3), keep_free=st.integers(0, 2))
     def admit(self, prompts: list[list[int]], keep_free: int) -> None:
-        """One step."""
+        """Admit requests in one step."""
         for tokens in prompts:
             self._admit(tokens, keep_free)
         self._copy_offloaded()
 
     @rule(prompts=st.lists(REPEATED, min_size=1, max_size=4))
     def serve(self, prompts: list[list[int]]) -> None:
-        """Requests that come, are computed and go: they leave the cache full."""
+        """Run requests from admission to their end, which fills the prefix cache."""
         for tokens in prompts:
             num_live = len(self.live)
             self._admit(tokens, 0)
@@ -123,7 +124,7 @@ class KVMachine(RuleBasedStateMachine):
             self.kv.cache_blocks(request, end)
 
     def _write(self, request: Request, end: int, token: int) -> bool:
-        """A step: computes known tokens, and then new ones. False if memory is short."""
+        """Run a step of known and new tokens. Return False if blocks are missing."""
         start = request.num_computed_tokens
         if self.kv.allocate(request, end) is None:
             return False
@@ -205,7 +206,7 @@ class KVMachine(RuleBasedStateMachine):
         return set(self.kv.offload._slots) if self.kv.offload is not None else set()
 
     @invariant()
-    def everyone_reads_what_was_computed_for_them(self) -> None:
+    def every_request_reads_the_kv_of_its_tokens(self) -> None:
         for request in self.live:
             memory, blocks = (
                 (self.host, request.swapped_blocks)
@@ -217,16 +218,13 @@ class KVMachine(RuleBasedStateMachine):
                 assert content == tuple(request.token_ids[: position + 1])
 
     @invariant()
-    def what_is_findable_holds_the_tokens_of_its_hash(self) -> None:
+    def findable_blocks_hold_the_tokens_of_their_hash(self) -> None:
         for block_hash in self.kv.pool._cached:
             block = self.kv.pool.find(block_hash)
-            assert block is not None
             assert block.block_hash == block_hash
             self._check_content(self.device[block.block_id], block_hash)
         for block_hash in self._offloaded_hashes:
-            assert self.kv.offload is not None
             offloaded = self.kv.offload.find(block_hash)
-            assert offloaded is not None
             self._check_content(self.offloaded[offloaded.slot], block_hash)
 
     def _check_content(self, content: list[tuple[int, ...]], block_hash: bytes) -> None:
@@ -259,7 +257,7 @@ class KVMachine(RuleBasedStateMachine):
         assert len(free) == pool.num_free_blocks
 
     @invariant()
-    def events_tell_the_caches_content(self) -> None:
+    def events_match_the_content_of_the_cache(self) -> None:
         for event in self.kv.take_events():
             match event:
                 case BlocksStored(block_hashes=hashes):

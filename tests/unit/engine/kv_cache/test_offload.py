@@ -1,4 +1,4 @@
-"""The offload tier: its slots, what it does to requests, and when the worker copies."""
+"""The offload tier: its slots, its effect on requests, and the order of the worker's copies."""
 
 from __future__ import annotations
 
@@ -26,44 +26,42 @@ from support.engine.scheduler_engine import BLOCK, Engine
 from support.engine.scheduler_machine import BUDGET, MAX_NUM_SEQS, World
 
 
-def test_the_block_used_least_recently_makes_room() -> None:
+def test_the_least_recently_used_block_is_evicted() -> None:
     tier = OffloadTier(2)
     assert [tier.store(name, block) for block, name in enumerate([b"a", b"b"])] == [None, None]
     tier.take_copies()
-    assert tier.store(b"a", 7) is None, "it is here already"
-    assert tier.take_copies() == ([], []), "nothing is copied twice"
+    assert tier.store(b"a", 7) is None, "the block is already stored"
+    assert tier.take_copies() == ([], []), "a stored block is not copied again"
     assert tier.store(b"c", 9) == b"b"
     assert tier._slots.keys() == {b"a", b"c"}
     assert tier.take_copies() == ([BlockCopy(9, 1)], [])
     assert (tier.num_stored, len(tier)) == (3, 2)
 
 
-def test_a_slot_that_a_step_reads_or_writes_is_not_stored_to_in_that_step() -> None:
+def test_a_slot_that_a_step_reads_or_writes_is_not_reused_in_that_step() -> None:
     tier = OffloadTier(2)
     tier.store(b"a", 0)
     tier.store(b"b", 1)
     tier.take_copies()
     found = tier.find(b"a")
-    assert found is not None
     tier.hold([found])
     tier.restore(found, 5)
     assert tier.store(b"c", 2) == b"b"
-    assert tier.store(b"d", 3) == b"d", "both slots are needed"
+    assert tier.store(b"d", 3) == b"d", "both slots are in use"
     assert tier.take_copies() == ([BlockCopy(2, 1)], [BlockCopy(0, 5)])
-    assert tier.store(b"d", 3) == b"a", "the next step may have it"
+    assert tier.store(b"d", 3) == b"a", "the next step can reuse the slot"
 
 
-def test_what_a_step_stores_it_can_restore() -> None:
+def test_a_step_can_restore_a_block_that_it_stores() -> None:
     tier = OffloadTier(1)
     tier.store(b"a", 4)
     found = tier.find(b"a")
-    assert found is not None
     tier.hold([found])
     tier.restore(found, 6)
     assert tier.take_copies() == ([BlockCopy(4, 0)], [BlockCopy(0, 6)])
 
 
-def test_the_tail_of_a_restored_prefix_goes_before_its_head() -> None:
+def test_the_tail_of_a_restored_prefix_is_evicted_before_its_head() -> None:
     tier = OffloadTier(2)
     tier.store(b"head", 0)
     tier.store(b"tail", 1)
@@ -73,7 +71,7 @@ def test_the_tail_of_a_restored_prefix_goes_before_its_head() -> None:
     assert tier.store(b"other", 2) == b"tail"
 
 
-def test_an_evicted_prefix_is_copied_back_instead_of_computed() -> None:
+def test_an_evicted_prefix_is_restored_instead_of_recomputed() -> None:
     engine = Engine(num_blocks=8, budget=64, num_offload_blocks=16)
     first, other = list(range(100, 120)), list(range(200, 228))
     engine.add("a", first)
@@ -90,7 +88,7 @@ def test_an_evicted_prefix_is_copied_back_instead_of_computed() -> None:
     assert engine.text("a again") == continuation(first, 4, ignore_eos=True)
     stats = engine.scheduler.stats()
     assert stats.offload_blocks_restored == len(step.restore) == 4, (
-        "the block of the last token is computed"
+        "only the block of the last token is computed"
     )
     assert stats.prompt_tokens_computed - computed == len(first) - 4 * BLOCK
     assert stats.prompt_tokens_cached == 4 * BLOCK
@@ -99,9 +97,7 @@ def test_an_evicted_prefix_is_copied_back_instead_of_computed() -> None:
     assert engine.kv.find_cached_prefix(salted, len(other)) == []
 
 
-def test_a_load_restores_the_beginning_that_the_tier_has_though_no_tokens_run_in_that_step() -> (
-    None
-):
+def test_a_kv_load_restores_its_offloaded_prefix_in_a_step_without_tokens() -> None:
     engine = Engine(num_blocks=8, budget=64, num_offload_blocks=16)
     prompt, other = list(range(100, 118)), list(range(200, 228))
     for request_id, tokens in (("a", prompt[: 2 * BLOCK]), ("b", other)):
@@ -128,7 +124,7 @@ def test_a_load_restores_the_beginning_that_the_tier_has_though_no_tokens_run_in
 FAMILIES = st.tuples(
     st.integers(1, 5), st.sampled_from([5, 14, 22, 30]), st.integers(1, 8), st.integers(0, 9)
 )
-"""Which prompt, its length, tokens to generate, steps afterwards."""
+"""(token of the prompt, its length, max_tokens, steps to run afterwards)."""
 EVENTS = st.one_of(
     FAMILIES,
     FAMILIES,
@@ -145,10 +141,10 @@ EVENTS = st.one_of(
     mode=st.sampled_from(["one step", "pipeline", "async"]),
     preemption=st.sampled_from(["swap", "recompute"]),
 )
-def test_nobody_sees_wrong_content(
+def test_requests_read_correct_kv_under_offloading(
     events, num_offload_blocks: int, mode: str, preemption: str
 ) -> None:
-    """A cache of 12 blocks under more prefixes than it holds, with loads from a peer that writes as soon as it may."""
+    """Use a cache of 12 blocks, more prefixes than it holds, and loads that write at once."""
     config = SchedulerConfig(
         max_num_batched_tokens=BUDGET,
         max_num_seqs=MAX_NUM_SEQS,
@@ -221,12 +217,10 @@ def _do(world: World, event: str, number: int) -> None:
 
 
 def _check_tier(world: World) -> None:
-    """The world runs steps as soon as they are scheduled: what the tier claims to hold is there."""
+    """Check the content of all stored blocks. The world runs a step when it is scheduled."""
     tier = world.kv.offload
-    assert tier is not None
     for block_hash in list(tier._slots):
         found = tier.find(block_hash)
-        assert found is not None
         tokens = world.runner.offload_memory[found.slot, BLOCK - 1]
         assert hash_blocks(root_hash("model"), tokens, BLOCK)[-1] == block_hash
         for offset in range(BLOCK):
@@ -236,7 +230,7 @@ def _check_tier(world: World) -> None:
             )
 
 
-def test_a_worker_stores_before_transfers_start() -> None:
+def test_a_worker_stores_evicted_blocks_before_transfers_start() -> None:
     calls: list[str] = []
     worker = Worker(EngineConfig(model=ModelConfig(path="/no/model")), "instance")
     worker._runner = SimpleNamespace(  # type: ignore[assignment]
@@ -253,7 +247,7 @@ def test_a_worker_stores_before_transfers_start() -> None:
     assert calls == ["store", "transfer", "run"]
 
 
-def test_memory_of_the_tier_is_taken_at_its_first_use_and_given_back() -> None:
+def test_memory_of_the_tier_is_allocated_at_its_first_use_and_freed_by_drop() -> None:
     layout = KVCacheLayout(
         num_blocks=4, num_kv_heads=2, num_layers=1, block_size=2, head_dim=4, dtype="float32"
     )
@@ -267,9 +261,8 @@ def test_memory_of_the_tier_is_taken_at_its_first_use_and_given_back() -> None:
     kv.store_evicted(step)
     kv.move_blocks(step)
     assert kv.cache[:, 0, 0, 0, 0, 0].tolist() == [3.0, 3.0, 2.0, 3.0], (
-        "copies read what was restored"
+        "block copies must run after restores"
     )
-    assert kv._offloaded is not None
     assert kv._offloaded[0].eq(1.0).all()
     kv.drop()
     assert kv._offloaded is None

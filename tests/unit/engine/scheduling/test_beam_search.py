@@ -1,4 +1,4 @@
-"""Beam selection against a brute-force model of the search, and against transformers' generate."""
+"""Beam selection against a brute-force search and against transformers' generate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Found = list[tuple[tuple[int, ...], float, FinishReason]]
 
 
 def markov(seed: int, vocab_size: int) -> Model:
-    """Log-probabilities that depend on all tokens so far."""
+    """Return a model with random log-probabilities that depend on all tokens so far."""
 
     def logprobs(token_ids: tuple[int, ...]) -> list[float]:
         draw = random.Random(f"{seed} {token_ids}")
@@ -36,7 +36,7 @@ def markov(seed: int, vocab_size: int) -> Model:
 
 
 def search(model: Model, config: BeamConfig, num_candidates: int | None = None) -> Found:
-    """What a caller does with `advance`; best first."""
+    """Run a whole search with `advance`; return the hypotheses, best first."""
     sequences: list[tuple[int, ...]] = [()]
     beams = [BeamState()]
     finished: FinishedBeams[tuple[tuple[int, ...], float, FinishReason]] = FinishedBeams(
@@ -90,7 +90,7 @@ def test_a_beam_wider_than_the_tree_finds_the_best_of_all_sequences(
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 1.7, -0.5])
 @pytest.mark.parametrize(("width", "stops"), [(2, [1]), (4, [1, 5]), (3, [])])
-def test_finds_what_transformers_generate_finds(
+def test_search_finds_the_same_beams_as_transformers_generate(
     width: int, stops: list[int], length_penalty: float, early_stopping: bool
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,7 +139,7 @@ def test_finds_what_transformers_generate_finds(
             for tokens, score in zip(
                 output.sequences.tolist(), output.sequences_scores.tolist(), strict=True
             )
-            if score > -1e8  # slots that nothing filled
+            if score > -1e8  # lower in unused slots
         ]
         assert [sequence for sequence, _, _ in found] == [sequence for sequence, _ in expected]
         assert [score for _, score, _ in found] == pytest.approx(
@@ -148,18 +148,18 @@ def test_finds_what_transformers_generate_finds(
 
 
 def strip(token_ids: list[int], stops: list[int]) -> tuple[int, ...]:
-    """Without the padding after a stop token."""
+    """Remove the padding after a stop token."""
     ends = [place for place, token in enumerate(token_ids) if token in stops]
     return tuple(token_ids[: ends[0] + 1] if ends else token_ids)
 
 
-def test_ties_go_to_the_earlier_beam_then_to_the_lower_token() -> None:
+def test_ties_prefer_the_earlier_beam_then_the_lower_token_id() -> None:
     beams = [BeamState(-1.0, 1), BeamState(-1.0, 1)]
     step = advance(beams, [[(9, -0.5), (4, -0.5)], [(1, -0.5), (3, -0.5)]], BeamConfig(3, 10))
     assert [(live.parent, live.token_id) for live in step.live] == [(0, 4), (0, 9), (1, 1)]
 
 
-def test_a_stop_token_that_ranks_below_the_width_does_not_finish() -> None:
+def test_a_stop_token_ranked_below_the_beam_width_does_not_finish_a_hypothesis() -> None:
     config = BeamConfig(2, 10, frozenset([0]))
     step = advance([BeamState()], [[(1, -0.1), (2, -0.2), (0, -0.3), (3, -4.0)]], config)
     assert step.finished == []
@@ -169,7 +169,7 @@ def test_a_stop_token_that_ranks_below_the_width_does_not_finish() -> None:
     assert [live.token_id for live in step.live] == [1, 2]
 
 
-def test_a_search_goes_on_only_while_a_live_beam_can_still_beat_the_worst_finished_one() -> None:
+def test_a_search_ends_when_no_live_beam_can_beat_the_worst_finished_one() -> None:
     config = BeamConfig(1, 10, frozenset([0]), length_penalty=0.0)
     candidates = [[(1, -1.0), (2, -2.0)]]
     assert advance([BeamState(0.0, 1)], candidates, config, [-1.5]).live
@@ -178,21 +178,21 @@ def test_a_search_goes_on_only_while_a_live_beam_can_still_beat_the_worst_finish
     assert not advance([BeamState(0.0, 1)], candidates, early, [-1.5]).live
 
 
-def test_finished_hypotheses_worse_than_the_kept_ones_are_left_out() -> None:
+def test_a_finished_hypothesis_worse_than_the_kept_ones_is_dropped() -> None:
     config = BeamConfig(1, 10, frozenset([0]), length_penalty=0.0)
     step = advance([BeamState(0.0, 1)], [[(0, -2.0), (1, -3.0)]], config, [-1.0])
     assert step.finished == []
     assert not step.live
 
 
-def test_impossible_continuations_are_passed_over_and_none_left_ends_the_search() -> None:
+def test_impossible_continuations_are_skipped_and_a_search_without_others_ends() -> None:
     step = advance([BeamState()], [[(4, -0.1), (5, -math.inf)]], BeamConfig(2, 10))
     assert [live.token_id for live in step.live] == [4]
     dead_end = advance([BeamState()], [[(4, -math.inf)]], BeamConfig(2, 10))
     assert (dead_end.live, dead_end.finished) == ([], [])
 
 
-def test_finished_beams_keeps_the_best_and_of_equal_ones_the_earlier() -> None:
+def test_finished_beams_keep_the_best_scores_and_prefer_earlier_ones_on_ties() -> None:
     beams: FinishedBeams[str] = FinishedBeams(3)
     for score, name in ((-2.0, "a"), (-1.0, "b"), (-2.0, "c"), (-1.0, "d"), (-3.0, "e")):
         beams.add(score, name)

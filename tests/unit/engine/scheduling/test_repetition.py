@@ -1,4 +1,4 @@
-"""Repetition detection: the end of the output is one pattern, min_count times in a row."""
+"""Repetition detection: the output ends with one pattern, min_count times in a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from baton_protocol.sampling import RepetitionDetection
         ([], RepetitionDetection(3), False),
     ],
 )
-def test_examples(token_ids: list[int], detection: RepetitionDetection, expected: bool) -> None:
+def test_repeats_finds_a_pattern_at_the_end(
+    token_ids: list[int], detection: RepetitionDetection, expected: bool
+) -> None:
     assert repeats(token_ids, detection) is expected
 
 
@@ -33,7 +35,7 @@ def test_examples(token_ids: list[int], detection: RepetitionDetection, expected
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     count=st.integers(2, 5),
 )
-def test_agrees_with_the_definition(
+def test_repeats_agrees_with_the_definition(
     token_ids: list[int], sizes: tuple[int, int], count: int
 ) -> None:
     smallest, largest = sorted(sizes)
@@ -45,15 +47,15 @@ def test_agrees_with_the_definition(
     assert repeats(token_ids, RepetitionDetection(largest, smallest, count)) is expected
 
 
-def test_looks_at_no_more_than_the_largest_pattern_needs() -> None:
-    looked_at = 0
+def test_repeats_reads_only_the_tokens_of_the_largest_pattern() -> None:
+    num_reads = 0
 
     class Counted(list[int]):
         def __getitem__(self, index: object) -> int:  # type: ignore[override]
-            nonlocal looked_at
-            looked_at += 1
+            nonlocal num_reads
+            num_reads += 1
             return 5 if index != -1 else 6
 
     detection = RepetitionDetection(max_pattern_size=50, min_count=4)
     assert not repeats(Counted([5] * 100_000), detection)
-    assert looked_at <= 2 * 50 * 4
+    assert num_reads <= 2 * 50 * 4

@@ -1,4 +1,4 @@
-"""Beam search: beams share blocks and wait for each other; the result is that of the search written with lists."""
+"""Beam search in the scheduler gives the hypotheses of a reference search without blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def expected(
 
 def beams_of(engine: Engine, request_id: str) -> list[list[int]]:
     (output,) = engine.outputs[request_id]
-    assert output.beams is not None
     assert output.new_token_ids == output.beams[0].token_ids
     assert [beam.score for beam in output.beams] == sorted(
         (beam.score for beam in output.beams), reverse=True
@@ -33,7 +32,7 @@ def beams_of(engine: Engine, request_id: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize(("width", "max_tokens"), [(1, 5), (2, 9), (4, 7), (3, 1)])
-def test_the_result_is_that_of_the_pure_search(width, max_tokens, prefix_caching):
+def test_beams_equal_those_of_the_reference_search(width, max_tokens, prefix_caching):
     engine = Engine(prefix_caching=prefix_caching)
     engine.add("r", PROMPT, max_tokens, {"beam_width": width})
     engine.run()
@@ -44,7 +43,7 @@ def test_the_result_is_that_of_the_pure_search(width, max_tokens, prefix_caching
 
 @pytest.mark.parametrize("early_stopping", [True, False])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
-def test_stop_tokens_end_hypotheses(early_stopping, length_penalty):
+def test_stop_tokens_end_a_hypothesis(early_stopping, length_penalty):
     engine = Engine()
     first = candidates(PROMPT, 2)[0][0]
     stops = [candidates([*PROMPT, first], 1)[0][0], candidates(PROMPT, 2)[1][0]]
@@ -52,7 +51,7 @@ def test_stop_tokens_end_hypotheses(early_stopping, length_penalty):
     engine.add("r", PROMPT, 8, {"beam_width": 2, "stop_token_ids": stops, **params})
     engine.run()
     assert beams_of(engine, "r") == expected(PROMPT, 8, 2, frozenset(stops), **params)
-    if length_penalty <= 1.0:  # otherwise the longest win
+    if length_penalty <= 1.0:  # otherwise the longest hypotheses have the best scores
         assert {beam.stop_token_id for beam in engine.last("r").beams or []} & set(stops)
 
 
@@ -68,7 +67,7 @@ def test_eos_ends_a_hypothesis_unless_it_is_ignored():
         )
 
 
-def test_beams_run_beside_other_requests_and_within_the_budget():
+def test_beams_run_with_other_requests_within_the_budget():
     engine = Engine(budget=4, max_num_seqs=4)
     engine.add("r", PROMPT, 6, {"beam_width": 3})
     engine.add("single", [5, 6], 9)
@@ -77,7 +76,7 @@ def test_beams_run_beside_other_requests_and_within_the_budget():
     assert len(engine.text("single")) == 9
 
 
-def test_a_search_takes_as_many_places_as_it_has_beams():
+def test_a_search_counts_as_many_sequences_as_it_has_beams():
     engine = Engine(max_num_seqs=4)
     engine.add("r", PROMPT, 6, {"beam_width": 3})
     engine.add("a", [5], 4)
@@ -92,7 +91,7 @@ def test_a_search_takes_as_many_places_as_it_has_beams():
 
 
 @pytest.mark.parametrize("preemption_mode", ["auto", "recompute"])
-def test_a_preempted_search_finds_the_same(preemption_mode):
+def test_a_preempted_search_finds_the_same_beams(preemption_mode):
     engine = Engine(num_blocks=14, num_swap_blocks=24, preemption_mode=preemption_mode)
     engine.add("first", [50] * 8, 36, priority=-1)
     engine.step()
@@ -109,10 +108,10 @@ def test_a_preempted_search_finds_the_same(preemption_mode):
 @pytest.mark.parametrize(
     ("first", "length"), [(4, 7), (4, 9), (6, 8), (7, 4), (8, 5), (8, 10), (10, 6)]
 )
-def test_a_search_that_is_swapped_out_while_a_step_is_in_flight_finds_the_same(first, length):
+def test_a_search_swapped_out_while_its_step_is_in_flight_finds_the_same_beams(first, length):
     engine = Engine(num_blocks=12, num_swap_blocks=24)
     engine.add("first", [50] * first, 28, priority=-1)
-    engine.schedule()  # from here on the two take turns
+    engine.schedule()  # from now on two steps are in flight
     prompt = list(range(1, length + 1))
     engine.add("r", prompt, 16, {"beam_width": 4})
     swapped_in_flight = False
@@ -125,7 +124,7 @@ def test_a_search_that_is_swapped_out_while_a_step_is_in_flight_finds_the_same(f
     assert beams_of(engine, "r") == expected(prompt, 16, 4)
 
 
-def test_a_search_that_uses_up_all_memory_is_ended_with_an_error():
+def test_a_search_that_uses_all_kv_blocks_ends_with_an_error():
     engine = Engine(num_blocks=6)
     engine.add("r", PROMPT, 12, {"beam_width": 4})
     engine.run()
@@ -143,7 +142,7 @@ def test_a_search_whose_first_tokens_do_not_fit_is_refused():
     assert refused.value.code is ErrorCode.LENGTH
 
 
-def test_an_aborted_search_leaves_nothing():
+def test_an_aborted_search_frees_its_blocks_and_worker_sequences():
     engine = Engine()
     engine.add("r", PROMPT, 12, {"beam_width": 4})
     for _ in range(4):
@@ -152,15 +151,14 @@ def test_an_aborted_search_leaves_nothing():
     assert engine.kv.num_free_blocks == 32
     engine.add("next", [1], 2)
     engine.run()
-    assert list(engine.runner.sequences) == ["next"], "the worker has forgotten the beams"
+    assert list(engine.runner.sequences) == ["next"], "the worker still has the beams"
 
 
-def test_chosen_tokens_are_reported_with_their_logprobs():
+def test_beams_report_the_logprobs_of_their_tokens():
     engine = Engine()
     engine.add("r", PROMPT, 3, {"beam_width": 2, "logprobs": 1})
     engine.run()
     for beam in engine.last("r").beams or []:
-        assert beam.logprobs is not None
         assert [entry.token_id for entry in beam.logprobs] == beam.token_ids
         assert sum(entry.logprob for entry in beam.logprobs) == pytest.approx(
             beam.cumulative_logprob
@@ -168,7 +166,7 @@ def test_chosen_tokens_are_reported_with_their_logprobs():
         assert all(len(entry.top) == 1 for entry in beam.logprobs)
 
 
-def test_no_request_can_be_mistaken_for_a_beam():
+def test_a_request_id_that_could_be_that_of_a_beam_is_refused():
     engine = Engine()
     engine.add("r", PROMPT, 3, {"beam_width": 2})
     with pytest.raises(RequestRefusedError, match="r#1 could be that of a beam") as refused:
@@ -188,13 +186,11 @@ def test_no_request_can_be_mistaken_for_a_beam():
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_blocks", [7, 8, 10])
-def test_a_budget_smaller_than_the_search_never_counts_blocks_wrongly(budget, num_blocks):
+def test_a_search_wider_than_the_budget_leaks_no_blocks(budget, num_blocks):
     engine = Engine(budget=max(budget, 4), num_blocks=num_blocks, prefix_caching=False)
     engine.add("other", [5, 6, 7], 8)
     engine.add("r", PROMPT, 6, {"beam_width": 4})
-    engine.scheduler.max_num_batched_tokens = (
-        budget  # of a step; the places in the batch are those of 4
-    )
+    engine.scheduler.max_num_batched_tokens = budget  # the batch still holds the 4 beams
     engine.run()
     assert engine.text("other")
     last = engine.last("r")
@@ -205,7 +201,7 @@ def test_a_budget_smaller_than_the_search_never_counts_blocks_wrongly(budget, nu
     assert engine.kv.num_free_blocks == num_blocks
 
 
-def test_a_search_that_lost_its_memory_waits_until_there_is_enough_to_get_further():
+def test_a_preempted_search_waits_until_it_has_the_blocks_to_progress():
     engine = Engine(num_blocks=12, prefix_caching=False, max_num_seqs=8, budget=32)
     engine.add("long", [7] * 4, 28)  # grows to 8 of the 12 blocks
     engine.add("r", PROMPT, 12, {"beam_width": 4})
@@ -214,5 +210,5 @@ def test_a_search_that_lost_its_memory_waits_until_there_is_enough_to_get_furthe
     assert len(engine.text("long")) == 28
     stats = engine.scheduler.stats()
     assert 0 < stats.num_preemptions <= 3, (
-        "its prompt fits at once, but it would be preempted again and again"
+        "the search was resumed as soon as its prompt fitted, and preempted again"
     )

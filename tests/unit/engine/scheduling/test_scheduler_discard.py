@@ -1,4 +1,4 @@
-"""A step whose tokens never ran is taken back: nothing is lost, nothing is said twice, nothing is offered that is not there."""
+"""Discarding a step whose tokens were lost: requests continue without lost or repeated tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lose(engine: Engine, loss: Loss) -> SchedulerOutput:
     return step
 
 
-def test_plain_requests_keep_their_kv_and_run_the_same_tokens_again(loss):
+def test_requests_keep_their_kv_and_run_the_tokens_of_the_lost_step_again(loss):
     engine = Engine()
     engine.add("a", list(range(1, 8)), 6)
     engine.step()
@@ -49,7 +49,7 @@ def test_plain_requests_keep_their_kv_and_run_the_same_tokens_again(loss):
     again = engine.step()
     assert again.num_scheduled_tokens == lost.num_scheduled_tokens
     starts = {new.request_id: new.num_computed_tokens for new in again.new_requests}
-    assert starts == {"a": 7, "b": 0}, "the worker is told all anew, but computes nothing twice"
+    assert starts == {"a": 7, "b": 0}, "requests are sent to the worker as new, but keep their KV"
     engine.run()
     for request_id, prompt in (("a", list(range(1, 8))), ("b", [9, 9, 9])):
         assert engine.text(request_id) == continuation(prompt, 6, ignore_eos=True)
@@ -58,7 +58,7 @@ def test_plain_requests_keep_their_kv_and_run_the_same_tokens_again(loss):
     assert engine.kv.num_free_blocks == 32
 
 
-def test_what_ended_meanwhile_is_not_revived_and_its_worker_forgets_it(loss):
+def test_a_request_that_ended_during_the_lost_step_stays_ended(loss):
     engine = Engine(max_num_seqs=1)
     engine.add("a", [1, 2, 3], 6)
     engine.step()
@@ -72,7 +72,7 @@ def test_what_ended_meanwhile_is_not_revived_and_its_worker_forgets_it(loss):
     assert not engine.runner.sequences.keys() - {"b"}
 
 
-def test_blocks_that_were_to_be_published_are_published_by_the_step_that_computes_them(loss):
+def test_blocks_are_published_by_the_step_that_computes_them_again(loss):
     engine = Engine(budget=6)
     engine.add(
         "r", list(range(1, 11)), 1, kv_transfer=KVTransferParams(KVSide.PRODUCE, "t", "decode-1")
@@ -90,7 +90,7 @@ def test_blocks_that_were_to_be_published_are_published_by_the_step_that_compute
     assert engine.kv.num_free_blocks == 32
 
 
-def test_a_group_waits_for_its_prompt_again(loss):
+def test_a_group_waits_for_its_prompt_after_a_lost_step(loss):
     engine = Engine()
     for index in range(3):
         engine.add(f"s{index}", [7] * 6, 4, sample_index=index, group_id="g")
@@ -100,18 +100,18 @@ def test_a_group_waits_for_its_prompt_again(loss):
     for index in range(3):
         assert engine.text(f"s{index}") == continuation([7] * 6, 4, ignore_eos=True)
     assert engine.scheduler.stats().prompt_tokens_computed == 6 + 2, (
-        "the last prompt token gives each sample its logits"
+        "each further sample computes only the last prompt token"
     )
 
 
-def test_prefixes_are_not_found_before_they_are_computed(loss):
+def test_prefixes_of_a_lost_step_are_not_found_before_they_are_computed(loss):
     engine = Engine()
     engine.add("a", [5] * 9, 3)
     lose(engine, loss)
     engine.add("b", [5] * 9, 3)
     step = engine.step()
     assert step.num_scheduled_tokens == {"a": 9, "b": 7}, (
-        "b gets what the budget leaves, and nothing from a cache"
+        "b gets the rest of the budget, and no prefix hit"
     )
     engine.run()
     assert engine.text("a") == engine.text("b") == continuation([5] * 9, 3, ignore_eos=True)

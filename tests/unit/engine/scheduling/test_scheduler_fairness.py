@@ -1,4 +1,4 @@
-"""Nobody starves, nobody stalls the others, and memory is given and taken in order."""
+"""Fairness: requests do not starve or stall others, and memory follows the request order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ LONG = list(range(1, 61))
 
 @pytest.mark.parametrize("num_blocks", [64, 20])
 @pytest.mark.parametrize("policy", ["priority", "fcfs"])
-def test_a_long_prompt_is_finished_in_bounded_steps_under_a_stream_of_short_ones(
-    policy, num_blocks
-):
+def test_a_long_prompt_ends_in_bounded_steps_under_a_stream_of_short_ones(policy, num_blocks):
     engine = Engine(
         num_blocks=num_blocks, budget=8, max_num_seqs=8, max_queue=10_000, policy=policy
     )
     for step in range(200):
-        for number in range(3):  # more than there is room for
+        for number in range(3):  # more than the engine can serve
             engine.add(
                 f"short-{step}-{number}", [100 + step % 50, number] * 2, 8, arrival_time=float(step)
             )
@@ -33,24 +31,27 @@ def test_a_long_prompt_is_finished_in_bounded_steps_under_a_stream_of_short_ones
         engine.step()
         if "long" in engine.outputs and engine.last("long").finished:
             break
-    # Before it: 33 short ones of 8 steps, 8 at a time. Then at worst one token per step beside 7 decodes.
+    # 33 short requests of 8 steps come first, 8 at a time. Then the long prompt gets at least
+    # one token per step, as the other 7 are decodes.
     assert step < 10 + 33 * 8 / 7 + 60 + 20
     assert engine.text("long") == continuation(LONG, 4, ignore_eos=True)
     if num_blocks == 20:
         assert engine.scheduler.stats().num_preemptions > 0
 
 
-def test_with_a_threshold_a_long_prompt_leaves_budget_to_shorter_ones():
+def test_the_long_prefill_threshold_leaves_budget_to_shorter_prompts():
     engine = Engine(budget=16, long_prefill_token_threshold=5)
     engine.add("long", LONG, 2)
     engine.add("short", [7] * 6, 2)
     assert engine.step().num_scheduled_tokens == {"long": 5, "short": 6}
-    assert engine.step().num_scheduled_tokens == {"short": 1, "long": 15}, "alone it gets all"
+    assert engine.step().num_scheduled_tokens == {"short": 1, "long": 15}, (
+        "the only prefill gets the whole budget"
+    )
     engine.run()
     assert engine.text("long") == continuation(LONG, 2, ignore_eos=True)
 
 
-def test_without_chunks_a_prompt_runs_in_one_step():
+def test_without_chunked_prefill_a_prompt_runs_in_one_step():
     engine = Engine(budget=16, enable_chunked_prefill=False)
     for name in ("a", "b", "c"):
         engine.add(name, [ord(name)] * 10, 3)
@@ -61,7 +62,7 @@ def test_without_chunks_a_prompt_runs_in_one_step():
     assert refused.value.code is ErrorCode.LENGTH
 
 
-def test_without_chunks_a_preempted_request_that_outgrew_the_budget_still_goes_on():
+def test_without_chunked_prefill_a_preempted_request_beyond_the_budget_resumes():
     engine = Engine(budget=12, num_blocks=8, enable_chunked_prefill=False, prefix_caching=False)
     prompts = {"a": [1] * 10, "b": [2] * 10}
     for name, prompt in prompts.items():
@@ -72,18 +73,18 @@ def test_without_chunks_a_preempted_request_that_outgrew_the_budget_still_goes_o
         assert engine.text(name) == continuation(prompt, 14, ignore_eos=True)
 
 
-def test_admission_leaves_the_watermark_unless_nothing_else_runs():
+def test_admission_keeps_the_watermark_free_while_other_requests_run():
     engine = Engine(num_blocks=8, watermark_blocks=2)
     engine.add("a", [1] * 11, 2)
-    engine.add("b", [2] * 13, 2)  # fits, but leaves one block
+    engine.add("b", [2] * 13, 2)  # fits, but leaves one block free
     assert "b" not in engine.step().num_scheduled_tokens
     engine.run()
-    engine.add("whole", list(range(1, 31)), 2)  # all eight
+    engine.add("whole", list(range(1, 31)), 2)  # needs all eight blocks
     engine.run()
     assert len(engine.text("b")) == len(engine.text("whole")) == 2
 
 
-def test_a_higher_priority_takes_memory_from_the_lowest_that_runs():
+def test_a_request_of_higher_priority_preempts_the_running_one_of_lowest_priority():
     engine = Engine(num_blocks=9)
     engine.add("low", [1] * 8, 16, priority=2)
     engine.add("middle", [2] * 8, 16, priority=1)
@@ -100,7 +101,7 @@ def test_a_higher_priority_takes_memory_from_the_lowest_that_runs():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_fcfs_knows_no_priorities(policy):
+def test_the_fcfs_policy_ignores_priorities(policy):
     engine = Engine(max_num_seqs=1, policy=policy)
     engine.add("early", [1], arrival_time=1.0, priority=5)
     engine.add("late", [2], arrival_time=2.0, priority=0)
@@ -109,14 +110,14 @@ def test_fcfs_knows_no_priorities(policy):
 
 
 @pytest.mark.parametrize("option", ["policy", "preemption_mode"])
-def test_unknown_options_are_named(option):
+def test_unknown_values_of_options_are_refused(option):
     with pytest.raises(ValueError, match=f"scheduler.{option} must be one of .*, got 'best'"):
         Scheduler(
             SchedulerConfig(**{option: "best"}), Engine().kv, max_model_len=8, eos_token_ids=[]
         )
 
 
-def test_single_requests_are_swapped_if_asked_and_computed_again_if_the_host_is_full():
+def test_swap_mode_swaps_single_requests_and_recomputes_when_the_host_is_full():
     for num_swap_blocks, swapped in ((24, True), (1, False)):
         engine = Engine(
             num_blocks=8, budget=64, num_swap_blocks=num_swap_blocks, preemption_mode="swap"
@@ -128,22 +129,24 @@ def test_single_requests_are_swapped_if_asked_and_computed_again_if_the_host_is_
         stats = engine.scheduler.stats()
         assert stats.num_preemptions > 0
         assert (stats.num_swapped_in_blocks > 0) == swapped
-        assert (stats.prompt_tokens_computed == 24) == swapped, "swapping computes nothing again"
+        assert (stats.prompt_tokens_computed == 24) == swapped, (
+            "a swapped request must not be recomputed"
+        )
         for name, prompt in prompts.items():
             assert engine.text(name) == continuation(prompt, 18, ignore_eos=True)
 
 
-def test_swapped_requests_come_back_before_anybody_new_is_admitted():
+def test_swapped_requests_resume_before_new_ones_are_admitted():
     engine = Engine(
         num_blocks=8, budget=64, num_swap_blocks=24, preemption_mode="swap", max_num_seqs=2
     )
     engine.add("a", [1] * 12, 18)
     engine.add("b", [2] * 12, 18)
-    engine.add("new", [3], 2)  # waits for a place
+    engine.add("new", [3], 2)  # waits: max_num_seqs is 2
     while not engine.scheduler.stats().num_requests_swapped:
         step = engine.step()
     assert step.swap_out
-    assert not step.new_requests, "what was freed is for those that run"
+    assert not step.new_requests, "the freed blocks are for running requests"
     while engine.scheduler.stats().num_requests_swapped:
         assert "new" not in engine.step().num_scheduled_tokens
     engine.run()
@@ -151,19 +154,19 @@ def test_swapped_requests_come_back_before_anybody_new_is_admitted():
     assert engine.text("new") == continuation([3], 2, ignore_eos=True)
 
 
-def test_what_a_preemption_frees_is_for_those_that_run():
+def test_blocks_freed_by_a_preemption_go_to_running_requests():
     engine = Engine(num_blocks=8, budget=64, max_num_seqs=2)
     engine.add("a", [1] * 12, 18)
     engine.add("b", [2] * 12, 18)
     engine.step()
-    engine.add("urgent", [3], 2, priority=-1)  # waits for a place
+    engine.add("urgent", [3], 2, priority=-1)  # waits: max_num_seqs is 2
     while not engine.scheduler.stats().num_preemptions:
         step = engine.step()
     assert list(step.num_scheduled_tokens) == ["a"]
     assert list(engine.step().num_scheduled_tokens) == ["a", "urgent"]
 
 
-def test_a_prompt_may_be_preempted_between_its_chunks():
+def test_a_prompt_can_be_preempted_between_its_chunks():
     engine = Engine(num_blocks=8, budget=3, prefix_caching=False)
     engine.add("decodes", [1] * 3, 20)
     engine.step()
@@ -176,7 +179,7 @@ def test_a_prompt_may_be_preempted_between_its_chunks():
     assert engine.text("long") == continuation(list(range(1, 25)), 2, ignore_eos=True)
 
 
-def test_a_swapped_request_comes_back_only_after_its_steps_in_flight():
+def test_a_swapped_request_resumes_only_after_its_steps_in_flight():
     engine = Engine(
         num_blocks=8, num_swap_blocks=24, preemption_mode="swap", async_scheduling=True, budget=64
     )
@@ -195,7 +198,7 @@ def test_a_swapped_request_comes_back_only_after_its_steps_in_flight():
     assert engine.text("b") == continuation([2] * 12, 18, ignore_eos=True)
 
 
-def test_requests_that_came_and_went_while_others_waited_are_forgotten():
+def test_aborted_requests_are_removed_from_the_waiting_queue():
     engine = Engine()
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     engine.add("first", [1, 2], 2)
@@ -204,8 +207,6 @@ def test_requests_that_came_and_went_while_others_waited_are_forgotten():
         engine.scheduler.abort_requests([f"r{index}"])
     engine.add("last", [1, 2], 2)
     engine.step()
-    assert len(engine.scheduler.queues.waiting._heap) < 100, (
-        "behind `first` nothing surfaces by itself"
-    )
+    assert len(engine.scheduler.queues.waiting._heap) < 100, "aborted entries stay in the heap"
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert list(engine.step().num_scheduled_tokens) == ["first", "last"]

@@ -1,4 +1,4 @@
-"""Samples of one prompt: it is computed once, its blocks are shared, and whoever writes to one gets a copy."""
+"""Groups of samples compute their prompt once and share its blocks with copy-on-write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def group(
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(prefix_caching):
+def test_a_group_computes_its_prompt_once_and_shares_its_full_blocks(prefix_caching):
     engine = Engine(prefix_caching=prefix_caching)
     names = group(engine, 4)
     first = engine.step()
@@ -30,9 +30,9 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(prefix_ca
     second = engine.step()
     assert second.num_scheduled_tokens == dict.fromkeys(names, 1)
     assert {new.num_computed_tokens for new in second.new_requests} == {9}, (
-        "the last prompt token gives the logits"
+        "each sample computes only the last prompt token"
     )
-    assert len(second.block_copies) == 3, "everybody but one copies the partial block"
+    assert len(second.block_copies) == 3, "all members but one copy the partial block"
     assert 32 - engine.kv.num_free_blocks == 2 + 4
     engine.run()
     for name in names:
@@ -40,7 +40,7 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(prefix_ca
     assert engine.kv.num_free_blocks == 32
 
 
-def test_members_wait_for_the_prompt_without_blocking_others():
+def test_members_that_wait_for_the_prompt_do_not_block_other_requests():
     engine = Engine(budget=4)
     group(engine, 3)
     engine.add("other", [7, 8], 2)
@@ -49,13 +49,12 @@ def test_members_wait_for_the_prompt_without_blocking_others():
     assert "other" in step.num_scheduled_tokens or "other" in engine.step().num_scheduled_tokens
     engine.run()
     assert engine.text("other") == continuation([7, 8], 2, ignore_eos=True)
-    assert (
-        engine.scheduler.stats().prompt_tokens_computed == 10 + 2 + 2
-    )  # of the others the last token each, and `other`
+    # The whole prompt, the last prompt token of two members, and the two tokens of `other`.
+    assert engine.scheduler.stats().prompt_tokens_computed == 10 + 2 + 2
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt"])
-def test_the_next_member_takes_over_if_the_leader_goes_before_the_prompt_is_done(how):
+def test_the_next_member_computes_the_prompt_if_the_first_is_aborted_or_preempted(how):
     engine = Engine(budget=4, prefix_caching=False)
     names = group(engine, 3)
     engine.step()
@@ -70,7 +69,7 @@ def test_the_next_member_takes_over_if_the_leader_goes_before_the_prompt_is_done
     assert engine.kv.num_free_blocks == 32
 
 
-def test_a_member_that_ends_leaves_the_others_their_blocks():
+def test_the_end_of_a_member_does_not_free_blocks_of_the_others():
     engine = Engine()
     names = group(engine, 3, max_tokens=9)
     engine.step()
@@ -83,7 +82,7 @@ def test_a_member_that_ends_leaves_the_others_their_blocks():
         assert engine.text(name) == continuation(PROMPT, 9, ignore_eos=True)
 
 
-def test_a_late_member_shares_what_the_first_one_has_filled_meanwhile():
+def test_a_late_member_shares_the_computed_blocks_of_the_first():
     engine = Engine()
     engine.add("s0", PROMPT, 12, group_id="g")
     for _ in range(5):
@@ -91,22 +90,22 @@ def test_a_late_member_shares_what_the_first_one_has_filled_meanwhile():
     engine.add("s1", PROMPT, 12, group_id="g", sample_index=1)
     step = engine.step()
     assert step.num_scheduled_tokens["s1"] == 1
-    engine.scheduler.abort_requests(["s0"])  # s1 is now the only holder of what it shared
+    engine.scheduler.abort_requests(["s0"])  # s1 is now the only holder of the shared blocks
     engine.run()
     assert engine.text("s1") == continuation(PROMPT, 12, ignore_eos=True)
 
 
-def test_members_with_another_prompt_are_refused():
+def test_a_member_with_another_prompt_is_refused():
     engine = Engine()
     engine.add("a", [1, 2], group_id="g")
     with pytest.raises(RequestRefusedError, match="equal prompts") as refused:
         engine.add("b", [1, 3], group_id="g")
     assert refused.value.code is ErrorCode.INVALID
     engine.run()
-    engine.add("c", [1, 3], group_id="g")  # the group has ended, its name is free
+    engine.add("c", [1, 3], group_id="g")  # the group has ended, so its id can be used again
 
 
-def test_a_group_is_swapped_out_as_a_whole_and_comes_back_sharing():
+def test_a_group_is_swapped_out_as_a_whole_and_shares_blocks_after_its_return():
     engine = Engine(num_blocks=12, num_swap_blocks=24, prefix_caching=False)
     engine.add("first", [50] * 10, 24, priority=-1)
     engine.step()
@@ -119,24 +118,24 @@ def test_a_group_is_swapped_out_as_a_whole_and_comes_back_sharing():
     stats = engine.scheduler.stats()
     assert stats.num_swapped_out_blocks == stats.num_swapped_in_blocks == len(out)
     assert stats.num_preemptions == 3
-    assert stats.prompt_tokens_computed == 10 + 10 + 2, "nothing was computed again"
+    assert stats.prompt_tokens_computed == 10 + 10 + 2, "tokens were computed again"
     for name in names:
         assert engine.text(name) == continuation(PROMPT, 10, ignore_eos=True)
     assert engine.kv.swap_pool.num_free_blocks == 24
 
 
-def test_a_group_that_is_short_of_memory_itself_gives_up_its_last_member_alone():
+def test_a_group_that_lacks_blocks_for_itself_preempts_only_its_last_member():
     engine = Engine(num_blocks=8, num_swap_blocks=24, preemption_mode="swap", prefix_caching=False)
     names = group(engine, 3, max_tokens=16)
     for _ in range(100):
-        assert not engine.step().swap_out, "it would take away what it is swapped out for"
+        assert not engine.step().swap_out, "the group was swapped out to free blocks for itself"
     assert engine.scheduler.stats().num_preemptions > 0
     for name in names:
         assert engine.text(name) == continuation(PROMPT, 16, ignore_eos=True)
     assert engine.last("s0").finish_reason is FinishReason.LENGTH
 
 
-def test_members_whose_kv_is_not_the_groups_are_refused():
+def test_a_member_with_another_cache_salt_is_refused():
     engine = Engine()
     engine.add("s0", PROMPT, group_id="g", cache_salt="salt")
     with pytest.raises(RequestRefusedError, match="the same cache_salt") as refused:
@@ -148,8 +147,11 @@ def test_members_whose_kv_is_not_the_groups_are_refused():
     assert "s1" not in engine.outputs
 
 
-def source_after(*, async_scheduling: bool, steps: int) -> set[int]:
-    """Where samples begin that arrive when the first one has run `steps` steps of a prompt in two chunks."""
+def start_of_late_member(*, async_scheduling: bool, steps: int) -> set[int]:
+    """Return the first positions that a late member computes.
+
+    It arrives after `steps` steps of the first member, whose prompt takes two chunks.
+    """
     engine = Engine(budget=6, async_scheduling=async_scheduling, prefix_caching=False)
     group(engine, 1)
     for _ in range(steps):
@@ -170,14 +172,14 @@ def source_after(*, async_scheduling: bool, steps: int) -> set[int]:
     return started
 
 
-def test_a_late_member_shares_a_prompt_that_an_earlier_step_computes_even_if_it_is_in_flight():
-    assert source_after(async_scheduling=True, steps=2) == {9}
-    assert source_after(async_scheduling=True, steps=1) == {9}, (
-        "it waits for the chunk that is still to be scheduled"
+def test_a_late_member_shares_a_prompt_whose_step_is_still_in_flight():
+    assert start_of_late_member(async_scheduling=True, steps=2) == {9}
+    assert start_of_late_member(async_scheduling=True, steps=1) == {9}, (
+        "the member must wait for the chunk that is not scheduled"
     )
 
 
-def test_a_member_that_was_preempted_is_no_source_until_its_prompt_is_back():
+def test_a_late_member_waits_until_a_preempted_member_has_recomputed_the_prompt():
     engine = Engine(prefix_caching=False)
     group(engine, 1)
     engine.step()
@@ -185,7 +187,7 @@ def test_a_member_that_was_preempted_is_no_source_until_its_prompt_is_back():
     engine.add("s1", PROMPT, 6, group_id="g", sample_index=1)
     step = engine.step()
     assert step.num_scheduled_tokens == {"s0": 11}, (
-        "s1 waits for the prompt, which is computed again"
+        "s1 must wait for the prompt, which is computed again"
     )
     engine.run()
     assert engine.text("s0") == engine.text("s1") == continuation(PROMPT, 6, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What the scheduler promises of both sides of the KV hand-off."""
+"""Both sides of the KV hand-off in the scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def consume(transfer_id: str) -> KVTransferParams:
     return KVTransferParams(KVSide.CONSUME, transfer_id, "prefill-1", "127.0.0.1", 5558)
 
 
-def test_a_producer_publishes_completed_blocks_chunk_by_chunk_and_keeps_them_until_fetched():
+def test_a_producer_publishes_blocks_per_chunk_and_keeps_them_until_fetched():
     engine = Engine(budget=6)
     prompt = list(range(1, 11))
     engine.add("r", prompt, 1, kv_transfer=produce("t"))
@@ -55,7 +55,7 @@ def test_blocks_from_the_prefix_cache_are_published_with_the_first_step():
     assert (save.first_block_index, len(save.block_ids), save.last) == (0, 3, True)
 
 
-def test_an_aborted_producer_cancels_and_still_keeps_its_blocks_until_told():
+def test_an_aborted_producer_keeps_its_blocks_until_the_transfer_ends():
     engine = Engine(budget=4)
     engine.add("r", list(range(1, 11)), 1, kv_transfer=produce("t"))
     engine.step()
@@ -70,7 +70,7 @@ def test_an_aborted_producer_cancels_and_still_keeps_its_blocks_until_told():
 
 
 @pytest.mark.parametrize("first", ["load", "result"])
-def test_a_consumer_recomputes_nothing_and_goes_on_after_the_peers_first_token(first):
+def test_a_consumer_continues_after_the_peers_first_token_without_recomputing(first):
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 5, kv_transfer=consume("t"))
@@ -96,7 +96,7 @@ def test_a_consumer_recomputes_nothing_and_goes_on_after_the_peers_first_token(f
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_what_did_not_arrive_is_computed_here():
+def test_blocks_that_did_not_arrive_are_recomputed():
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 3, kv_transfer=consume("t"))
@@ -113,7 +113,7 @@ def test_what_did_not_arrive_is_computed_here():
     assert stats.kv_transfer_recomputed_tokens == 6
 
 
-def test_policy_fail_ends_the_request_with_a_kv_load_error():
+def test_the_fail_policy_ends_the_request_with_a_kv_load_error():
     engine = Engine(fail=True)
     engine.add("r", list(range(1, 11)), 3, kv_transfer=consume("t"))
     engine.step()
@@ -125,7 +125,7 @@ def test_policy_fail_ends_the_request_with_a_kv_load_error():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_an_aborted_consumer_frees_its_blocks_only_when_nobody_writes_them():
+def test_an_aborted_consumer_frees_its_blocks_after_the_load_ends():
     engine = Engine()
     engine.add("r", list(range(1, 11)), 3, kv_transfer=consume("t"))
     engine.step()
@@ -138,7 +138,7 @@ def test_an_aborted_consumer_frees_its_blocks_only_when_nobody_writes_them():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_a_consumer_that_has_everything_cached_still_lets_the_producer_go():
+def test_a_consumer_with_all_blocks_cached_still_starts_and_ends_a_load():
     engine = Engine()
     prompt = list(range(1, 9))
     engine.add("first", prompt)
@@ -150,10 +150,10 @@ def test_a_consumer_that_has_everything_cached_still_lets_the_producer_go():
     engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
     engine.run()
     assert engine.outputs["r"][0].num_cached_tokens == 8
-    assert engine.scheduler.stats().prompt_tokens_computed == 8  # of the first request
+    assert engine.scheduler.stats().prompt_tokens_computed == 8  # by the first request
 
 
-def test_requests_waiting_for_remote_kv_do_not_block_others():
+def test_requests_that_wait_for_remote_kv_do_not_block_others():
     engine = Engine(max_num_seqs=1)
     engine.add("remote", list(range(1, 11)), 3, kv_transfer=consume("t"))
     engine.add("local", [1, 2, 3], 3)
@@ -162,7 +162,7 @@ def test_requests_waiting_for_remote_kv_do_not_block_others():
     assert engine.scheduler.stats().num_requests_waiting_for_remote_kv == 1
 
 
-def test_a_late_prefill_result_does_not_reach_a_later_request_of_the_same_id():
+def test_a_late_prefill_result_is_not_applied_to_a_later_request_with_the_same_id():
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 5, kv_transfer=consume("t1"))
@@ -173,13 +173,15 @@ def test_a_late_prefill_result_does_not_reach_a_later_request_of_the_same_id():
     engine.load("t2", prompt)
     engine.connector.end_load("t1", 0)
     engine.run()
-    assert engine.scheduler.stats().num_requests_waiting_for_remote_kv == 1  # for its own result
+    assert (
+        engine.scheduler.stats().num_requests_waiting_for_remote_kv == 1
+    )  # waits for its own result
     engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
     engine.run()
     assert engine.text("r") == continuation(prompt, 5, ignore_eos=True)[1:]
 
 
-def test_a_first_token_that_ends_the_request_ends_it():
+def test_a_prefill_token_that_reaches_max_tokens_ends_the_request():
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 1, kv_transfer=consume("t"))
@@ -195,7 +197,7 @@ def test_a_first_token_that_ends_the_request_ends_it():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_a_request_that_waits_is_not_starved_of_slots_by_later_ones_that_are_loaded():
+def test_loaded_requests_do_not_take_the_slot_of_an_earlier_waiting_one():
     engine = Engine(max_num_seqs=1)
     engine.add("running", [9], 6, arrival_time=0.0)
     engine.step()
@@ -213,7 +215,7 @@ def test_a_request_that_waits_is_not_starved_of_slots_by_later_ones_that_are_loa
     assert engine.text("plain") == continuation([1, 2, 3], 2, ignore_eos=True)
 
 
-def test_later_loads_leave_memory_to_a_request_that_waits_for_a_slot():
+def test_later_loads_do_not_take_the_memory_of_an_earlier_waiting_request():
     engine = Engine(num_blocks=8, max_num_seqs=1)
     engine.add("running", [9], 6, arrival_time=0.0)
     engine.step()
@@ -229,23 +231,26 @@ def test_later_loads_leave_memory_to_a_request_that_waits_for_a_slot():
     engine.run()
     assert engine.last("plain").finish_reason is FinishReason.LENGTH
     assert engine.scheduler.stats().num_preemptions == 0
-    assert len(engine.connector.loads) >= 3, "and once it ran, they get the memory"
+    assert len(engine.connector.loads) >= 3, (
+        "later loads get the memory when the earlier request has run"
+    )
 
 
-def test_loads_leave_a_block_to_each_request_that_decodes_or_will():
+def test_loads_leave_one_block_to_each_decoding_or_loaded_request():
     engine = Engine(num_blocks=12, max_num_seqs=8)
     engine.add("running", [9], 16, arrival_time=0.0)  # 5 blocks in the end
     engine.step()
-    prompts = {f"t{number}": [number + 2] * 6 for number in range(5)}  # 2 blocks each, 3 in the end
+    # Each needs 2 blocks at first and 3 in the end.
+    prompts = {f"t{number}": [number + 2] * 6 for number in range(5)}
     for number, (transfer_id, prompt) in enumerate(prompts.items()):
         engine.add(
             transfer_id, prompt, 4, kv_transfer=consume(transfer_id), arrival_time=1.0 + number
         )
     step = engine.step()
     assert list(engine.connector.loads) == ["t0", "t1", "t2"], (
-        "one more would leave 3 blocks to 5 requests"
+        "a fourth load would leave 3 blocks to 5 requests"
     )
-    assert list(step.connector.waits) == ["t3", "t4"], "their producers are told, once"
+    assert list(step.connector.waits) == ["t3", "t4"], "their producers are notified once"
     assert not engine.step().connector
     for transfer_id in list(prompts)[:3]:
         engine.load(transfer_id, prompts[transfer_id])
@@ -255,11 +260,11 @@ def test_loads_leave_a_block_to_each_request_that_decodes_or_will():
     engine.run()
     assert engine.scheduler.stats().num_preemptions == 0
     assert list(engine.connector.loads) == ["t3", "t4"], (
-        "those that waited are loaded when others have ended"
+        "waiting loads start when others have ended"
     )
 
 
-def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
+def test_recomputing_the_last_token_does_not_write_into_a_shared_block():
     engine = Engine()
     prompt = list(range(1, 9))
     engine.add("first", prompt, 20)
@@ -280,7 +285,7 @@ def test_a_last_token_computed_again_is_not_written_into_a_shared_block():
 @pytest.mark.parametrize(
     ("params", "max_tokens", "num_blocks"), [({}, 16, 5), ({"beam_width": 2}, 16, 6)]
 )
-def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_that_runs(
+def test_a_loaded_request_that_waits_is_preempted_for_an_earlier_running_one(
     params, max_tokens, num_blocks
 ):
     engine = Engine(num_blocks=num_blocks, max_num_seqs=2 if params else 1)
@@ -297,27 +302,28 @@ def test_a_loaded_request_that_waits_for_a_place_gives_way_to_an_earlier_one_tha
     assert engine.text("r") == continuation(prompt, 3, ignore_eos=True)[1:]
     assert engine.scheduler.stats().num_preemptions == 1
     assert not any(output.events for output in engine.outputs["running"][1:]), (
-        "it was not preempted itself"
+        "the earlier request was preempted"
     )
     assert engine.kv.num_free_blocks == num_blocks
 
 
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 @pytest.mark.parametrize("params", [{}, {"beam_width": 2}])
-def test_a_request_that_needs_memory_a_transfer_holds_waits_for_it_in_peace(
+def test_a_request_that_needs_blocks_held_by_a_transfer_waits_without_preemptions(
     preemption_mode, params
 ):
     engine = Engine(
         num_blocks=8, num_swap_blocks=8, preemption_mode=preemption_mode, prefix_caching=False
     )
-    engine.add(
-        "p", list(range(1, 17)), 1, kv_transfer=produce("t")
-    )  # four of eight blocks, until they are fetched
+    # Holds four of the eight blocks until they are fetched.
+    engine.add("p", list(range(1, 17)), 1, kv_transfer=produce("t"))
     engine.step()
     engine.add("r", list(range(1, 9)), 12, params)  # five blocks, and more for beams
     for _ in range(40):
         engine.step()
-    assert not engine.scheduler.made_progress, "it is taken out and brought back for nothing"
+    assert not engine.scheduler.made_progress, (
+        "the request is preempted and resumed without progress"
+    )
     assert engine.scheduler.stats().num_preemptions <= 2
     engine.connector.end_send("t")
     engine.run()

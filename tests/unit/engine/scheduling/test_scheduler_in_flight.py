@@ -1,4 +1,4 @@
-"""Several steps in flight: who may be in them, what becomes of tokens that come too late, when blocks may be found."""
+"""Several steps in flight: scheduling ahead, late tokens, and prefix hits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.engine.scheduler_machine import FakeGrammars
 
 
 def run_with(engine: Engine, depth: int) -> None:
-    """Keeps `depth` steps in flight until nothing is left."""
+    """Keep `depth` steps in flight until all requests have ended."""
     for _ in range(500):
         while len(engine.in_flight) < depth:
             engine.schedule()
@@ -22,10 +22,10 @@ def run_with(engine: Engine, depth: int) -> None:
             while engine.in_flight:
                 engine.update()
             return
-    raise AssertionError(f"still there: {list(engine.scheduler.requests.values())}")
+    raise AssertionError(f"requests did not end: {list(engine.scheduler.requests.values())}")
 
 
-def test_in_a_pipeline_a_request_is_in_one_step_and_others_fill_the_next():
+def test_in_a_pipeline_a_request_is_in_one_step_at_a_time():
     engine = Engine(max_num_seqs=2)
     engine.add("a", [1, 2, 3])
     first = engine.schedule()
@@ -58,7 +58,7 @@ def test_async_scheduling_runs_a_decode_before_its_token_is_known():
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_model_len"])
-def test_async_scheduling_stops_at_the_lengths(limit):
+def test_async_scheduling_stops_at_max_tokens_and_max_model_len(limit):
     engine = Engine(async_scheduling=True, num_blocks=2)  # max_model_len is 8
     engine.add("a", [1, 2, 3], 3 if limit == "max_tokens" else 99)
     num_tokens = 0
@@ -72,7 +72,7 @@ def test_async_scheduling_stops_at_the_lengths(limit):
     assert len(engine.text("a")) == expected
 
 
-def test_tokens_after_a_stop_are_dropped_and_the_blocks_are_free_at_once():
+def test_tokens_after_a_stop_are_dropped_and_the_blocks_are_freed_at_once():
     engine = Engine(async_scheduling=True)
     stop = continuation([5], 3, ignore_eos=True)[2]
     engine.add("a", [5], 20, {"stop_token_ids": [stop]})
@@ -80,17 +80,17 @@ def test_tokens_after_a_stop_are_dropped_and_the_blocks_are_free_at_once():
         engine.schedule()
     engine.update()
     engine.update()
-    engine.schedule()  # beyond the stop
+    engine.schedule()  # the step after the stop
     engine.update()
     assert engine.last("a").finish_reason is FinishReason.STOP
     assert engine.kv.num_free_blocks == 32
-    engine.add("b", [6] * 9, 4)  # takes the blocks that the step in flight still writes
+    engine.add("b", [6] * 9, 4)  # gets the blocks that the step in flight writes
     run_with(engine, 2)
     assert engine.text("a") == continuation([5], 3, ignore_eos=True)
     assert engine.text("b") == continuation([6] * 9, 4, ignore_eos=True)
 
 
-def test_chunks_of_a_prompt_may_follow_each_other_in_async_scheduling():
+def test_async_scheduling_runs_several_chunks_of_a_prompt_in_flight():
     engine = Engine(async_scheduling=True, budget=4)
     engine.add("a", list(range(1, 11)), 2)
     assert [engine.schedule().total_num_scheduled_tokens for _ in range(5)] == [4, 4, 2, 1, 0]
@@ -98,13 +98,15 @@ def test_chunks_of_a_prompt_may_follow_each_other_in_async_scheduling():
     assert engine.text("a") == continuation(list(range(1, 11)), 2, ignore_eos=True)
 
 
-def test_a_preempted_requests_token_in_flight_counts_and_it_waits_for_it():
+def test_a_preempted_request_waits_for_its_steps_in_flight_and_keeps_their_tokens():
     engine = Engine(async_scheduling=True)
     engine.add("a", [1, 2, 3], 5)
     engine.schedule()
     engine.schedule()
     engine.scheduler.preempt_all()
-    assert engine.schedule().num_scheduled_tokens == {}, "not before its steps have come back"
+    assert engine.schedule().num_scheduled_tokens == {}, (
+        "the steps of the request are still in flight"
+    )
     for _ in range(3):
         engine.update()
     assert len(engine.text("a")) == 2
@@ -114,7 +116,7 @@ def test_a_preempted_requests_token_in_flight_counts_and_it_waits_for_it():
     assert engine.text("a") == continuation([1, 2, 3], 5, ignore_eos=True)
 
 
-def test_blocks_are_found_only_after_their_step_has_come_back():
+def test_blocks_are_found_only_after_the_update_of_their_step():
     engine = Engine()
     prompt = list(range(1, 10))
     engine.add("a", prompt)
@@ -126,7 +128,7 @@ def test_blocks_are_found_only_after_their_step_has_come_back():
     assert engine.schedule().num_scheduled_tokens["c"] == 1
 
 
-def test_blocks_of_a_step_are_not_found_if_the_request_was_preempted_since():
+def test_blocks_of_a_step_are_not_found_if_the_request_was_preempted_during_it():
     engine = Engine()
     prompt = list(range(1, 10))
     engine.add("a", prompt)
@@ -140,11 +142,11 @@ def test_blocks_of_a_step_are_not_found_if_the_request_was_preempted_since():
     assert engine.text("a") == continuation(prompt, 4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("what", ["grammar", "beams"])
-def test_what_depends_on_the_token_is_not_run_ahead(what):
+@pytest.mark.parametrize("feature", ["grammar", "beams"])
+def test_async_scheduling_does_not_run_grammars_and_beams_ahead(feature):
     grammars = FakeGrammars()
     engine = Engine(async_scheduling=True, grammars=grammars)
-    if what == "grammar":
+    if feature == "grammar":
         spec = StructuredOutput(StructuredOutputKind.REGEX, "9")
         engine.add("a", [1, 2, 3], 5, {"structured_output": spec})
         grammars.compile_one()
@@ -156,7 +158,7 @@ def test_what_depends_on_the_token_is_not_run_ahead(what):
     assert engine.last("a").finish_reason is FinishReason.LENGTH
 
 
-def test_a_namesake_of_an_aborted_request_does_not_get_its_tokens():
+def test_a_request_with_the_id_of_an_aborted_one_does_not_get_its_tokens():
     engine = Engine()
     engine.add("a", [1, 2, 3])
     engine.schedule()

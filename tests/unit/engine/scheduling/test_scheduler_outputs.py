@@ -1,4 +1,4 @@
-"""Grammars, pauses, resets, and what outputs carry besides tokens."""
+"""Grammars, pauses, resets, and the fields of outputs other than tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_requests_wait_for_their_grammar_without_blocking_others():
     grammars.compile_one()
     engine.run()
     assert engine.text("json") == even([1, 2], 3)
-    assert engine.last("json").finish_reason is FinishReason.STOP, "the grammar was complete"
+    assert engine.last("json").finish_reason is FinishReason.STOP, "the grammar is complete"
     assert engine.last("json").stop_token_id is None
 
 
-def test_a_grammar_that_can_go_no_further_is_the_requests_fault():
+def test_a_grammar_that_cannot_continue_ends_its_request_as_invalid():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     engine.add("big", [1, 2], 9, grammar("5"))
@@ -53,7 +53,7 @@ def test_a_grammar_that_can_go_no_further_is_the_requests_fault():
     assert last.error == "structured_output cannot continue: too many states"
 
 
-def test_a_grammar_takes_in_tokens_that_were_generated_elsewhere():
+def test_a_grammar_accepts_the_generated_tokens_of_a_continued_request():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     known = even([1, 2], 2)
@@ -70,7 +70,7 @@ def test_a_grammar_takes_in_tokens_that_were_generated_elsewhere():
     )
 
 
-def test_what_is_wrong_with_a_grammar_is_told():
+def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     engine.add("r", [1, 2], 9, grammar("bad"))
@@ -83,7 +83,7 @@ def test_what_is_wrong_with_a_grammar_is_told():
         Engine().add("r", [1, 2], 9, grammar("3"))
 
 
-def test_a_paused_engine_admits_nobody_or_runs_nothing():
+def test_paused_new_admits_no_requests_and_paused_all_runs_none():
     engine = Engine()
     engine.add("a", [1], 6)
     engine.step()
@@ -99,7 +99,7 @@ def test_a_paused_engine_admits_nobody_or_runs_nothing():
     assert engine.text("b") == continuation([2], 6, ignore_eos=True)
 
 
-def test_preempt_all_leaves_no_kv_and_loses_no_text():
+def test_preempt_all_frees_all_kv_and_loses_no_text():
     engine = Engine(num_swap_blocks=8)
     engine.add("a", [1, 2, 3], 6)
     engine.add("beams", [4, 5], 6, {"beam_width": 2})
@@ -112,7 +112,7 @@ def test_preempt_all_leaves_no_kv_and_loses_no_text():
 
 
 @pytest.mark.parametrize("reset_running", [False, True])
-def test_a_reset_of_the_prefix_cache_may_include_what_runs(reset_running):
+def test_a_reset_of_the_prefix_cache_can_include_running_requests(reset_running):
     engine = Engine()
     engine.add("a", list(range(1, 10)), 6)
     engine.step()
@@ -124,20 +124,20 @@ def test_a_reset_of_the_prefix_cache_may_include_what_runs(reset_running):
     assert engine.text("a") == continuation(list(range(1, 10)), 6, ignore_eos=True)
 
 
-def test_an_output_that_repeats_itself_ends():
+def test_a_repetitive_output_ends_its_request():
     engine = Engine()
     engine.add("r", [1], 9, {"repetition_detection": RepetitionDetection(1, 1, 3)})
     token = continuation([1], 1, ignore_eos=True)[0]
     step, ran = engine.scheduler.schedule(), engine.runner
     for count in range(3):
-        output = ran.execute_model(step)
-        output.sampled_token_ids["r"] = ran.sequences["r"].token_ids[-1] = token
-        (told,) = engine.scheduler.update_from_output(step, output)
-        assert told.finish_reason is (FinishReason.REPETITION if count == 2 else None)
+        result = ran.execute_model(step)
+        result.sampled_token_ids["r"] = ran.sequences["r"].token_ids[-1] = token
+        (output,) = engine.scheduler.update_from_output(step, result)
+        assert output.finish_reason is (FinishReason.REPETITION if count == 2 else None)
         step = engine.scheduler.schedule()
 
 
-def test_events_travel_with_the_next_output():
+def test_events_are_sent_with_the_next_output():
     engine = Engine()
     engine.add("r", [1, 2], 4)
     engine.step()
@@ -158,7 +158,7 @@ def test_events_travel_with_the_next_output():
 
 
 @pytest.mark.parametrize("preempt_after", [None, 1, 2])
-def test_prompt_logprobs_come_whole_with_the_first_token(preempt_after):
+def test_prompt_logprobs_are_sent_in_full_with_the_first_token(preempt_after):
     engine = Engine(budget=4)
     prompt = list(range(1, 11))
     engine.add("fills the cache", prompt, 1)
@@ -175,30 +175,28 @@ def test_prompt_logprobs_come_whole_with_the_first_token(preempt_after):
     assert not any(output.prompt_logprobs for output in others)
 
 
-def test_routed_experts_and_nan_counts_are_passed_on():
+def test_outputs_carry_routed_experts_and_nan_counts():
     engine = Engine(budget=4)
     engine.add("r", list(range(1, 11)), 2, {"return_routed_experts": True})
     engine.run()
     first, second = engine.outputs["r"]
-    assert first.routed_experts is not None
-    assert second.routed_experts is not None
     assert first.routed_experts.shape == (10, 1, 1)
-    assert list(first.routed_experts.expert_ids[::2]) == list(range(10)), "all chunks, in order"
+    assert list(first.routed_experts.expert_ids[::2]) == list(range(10)), (
+        "the experts of all chunks in order"
+    )
     assert second.routed_experts.shape == (1, 1, 1)
     engine.add("n", [1], 1)
     step = engine.scheduler.schedule()
-    output = engine.runner.execute_model(step)
-    output.num_nans_in_logits["n"] = 7
-    (told,) = engine.scheduler.update_from_output(step, output)
-    assert told.num_nans_in_logits == 7
+    result = engine.runner.execute_model(step)
+    result.num_nans_in_logits["n"] = 7
+    (output,) = engine.scheduler.update_from_output(step, result)
+    assert output.num_nans_in_logits == 7
 
 
-def test_a_compilation_that_crashes_ends_its_request_alone():
+def test_a_crash_of_a_grammar_compilation_ends_only_its_request():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
-    engine.add(
-        "r", [1, 2], params={"structured_output": StructuredOutput(StructuredOutputKind.REGEX, "3")}
-    )
+    engine.add("r", [1, 2], params=grammar("3"))
     engine.add("other", [1, 2])
     grammars.pending.pop()[1].set_exception(BaseException("a panic of the parser"))
     engine.run()
@@ -207,12 +205,10 @@ def test_a_compilation_that_crashes_ends_its_request_alone():
     assert len(engine.text("other")) == 4
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
+def test_the_grammar_compilation_of_an_aborted_request_is_cancelled():
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
-    engine.add(
-        "r", [1, 2], params={"structured_output": StructuredOutput(StructuredOutputKind.REGEX, "3")}
-    )
+    engine.add("r", [1, 2], params=grammar("3"))
     engine.scheduler.abort_requests(["r"])
     assert grammars.pending[0][1].cancelled()
     engine.run()

@@ -1,4 +1,4 @@
-"""Any order of events under a tiny pool: no block leaks or is shared wrongly, every request ends once, with the right text."""
+"""Any order of events with a small pool: no block leaks, every request ends once with its text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return f"r{self.num_drawn}"
 
     def _prompt(self, data: st.DataObject) -> list[int]:
-        # Few distinct first tokens: prefixes are shared.
+        # Few distinct first tokens, so that requests share prefixes.
         return [data.draw(st.integers(1, 2))] * data.draw(st.integers(1, 24))
 
     @rule(data=st.data(), side=SIDES, early=st.booleans(), stops=st.booleans())
@@ -203,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.may_schedule)
     @rule(lost=st.sampled_from(Loss))
     def lose(self, lost: Loss) -> None:
-        """A step whose tokens do not run, for a rank of the group is gone: it is discarded once those before it are back."""
+        """Schedule a step whose tokens are lost. It is discarded after the steps before it."""
         self.world.schedule(lost)
 
     @rule(num_steps=st.integers(1, 8))
@@ -252,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         valid = len(load.block_ids) if whole else data.draw(st.integers(0, len(load.block_ids)))
         request = self.world.added["r" + transfer_id[1:]]
         tokens = [*request.prompt_token_ids, *request.generated_token_ids]
-        # Even an aborted load still writes: the blocks must not be anybody else's.
+        # An aborted load still writes, so its blocks must not belong to another request.
         for index, block_id in enumerate(load.block_ids):
             start = (load.first_block_index + index) * BLOCK
             end = min(start + BLOCK, len(tokens)) if index < valid else start
@@ -271,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.check_blocks()
 
     @invariant()
-    def requests_are_somewhere(self) -> None:
+    def every_request_is_in_one_queue(self) -> None:
         self.world.check_places()
 
     @invariant()
@@ -291,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
 
     def teardown(self) -> None:
-        """Whatever happened: once peers and gateway do their part, everything ends and every block is free."""
+        """Check that all requests end and free their blocks when peers and gateway respond."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -315,7 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 connector.end_load(transfer_id, 0, "peer gone")
         while world.in_flight:
             world.update()
-        assert not scheduler.has_work, f"still there: {list(scheduler.requests.values())}"
+        assert not scheduler.has_work, f"requests did not end: {list(scheduler.requests.values())}"
         assert world.ended.keys() == world.added.keys()
         assert world.kv.num_free_blocks == world.kv.pool.num_blocks
         assert not scheduler._groups._groups

@@ -1,4 +1,4 @@
-"""Structure of scheduling/: no constructor takes a callable, and each part of a request has one writer."""
+"""Structure of scheduling/: constructors take no callables, fields of requests have one writer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import baton_engine.scheduling
 from baton_engine.scheduling.request import Report, WorkerState
 
-ROOM = Path(baton_engine.scheduling.__file__).parent
+FOLDER = Path(baton_engine.scheduling.__file__).parent
 
 
 def callables(source: str) -> list[str]:
-    """Names of the parameters and fields by which a class in `source` is given a callable."""
+    """Return the constructor parameters and fields in `source` that are annotated as callables."""
     found = []
     for owner in ast.walk(ast.parse(source)):
         if not isinstance(owner, ast.ClassDef):
@@ -46,15 +46,15 @@ def callables(source: str) -> list[str]:
 
 
 def test_no_constructor_in_scheduling_takes_a_callable():
-    files = sorted(ROOM.rglob("*.py"))
-    assert ROOM / "scheduler.py" in files
+    files = sorted(FOLDER.rglob("*.py"))
+    assert FOLDER / "scheduler.py" in files
     assert {file.name: found for file in files if (found := callables(file.read_text()))} == {}
 
 
 def test_the_check_finds_callables_in_constructors_and_in_fields():
     source = """
 class Planner:
-    def __init__(self, kv: KV, *, finish: Callable[[Request], None], queue: list[Request]) -> None: ...
+    def __init__(self, kv: KV, *, finish: Callable[[Request], None], queue: list) -> None: ...
     def sort(self, key: Callable[[Request], int]) -> None: ...
 
 class Rules(NamedTuple):
@@ -65,7 +65,7 @@ class Rules(NamedTuple):
 
 
 def test_every_parameter_of_a_constructor_in_scheduling_has_an_annotation():
-    for file in ROOM.rglob("*.py"):
+    for file in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 arguments = [*node.args.args[1:], *node.args.kwonlyargs]
@@ -83,8 +83,11 @@ WRITERS = {
 }
 
 
-def written(source: str) -> set[str]:
-    """Attributes of other objects than `self` that `source` assigns, as `field` and as `owner.field`."""
+def assigned_fields(source: str) -> set[str]:
+    """Return the attributes that `source` assigns, as `field` and as `owner.field`.
+
+    Attributes of `self` are left out.
+    """
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -94,13 +97,18 @@ def written(source: str) -> set[str]:
     return names
 
 
-def test_each_part_of_a_request_has_one_writer():
-    for file in [*ROOM.rglob("*.py"), *(ROOM.parent / "kv_cache").glob("*.py")]:
+def test_each_field_of_a_request_has_one_writer():
+    for file in [*FOLDER.rglob("*.py"), *(FOLDER.parent / "kv_cache").glob("*.py")]:
         others = {name for name, writer in WRITERS.items() if writer != file.name}
-        assert written(file.read_text()) & others == set(), file.name
+        assert assigned_fields(file.read_text()) & others == set(), file.name
 
 
 def test_the_check_finds_assignments_to_fields():
-    source = "request.blocks[0] = b\nsequence.worker.is_known = True\nrequest.num_cached_blocks += 1\nself.events = []"
-    assert {"worker.is_known", "num_cached_blocks"} <= written(source)
-    assert "events" not in written(source)
+    source = """
+request.blocks[0] = b
+sequence.worker.is_known = True
+request.num_cached_blocks += 1
+self.events = []
+"""
+    assert {"worker.is_known", "num_cached_blocks"} <= assigned_fields(source)
+    assert "events" not in assigned_fields(source)
