@@ -13,6 +13,7 @@ from baton_engine.executor.step import (
     NewRequestData,
     SchedulerOutput,
 )
+from baton_engine.executor.uniproc import UniProcExecutor
 from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from baton_protocol.sampling import SamplingParams
 
@@ -53,6 +54,14 @@ def generate(executor: Executor) -> dict[str, list[int]]:
         generated[request_id].append(future.result(WAIT_S).sampled_token_ids[request_id])
         if len(generated[request_id]) < NUM_TOKENS:
             ready.append(request_id)
+    return generated
+
+
+def generate_in_one_process(config: EngineConfig) -> dict[str, list[int]]:
+    executor = UniProcExecutor(config, "instance", lambda: None)
+    executor.initialize()
+    generated = generate(executor)
+    executor.shutdown()
     return generated
 
 

@@ -1,4 +1,4 @@
-"""all_to_all against a plain reference, and groups that are given up, closed or formed beside each other; ranks are threads."""
+"""Groups whose ranks are threads: all_to_all, abort, close, timeouts and concurrent groups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Threads of this process that are ranks of groups."""
+    """Ranks of groups as threads of this process."""
 
     def __init__(self, kind: str, size: int) -> None:
         self.size = size
@@ -54,7 +54,7 @@ class Ranks:
         self.kind = kind
 
     def each(self, run: Callable[[int], T]) -> list[T]:
-        """What run(rank) returns, by rank, all at the same time."""
+        """Run `run(rank)` on all ranks at the same time; return the results by rank."""
         return list(self.pool.map(run, range(self.size), timeout=WAIT_S))
 
     def join(
@@ -101,10 +101,14 @@ def lasting(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, list[Group]
     ranks.close()
 
 
-def exchanged(
+def check_all_to_all(
     ranks: Ranks, groups: list[Group], rows: list[Tensor], counts: list[list[int]]
 ) -> None:
-    """Compares all_to_all of every rank with the runs of rows it should get; counts[source][target]."""
+    """Compare the result of all_to_all on every rank with the expected rows.
+
+    Args:
+        counts: counts[source][target].
+    """
 
     def run(rank: int) -> Tensor:
         return groups[rank].all_to_all(rows[rank], counts[rank], [row[rank] for row in counts])
@@ -124,7 +128,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Any bits: NaNs and what else the dtype has."""
+    """Return random bits, which include NaNs."""
     generator = torch.Generator().manual_seed(seed)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     return (
@@ -136,7 +140,7 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_all_to_all_moves_every_run_to_its_rank(
+def test_all_to_all_sends_every_run_of_rows_to_its_rank(
     lasting: tuple[Ranks, list[Group]], data: st.DataObject
 ) -> None:
     ranks, groups = lasting
@@ -153,10 +157,12 @@ def test_all_to_all_moves_every_run_to_its_rank(
         st.lists(st.lists(count, min_size=size, max_size=size), min_size=size, max_size=size)
     )
     rows = [random_rows((sum(counts[rank]), *tail), dtype, rank) for rank in range(size)]
-    exchanged(ranks, groups, rows, counts)
+    check_all_to_all(ranks, groups, rows, counts)
 
 
-def test_all_to_all_of_more_than_the_buffers_hold(lasting: tuple[Ranks, list[Group]]) -> None:
+def test_all_to_all_can_exceed_the_shared_memory_buffers(
+    lasting: tuple[Ranks, list[Group]],
+) -> None:
     ranks, groups = lasting
     size = ranks.size
     for counts in (
@@ -167,19 +173,21 @@ def test_all_to_all_of_more_than_the_buffers_hold(lasting: tuple[Ranks, list[Gro
             for source in range(size)
         ],
         [[(BUFFER_NBYTES - 64) // (size - 1)] * size] * size,  # just fits
-        [[(BUFFER_NBYTES - 64) // (size - 1) + 1] * size] * size,  # just does not
+        [[(BUFFER_NBYTES - 64) // (size - 1) + 1] * size] * size,  # just does not fit
     ):
         rows = [random_rows((sum(counts[rank]),), torch.uint8, rank) for rank in range(size)]
-        exchanged(ranks, groups, rows, counts)
+        check_all_to_all(ranks, groups, rows, counts)
 
 
-def test_all_to_all_takes_rows_that_are_not_contiguous(lasting: tuple[Ranks, list[Group]]) -> None:
+def test_all_to_all_accepts_rows_that_are_not_contiguous(
+    lasting: tuple[Ranks, list[Group]],
+) -> None:
     ranks, groups = lasting
     rows = [torch.arange(12.0 * ranks.size).view(3, -1).t() + rank for rank in range(ranks.size)]
-    exchanged(ranks, groups, rows, [[4] * ranks.size] * ranks.size)
+    check_all_to_all(ranks, groups, rows, [[4] * ranks.size] * ranks.size)
 
 
-def test_counts_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+def test_counts_that_do_not_match_the_rows_are_refused(ranks: Ranks) -> None:
     groups = ranks.join()
     for send, recv in (([1, 2], [1, 1]), ([2], [2]), ([1, 1], [2])):
         with pytest.raises(ValueError, match=r"all_to_all of 2 rows among 2 ranks"):
@@ -187,7 +195,7 @@ def test_counts_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     assert ranks.each(lambda rank: groups[rank].all_reduce(torch.ones(1)).tolist()) == [
         [2.0],
         [2.0],
-    ], "it still works"
+    ], "the group must still work"
 
 
 def test_operations_of_an_aborted_group_fail_at_once(ranks: Ranks) -> None:
@@ -207,11 +215,11 @@ def test_operations_of_an_aborted_group_fail_at_once(ranks: Ranks) -> None:
         ):
             operation()
     with pytest.raises(GroupBrokenError, match="a member is gone"):
-        groups[1].all_reduce(torch.zeros(1))  # who gives a group up leaves it
+        groups[1].all_reduce(torch.zeros(1))  # an abort leaves the group
     assert time.monotonic() - started < 5
 
 
-def test_abort_ends_a_thread_that_waits(ranks: Ranks) -> None:
+def test_abort_ends_a_waiting_operation(ranks: Ranks) -> None:
     groups = ranks.join()
     waiting = ranks.pool.submit(groups[0].all_reduce, torch.zeros(1))
     with pytest.raises(TimeoutError):
@@ -225,19 +233,19 @@ def test_abort_ends_a_thread_that_waits(ranks: Ranks) -> None:
     assert time.monotonic() - started < 5
 
 
-def test_a_member_without_an_answer_is_a_timeout_and_ends_the_group(ranks: Ranks) -> None:
+def test_a_member_that_does_not_respond_is_a_timeout_and_breaks_the_group(ranks: Ranks) -> None:
     groups = ranks.join(timeout_s=0.5)
     with pytest.raises(TimeoutError, match=r"all_to_all in group test, rank 0 of 2.*within"):
         groups[0].all_to_all(torch.zeros(2), [1, 1], [1, 1])
     with pytest.raises(GroupBrokenError, match="an earlier all_to_all timed out"):
         groups[0].all_reduce(torch.zeros(1))
-    with contextlib.suppress(GroupBrokenError):  # what the other one sent may still arrive
+    with contextlib.suppress(GroupBrokenError):  # rows sent before the timeout can still arrive
         groups[1].all_to_all(torch.zeros(2), [1, 1], [1, 1])
     with pytest.raises(GroupBrokenError, match="a member is gone"):
         groups[1].all_reduce(torch.zeros(1))
 
 
-def test_attempts_at_one_generation_do_not_meet(ranks: Ranks) -> None:
+def test_groups_of_two_attempts_at_one_generation_are_separate(ranks: Ranks) -> None:
     first, second = ranks.join(nonce="a"), ranks.join(nonce="b")
     for factor in (1, 2):
         assert (
@@ -251,11 +259,11 @@ def test_attempts_at_one_generation_do_not_meet(ranks: Ranks) -> None:
     first[0].abort()
     first[1].close()
     first[0].close()
-    first[0].abort()  # may not hit connections of others
+    first[0].abort()  # must not close connections of other groups
     assert ranks.each(lambda rank: second[rank].all_reduce(torch.tensor([7])).item()) == [14, 14]
 
 
-def test_a_member_of_another_attempt_is_not_waited_for_longer_than_joining_may_take(
+def test_joining_without_the_other_members_ends_at_the_join_timeout(
     ranks: Ranks,
 ) -> None:
     def join(rank: int) -> None:
@@ -270,7 +278,7 @@ def test_a_member_of_another_attempt_is_not_waited_for_longer_than_joining_may_t
     assert time.monotonic() - started < WAIT_S / 2
 
 
-def test_a_member_that_dies_while_joining_is_gone() -> None:
+def test_the_death_of_a_member_during_joining_breaks_the_group() -> None:
     ranks = Ranks("shared memory", 2)
     died = mock.Mock(side_effect=ProcessLookupError)
     with (
@@ -284,7 +292,7 @@ def test_a_member_that_dies_while_joining_is_gone() -> None:
     ranks.close()
 
 
-def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
+def test_a_run_of_another_length_than_its_receiver_expects_is_refused() -> None:
     ranks = Ranks("shared memory", 2)
     groups = ranks.join()
 
@@ -294,7 +302,8 @@ def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
             return
         with pytest.raises(
             ValueError,
-            match=r"all_to_all in group test, rank 1 of 2: rank 0 sends 6 bytes, but recv_counts say 8",
+            match="all_to_all in group test, rank 1 of 2: "
+            "rank 0 sends 6 bytes, but recv_counts say 8",
         ):
             groups[1].all_to_all(torch.zeros(5, dtype=torch.int16), [4, 1], [4, 1])
 
@@ -304,7 +313,7 @@ def test_a_run_that_is_not_as_long_as_its_receiver_expects_is_refused() -> None:
     ranks.close()
 
 
-def test_generations_have_parts_of_their_own_in_the_store() -> None:
+def test_generations_have_separate_keys_in_the_store() -> None:
     store = HashStore()
     parts = [
         generation_store(store, 1),
@@ -318,7 +327,7 @@ def test_generations_have_parts_of_their_own_in_the_store() -> None:
     assert generation_store(store, 2, "a").get("key") == b"3"
 
 
-def test_operations_have_another_timeout_than_joining(ranks: Ranks) -> None:
+def test_operations_have_a_different_timeout_than_joining(ranks: Ranks) -> None:
     def run(rank: int) -> None:
         store = connect_store(ranks.address, WAIT_S)
         group = create_group("test", rank, 2, store, 1, CPU, 0.5, join_timeout_s=WAIT_S)
@@ -327,25 +336,25 @@ def test_operations_have_another_timeout_than_joining(ranks: Ranks) -> None:
             with pytest.raises(TimeoutError):
                 group.recv(torch.zeros(1), 1)
             assert time.monotonic() - started < WAIT_S / 2
-            given_up.set()
+            timed_out.set()
         else:
-            assert given_up.wait(WAIT_S)
+            assert timed_out.wait(WAIT_S)
 
-    given_up = threading.Event()
+    timed_out = threading.Event()
     ranks.each(run)
 
 
 @pytest.mark.parametrize("end", ["close", "abort", "timeout"])
-def test_nothing_is_left_behind(ranks: Ranks, end: str) -> None:
-    def open_things() -> tuple[int, int]:
+def test_a_closed_group_leaves_no_descriptors_and_threads(ranks: Ranks, end: str) -> None:
+    def open_resources() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    gc.collect()  # what an exception of another test still held
-    everybody = threading.Barrier(2)
-    ranks.each(lambda rank: everybody.wait(WAIT_S))  # the pool's threads are there
-    before = open_things()
+    gc.collect()  # frees objects that exceptions of other tests hold
+    barrier = threading.Barrier(2)
+    ranks.each(lambda rank: barrier.wait(WAIT_S))  # starts the threads of the pool
+    before = open_resources()
     groups = ranks.join(timeout_s=0.5 if end == "timeout" else WAIT_S)
-    assert open_things() > before
+    assert open_resources() > before
     error: Exception | None = None
     try:
         if end == "abort":
@@ -353,20 +362,20 @@ def test_nothing_is_left_behind(ranks: Ranks, end: str) -> None:
         if end != "close":
             groups[0].all_reduce(torch.zeros(1))
     except (GroupBrokenError, TimeoutError) as caught:
-        error = caught  # who keeps it keeps nothing of the group
+        error = caught  # the kept error must not hold the group
     assert (error is None) == (end == "close")
     for group in groups:
         group.close()
         group.close()
     deadline = time.monotonic() + WAIT_S
-    while open_things() != before:
+    while open_resources() != before:
         assert time.monotonic() < deadline, (
-            f"descriptors and threads {open_things()}, before {before}"
+            f"descriptors and threads {open_resources()}, before {before}"
         )
         time.sleep(0.01)
 
 
-def test_groups_formed_by_many_threads_at_once_end_only_their_own_connections() -> None:
+def test_groups_formed_by_many_threads_close_only_their_own_connections() -> None:
     def form(number: int) -> list[Group]:
         ranks = Ranks("gloo", 2)
         joined = ranks.join(f"group-{number}")

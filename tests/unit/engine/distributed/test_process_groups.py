@@ -1,4 +1,4 @@
-"""Process groups of real processes: operations, generations, and members that die, stay silent or never come."""
+"""Process groups of real processes: operations, generations and failures of members."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
-def what_members_saw(scenario: str, transport: str, size: int, folder: Path) -> list[list[Any]]:
-    """By rank."""
+def run_members(scenario: str, transport: str, size: int, folder: Path) -> list[list[Any]]:
+    """Run a scenario of `group_member` and return what each rank wrote, by rank."""
     store = open_store("127.0.0.1")
     process = subprocess.Popen(
         [
@@ -65,8 +65,10 @@ def what_members_saw(scenario: str, transport: str, size: int, folder: Path) -> 
 @pytest.mark.parametrize(
     ("transport", "size"), [("gloo", 3), ("shared memory", 2), ("shared memory", 3)]
 )
-def test_operations(transport: str, size: int, tmp_path: Path) -> None:
-    outputs = what_members_saw("operations", transport, size, tmp_path)
+def test_operations_give_the_same_results_on_every_transport(
+    transport: str, size: int, tmp_path: Path
+) -> None:
+    outputs = run_members("operations", transport, size, tmp_path)
     offset = size * (size - 1) // 2
     total = [[size * v + offset for v in row] for row in ([0, 1, 2], [3, 4, 5])]
     for rank, output in enumerate(outputs):
@@ -76,18 +78,18 @@ def test_operations(transport: str, size: int, tmp_path: Path) -> None:
             transposed,
             gathered,
             gathered_rows,
-            gathered_much,
-            reduced_much,
+            gathered_large,
+            reduced_large,
             received,
             closed,
         ) = output
         assert kind == {"gloo": "TorchGroup", "shared memory": "SharedMemoryGroup"}[transport]
         assert reduced == [[True, total]] * 3, "all_reduce is in place, in every dtype"
-        assert transposed == [[offset] * 3] * 2, "a tensor need not be contiguous"
+        assert transposed == [[offset] * 3] * 2, "a tensor can be non-contiguous"
         assert gathered == [list(range(size))] * 2
         assert gathered_rows == [[r, r] for r in range(size) for _ in range(3)]
-        assert gathered_much
-        assert reduced_much
+        assert gathered_large
+        assert reduced_large
         if rank == 0:
             assert received == [[1, 2], [3, 4]]
         elif rank == size - 1:
@@ -97,10 +99,10 @@ def test_operations(transport: str, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared memory"])
-def test_a_dead_member_surfaces_at_once_and_the_others_meet_again(
+def test_a_dead_member_breaks_the_group_and_the_others_form_the_next(
     transport: str, tmp_path: Path
 ) -> None:
-    outputs = what_members_saw("death", transport, 3, tmp_path)
+    outputs = run_members("death", transport, 3, tmp_path)
     for rank in (0, 1):
         reduce, recv, again = outputs[rank]
         for (kind, text, seconds), operation in ((reduce, "all_reduce"), (recv, "recv")):
@@ -113,8 +115,10 @@ def test_a_dead_member_surfaces_at_once_and_the_others_meet_again(
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared memory"])
-def test_a_frozen_member_is_given_up_from_another_thread(transport: str, tmp_path: Path) -> None:
-    outputs = what_members_saw("freeze", transport, 3, tmp_path)
+def test_another_thread_can_abort_a_wait_for_a_frozen_member(
+    transport: str, tmp_path: Path
+) -> None:
+    outputs = run_members("freeze", transport, 3, tmp_path)
     for rank in (0, 1):
         assert len(outputs[rank]) == 4 * 3
         for i, operation in enumerate(("all_reduce", "all_gather", "all_to_all", "recv")):
@@ -124,21 +128,21 @@ def test_a_frozen_member_is_given_up_from_another_thread(transport: str, tmp_pat
             assert kind == kind_after == "GroupBrokenError"
             assert f"{operation} in group {operation}, rank {rank} of 3" in text
             assert "the group was aborted" in text or "a member is gone" in text, (
-                "the other one may be faster"
+                "the abort of the other rank can come first"
             )
             assert "the group was aborted" in text_after
             assert waited_s > seconds_since_abort or "a member is gone" in text, (
-                "it was in the middle of the operation"
+                "the operation had not started before the abort"
             )
             assert seconds_since_abort < 5
             assert took_s < 5
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared memory"])
-def test_a_member_killed_in_the_middle_of_an_exchange_surfaces_at_once(
+def test_kill_9_of_a_member_during_an_exchange_breaks_the_group_at_once(
     transport: str, tmp_path: Path
 ) -> None:
-    outputs = what_members_saw("kill", transport, 3, tmp_path)
+    outputs = run_members("kill", transport, 3, tmp_path)
     for rank in (0, 1):
         (kind, text, _), seconds = outputs[rank]
         assert kind == "GroupBrokenError"
@@ -147,12 +151,12 @@ def test_a_member_killed_in_the_middle_of_an_exchange_surfaces_at_once(
         assert rank == 1 or seconds < 5
 
 
-def test_a_member_that_leaves_fails_those_who_wait_for_it() -> None:
+def test_operations_fail_when_a_member_has_left() -> None:
     def run(rank: int, address: StoreAddress) -> None:
         group = create_group("test", rank, 2, connect_store(address, WAIT_S), 1, CPU, WAIT_S)
         group.all_reduce(torch.zeros(4))
         if rank == 1:
-            group.close()  # perhaps while the other has not yet read what this one sent before
+            group.close()  # rank 0 may not have read all data
             return
         with pytest.raises(GroupBrokenError, match=r"a member is gone \(rank 1 has left\)"):
             group.all_reduce(torch.zeros(4))
@@ -161,18 +165,18 @@ def test_a_member_that_leaves_fails_those_who_wait_for_it() -> None:
 
 
 def in_threads(size: int, run: Callable[[int, StoreAddress], T]) -> list[T]:
-    """What `run(rank, store address)` returns, each rank in a thread of its own: torch need not be imported again."""
+    """Run `run(rank, store address)` in a thread per rank and return the results."""
     with contextlib.closing(open_store("127.0.0.1")) as store, ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size), [store.address] * size, timeout=WAIT_S))
 
 
-def test_a_silent_member_surfaces_after_the_groups_timeout() -> None:
-    given_up = threading.Event()
+def test_a_member_that_does_not_respond_fails_operations_at_the_timeout() -> None:
+    timed_out = threading.Event()
 
     def run(rank: int, address: StoreAddress) -> None:
         group = create_group("test", rank, 2, connect_store(address, WAIT_S), 1, CPU, 1.0)
         if rank == 1:
-            assert given_up.wait(WAIT_S)
+            assert timed_out.wait(WAIT_S)
             return
         with pytest.raises(
             TimeoutError,
@@ -183,15 +187,13 @@ def test_a_silent_member_surfaces_after_the_groups_timeout() -> None:
             GroupBrokenError,
             match="an earlier all_reduce timed out waiting for rank 1",
         ):
-            group.all_reduce(
-                torch.zeros(4)
-            )  # it would take the late answer to the one before for its own
-        given_up.set()
+            group.all_reduce(torch.zeros(4))  # would read the late response to the first one
+        timed_out.set()
 
     in_threads(2, run)
 
 
-def test_a_group_whose_members_do_not_all_come_is_given_up() -> None:
+def test_joining_fails_at_the_timeout_if_a_member_is_missing() -> None:
     def run(rank: int, address: StoreAddress) -> None:
         with pytest.raises(
             TimeoutError,
@@ -202,7 +204,7 @@ def test_a_group_whose_members_do_not_all_come_is_given_up() -> None:
     in_threads(1, run)
 
 
-def test_ranks_of_stages_and_tensor_parts() -> None:
+def test_the_parallel_context_has_tensor_and_pipeline_groups() -> None:
     def run(rank: int, address: StoreAddress) -> list[object]:
         parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
         context = create_parallel_context(parallel, rank, address, 3, CPU, WAIT_S)
@@ -221,5 +223,5 @@ def test_ranks_of_stages_and_tensor_parts() -> None:
     ]
 
 
-def test_a_group_of_one_needs_nobody() -> None:
+def test_a_group_of_one_rank_needs_no_store() -> None:
     assert isinstance(create_group("test", 0, 1, HashStore(), 0, CPU, 1.0), LoneGroup)

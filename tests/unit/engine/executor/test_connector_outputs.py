@@ -1,4 +1,4 @@
-"""OutputAggregator: a transfer has ended when it ended on every worker."""
+"""OutputAggregator: a transfer ends when it has ended on every worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def loaded(num_valid_blocks: int, error: str = "") -> ConnectorOutput:
     return ConnectorOutput(load_results={"t": LoadResult(num_valid_blocks, error)})
 
 
-def test_blocks_are_free_when_all_workers_let_go_of_them_once() -> None:
+def test_a_send_ends_when_it_has_ended_on_all_workers() -> None:
     outputs = OutputAggregator(2)
     assert not outputs.add(0, sent("a", "b"))
     assert not outputs.take()
@@ -26,14 +26,14 @@ def test_blocks_are_free_when_all_workers_let_go_of_them_once() -> None:
     assert outputs.take() == sent("a", "c")
 
 
-def test_a_worker_that_says_it_twice_does_not_speak_for_the_other() -> None:
+def test_a_repeated_report_of_one_worker_does_not_end_a_send() -> None:
     outputs = OutputAggregator(2)
     assert not outputs.add(1, sent("a"))
     assert not outputs.add(1, sent("a"))
     assert not outputs.take()
 
 
-def test_a_load_brought_what_every_worker_got_and_the_first_error_says_why_not_more() -> None:
+def test_a_load_has_the_fewest_valid_blocks_and_the_error_of_the_lowest_rank() -> None:
     outputs = OutputAggregator(3)
     assert not outputs.add(2, loaded(4))
     assert not outputs.add(0, loaded(1, "first"))
@@ -41,7 +41,7 @@ def test_a_load_brought_what_every_worker_got_and_the_first_error_says_why_not_m
     assert outputs.take().load_results == {"t": LoadResult(0, "first")}
 
 
-def test_an_id_may_be_used_again_once_its_transfer_ended() -> None:
+def test_a_transfer_id_can_be_used_again_after_its_transfer_ended() -> None:
     outputs = OutputAggregator(2)
     for blocks in (3, 5):
         assert not outputs.add(0, loaded(blocks))
@@ -49,7 +49,7 @@ def test_an_id_may_be_used_again_once_its_transfer_ended() -> None:
         assert outputs.take().load_results == {"t": LoadResult(blocks)}
 
 
-def test_one_worker_speaks_for_itself() -> None:
+def test_the_output_of_a_single_worker_is_passed_on() -> None:
     outputs = OutputAggregator(1)
     assert outputs.add(0, loaded(2))
     assert outputs.take() == loaded(2)

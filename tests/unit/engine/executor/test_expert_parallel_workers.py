@@ -1,4 +1,4 @@
-"""Real workers whose experts are spread over engines: the tokens of one engine, through topology changes, deaths and freezes."""
+"""Expert parallelism with real workers: topology changes, deaths and freezes keep the tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ from baton_engine.executor.step import ModelRunnerOutput, NewRequestData, Schedu
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Generation, Member
-from support.engine.greedy_steps import NUM_TOKENS, PROMPTS, generate, make_step, model_config
+from support.engine.expert_ranks import place_experts
+from support.engine.greedy_steps import (
+    NUM_TOKENS,
+    PROMPTS,
+    generate_in_one_process,
+    make_step,
+    model_config,
+)
 from support.waiting import eventually
 
 WAIT_S = 60.0
-PROMISED_S = 5.0
+DETECTION_S = 5.0
 NUM_EXPERTS, NUM_LAYERS = 8, 2
 
 
@@ -47,24 +54,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, list[int]]:
-    """What one engine generates."""
-    executor = UniProcExecutor(model_config(checkpoint), "alone", lambda: None)
-    executor.initialize()
-    tokens = generate(executor)
-    executor.shutdown()
-    return tokens
+    return generate_in_one_process(model_config(checkpoint))
 
 
 @dataclass
 class Rank:
-    """An engine's executor, and the requests it serves."""
+    """An engine's executor and its requests."""
 
     name: str
     executor: Executor
     serves: list[str] = field(default_factory=list)
     generated: dict[str, list[int]] = field(default_factory=dict)
     is_new: set[str] = field(default_factory=set)
-    """Of what it serves, what its workers are told from the beginning."""
+    """The requests that the next step sends to the workers as new."""
 
     def serve(self, request_id: str, generated: Sequence[int] = ()) -> None:
         self.serves.append(request_id)
@@ -72,7 +74,7 @@ class Rank:
         self.is_new.add(request_id)
 
     def next_step(self) -> SchedulerOutput:
-        """Runs the first request that has not ended, or nothing."""
+        """Return a step of the first request that has not ended, or an empty step."""
         request_id = next((r for r in self.serves if len(self.generated[r]) < NUM_TOKENS), None)
         if request_id is None:
             return SchedulerOutput([], [], {}, [])
@@ -102,7 +104,7 @@ def make_params(request_id: str):  # type: ignore[no-untyped-def]
 
 
 class Ranks:
-    """Starts engines and takes them through generations."""
+    """Starts engines and commits generations of them."""
 
     def __init__(
         self, checkpoint: Path, store: StoreAddress, kind: type[Executor], tensor: int
@@ -128,18 +130,11 @@ class Ranks:
     def generation(self, ranks: Sequence[Rank]) -> Generation:
         self._number += 1
         members = tuple(Member(rank.name, rank.name, "127.0.0.1", 0, 0, 0) for rank in ranks)
-        slots = -(-NUM_EXPERTS // len(ranks))
-        placement = tuple(
-            tuple(
-                tuple((layer + rank + slot * len(ranks)) % NUM_EXPERTS for slot in range(slots))
-                for rank in range(len(ranks))
-            )
-            for layer in range(NUM_LAYERS)
-        )
+        placement = place_experts(NUM_LAYERS, NUM_EXPERTS, len(ranks))
         return Generation(self._number, f"nonce-{self._number}", members, placement, *self._store)
 
     def commit(self, ranks: Sequence[Rank]) -> Generation:
-        """Prepares the next generation, which has these ranks, and adopts it."""
+        """Prepare and commit the next generation, with these ranks."""
         generation = self.generation(ranks)
         for rank in ranks:
             rank.executor.collective_rpc("prepare_generation", (generation, None), timeout_s=WAIT_S)
@@ -168,7 +163,7 @@ def wait_prepared(rank: Rank, generation: Generation) -> None:
 
 
 def run_step(ranks: Sequence[Rank]) -> None:
-    """One step of the wave, on all ranks."""
+    """Run one step of the wave on all ranks."""
     steps = [rank.next_step() for rank in ranks]
     wave_tokens = tuple(step.total_num_scheduled_tokens for step in steps)
     for step in steps:
@@ -202,13 +197,13 @@ def make_ranks(checkpoint: Path) -> Iterator[Callable[..., Ranks]]:
 @pytest.mark.parametrize(
     ("kind", "tensor"), [(UniProcExecutor, 1), (MultiprocExecutor, 1), (MultiprocExecutor, 2)]
 )
-def test_ranks_come_and_go_between_steps(
+def test_ranks_join_and_leave_between_steps(
     kind: type[Executor],
     tensor: int,
     make_ranks: Callable[..., Ranks],
     expected: dict[str, list[int]],
 ) -> None:
-    """Two ranks, then three, then two others; requests that stay where they are never notice."""
+    """Use two ranks, then three, then two; requests that stay on their rank are not affected."""
     ranks = make_ranks(kind, tensor)
     first, second = ranks.add(2)
     ranks.commit([first, second])
@@ -222,7 +217,7 @@ def test_ranks_come_and_go_between_steps(
     run_step([first, second, third])
     loads = second.executor.collective_rpc("expert_loads", timeout_s=WAIT_S)
     assert [sum(layer) for layer in loads[0].tokens] == [2, 2], (
-        "one token, two experts, since the generation began"
+        "one token of two experts since the commit"
     )
     assert loads.count(loads[0]) == tensor
     ranks.commit([third, second])
@@ -231,10 +226,10 @@ def test_ranks_come_and_go_between_steps(
     assert finish([third, second]) == expected
 
 
-def test_experts_go_from_engine_to_engine(
+def test_experts_are_copied_between_engines(
     make_ranks: Callable[..., Ranks], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over the group for weights: who joins reads nothing."""
+    """A joining rank receives its experts over the weight group and reads none from disk."""
     caplog.set_level(logging.INFO, "baton_engine.worker.experts.generations")
     ranks = make_ranks(UniProcExecutor)
     ranks.commit(ranks.add(2))
@@ -250,7 +245,7 @@ def test_experts_go_from_engine_to_engine(
     )
 
 
-def test_a_worker_that_dies_in_a_step_breaks_it_elsewhere_and_the_others_go_on(
+def test_the_death_of_a_worker_breaks_the_step_and_the_other_ranks_continue(
     make_ranks: Callable[..., Ranks], expected: dict[str, list[int]]
 ) -> None:
     ranks = make_ranks(MultiprocExecutor)
@@ -261,9 +256,8 @@ def test_a_worker_that_dies_in_a_step_breaks_it_elsewhere_and_the_others_go_on(
     lost.serve("c")
     run_step([first, second, lost])
     futures = start_without([first, second], lost)
-    assert isinstance(lost.executor, MultiprocExecutor)
     os.kill(lost.executor.worker_pids[0], signal.SIGKILL)
-    assert_broken_soon(futures)
+    assert_broken_in_time(futures)
     ranks.commit([first, second])
     first.serve("c", lost.generated.pop("c"))
     ranks.all.remove(lost)
@@ -271,22 +265,21 @@ def test_a_worker_that_dies_in_a_step_breaks_it_elsewhere_and_the_others_go_on(
     assert finish([first, second]) == expected
 
 
-def test_all_tensor_ranks_drop_the_step_that_one_of_them_cannot_finish(
+def test_all_tensor_ranks_drop_a_step_that_one_of_them_cannot_finish(
     make_ranks: Callable[..., Ranks], expected: dict[str, list[int]]
 ) -> None:
-    """The lost rank's workers die one after the other: those of the other rank must not part ways meanwhile."""
+    """The workers of the lost rank die at different times; those of the other rank must agree."""
     ranks = make_ranks(MultiprocExecutor, 2)
     first, lost = ranks.add(2)
     ranks.commit([first, lost])
     first.serve("a")
     run_step([first, lost])
     futures = start_without([first], lost)
-    assert isinstance(lost.executor, MultiprocExecutor)
     os.kill(lost.executor.worker_pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError):
         lost.executor.collective_rpc("preparation", timeout_s=WAIT_S)
     first.executor.interrupt()
-    assert_broken_soon(futures)
+    assert_broken_in_time(futures)
     ranks.all.remove(lost)
     lost.executor.shutdown()
     ranks.commit([first])
@@ -296,7 +289,7 @@ def test_all_tensor_ranks_drop_the_step_that_one_of_them_cannot_finish(
 
 
 @pytest.mark.parametrize("kind", [UniProcExecutor, MultiprocExecutor])
-def test_a_step_that_waits_for_a_silent_rank_can_be_interrupted(
+def test_a_step_that_waits_for_a_rank_without_response_can_be_interrupted(
     kind: type[Executor], make_ranks: Callable[..., Ranks], expected: dict[str, list[int]]
 ) -> None:
     ranks = make_ranks(kind)
@@ -308,9 +301,9 @@ def test_a_step_that_waits_for_a_silent_rank_can_be_interrupted(
     with pytest.raises(TimeoutError):
         futures[0].result(0.5)
     first.executor.interrupt(generation.nonce)
-    assert_broken_soon(futures)
+    assert_broken_in_time(futures)
     with pytest.raises(GroupBrokenError):
-        start_without([first], silent)[0].result(PROMISED_S)
+        start_without([first], silent)[0].result(DETECTION_S)
     ranks.commit([first])
     first.executor.interrupt(generation.nonce)
     first.serve("b")
@@ -319,7 +312,7 @@ def test_a_step_that_waits_for_a_silent_rank_can_be_interrupted(
 
 
 def start_without(ranks: Sequence[Rank], absent: Rank) -> list[Future[ModelRunnerOutput]]:
-    """A step in which one rank never appears."""
+    """Start a step that one rank does not join."""
     steps = [rank.next_step() for rank in ranks]
     for step in steps:
         step.wave_tokens = (*(each.total_num_scheduled_tokens for each in steps), 1)
@@ -327,9 +320,9 @@ def start_without(ranks: Sequence[Rank], absent: Rank) -> list[Future[ModelRunne
     return [rank.start(step) for rank, step in zip(ranks, steps, strict=True)]
 
 
-def assert_broken_soon(futures: Sequence[Future[ModelRunnerOutput]]) -> None:
+def assert_broken_in_time(futures: Sequence[Future[ModelRunnerOutput]]) -> None:
     started = time.monotonic()
     for future in futures:
         with pytest.raises(GroupBrokenError):
             future.result(WAIT_S)
-    assert time.monotonic() - started < PROMISED_S
+    assert time.monotonic() - started < DETECTION_S

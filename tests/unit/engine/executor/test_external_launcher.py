@@ -17,15 +17,15 @@ from support.engine.torchrun import run_under_torchrun, run_without_an_agent
 
 
 @pytest.mark.parametrize("run", [run_under_torchrun, run_without_an_agent])
-def test_all_ranks_see_the_output_ranks_tokens_and_every_ranks_results(
+def test_all_ranks_get_the_tokens_of_the_output_rank_and_the_results_of_all_ranks(
     run: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """With a service key, which is their store's."""
+    """The ranks have a service key, which their store checks."""
     key = tmp_path / "key"
     key.write_text("k" * 64)
     results = run(2, tmp_path, "fake", 1, 2, str(key))
     for result in results:
-        assert result["num_blocks"] == 99, "the least of all ranks"
+        assert result["num_blocks"] == 99, "the smallest of all ranks"
         assert result["outputs"] == [0, 1, 2, 3]
         assert result["ranks"] == [0, 1]
         kind, text = result["error"]
@@ -33,7 +33,9 @@ def test_all_ranks_see_the_output_ranks_tokens_and_every_ranks_results(
         assert "worker 1 failed in raise_on: KeyError" in text
 
 
-def test_it_must_be_started_by_torchrun_with_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_must_start_as_many_ranks_as_the_configuration_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigurationError, match="needs RANK in the environment"):
@@ -46,7 +48,7 @@ def test_it_must_be_started_by_torchrun_with_as_many_ranks(monkeypatch: pytest.M
     executor.shutdown()
 
 
-def test_a_key_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_service_key_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = msgspec.structs.replace(engine_config(tensor=2), service_key_file="/nothing/there")
@@ -59,10 +61,10 @@ def test_a_key_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     executor.shutdown()
 
 
-def test_several_ranks_refuse_to_move_kv_blocks_between_engines(
+def test_kv_transfer_with_several_ranks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Transfers end when they end: their schedulers would not decide the same any more."""
+    """Every rank has a scheduler. Transfers end at different times, so their steps would differ."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     executor = ExternalLauncherExecutor(

@@ -1,4 +1,4 @@
-"""MultiprocExecutor: steps in order, failures of every kind are told, nobody is left behind."""
+"""MultiprocExecutor: steps run in order, failures are reported, no worker outlives the executor."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from baton_protocol.config import EngineConfig, KVRole
 from support.engine.fake_workers import engine_config, step
 from support.waiting import eventually
 
-WAIT_S = 60.0  # on a busy machine; what is promised in less has its own number
-PROMISED_S = 5.0
+WAIT_S = 60.0  # long enough for a busy machine
+DETECTION_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[MultiprocExecutor]:
-    """Two healthy workers, for tests that leave them so."""
+    """An executor with two workers, for tests that leave it healthy."""
     executor = MultiprocExecutor(engine_config(tensor=2), "instance", lambda: None)
     executor.initialize()
     yield executor
@@ -40,7 +40,7 @@ def shared() -> Iterator[MultiprocExecutor]:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExecutor]]:
-    """Starts executors and ends them, with the deadlines that the test has patched."""
+    """Start executors, and shut them down with the timeouts that the test has patched."""
     executors: list[MultiprocExecutor] = []
 
     def start(config: EngineConfig, wakeup: Callable[[], None] = lambda: None) -> MultiprocExecutor:
@@ -65,12 +65,12 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
-def run(executor: MultiprocExecutor, step_id: int, *words: str) -> Future[ModelRunnerOutput]:
-    executor.execute_model(step(step_id, *words))
+def run(executor: MultiprocExecutor, step_id: int, *commands: str) -> Future[ModelRunnerOutput]:
+    executor.execute_model(step(step_id, *commands))
     return executor.sample_tokens(None)
 
 
-def test_starts_all_workers_with_the_blocks_of_the_poorest(shared: MultiprocExecutor) -> None:
+def test_all_workers_start_with_the_smallest_number_of_blocks(shared: MultiprocExecutor) -> None:
     calls = shared.collective_rpc("get_calls")
     assert (
         calls
@@ -90,7 +90,7 @@ def test_starts_all_workers_with_the_blocks_of_the_poorest(shared: MultiprocExec
     assert (info.num_blocks, info.num_swap_blocks) == (99, 10)
 
 
-def test_results_come_in_the_order_of_the_steps(shared: MultiprocExecutor) -> None:
+def test_results_arrive_in_the_order_of_the_steps(shared: MultiprocExecutor) -> None:
     futures = [run(shared, number, *["slow"] * (number % 3 == 0)) for number in range(20)]
     assert [f.result(WAIT_S).sampled_token_ids["r"] for f in futures] == list(range(20))
 
@@ -101,7 +101,7 @@ def test_starting_a_step_does_not_wait_for_the_model(shared: MultiprocExecutor) 
     assert futures[-1].result(WAIT_S).sampled_token_ids == {"r": 2}
 
 
-def test_a_bitmask_arrives_with_the_sampling(shared: MultiprocExecutor) -> None:
+def test_the_grammar_bitmask_is_sent_with_sample_tokens(shared: MultiprocExecutor) -> None:
     shared.execute_model(step(1))
     output = shared.sample_tokens(GrammarOutput(["g"], np.array([[5, 7]], dtype=np.int32))).result(
         WAIT_S
@@ -118,13 +118,13 @@ def test_a_message_larger_than_a_slot_arrives_in_order(shared: MultiprocExecutor
     assert after.result(WAIT_S).sampled_token_ids == {"r": 2}
 
 
-def test_calls_answer_in_rank_order(shared: MultiprocExecutor) -> None:
+def test_results_of_a_call_are_in_rank_order(shared: MultiprocExecutor) -> None:
     assert [rank for rank, _ in shared.collective_rpc("who")] == [0, 1]
     assert [pid for _, pid in shared.collective_rpc("who")] == shared.worker_pids
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared out")
-def test_workers_keep_to_their_own_cpus_and_leave_the_parent_alone(
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_workers_are_bound_to_their_own_cpus_and_the_parent_is_not(
     shared: MultiprocExecutor,
 ) -> None:
     before = os.sched_getaffinity(0)
@@ -135,7 +135,7 @@ def test_workers_keep_to_their_own_cpus_and_leave_the_parent_alone(
     assert {*first, *second} <= before == os.sched_getaffinity(0)
 
 
-def test_a_transfer_ends_when_it_ended_on_all_workers_and_the_engine_is_woken(
+def test_the_engine_wakes_when_a_transfer_has_ended_on_all_workers(
     make: Callable[..., MultiprocExecutor],
 ) -> None:
     woken = threading.Event()
@@ -147,20 +147,18 @@ def test_a_transfer_ends_when_it_ended_on_all_workers_and_the_engine_is_woken(
     assert executor.collective_rpc("get_ranks") == [addresses] * 2
     assert not run(executor, 0, "loaded:0").result(WAIT_S).connector
     assert not woken.is_set()
-    first = run(executor, 1, "loaded:1").result(
-        WAIT_S
-    )  # answered by worker 0, perhaps before worker 1 reports
+    # Worker 0 answers, perhaps before worker 1 reports the end of its transfer.
+    first = run(executor, 1, "loaded:1").result(WAIT_S)
     assert woken.wait(WAIT_S)
     second = run(executor, 2).result(WAIT_S)
     ended = [output.connector for output in (first, second) if output.connector]
     assert ended == [ConnectorOutput({"sent"}, {"load": LoadResult(2)})]
     stats = executor.connector_stats()
-    assert stats is not None
     assert stats.blocks_sent == 10 + 11
     assert stats.failures == {"timeout": 2}
 
 
-def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(
+def test_a_failed_call_has_the_workers_traceback_and_later_calls_work(
     shared: MultiprocExecutor,
 ) -> None:
     with pytest.raises(
@@ -176,16 +174,14 @@ def test_a_failing_call_has_the_workers_traceback_and_harms_nothing(
         shared.collective_rpc("echo", (lambda: None,))
     assert shared.collective_rpc("echo", (3,)) == [3, 3]
     assert not any(shared.collective_rpc("has_imported", ("torch",))), (
-        "to tell of a failure must not take seconds"
+        "the import of torch would delay the report of a failure by seconds"
     )
 
 
-def test_a_call_that_takes_too_long_names_the_worker(
+def test_the_timeout_of_a_call_names_the_worker(
     make: Callable[..., MultiprocExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        MultiprocExecutor, "shutdown_timeout_s", 0.5
-    )  # worker 1 will not end by itself
+    monkeypatch.setattr(MultiprocExecutor, "shutdown_timeout_s", 0.5)  # worker 1 hangs
     executor = make(engine_config(tensor=2))
     with pytest.raises(
         TimeoutError, match=r"hang_on was not answered within 0.3 s by worker \[1\]"
@@ -193,26 +189,24 @@ def test_a_call_that_takes_too_long_names_the_worker(
         executor.collective_rpc("hang_on", (1,), timeout_s=0.3)
 
 
-@pytest.mark.parametrize("words", [["raise:0"], ["hang:0", "raise:1"]])
-def test_a_failing_step_fails_its_future_and_all_later_ones(
-    make: Callable[..., MultiprocExecutor], words: list[str]
+@pytest.mark.parametrize("commands", [["raise:0"], ["hang:0", "raise:1"]])
+def test_a_failed_step_fails_its_future_and_all_later_ones(
+    make: Callable[..., MultiprocExecutor], commands: list[str]
 ) -> None:
-    """Whichever worker fails: the others wait for it in a collective operation."""
+    """The other worker hangs, as in a collective operation with the failed one."""
     executor = make(engine_config(tensor=2))
     assert run(executor, 0).result(WAIT_S).sampled_token_ids == {"r": 0}
-    bad, later = run(executor, 1, *words), run(executor, 2)
-    rank = words[-1].removeprefix("raise:")
+    bad, later = run(executor, 1, *commands), run(executor, 2)
+    rank = commands[-1].removeprefix("raise:")
+    expected = rf"worker {rank} failed in a step: ValueError: the model broke(.|\n)*execute_model"
     for future in (bad, later):
-        with pytest.raises(
-            WorkerError,
-            match=rf"worker {rank} failed in a step: ValueError: the model broke(.|\n)*execute_model",
-        ):
-            future.result(PROMISED_S)
+        with pytest.raises(WorkerError, match=expected):
+            future.result(DETECTION_S)
     with pytest.raises(WorkerError):
         run(executor, 3).result(0)
 
 
-def test_kill_of_a_worker_fails_what_waits_and_is_told_once(
+def test_kill_of_a_worker_fails_pending_work_and_is_reported_once(
     make: Callable[..., MultiprocExecutor],
 ) -> None:
     executor = make(engine_config(tensor=2))
@@ -233,9 +227,9 @@ def test_kill_of_a_worker_fails_what_waits_and_is_told_once(
     os.kill(victim, signal.SIGKILL)
     expected = rf"worker 1 \(pid {victim}\) was killed by signal 9 \(SIGKILL\)"
     with pytest.raises(WorkerDiedError, match=expected):
-        waiting.result(PROMISED_S)
-    eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")
-    caller.join(PROMISED_S)
+        waiting.result(DETECTION_S)
+    eventually(lambda: reasons, timeout_s=DETECTION_S, what="the failure callback")
+    caller.join(DETECTION_S)
     with pytest.raises(WorkerDiedError, match=expected):
         call.result(0)
     with pytest.raises(WorkerDiedError, match=expected):
@@ -248,31 +242,36 @@ def test_kill_of_a_worker_fails_what_waits_and_is_told_once(
     assert late == reasons
 
 
-def test_kill_of_an_idle_worker_is_noticed(make: Callable[..., MultiprocExecutor]) -> None:
+def test_kill_of_an_idle_worker_is_reported(make: Callable[..., MultiprocExecutor]) -> None:
     executor = make(engine_config())
     reasons: list[str] = []
     executor.set_failure_callback(reasons.append)
     os.kill(executor.worker_pids[0], signal.SIGKILL)
     assert (
         "killed by signal 9"
-        in eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")[0]
+        in eventually(lambda: reasons, timeout_s=DETECTION_S, what="the failure callback")[0]
     )
 
 
 @pytest.mark.parametrize("waiting", ["step", "call"])
-def test_a_stopped_worker_is_given_up_and_named(
+def test_the_timeout_for_a_stopped_worker_names_it(
     make: Callable[..., MultiprocExecutor], waiting: str
 ) -> None:
     executor = make(engine_config(tensor=2, step_timeout_s=1.0))
     victim = executor.worker_pids[0]
     os.kill(victim, signal.SIGSTOP)
     name = {"step": "step 0", "call": "who"}[waiting]
-    expected = rf"have not answered {name} for 1 s \(parallel.step_timeout_s\): worker 0 \(pid {victim}\) stopped \(SIGSTOP"
+    expected = (
+        rf"have not answered {name} for 1 s \(parallel.step_timeout_s\): "
+        rf"worker 0 \(pid {victim}\) stopped \(SIGSTOP"
+    )
     with pytest.raises(WorkerDiedError, match=expected):
         run(executor, 0).result(WAIT_S) if waiting == "step" else executor.collective_rpc("who")
 
 
-def test_a_hanging_step_is_given_up(make: Callable[..., MultiprocExecutor]) -> None:
+def test_a_step_that_hangs_fails_at_the_step_timeout(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
     executor = make(engine_config(step_timeout_s=1.0))
     with pytest.raises(
         WorkerDiedError, match=r"have not answered step 0 for 1 s \(parallel.step_timeout_s\)$"
@@ -280,13 +279,15 @@ def test_a_hanging_step_is_given_up(make: Callable[..., MultiprocExecutor]) -> N
         run(executor, 0, "hang").result(WAIT_S)
 
 
-def test_a_call_may_take_longer_than_a_step(make: Callable[..., MultiprocExecutor]) -> None:
+def test_a_call_can_take_longer_than_the_step_timeout(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
     executor = make(engine_config(step_timeout_s=0.2))
     executor.collective_rpc("nap")
     assert executor.collective_rpc("echo", (1,)) == [1]
 
 
-def test_time_in_which_the_parent_itself_was_stopped_does_not_count() -> None:
+def test_the_step_timeout_does_not_count_time_in_which_the_parent_was_stopped() -> None:
     script = f"""
 import sys, threading
 sys.path[:0] = {sys.path!r}
@@ -310,7 +311,6 @@ print("well", flush=True)
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert parent.stdout is not None
     assert parent.stdout.readline() == "up\n"
     parent.send_signal(signal.SIGSTOP)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -320,7 +320,7 @@ print("well", flush=True)
     assert output == "well\n", errors
 
 
-def test_an_answer_that_cannot_be_read_is_told_instead_of_waited_for(
+def test_a_result_that_cannot_be_unpickled_fails_the_executor_at_once(
     make: Callable[..., MultiprocExecutor],
 ) -> None:
     executor = make(engine_config(tensor=2))
@@ -328,11 +328,11 @@ def test_an_answer_that_cannot_be_read_is_told_instead_of_waited_for(
     executor.set_failure_callback(reasons.append)
     with pytest.raises(WorkerDiedError, match="its executor failed: ModuleNotFoundError"):
         executor.collective_rpc("unreadable", timeout_s=WAIT_S)
-    assert len(eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")) == 1
-    eventually(lambda: not alive(executor.worker_pids), timeout_s=PROMISED_S, what="workers end")
+    assert len(eventually(lambda: reasons, timeout_s=DETECTION_S, what="the failure callback")) == 1
+    eventually(lambda: not alive(executor.worker_pids), timeout_s=DETECTION_S, what="workers end")
 
 
-def test_a_forked_childs_copy_shuts_nothing_down(shared: MultiprocExecutor) -> None:
+def test_shutdown_in_a_forked_child_does_not_end_the_workers(shared: MultiprocExecutor) -> None:
     child = os.fork()
     if child == 0:
         shared.shutdown()
@@ -340,18 +340,18 @@ def test_a_forked_childs_copy_shuts_nothing_down(shared: MultiprocExecutor) -> N
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert [
-        pid for _, pid in shared.collective_rpc("who", timeout_s=PROMISED_S)
+        pid for _, pid in shared.collective_rpc("who", timeout_s=DETECTION_S)
     ] == shared.worker_pids
 
 
-def test_sigint_and_sigterm_are_left_to_the_parent(make: Callable[..., MultiprocExecutor]) -> None:
+def test_workers_ignore_sigint_and_sigterm(make: Callable[..., MultiprocExecutor]) -> None:
     executor = make(engine_config())
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(executor.worker_pids[0], number)
     assert run(executor, 0).result(WAIT_S).sampled_token_ids == {"r": 0}
 
 
-def test_a_configuration_error_keeps_type_reason_and_message(
+def test_a_configuration_error_of_a_worker_keeps_its_type_reason_and_message(
     make: Callable[..., MultiprocExecutor],
 ) -> None:
     with pytest.raises(ModelInvalid, match=r"lm_head\.weight is missing") as error:
@@ -372,14 +372,14 @@ def test_a_configuration_error_keeps_type_reason_and_message(
         ),
     ],
 )
-def test_a_failed_start_says_why(
+def test_a_failed_start_reports_the_reason(
     make: Callable[..., MultiprocExecutor], worker: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         make(engine_config(worker))
 
 
-def test_a_hanging_start_has_a_deadline(
+def test_a_start_that_hangs_fails_at_the_start_timeout(
     make: Callable[..., MultiprocExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MultiprocExecutor, "start_timeout_s", 1.0)
@@ -387,14 +387,14 @@ def test_a_hanging_start_has_a_deadline(
         make(engine_config("WorkerThatHangsAtStart"))
 
 
-def test_a_worker_wakes_the_engine(make: Callable[..., MultiprocExecutor]) -> None:
+def test_a_worker_can_wake_the_engine(make: Callable[..., MultiprocExecutor]) -> None:
     woken = threading.Event()
     executor = make(engine_config(), woken.set)
     executor.collective_rpc("wake_engine")
     assert woken.wait(WAIT_S)
 
 
-def test_shutdown_is_orderly_and_idempotent(
+def test_shutdown_ends_the_workers_and_can_be_repeated(
     make: Callable[..., MultiprocExecutor], capfd: pytest.CaptureFixture[str]
 ) -> None:
     executor = make(engine_config(pipeline=2))
@@ -410,8 +410,8 @@ def test_shutdown_is_orderly_and_idempotent(
         run(executor, 0).result(0)
 
 
-def test_no_worker_survives_its_parent() -> None:
-    """Two executors in one process: the one is idle, the other busy."""
+def test_workers_end_with_their_parent() -> None:
+    """The parent has an idle executor and one whose step hangs."""
     script = f"""
 import sys, threading
 sys.path[:0] = {sys.path!r}
@@ -425,11 +425,10 @@ print(*(pid for executor in executors for pid in executor.worker_pids), flush=Tr
 threading.Event().wait()
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 3
     parent.kill()
     parent.wait()
     eventually(
-        lambda: not alive(pids), timeout_s=PROMISED_S, what=f"workers {pids} end with their parent"
+        lambda: not alive(pids), timeout_s=DETECTION_S, what=f"workers {pids} end with their parent"
     )

@@ -1,4 +1,4 @@
-"""The real worker, split over tensor ranks and pipeline stages by every executor: the same tokens as in one process."""
+"""Real workers as tensor ranks and pipeline stages give the same tokens as one process."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ def run(config: EngineConfig) -> dict[str, list[int]]:
     ("arch", "tensor", "pipeline"),
     [("llama", 1, 2), ("llama", 2, 2), ("qwen3_moe", 2, 1)],
 )
-def test_multiproc(checkpoints, expected, arch: str, tensor: int, pipeline: int) -> None:
+def test_multiproc_workers_give_the_tokens_of_one_process(
+    checkpoints, expected, arch: str, tensor: int, pipeline: int
+) -> None:
     assert run(model_config(checkpoints[arch], tensor, pipeline)) == expected[arch]
 
 
-def test_external_launcher_one_executor_after_the_other(
+def test_external_launcher_ranks_give_the_tokens_of_one_process(
     checkpoints, expected, tmp_path: Path
 ) -> None:
     for result in run_under_torchrun(2, tmp_path, "real", checkpoints["llama"]):
@@ -65,7 +67,7 @@ def test_external_launcher_one_executor_after_the_other(
         (8, 1, r"tensor_parallel_size is 8 and the model has \d KV heads, but .*lower the first"),
     ],
 )
-def test_kv_transfer_is_refused_where_workers_have_no_whole_heads(
+def test_kv_transfer_is_refused_if_workers_lack_whole_heads_or_layers(
     checkpoints, tensor: int, pipeline: int, message: str
 ) -> None:
     config = msgspec.structs.replace(
@@ -97,6 +99,6 @@ def test_a_transport_that_does_not_start_is_a_configuration_error(
     assert refused.value.reason == "KVTransferInvalid"
 
 
-def test_a_missing_model_is_told_by_its_own_error(tmp_path: Path) -> None:
+def test_a_missing_model_of_workers_is_reported_as_model_not_found(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="does not exist"):
         run(model_config(tmp_path / "nothing", tensor=2))

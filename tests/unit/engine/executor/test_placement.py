@@ -1,4 +1,4 @@
-"""Workers of one host get cores of their own: as many for each, near one another, and no more than the container may use."""
+"""CPU binding of workers: equal numbers of cores on few nodes, within the container's limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton_protocol.config import EngineConfig, ModelConfig
 
 @st.composite
 def machines(draw: st.DrawFn) -> list[Core]:
-    """Up to four nodes of any sizes, their cores numbered in any order, with one or two hardware threads per core."""
+    """Draw a machine of up to four nodes, with one or two hardware threads per core."""
     siblings = range(draw(st.integers(1, 2)))
     nodes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=24))
     return [
@@ -24,7 +24,7 @@ def machines(draw: st.DrawFn) -> list[Core]:
 
 
 @given(machines(), st.integers(1, 16), st.none() | st.floats(0.1, 64))
-def test_ranks_get_equally_many_cores_of_their_own(
+def test_ranks_get_equal_numbers_of_separate_cores(
     cores: list[Core], num_ranks: int, limit: float | None
 ) -> None:
     places = place(cores, num_ranks, limit)
@@ -32,7 +32,7 @@ def test_ranks_get_equally_many_cores_of_their_own(
     assert len(places) == num_ranks
     for rank, (cpus, num_threads) in enumerate(places):
         assert cpus == {cpu for core in own[rank] for cpu in core.cpus}, (
-            "a core is given with all its siblings"
+            "a rank gets all hardware threads of a core"
         )
         assert len(own[rank]) == len(own[0])
         assert 1 <= num_threads <= len(own[rank])
@@ -42,7 +42,7 @@ def test_ranks_get_equally_many_cores_of_their_own(
             assert len({core.node for core in own[rank]}) == 1
     if limit is not None:
         assert sum(num_threads for _, num_threads in places) <= max(limit, num_ranks), (
-            "time is granted for no more"
+            "the threads exceed the CPU limit"
         )
 
 
@@ -52,7 +52,7 @@ def test_one_rank_takes_all_cores_of_all_nodes() -> None:
     assert [sorted(rank.cpus) for rank in place(cores, 2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_more_ranks_than_cores_share_them_all() -> None:
+def test_more_ranks_than_cores_share_all_cores() -> None:
     assert place([Core(0, (3,)), Core(0, (5,))], 3) == [(frozenset({3, 5}), 1)] * 3
 
 
@@ -75,7 +75,7 @@ def test_cores_and_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     assert usable_cores({0, 1, 2, 4, 7}, tmp_path) == [(0, (0, 4)), (0, (1,)), (1, (2,)), (1, (7,))]
 
 
-def test_without_the_systems_files_every_cpu_is_a_core(tmp_path: Path) -> None:
+def test_every_cpu_is_a_core_without_the_files_of_sysfs(tmp_path: Path) -> None:
     assert usable_cores({3, 1}, tmp_path) == [(0, (1,)), (0, (3,))]
     assert cpu_limit(tmp_path) is None
 
@@ -88,7 +88,7 @@ def test_without_the_systems_files_every_cpu_is_a_core(tmp_path: Path) -> None:
         ("400000 100000", "150000 100000", 1.5),
     ],
 )
-def test_the_least_limit_of_a_group_and_those_above_counts(
+def test_the_smallest_limit_of_a_cgroup_and_its_parents_applies(
     tmp_path: Path, own: str, above: str, limit: float | None
 ) -> None:
     group = "sys__fs__cgroup__pods__"
@@ -98,22 +98,20 @@ def test_the_least_limit_of_a_group_and_those_above_counts(
 
 
 @pytest.mark.parametrize("text", ["", "max", "100000 0", "a b"])
-def test_a_limit_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_cgroup_limit_is_ignored(tmp_path: Path, text: str) -> None:
     write(tmp_path, proc__self__cgroup="0::/", **{"sys__fs__cgroup__cpu.max": text})
     assert cpu_limit(tmp_path) is None
 
 
 @pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("50000", 0.5)])
-def test_version_1_of_control_groups_is_read_too(
-    tmp_path: Path, quota: str, limit: float | None
-) -> None:
+def test_limits_of_cgroup_v1_are_read(tmp_path: Path, quota: str, limit: float | None) -> None:
     write(tmp_path, proc__self__cgroup="4:memory:/x\n1:cpuacct,cpu:/x\n0::/x")
     for name, text in (("quota", quota), ("period", "100000")):
         write(tmp_path, **{f"sys__fs__cgroup__cpu__x__cpu.cfs_{name}_us": text})
     assert cpu_limit(tmp_path) == limit
 
 
-def test_workers_are_bound_only_where_that_cannot_hurt(
+def test_workers_are_bound_only_if_they_share_the_cpus_and_compute_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
@@ -128,10 +126,10 @@ def test_workers_are_bound_only_where_that_cannot_hurt(
 
     assert bound() == bound(num_threads=2) == bound(device="cpu") == [[0, 1], [2, 3]]
     nowhere: list[list[int]] = [[], []]
-    assert bound(bind_threads=False) == nowhere, "it is switched off"
-    assert bound(num_threads=3) == nowhere, "threads would wait for each other"
-    assert bound(1) == [[]], "nobody to share with"
+    assert bound(bind_threads=False) == nowhere, "binding is switched off"
+    assert bound(num_threads=3) == nowhere, "there are more threads than cores"
+    assert bound(1) == [[]], "a single worker needs no binding"
     assert bound(device="cuda") == nowhere
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    assert bound() == nowhere, "they will probably compute on GPUs"
+    assert bound() == nowhere, "the workers probably compute on GPUs"
     assert bound(device="cpu") == [[0, 1], [2, 3]]

@@ -1,4 +1,4 @@
-"""RayExecutor on a local cluster of its own. Skipped where ray is not installed."""
+"""RayExecutor on a local cluster. Skipped if ray is not installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import pytest
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.ray import RayExecutor
-from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ModelInvalid
 from baton_protocol.config import EngineConfig, ModelConfig
 from support.engine.fake_workers import engine_config, step
-from support.engine.greedy_steps import generate, model_config
+from support.engine.greedy_steps import generate, generate_in_one_process, model_config
 from support.waiting import eventually
 
 os.environ |= {
@@ -31,7 +30,7 @@ os.environ |= {
 ray = pytest.importorskip("ray")
 
 WAIT_S = 120.0
-PROMISED_S = 5.0
+DETECTION_S = 5.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,8 +63,10 @@ def make() -> Iterator[Callable[[EngineConfig], RayExecutor]]:
         executor.shutdown()
 
 
-def test_steps_calls_errors_and_death(make: Callable[[EngineConfig], RayExecutor]) -> None:
-    """One story, for actors take seconds to start."""
+def test_steps_calls_failures_and_the_death_of_a_worker(
+    make: Callable[[EngineConfig], RayExecutor],
+) -> None:
+    """One test for all of it, as actors take seconds to start."""
     executor = make(engine_config(tensor=2))
     reasons: list[str] = []
     executor.set_failure_callback(reasons.append)
@@ -89,10 +90,10 @@ def test_steps_calls_errors_and_death(make: Callable[[EngineConfig], RayExecutor
     waiting = executor.sample_tokens(None)
     os.kill(who[1][1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="worker 1 is gone"):
-        waiting.result(PROMISED_S)
+        waiting.result(DETECTION_S)
     assert (
         "worker 1 is gone"
-        in eventually(lambda: reasons, timeout_s=PROMISED_S, what="the failure callback")[0]
+        in eventually(lambda: reasons, timeout_s=DETECTION_S, what="the failure callback")[0]
     )
     with pytest.raises(WorkerDiedError):
         executor.collective_rpc("who")
@@ -100,18 +101,15 @@ def test_steps_calls_errors_and_death(make: Callable[[EngineConfig], RayExecutor
     assert "\n" not in reasons[0]
 
 
-def test_real_workers_of_two_tensor_ranks(
+def test_two_tensor_ranks_give_the_tokens_of_one_process(
     make: Callable[[EngineConfig], RayExecutor], tmp_path: Path
 ) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", seed=5)
-    alone = UniProcExecutor(model_config(path), "instance", lambda: None)
-    alone.initialize()
-    expected = generate(alone)
-    alone.shutdown()
+    expected = generate_in_one_process(model_config(path))
     assert generate(make(model_config(path, tensor=2, executor="ray"))) == expected
 
 
-def test_workers_are_shut_down_in_order(
+def test_shutdown_calls_the_shutdown_of_workers(
     make: Callable[[EngineConfig], RayExecutor], tmp_path: Path
 ) -> None:
     executor = make(msgspec.structs.replace(engine_config(), model=ModelConfig(path=str(tmp_path))))
@@ -119,7 +117,7 @@ def test_workers_are_shut_down_in_order(
     assert [path.name for path in tmp_path.iterdir()] == ["shut-down-0"]
 
 
-def test_a_failing_step_and_a_bad_model_are_told(
+def test_a_failed_step_and_an_invalid_model_are_reported(
     make: Callable[[EngineConfig], RayExecutor],
 ) -> None:
     executor = make(engine_config())

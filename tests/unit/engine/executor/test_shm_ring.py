@@ -1,4 +1,4 @@
-"""The broadcast ring: every reader gets every message, once, in order, whatever its size and whoever waits."""
+"""The broadcast ring: every reader gets every message once and in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 30.0
 
 
 class Ring:
-    """A ring whose readers have the memory mapped a second time, as other processes would."""
+    """A ring whose readers map the memory again, as other processes do."""
 
     def __init__(self, num_readers: int, num_slots: int) -> None:
         self.memory = RingMemory.create(num_readers, num_slots, SLOT_NBYTES)
@@ -49,7 +49,7 @@ MESSAGES = st.lists(
 
 @given(sizes=MESSAGES, num_readers=st.integers(1, 3), num_slots=st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
-def test_any_sequence_of_sizes_arrives_in_order_at_all_readers(
+def test_messages_of_any_sizes_arrive_in_order_at_all_readers(
     sizes: list[int], num_readers: int, num_slots: int
 ) -> None:
     ring = Ring(num_readers, num_slots)
@@ -64,7 +64,7 @@ def test_any_sequence_of_sizes_arrives_in_order_at_all_readers(
     ring.close()
 
 
-def test_a_sleeping_reader_is_woken_and_uses_no_core_meanwhile() -> None:
+def test_a_waiting_reader_sleeps_and_is_woken_by_a_message() -> None:
     ring = Ring(1, 4)
     received: list[bytes] = []
 
@@ -96,7 +96,7 @@ def test_a_sleeping_reader_is_woken_and_uses_no_core_meanwhile() -> None:
     ring.close()
 
 
-def test_a_full_ring_waits_for_its_slowest_reader_and_then_gives_up() -> None:
+def test_a_writer_of_a_full_ring_waits_for_its_slowest_reader_until_a_timeout() -> None:
     ring = Ring(2, 2)
     for number in range(2):
         ring.writer.put(bytes([number]), WAIT_S)
@@ -109,7 +109,7 @@ def test_a_full_ring_waits_for_its_slowest_reader_and_then_gives_up() -> None:
     ring.close()
 
 
-def test_a_writer_that_waits_looks_whether_it_still_makes_sense() -> None:
+def test_a_waiting_writer_calls_its_check() -> None:
     ring = Ring(1, 1)
     ring.writer.put(b"x", WAIT_S)
 
@@ -121,11 +121,11 @@ def test_a_writer_that_waits_looks_whether_it_still_makes_sense() -> None:
     ring.close()
 
 
-def test_a_reader_learns_that_the_writer_is_gone() -> None:
+def test_a_reader_gets_eof_after_the_last_message_of_a_closed_writer() -> None:
     ring = Ring(1, 2)
-    ring.writer.put(b"last words", WAIT_S)
+    ring.writer.put(b"last message", WAIT_S)
     ring.writer_ends[0].close()
-    assert ring.readers[0].get() == b"last words"
+    assert ring.readers[0].get() == b"last message"
     with pytest.raises(EOFError):
         ring.readers[0].get()
     ring.close()

@@ -1,4 +1,4 @@
-"""UniProcExecutor: the worker's thread, its errors, and what it refuses."""
+"""UniProcExecutor: the worker's thread, its errors, and refused configurations."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def test_steps_end_in_order_and_calls_wait_for_them(executor: UniProcExecutor) -
     executor.shutdown()
 
 
-def test_a_failing_step_fails_its_future(executor: UniProcExecutor) -> None:
+def test_a_failed_step_fails_its_future(executor: UniProcExecutor) -> None:
     executor.execute_model(step(0, "raise:0"))
     with pytest.raises(ValueError, match="the model broke"):
         executor.sample_tokens(None).result(WAIT_S)
 
 
-def test_a_failing_call_has_the_workers_traceback(executor: UniProcExecutor) -> None:
+def test_a_failed_call_has_the_workers_traceback(executor: UniProcExecutor) -> None:
     with pytest.raises(
         WorkerError, match=r"worker 0 failed in raise_on: KeyError(.|\n)*in raise_on"
     ):
         executor.collective_rpc("raise_on", (0,))
 
 
-def test_a_call_has_a_deadline(executor: UniProcExecutor) -> None:
+def test_a_call_has_a_timeout(executor: UniProcExecutor) -> None:
     executor.execute_model(step(0, "slow"))
     with pytest.raises(TimeoutError, match=r"echo was not answered within 0\.001 s"):
         executor.collective_rpc("echo", (1,), timeout_s=0.001)
 
 
-def test_more_than_one_worker_and_unknown_workers_are_refused() -> None:
+def test_several_workers_and_unknown_worker_classes_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="executor uniproc has one worker"):
         UniProcExecutor(engine_config(tensor=2), "instance", lambda: None).initialize()
     with pytest.raises(
@@ -62,7 +62,7 @@ def test_more_than_one_worker_and_unknown_workers_are_refused() -> None:
         UniProcExecutor(engine_config("NoSuchWorker"), "instance", lambda: None).initialize()
 
 
-def test_a_forked_childs_copy_does_not_wait_for_a_thread_it_lacks(
+def test_shutdown_in_a_forked_child_does_not_wait_for_the_workers_thread(
     executor: UniProcExecutor,
 ) -> None:
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Ranks of an expert-parallel group: they step together, change their topology between two steps, and lose no request."""
+"""Ranks of an expert-parallel group: steps in waves, topology changes between steps, failures."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def prompt_of(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_with_uneven_load_say_what_one_engine_says(start, size):
+def test_ranks_with_uneven_load_generate_the_text_of_one_engine(start, size):
     ranks = start(size)
     form(ranks)
     lengths = {}
     for number, rank in enumerate(ranks):
-        for index in range(number * 3 + (size == 1)):  # the first of several has nothing to do
+        for index in range(number * 3 + (size == 1)):  # the first of several ranks has no request
             lengths[f"r{number}-{index}"] = (
                 rank,
                 [7 * number + index + 1] * (1 + 9 * index),
@@ -60,11 +60,11 @@ def test_ranks_with_uneven_load_say_what_one_engine_says(start, size):
     if size > 1:
         first = ranks[0].topology()
         assert first.num_steps_without_tokens == first.num_steps > 0, (
-            "an idle rank lends its experts"
+            "an idle rank runs dummy batches"
         )
 
 
-def test_a_wave_ends_when_nobody_has_work_and_the_next_one_begins_by_itself(start, network):
+def test_a_wave_ends_without_requests_and_the_next_starts_with_a_request(start, network):
     ranks = start(3)
     form(ranks)
     for number in range(3):
@@ -73,15 +73,13 @@ def test_a_wave_ends_when_nobody_has_work_and_the_next_one_begins_by_itself(star
         for rank in ranks:
             rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
         waves = {rank.topology().wave for rank in ranks}
-        assert len(waves) == 1, "all count the same waves"
+        assert len(waves) == 1, "ranks count waves differently"
     steps = [rank.executor.num_wave_steps for rank in ranks]
     assert len(set(steps)) == 1
     assert all(rank.topology().num_steps == steps[0] for rank in ranks)
 
 
-def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_nothing(
-    start, network
-):
+def test_a_wave_starts_despite_lost_start_messages_and_ignores_late_ones(start, network):
     ranks = start(2)
     form(ranks)
     network.lost_starts = 3
@@ -90,7 +88,7 @@ def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_not
     for rank in ranks:
         rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
     steps = ranks[1].executor.num_wave_steps
-    for start_wave in (*network.starts, StartWave(7, "of nobody", 0)):
+    for start_wave in (*network.starts, StartWave(7, "unknown", 0)):
         ranks[1].inputs.put(lambda start_wave=start_wave: ranks[1].core.on_start_wave(start_wave))
     ranks[0].add("b", [4], 6)
     assert ranks[0].text("b") == continuation([4], 6, ignore_eos=True)
@@ -98,24 +96,24 @@ def test_a_wave_begins_though_its_first_messages_are_lost_and_late_ones_mean_not
     assert ranks[1].executor.num_wave_steps - steps == 6
 
 
-def test_a_group_grows_in_the_middle_of_requests_and_the_newcomer_serves(start):
+def test_a_group_grows_during_requests_and_the_new_rank_serves(start):
     ranks = start(3)
     form(ranks[:2])
     for rank in ranks[:2]:
         rank.add("long", [1, 2, 3], 240)
         rank.until(lambda rank=rank: len(rank.tokens("long")) > 5, "tokens")
     commit(generation(2, ranks), ranks, serving=ranks)
-    assert not any(rank.ended("long") for rank in ranks[:2]), "it was in the middle"
+    assert not any(rank.ended("long") for rank in ranks[:2]), "the requests ended before the commit"
     ranks[2].add("new", [9, 8], 30)
     assert ranks[2].text("new") == continuation([9, 8], 30, ignore_eos=True)
     for rank in ranks[:2]:
         assert rank.text("long") == continuation([1, 2, 3], 240, ignore_eos=True)
-        assert rank.core.get_stats().num_preemptions == 0, "requests were kept"
+        assert rank.core.get_stats().num_preemptions == 0, "requests were preempted"
         assert rank.core.ready.data_parallel_size == 3
     assert ranks[2].core.ready.data_parallel_rank == 2
 
 
-def test_an_idle_group_adopts_in_an_empty_wave_that_runs_no_step(start):
+def test_an_idle_group_commits_a_generation_without_running_a_step(start):
     ranks = start(3)
     form(ranks)
     commit(generation(2, ranks[:2]), ranks, serving=ranks[:2])
@@ -124,7 +122,7 @@ def test_an_idle_group_adopts_in_an_empty_wave_that_runs_no_step(start):
     assert all(rank.status().commit_seen == "nonce-2" for rank in ranks)
 
 
-def test_requests_of_a_retiring_rank_are_given_back_with_what_they_said_and_the_others_go_on(start):
+def test_requests_of_a_removed_rank_end_with_draining_and_can_continue_elsewhere(start):
     ranks = start(3)
     form(ranks)
     for rank in ranks:
@@ -134,22 +132,22 @@ def test_requests_of_a_retiring_rank_are_given_back_with_what_they_said_and_the_
     last = ranks[1].until(lambda: ranks[1].ended("long"), "the end")
     assert last.error_code is ErrorCode.DRAINING
     assert "generation 2 continues without this rank" in last.error
-    said = ranks[1].tokens("long")
+    generated = ranks[1].tokens("long")
     whole = continuation([5, 6], 240, ignore_eos=True)
-    assert said == whole[: len(said)]
+    assert generated == whole[: len(generated)]
     assert ranks[1].status().phase is RankPhase.STANDBY
     assert ranks[1].executor.generation is None
     ranks[1].add("late", [1])
     assert (
         ranks[1].until(lambda: ranks[1].ended("late"), "a refusal").error_code is ErrorCode.DRAINING
     )
-    ranks[0].add("moved", [5, 6], 240, generated_token_ids=said)
-    assert ranks[0].text("moved") == whole[len(said) :]
+    ranks[0].add("moved", [5, 6], 240, generated_token_ids=generated)
+    assert ranks[0].text("moved") == whole[len(generated) :]
     assert ranks[2].text("long") == whole
 
 
 @pytest.mark.parametrize("where", ["exchange", "step"])
-def test_who_loses_a_member_keeps_its_requests_and_goes_on_with_the_same_tokens(start, where):
+def test_survivors_of_a_lost_rank_keep_their_requests_and_tokens(start, where):
     ranks = start(3)
     form(ranks)
     for number, rank in enumerate(ranks):
@@ -163,22 +161,20 @@ def test_who_loses_a_member_keeps_its_requests_and_goes_on_with_the_same_tokens(
         rank.until(lambda rank=rank: rank.status().phase is RankPhase.BROKEN, "BROKEN")
         assert rank.status().failure
         assert rank.status().generation.number == 1
-    ranks[0].add("meanwhile", [3, 3], 10)
-    said = [len(rank.tokens("long")) for rank in ranks[:2]]
+    ranks[0].add("during the break", [3, 3], 10)
+    num_generated = [len(rank.tokens("long")) for rank in ranks[:2]]
     survivors = ranks[:2]
     commit(generation(2, survivors, urgent=True), survivors, serving=survivors)
     for number, rank in enumerate(survivors):
         assert rank.text("long") == continuation(prompt_of(number), 120, ignore_eos=True)
         assert [output.token_offset for output in rank.outputs["long"]] == list(range(120))
         assert rank.core.get_stats().num_preemptions == 0
-        assert said[number] < 120
-    assert ranks[0].text("meanwhile") == continuation([3, 3], 10, ignore_eos=True)
+        assert num_generated[number] < 120
+    assert ranks[0].text("during the break") == continuation([3, 3], 10, ignore_eos=True)
     assert ranks[0].status().failure == ""
 
 
-def test_an_urgent_target_frees_who_waits_for_a_frozen_rank_which_is_dismissed_when_it_wakes(
-    start, network
-):
+def test_an_urgent_target_replaces_a_frozen_rank_which_is_dismissed_when_it_wakes(start, network):
     ranks = start(3)
     form(ranks)
     for rank in ranks:
@@ -186,7 +182,7 @@ def test_an_urgent_target_frees_who_waits_for_a_frozen_rank_which_is_dismissed_w
         rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
     ranks[1].frozen.set()
     votes = network.meeting(ranks[0].core.generation, "control")
-    ranks[0].until(lambda: votes.num_waiting == 2, "a wait for the frozen one")
+    ranks[0].until(lambda: votes.num_waiting == 2, "a wait for the frozen rank")
     survivors = [ranks[0], ranks[2]]
     commit(generation(2, survivors, urgent=True), survivors, serving=survivors)
     for rank in survivors:
@@ -201,11 +197,11 @@ def test_an_urgent_target_frees_who_waits_for_a_frozen_rank_which_is_dismissed_w
     assert ranks[1].text("again") == continuation([1, 1], 10, ignore_eos=True)
 
 
-@pytest.mark.parametrize("what", ["workers", "control group"])
-def test_what_cannot_be_prepared_is_a_reason_and_the_old_generation_serves_on(start, what):
+@pytest.mark.parametrize("cause", ["workers", "control group"])
+def test_a_failed_preparation_is_reported_and_the_old_generation_keeps_serving(start, cause):
     ranks = start(2)
     form(ranks[:1])
-    if what == "workers":
+    if cause == "workers":
         ranks[0].executor.preparation_fails = "the checkpoint is gone"
     else:
         ranks[0].join_fails = "the checkpoint is gone"
@@ -220,7 +216,7 @@ def test_what_cannot_be_prepared_is_a_reason_and_the_old_generation_serves_on(st
     commit(generation(3, ranks), ranks, serving=ranks)
 
 
-def test_a_target_that_is_taken_back_or_replaced_before_its_commit_leaves_nothing(start):
+def test_a_target_withdrawn_or_replaced_before_its_commit_is_dropped(start):
     ranks = start(3)
     form(ranks[:2])
     first = generation(2, ranks)
@@ -238,7 +234,7 @@ def test_a_target_that_is_taken_back_or_replaced_before_its_commit_leaves_nothin
     assert ranks[2].status().phase is RankPhase.STANDBY
 
 
-def test_a_commit_is_final_for_who_has_seen_it(start):
+def test_a_rank_that_has_seen_a_commit_completes_it(start):
     ranks = start(2)
     form(ranks)
     target = generation(2, [ranks[1], ranks[0]])
@@ -248,17 +244,19 @@ def test_a_commit_is_final_for_who_has_seen_it(start):
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
     ranks[0].receive_directive(target, commit=True)
     ranks[0].until(lambda: ranks[0].status().commit_seen == target.nonce, "the commit")
-    assert ranks[0].status().committed is target, "another coordinator can finish it"
+    assert ranks[0].status().committed is target, (
+        "another coordinator could not complete the commit"
+    )
     assert ranks[1].status().committed is None
     ranks[0].receive_directive(None)
     ranks[0].receive_directive(generation(3, ranks))
     ranks[1].receive_directive(target, commit=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: rank.serves(target), "adopted")
+        rank.until(lambda rank=rank: rank.serves(target), "committed")
         assert rank.status().committed is None
 
 
-def test_who_has_voted_alone_notices_that_a_rank_is_gone_before_it_heard_of_the_commit(start):
+def test_a_rank_that_voted_commits_when_a_rank_that_has_not_voted_is_lost(start):
     ranks = start(3)
     form(ranks)
     target = generation(2, ranks[:2])
@@ -270,10 +268,10 @@ def test_who_has_voted_alone_notices_that_a_rank_is_gone_before_it_heard_of_the_
     ranks[0].until(lambda: ranks[0].topology().wave > 0, "an exchange with its vote")
     assert ranks[0].status().generation.number == 1, "not all have voted"
     ranks[2].inputs.put(lambda: ranks[2].core._group.abort())
-    ranks[0].until(lambda: ranks[0].serves(target), "adopted, for nobody can vote any more")
+    ranks[0].until(lambda: ranks[0].serves(target), "committed, as no further vote is possible")
 
 
-def test_an_urgent_target_above_a_committed_one_comes_after_it(start):
+def test_an_urgent_target_above_a_committed_one_follows_it(start):
     ranks = start(3)
     form(ranks)
     for rank in ranks:
@@ -297,7 +295,7 @@ def test_an_urgent_target_above_a_committed_one_comes_after_it(start):
     assert ranks[2].status().phase is RankPhase.STANDBY
 
 
-def test_a_retiring_rank_that_hears_of_an_urgent_target_above_the_commit_leaves_once(start):
+def test_a_removed_rank_leaves_once_if_an_urgent_target_follows_the_commit(start):
     ranks = start(3)
     form(ranks)
     target = generation(2, ranks[:2])
@@ -308,7 +306,7 @@ def test_a_retiring_rank_that_hears_of_an_urgent_target_above_the_commit_leaves_
     commit(generation(4, ranks), ranks, serving=ranks)
 
 
-def test_a_newcomer_adopts_when_a_wave_of_its_generation_begins_and_joins_it(start, network):
+def test_a_new_rank_commits_and_joins_when_a_wave_of_its_generation_starts(start, network):
     ranks = start(2)
     network.repeats = False
     form(ranks[:1])
@@ -318,7 +316,7 @@ def test_a_newcomer_adopts_when_a_wave_of_its_generation_begins_and_joins_it(sta
     for rank in ranks:
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
     ranks[0].receive_directive(target, commit=True)
-    ranks[0].until(lambda: ranks[0].serves(target), "adopted")
+    ranks[0].until(lambda: ranks[0].serves(target), "committed")
     assert ranks[1].status().phase is RankPhase.STANDBY
     ranks[0].add("r", [1, 2], 10)
     assert ranks[0].text("r") == continuation([1, 2], 10, ignore_eos=True)
@@ -326,9 +324,7 @@ def test_a_newcomer_adopts_when_a_wave_of_its_generation_begins_and_joins_it(sta
     assert ranks[1].status().commit_seen == target.nonce
 
 
-def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_generation_adopted_all_the_same(
-    start,
-):
+def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_committed(start):
     ranks = start(2)
     form(ranks)
     for rank in ranks:
@@ -354,12 +350,12 @@ def test_a_step_that_breaks_after_all_have_agreed_is_dropped_and_the_next_genera
     ranks[1].receive_directive(target, commit=True)
     ranks[0].receive_directive(target, commit=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: rank.serves(target), "adopted")
+        rank.until(lambda rank=rank: rank.serves(target), "committed")
         assert rank.text("long") == continuation([8, 1], 100, ignore_eos=True)
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_one_rank_is_paused_and_the_others_go_on(start, mode):
+def test_a_pause_of_one_rank_does_not_stop_the_others(start, mode):
     ranks = start(2)
     form(ranks)
     for rank in ranks:
@@ -380,7 +376,7 @@ def test_one_rank_is_paused_and_the_others_go_on(start, mode):
         assert ranks[0].text("long") == continuation([2, 2], 60, ignore_eos=True)
 
 
-def test_a_rank_refuses_to_sleep_and_requests_for_another_rank(start):
+def test_a_rank_refuses_sleep_and_requests_for_another_rank(start):
     (rank, other) = start(2)
     form([rank, other])
     for method in ("sleep", "wake_up"):
@@ -394,7 +390,7 @@ def test_a_rank_refuses_to_sleep_and_requests_for_another_rank(start):
     assert other.text("right") == continuation([1], 5, ignore_eos=True)
 
 
-def test_targets_that_are_not_newer_than_what_a_rank_has_been_in_change_nothing(start):
+def test_targets_older_than_the_current_generation_are_ignored(start):
     ranks = start(2)
     form(ranks)
     commit(generation(5, ranks), ranks, serving=ranks)
@@ -408,22 +404,24 @@ def test_targets_that_are_not_newer_than_what_a_rank_has_been_in_change_nothing(
     )
 
 
-def test_who_stands_by_begins_anew_whatever_it_has_been_in(start):
+def test_a_rank_in_standby_accepts_an_older_generation_number(start):
     ranks = start(2)
     form(ranks)
     commit(generation(5, ranks), ranks, serving=ranks)
     for rank in ranks:
         rank.receive_directive(dismissed=True)
         rank.until(lambda rank=rank: rank.status().phase is RankPhase.STANDBY, "standby")
-    commit(generation(2, ranks, nonce="of a coordinator that knows nothing"), ranks, serving=ranks)
+    commit(generation(2, ranks, nonce="of a restarted coordinator"), ranks, serving=ranks)
 
 
-def test_others_see_who_waits_for_whom_while_a_loop_stands_still(start):
+def test_the_position_shows_which_rank_waits_and_which_is_stalled(start):
     ranks = start(2)
     form(ranks)
     ranks[1].frozen.set()
     ranks[0].add("r", [1, 2], 10)
-    ranks[0].until(lambda: ranks[0].core.position == (1, Activity.WAITS), "a wait for the other")
+    ranks[0].until(
+        lambda: ranks[0].core.position == (1, Activity.WAITS), "a wait for the other rank"
+    )
     assert ranks[1].core.position == (0, Activity.RESTS)
     held, run = threading.Event(), ranks[1].executor._run
 
@@ -438,11 +436,11 @@ def test_others_see_who_waits_for_whom_while_a_loop_stands_still(start):
     held.set()
     ranks[0].text("r")
     for rank in ranks:
-        rank.until(lambda rank=rank: rank.core.position[1] is Activity.RESTS, "rest")
+        rank.until(lambda rank=rank: rank.core.position[1] is Activity.RESTS, "idle")
     assert ranks[0].core.position == ranks[1].core.position
 
 
-def test_loads_and_the_shape_of_the_model_are_reported(start):
+def test_a_status_reports_expert_loads_and_the_shape_of_the_model(start):
     ranks = start(2)
     form(ranks)
     eventually(lambda: ranks[0].status().loads, timeout_s=10, what="loads")

@@ -1,4 +1,4 @@
-"""Ranks of an expert-parallel group as processes: what clients, probes, metrics and the coordinator see of them. Real groups."""
+"""Ranks as processes with real groups: behaviour towards clients, probes and the coordinator."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def until_draining(client: EngineClient, draining: bool) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_every_other(
+async def test_a_rank_is_ready_with_its_first_generation_and_reports_every_later_one(
     ranks, coordinator
 ):
     engines = ranks("a", "b")
@@ -102,7 +102,7 @@ async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_eve
         assert refused.error_code is ErrorCode.DRAINING
         with pytest.raises(UtilityError, match="cannot sleep"):
             await client.call("sleep", 1)
-        # In the middle of a request: the same connection goes on.
+        # A commit during a request keeps the connection.
         stream = client.add(request("long", [5], 200))
         await anext(stream)
         await asyncio.to_thread(coordinator.commit, 2, ["a"], directed=["a", "b"])
@@ -122,30 +122,30 @@ async def test_a_rank_is_ready_with_its_first_generation_and_says_which_with_eve
     assert status.member.engine_port == a.engine_port
 
 
-def test_stores_forget_generations_that_are_over(ranks, coordinator):
-    """Else a group that changes often enough could not meet any more: a store takes so much and no more."""
+def test_stores_delete_the_keys_of_old_generations(ranks, coordinator):
+    """A store has a limit, so old keys would stop a group after many topology changes."""
     ranks("a", "b")
     coordinator.commit(1, ["a", "b"])
     members = [coordinator.statuses[name].member for name in ("a", "b")]
     stores = [
         connect_store(StoreAddress(each.host, each.store_port), DEADLINE_S) for each in members
     ]
-    of_one = sum(store.num_keys() for store in stores)
-    assert of_one > 0
+    after_first = sum(store.num_keys() for store in stores)
+    assert after_first > 0
     for number in range(2, 5):
         coordinator.commit(number, ["a", "b"])
 
-    def forgotten() -> bool:
+    def deleted() -> bool:
         kept = sum(store.num_keys() for store in stores)
-        assert kept == of_one, f"{kept} keys are kept, and {of_one} after the first generation"
+        assert kept == after_first, f"{kept} keys, {after_first} after the first generation"
         return True
 
-    eventually(forgotten, timeout_s=DEADLINE_S, what="three of four generations forgotten")
+    eventually(
+        deleted, timeout_s=DEADLINE_S, what="the keys of three of four generations are deleted"
+    )
 
 
-async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_alive(
-    ranks, coordinator
-):
+async def test_a_removed_rank_ends_its_requests_with_draining_and_stays_healthy(ranks, coordinator):
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["b"], heartbeat_interval_s=0.1) as client:
@@ -166,9 +166,7 @@ async def test_a_retiring_rank_gives_its_requests_back_and_is_not_ready_but_aliv
         assert tokens(await collect(client.add(request("again", [1], 5))))
 
 
-async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_generation(
-    ranks, coordinator
-):
+async def test_ranks_keep_their_requests_after_kill_9_of_another_rank(ranks, coordinator):
     engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b", "c"])
     async with await connect(engines["a"]) as client, await connect(engines["c"]) as other:
@@ -190,9 +188,7 @@ async def test_after_a_kill_9_the_others_keep_their_requests_until_the_next_gene
         assert tokens(await collect(more)) == continuation([9], 10, ignore_eos=True)
 
 
-async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_gives_it_up(
-    ranks, coordinator
-):
+async def test_a_frozen_rank_stalls_the_others_until_a_generation_without_it(ranks, coordinator):
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.005")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["a"]) as client:
@@ -209,7 +205,7 @@ async def test_a_frozen_rank_holds_up_the_others_only_until_the_coordinator_give
         )
 
 
-async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(ranks, coordinator):
+async def test_a_rank_waits_after_sigterm_for_a_generation_without_it(ranks, coordinator):
     engines = ranks("a", "b")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     engines["b"].process.send_signal(signal.SIGTERM)
@@ -217,7 +213,7 @@ async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(r
         coordinator.until, ["b"], "leaving", leaving=True, phase=RankPhase.SERVING
     )
     assert ready_reason(engines["b"]) == "Draining"
-    async with await connect(engines["a"]) as client:  # it still lends its experts
+    async with await connect(engines["a"]) as client:  # the leaving rank still runs dummy batches
         assert tokens(await collect(client.add(request("r", [1], 20)))) == continuation(
             [1], 20, ignore_eos=True
         )
@@ -226,9 +222,7 @@ async def test_sigterm_asks_for_a_generation_without_the_rank_and_waits_for_it(r
     assert coordinator.statuses["a"].phase is RankPhase.SERVING
 
 
-async def test_without_an_answer_a_leaving_rank_goes_at_its_drain_timeout_and_at_the_second_signal_at_once(
-    ranks, coordinator
-):
+async def test_a_leaving_rank_ends_at_its_drain_timeout_or_at_a_second_signal(ranks, coordinator):
     engines = ranks("a", "b", "c", drain_timeout_s=15, BATON_FAKE_STEP_S="0.1")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b", "c"])
     async with await connect(engines["b"]) as client, await connect(engines["c"]) as other:
@@ -246,7 +240,7 @@ async def test_without_an_answer_a_leaving_rank_goes_at_its_drain_timeout_and_at
         assert await asyncio.to_thread(engines["c"].process.wait, DEADLINE_S) == 0
 
 
-async def test_all_leave_as_soon_as_they_are_let_go(ranks, coordinator):
+async def test_all_ranks_end_after_sigterm_when_they_are_dismissed(ranks, coordinator):
     engines = ranks("a", "b", drain_timeout_s=600, BATON_FAKE_STEP_S="0.005")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["a"]) as client:
@@ -257,13 +251,13 @@ async def test_all_leave_as_soon_as_they_are_let_go(ranks, coordinator):
         await asyncio.to_thread(coordinator.until, ["a", "b"], "leaving", leaving=True)
         outputs += await collect(stream)
         assert tokens(outputs) == continuation([1, 2], 100, ignore_eos=True)
-    await asyncio.to_thread(coordinator.until, ["a", "b"], "rest", num_running=0, num_waiting=0)
+    await asyncio.to_thread(coordinator.until, ["a", "b"], "idle", num_running=0, num_waiting=0)
     coordinator.direct(["a", "b"], None, dismissed=True)
     for engine in engines.values():
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S / 2) == 0
 
 
-async def test_a_dismissed_rank_whose_loop_stands_still_gives_its_requests_up(ranks, coordinator):
+async def test_a_dismissed_rank_with_a_stalled_loop_fails_its_requests(ranks, coordinator):
     engines = ranks("a", BATON_FAKE_STEP_S="600")
     await asyncio.to_thread(coordinator.commit, 1, ["a"])
     async with await connect(engines["a"], heartbeat_interval_s=0.1) as client:
@@ -278,13 +272,13 @@ async def test_a_dismissed_rank_whose_loop_stands_still_gives_its_requests_up(ra
     assert (status, json.loads(body)["reason"]) == (503, "Failed")
 
 
-def test_sigterm_in_standby_waits_for_nobody(ranks, coordinator):
+def test_sigterm_in_standby_ends_the_rank_at_once(ranks, coordinator):
     engines = ranks("a")
     engines["a"].process.send_signal(signal.SIGTERM)
     assert engines["a"].process.wait(DEADLINE_S) == 0
 
 
-def test_sigterm_of_the_only_rank_waits_for_nobody(ranks, coordinator):
+def test_sigterm_of_the_only_rank_ends_it_at_once(ranks, coordinator):
     engines = ranks("a")
     coordinator.commit(1, ["a"])
     engines["a"].process.send_signal(signal.SIGTERM)
@@ -292,7 +286,7 @@ def test_sigterm_of_the_only_rank_waits_for_nobody(ranks, coordinator):
 
 
 @pytest.mark.parametrize("name", ["Rank_0", "a.b", "a" * 64, "-a", "a\nb"])
-def test_a_rank_by_a_name_that_no_topology_can_ask_for_does_not_start(name: str) -> None:
+def test_a_rank_name_that_is_no_dns_label_is_refused(name: str) -> None:
     config = EngineConfig(model=ModelConfig(path="m"), parallel=ParallelConfig(rank_name=name))
     with pytest.raises(ConfigurationError, match="is no DNS label"):
         DPEngineCoreProc(config, "127.0.0.1")

@@ -1,4 +1,4 @@
-"""The store in which ranks meet: as torch's own stores behave, for many threads at once, and when an end dies or talks nonsense."""
+"""The ranks' store: behaviour of torch's stores, concurrent clients, deaths and bad messages."""
 
 from __future__ import annotations
 
@@ -38,17 +38,6 @@ HOST = "127.0.0.1"
 LOOKUPS = Path(engine.__file__).with_name("name_lookups.py")
 
 
-@pytest.fixture
-def server() -> Iterator[StoreServer]:
-    with contextlib.closing(open_store(HOST)) as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: StoreServer) -> Store:
-    return connect_store(server.address, WAIT_S)
-
-
 keys = st.sampled_from(["a", "b", "a key"])
 values = st.sampled_from(["", "x", "\u00fc \0"])
 calls = st.one_of(
@@ -63,14 +52,14 @@ calls = st.one_of(
 )
 
 
-def test_it_forgets_what_is_outdated_and_goes_on(server: StoreServer, store: Store) -> None:
+def test_forget_deletes_outdated_generations(server: StoreServer, store: Store) -> None:
     for number in (1, 2, 10):
         generation_store(store, number, "n").set("key", "x" * 100)
     generation_store(store, 2).set("key", "x")
     store.set("generation-none", "x")
     before = server._values._nbytes
     server.forget(is_before(10))
-    eventually(lambda: store.num_keys() == 2, timeout_s=WAIT_S, what="outdated keys forgotten")
+    eventually(lambda: store.num_keys() == 2, timeout_s=WAIT_S, what="outdated keys are deleted")
     assert generation_store(store, 10, "n").get("key") == b"x" * 100
     assert store.check(["generation-none"])
     assert (
@@ -82,7 +71,7 @@ def test_it_forgets_what_is_outdated_and_goes_on(server: StoreServer, store: Sto
 
 
 @pytest.mark.parametrize("called_from", ["Python", "C++"])
-def test_it_answers_as_torchs_own_store_does(called_from: str) -> None:
+def test_calls_return_the_results_of_torchs_hash_store(called_from: str) -> None:
     @settings(max_examples=60, deadline=None)
     @given(st.lists(calls, max_size=12))
     def compare(sequence: list[tuple[Any, ...]]) -> None:
@@ -100,8 +89,10 @@ def test_it_answers_as_torchs_own_store_does(called_from: str) -> None:
     compare()
 
 
-def test_who_waits_is_told_when_the_last_key_comes_and_is_in_nobodys_way(store: Store) -> None:
-    parts = [store, PrefixStore("part", store)]  # one connection, two ways to it
+def test_waiting_clients_get_their_answer_with_the_last_key_and_block_no_others(
+    store: Store,
+) -> None:
+    parts = [store, PrefixStore("part", store)]  # both use one connection
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(part.multi_get, ["one", "two"]) for part in parts * 4]
         for part in parts:
@@ -122,14 +113,14 @@ def test_who_waits_is_told_when_the_last_key_comes_and_is_in_nobodys_way(store: 
         lambda store: store.multi_set(["key"], ["1"]),
     ],
 )
-def test_every_call_that_sets_a_key_ends_the_waiting_for_it(call: Any, store: Store) -> None:
+def test_every_call_that_sets_a_key_ends_waits_for_it(call: Any, store: Store) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(store.get, "key")
         call(store)
         assert answer.result(AT_ONCE_S) == b"1"
 
 
-def test_a_call_ends_at_its_deadline_and_its_late_answer_is_nobody_elses(store: Store) -> None:
+def test_the_late_answer_to_a_call_that_timed_out_is_dropped(store: Store) -> None:
     store.set_timeout(timedelta(seconds=0.2))
     started = time.monotonic()
     with pytest.raises(
@@ -147,14 +138,14 @@ def test_a_call_ends_at_its_deadline_and_its_late_answer_is_nobody_elses(store: 
     assert store.get("key") == b"value"
 
 
-def test_what_is_no_number_cannot_be_added_to(store: Store) -> None:
+def test_add_to_a_value_that_is_no_number_is_refused(store: Store) -> None:
     store.set("key", "text")
     with pytest.raises(DistStoreError, match=r"refused Add\(key='key', amount=1\)"):
         store.add("key", 1)
     assert store.get("key") == b"text"
 
 
-def test_clients_that_race(server: StoreServer) -> None:
+def test_concurrent_clients_do_not_lose_updates(server: StoreServer) -> None:
     stores = [connect_store(server.address, WAIT_S) for _ in range(2)]
 
     def count(number: int) -> bytes:
@@ -168,11 +159,9 @@ def test_clients_that_race(server: StoreServer) -> None:
     assert [store.get("sum") for store in stores] == [b"800"] * 2
 
 
-def test_answers_larger_than_a_sockets_buffer(store: Store) -> None:
-    large = {
-        f"large {number}": os.urandom(2**19).hex() for number in range(8)
-    }  # [8] of 1 MiB less a few bytes
-    large = {key: value[:-100] for key, value in large.items()}
+def test_answers_can_exceed_the_buffer_of_a_socket(store: Store) -> None:
+    # Eight values of 1 MiB less 100 bytes.
+    large = {f"large {number}": os.urandom(2**19 - 50).hex() for number in range(8)}
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(store.multi_get, [*large, "last"]) for _ in range(4)]
         for key, value in large.items():
@@ -185,7 +174,9 @@ def test_answers_larger_than_a_sockets_buffer(store: Store) -> None:
     assert store.num_keys() == 9
 
 
-def test_the_end_of_a_store_ends_its_clients_calls(server: StoreServer, store: Store) -> None:
+def test_the_end_of_a_store_fails_the_calls_of_its_clients(
+    server: StoreServer, store: Store
+) -> None:
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(store.get, f"key {i}") for i in range(3)]
         server.close()
@@ -208,14 +199,13 @@ def test_the_end_of_a_store_ends_its_clients_calls(server: StoreServer, store: S
 @contextlib.contextmanager
 def store_process() -> Iterator[tuple[subprocess.Popen[str], StoreAddress]]:
     program = (
-        "import sys; from baton_engine.distributed.store.server import open_store; assert 'torch' not in sys.modules; "
+        "import sys; from baton_engine.distributed.store.server import open_store; "
+        "assert 'torch' not in sys.modules; "
         f"print(open_store({HOST!r}).address.port, flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
     try:
         yield process, StoreAddress(HOST, int(process.stdout.readline()))
     finally:
@@ -225,7 +215,7 @@ def store_process() -> Iterator[tuple[subprocess.Popen[str], StoreAddress]]:
         process.stdout.close()
 
 
-def test_a_killed_store_fails_calls_at_once_and_a_frozen_one_at_their_deadline() -> None:
+def test_a_killed_store_fails_calls_at_once_and_a_frozen_one_at_their_timeout() -> None:
     with store_process() as (process, address):
         store = connect_store(address, WAIT_S)
         store.set("key", "value")
@@ -242,7 +232,7 @@ def test_a_killed_store_fails_calls_at_once_and_a_frozen_one_at_their_deadline()
                 answer.result(AT_ONCE_S)
 
 
-def test_who_joins_a_group_does_not_wait_for_a_store_that_has_died() -> None:
+def test_joining_a_group_fails_at_once_when_the_store_dies() -> None:
     with store_process() as (process, address), ThreadPoolExecutor(1) as pool:
         store = connect_store(address, WAIT_S)
         joining = pool.submit(create_group, "test", 0, 2, store, 1, torch.device("cpu"), WAIT_S)
@@ -252,7 +242,7 @@ def test_who_joins_a_group_does_not_wait_for_a_store_that_has_died() -> None:
             joining.result(AT_ONCE_S)
 
 
-def test_a_store_may_open_after_its_clients_ask_for_it() -> None:
+def test_a_client_waits_for_its_store_to_open() -> None:
     [port] = free_ports(1)
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(connect_store, StoreAddress("localhost", port), WAIT_S)
@@ -260,7 +250,7 @@ def test_a_store_may_open_after_its_clients_ask_for_it() -> None:
             assert connecting.result(WAIT_S).num_keys() == 0
 
 
-def test_it_listens_on_one_address_only(server: StoreServer) -> None:
+def test_a_store_listens_on_one_address_only(server: StoreServer) -> None:
     with pytest.raises(TimeoutError, match=r"no store responded at 127\.0\.0\.2"):
         connect_store(StoreAddress("127.0.0.2", server.address.port), 0.2)
 
@@ -278,29 +268,29 @@ DEEP = b"\x82\xa4type\xa9CountKeys\xa2zz" + b"\x91" * 5000 + b"\xc0"
         LENGTH.pack(len(DEEP)) + DEEP,
     ],
 )
-def test_who_talks_nonsense_is_dropped_and_the_others_are_served(
+def test_a_client_with_invalid_messages_is_dropped_and_others_are_served(
     message: bytes, server: StoreServer, store: Store
 ) -> None:
-    with ThreadPoolExecutor(1) as pool, socket.create_connection(server.address) as stranger:
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(server.address) as connection:
         answer = pool.submit(store.get, "key")
-        stranger.sendall(message)
-        stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(AT_ONCE_S)
+        connection.sendall(message)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(AT_ONCE_S)
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+            assert connection.recv(1) == b""
         store.set("key", "value")
         assert answer.result(AT_ONCE_S) == b"value"
 
 
-def test_nothing_is_left_behind() -> None:
-    def open_things() -> tuple[set[str], int]:
+def test_a_closed_store_leaves_no_descriptors_and_threads() -> None:
+    def open_resources() -> tuple[set[str], int]:
         return set(os.listdir("/proc/self/fd")), threading.active_count()
 
     def nothing_new() -> bool:
-        descriptors, threads = open_things()
+        descriptors, threads = open_resources()
         return descriptors <= before[0] and threads <= before[1]
 
-    before = open_things()  # some may be of earlier tests, and end meanwhile
+    before = open_resources()  # resources of earlier tests can still end
     with contextlib.closing(open_store(HOST)) as server:
         store = connect_store(server.address, WAIT_S)
         with ThreadPoolExecutor(3) as pool:
@@ -313,11 +303,11 @@ def test_nothing_is_left_behind() -> None:
 
 @pytest.mark.skipif(
     platform.machine() != "x86_64",
-    reason="puts machine code in the place of a function of the C library",
+    reason="patches a function of the C library with x86-64 machine code",
 )
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
-def test_no_name_server_is_asked_who_a_member_is(kind: str) -> None:
-    """Torch's store shows that the test can fail."""
+def test_forming_a_group_looks_up_no_host_names(kind: str) -> None:
+    """Torch's store looks up names, which shows that the test can fail."""
     output = subprocess.run(
         [sys.executable, str(LOOKUPS), kind],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""A store under attack: who has no key stays out, and no client gets more time, memory or descriptors than is good for others."""
+"""Limits of the store: authentication, and the time, memory and descriptors that a client can use."""
 
 from __future__ import annotations
 
@@ -31,19 +31,8 @@ SECRET, ANOTHER = b"s" * 32, b"t" * 32
 
 
 @pytest.fixture
-def server() -> Iterator[StoreServer]:
-    with contextlib.closing(open_store(HOST)) as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: StoreServer) -> Store:
-    return connect_store(server.address, WAIT_S)
-
-
-@pytest.fixture
 def locked() -> Iterator[StoreServer]:
-    """One with a secret."""
+    """A store with a secret."""
     with contextlib.closing(open_store(HOST, secret=SECRET)) as server:
         yield server
 
@@ -54,14 +43,8 @@ def connection_to(server: StoreServer) -> socket.socket:
     return connection
 
 
-def is_closed(connection: socket.socket) -> bool:
-    """By the other side, within AT_ONCE_S; what it said before is read."""
-    received(connection)
-    return True
-
-
-def received(connection: socket.socket) -> int:
-    """Bytes, until the other side closes it, within AT_ONCE_S."""
+def read_until_closed(connection: socket.socket) -> int:
+    """Read until the other side closes the connection, at most AT_ONCE_S; return the bytes."""
     total = 0
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(2**20):
@@ -73,55 +56,56 @@ def deadline() -> float:
     return time.monotonic() + AT_ONCE_S
 
 
-# One client, and the others
+# Limits per client
 
 
-def test_who_asks_again_before_it_is_answered_is_dropped(server: StoreServer, store: Store) -> None:
-    """So no client makes a store keep more than one answer, or work longer than one request takes."""
+def test_a_client_with_a_second_request_before_its_answer_is_dropped(
+    server: StoreServer, store: Store
+) -> None:
+    """A client can use the memory of one answer and the time of one request."""
     store.multi_set([f"key {n}" for n in range(8)], ["x" * 100_000] * 8)
     ask = frame(Get([f"key {n}" for n in range(8)]))
-    with connection_to(server) as stranger:
+    with connection_to(server) as connection:
         with contextlib.suppress(OSError):
-            stranger.sendall(ask * 3000)  # and never reads
+            connection.sendall(ask * 3000)  # without reading
         assert store.num_keys() == 8
-        assert received(stranger) < 2 * 8 * 100_000, "no second answer was begun"
+        assert read_until_closed(connection) < 2 * 8 * 100_000, "the store started a second answer"
 
 
-def test_a_client_that_does_not_fetch_its_answer_keeps_one(
+def test_a_client_that_does_not_read_its_answer_occupies_one(
     server: StoreServer, store: Store
 ) -> None:
     keys = [f"key {number}" for number in range(12)]
     for key in keys:
         store.set(key, "x" * (2**20 - 100))
-    with connection_to(server) as stranger:
-        stranger.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16
-        )  # the answer cannot be on its way as a whole
-        stranger.sendall(frame(Get(keys)))
+    with connection_to(server) as connection:
+        # The buffers of the sockets are smaller than the answer.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        connection.sendall(frame(Get(keys)))
         eventually(
             lambda: server._num_buffered > 0,
             timeout_s=AT_ONCE_S,
-            what="an answer that is not fetched",
+            what="an unread answer is buffered",
         )
         assert server._num_buffered <= 12 * 2**20
-        stranger.sendall(frame(Get(keys)))
+        connection.sendall(frame(Get(keys)))
         eventually(
             lambda: server._num_buffered == 0,
             timeout_s=AT_ONCE_S,
-            what="nothing kept for who asks for more",
+            what="the buffer is freed after a second request",
         )
-        assert is_closed(stranger)
+        read_until_closed(connection)
 
 
-def test_when_too_much_is_kept_for_clients_the_one_with_most_goes(
+def test_the_client_with_the_most_buffered_bytes_is_dropped_at_the_limit(
     server: StoreServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_server, "MAX_BUFFERED_BYTES", 2**20)
     small, large = connection_to(server), connection_to(server)
     with small, large:
         small.sendall(LENGTH.pack(2**18) + bytes(2**17))
-        large.sendall(LENGTH.pack(2**20) + bytes(2**20 - 1))  # never complete
-        assert is_closed(large)
+        large.sendall(LENGTH.pack(2**20) + bytes(2**20 - 1))  # one byte is missing
+        read_until_closed(large)
         small.sendall(bytes(2**17 - 1))
         assert store.num_keys() == 0
         small.setblocking(False)
@@ -129,7 +113,7 @@ def test_when_too_much_is_kept_for_clients_the_one_with_most_goes(
             small.recv(1)
 
 
-def test_one_key_thousands_of_times_is_refused(store: Store) -> None:
+def test_a_request_with_thousands_of_keys_is_refused(store: Store) -> None:
     store.set("key", "x" * 10_000)
     for count in (2_000, store_values.MAX_KEYS_AT_ONCE + 1):
         with pytest.raises(
@@ -141,7 +125,9 @@ def test_one_key_thousands_of_times_is_refused(store: Store) -> None:
     assert store.multi_get(["key"] * 1_000) == [b"x" * 10_000] * 1_000
 
 
-def test_what_it_holds_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_of_keys_and_bytes_are_limited(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_values, "MAX_KEYS", 3)
     monkeypatch.setattr(store_values, "MAX_BYTES", 1000)
     store.multi_set(["a", "b", "c"], ["1", "1", "x" * 900])
@@ -157,7 +143,7 @@ def test_what_it_holds_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch)
     assert store.multi_get(["a", "b"]) == [b"1" + b"x" * 100, b"1"]
 
 
-def test_a_value_is_no_longer_than_could_be_set_at_once(store: Store) -> None:
+def test_the_length_of_a_value_is_limited(store: Store) -> None:
     store.set("key", "x" * 2**19)
     with pytest.raises(DistStoreError, match="values have at most"):
         store.append("key", "x" * (2**19 + 1))
@@ -166,18 +152,18 @@ def test_a_value_is_no_longer_than_could_be_set_at_once(store: Store) -> None:
         store.add("number", 1)
 
 
-def test_many_that_wait_for_large_answers_leave_time_to_the_others(
-    server: StoreServer, store: Store
-) -> None:
+def test_many_large_answers_do_not_delay_other_clients(server: StoreServer, store: Store) -> None:
     keys = [f"key {number}" for number in range(14)]
     for key in keys:
         store.set(key, "x" * (2**20 - 100))
     with contextlib.ExitStack() as stack:
         for _ in range(12):
-            stranger = stack.enter_context(connection_to(server))
-            stranger.sendall(frame(Get([*keys, "last"])))
+            connection = stack.enter_context(connection_to(server))
+            connection.sendall(frame(Get([*keys, "last"])))
         eventually(
-            lambda: len(server._waiting.get("last", ())) == 12, timeout_s=AT_ONCE_S, what="all wait"
+            lambda: len(server._waiting.get("last", ())) == 12,
+            timeout_s=AT_ONCE_S,
+            what="all clients wait",
         )
         store.set("last", "1")
         started = time.monotonic()
@@ -185,55 +171,61 @@ def test_many_that_wait_for_large_answers_leave_time_to_the_others(
         assert time.monotonic() - started < AT_ONCE_S
 
 
-def test_who_waits_and_goes_is_forgotten(server: StoreServer, store: Store) -> None:
-    with connection_to(server) as stranger:
-        stranger.sendall(frame(Get(["one", "two"])))
-        eventually(lambda: "one" in server._waiting, timeout_s=AT_ONCE_S, what="it waits")
+def test_the_waits_of_a_disconnected_client_are_removed(server: StoreServer, store: Store) -> None:
+    with connection_to(server) as connection:
+        connection.sendall(frame(Get(["one", "two"])))
+        eventually(lambda: "one" in server._waiting, timeout_s=AT_ONCE_S, what="the client waits")
         store.set("one", "1")
         eventually(
-            lambda: "two" in server._waiting, timeout_s=AT_ONCE_S, what="it waits for the other"
+            lambda: "two" in server._waiting,
+            timeout_s=AT_ONCE_S,
+            what="the client waits for the second key",
         )
-    eventually(lambda: not server._waiting, timeout_s=AT_ONCE_S, what="nobody waits")
+    eventually(lambda: not server._waiting, timeout_s=AT_ONCE_S, what="no client waits")
 
 
 # Connections
 
 
-def test_a_full_store_refuses_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_with_too_many_clients_refuses_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "MAX_CLIENTS", 3)
     with contextlib.closing(open_store(HOST)) as server, contextlib.ExitStack() as stack:
         store = connect_store(server.address, WAIT_S)
         store.set("key", "value")
         idle = [stack.enter_context(connection_to(server)) for _ in range(2)]
-        assert is_closed(stack.enter_context(connection_to(server)))
+        read_until_closed(stack.enter_context(connection_to(server)))
         assert store.get("key") == b"value"
         idle[0].close()
-        eventually(lambda: len(server._clients) == 2, timeout_s=AT_ONCE_S, what="room again")
+        eventually(
+            lambda: len(server._clients) == 2, timeout_s=AT_ONCE_S, what="a client slot is free"
+        )
         assert connect_store(server.address, WAIT_S).get("key") == b"value"
 
 
-def test_without_descriptors_those_who_are_there_are_served_on(
+def test_connected_clients_are_served_when_descriptors_run_out(
     server: StoreServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those who are not, once there are some again."""
+    """New clients are accepted when descriptors are free again."""
     monkeypatch.setattr(store_server, "ACCEPT_PAUSE_S", 5.0)
     store.set("key", "value")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = socket.socket()
     spare = os.open("/dev/null", os.O_RDONLY)
     try:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (spare, before[1])
-        )  # those that are open stay so
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))  # open ones stay open
         waiting.settimeout(WAIT_S)
         waiting.connect(server.address)
         eventually(
-            lambda: server._accept_again_at is not None, timeout_s=AT_ONCE_S, what="no descriptor"
+            lambda: server._accept_again_at is not None,
+            timeout_s=AT_ONCE_S,
+            what="the store has no descriptor left",
         )
         started = time.monotonic()
         for _ in range(20):
             assert store.get("key") == b"value"
-        assert time.monotonic() - started < 4.5, "they wait for a pause to end"
+        assert time.monotonic() - started < 4.5, (
+            "connected clients wait for the end of the accept pause"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         os.close(spare)
@@ -241,14 +233,14 @@ def test_without_descriptors_those_who_are_there_are_served_on(
         assert exchange(waiting, frame(CountKeys()), Answer, deadline()).number == 1
 
 
-def test_neither_side_waits_for_acknowledgements(server: StoreServer, store: Store) -> None:
+def test_both_sides_set_tcp_nodelay(server: StoreServer, store: Store) -> None:
     store.set("key", "value")
     ends = [*(client.socket for client in server._clients), *store._idle]  # type: ignore[attr-defined]
     assert len(ends) == 2
     assert all(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends)
 
 
-def test_nonsense_is_logged_once_with_a_count_and_in_one_line(
+def test_invalid_messages_are_logged_once_with_a_count(
     server: StoreServer,
     store: Store,
     caplog: pytest.LogCaptureFixture,
@@ -256,17 +248,17 @@ def test_nonsense_is_logged_once_with_a_count_and_in_one_line(
 ) -> None:
     caplog.set_level(logging.WARNING)
 
-    def shout() -> None:
-        with connection_to(server) as stranger:
-            stranger.sendall(b"\xff" * 8)
-            assert is_closed(stranger)
+    def send_invalid() -> None:
+        with connection_to(server) as connection:
+            connection.sendall(b"\xff" * 8)
+            read_until_closed(connection)
 
     for _ in range(20):
-        shout()
+        send_invalid()
     assert len([record for record in caplog.records if "dropped a client" in record.message]) == 1
     monkeypatch.setattr(server._log, "_interval_s", 0.0)
     server._log._next = 0.0
-    shout()
+    send_invalid()
     eventually(
         lambda: "and 19 more warnings of this kind" in caplog.text,
         timeout_s=AT_ONCE_S,
@@ -274,7 +266,7 @@ def test_nonsense_is_logged_once_with_a_count_and_in_one_line(
     )
 
 
-def test_foreign_text_is_one_line_of_a_log() -> None:
+def test_untrusted_text_is_logged_as_one_line() -> None:
     assert untrusted.one_line("a\n2026-01-01 ERROR forged\x1b[2J\u2028\ud800") == (
         "a\\n2026-01-01 ERROR forged\\x1b[2J\\u2028\\ud800"
     )
@@ -284,7 +276,7 @@ def test_foreign_text_is_one_line_of_a_log() -> None:
 # The secret
 
 
-def test_with_the_secret_a_store_is_as_ever(locked: StoreServer) -> None:
+def test_clients_with_the_secret_are_served(locked: StoreServer) -> None:
     store = connect_store(locked.address, WAIT_S, SECRET)
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(store.get, "key") for _ in range(4)]
@@ -293,7 +285,7 @@ def test_with_the_secret_a_store_is_as_ever(locked: StoreServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         frame(CountKeys()),
         frame(Set({"key": b"forged"})),
@@ -304,85 +296,91 @@ def test_with_the_secret_a_store_is_as_ever(locked: StoreServer) -> None:
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
-def test_without_the_secret_nothing_is_read_or_set(said: bytes, locked: StoreServer) -> None:
+def test_clients_without_the_secret_can_neither_read_nor_set(
+    message: bytes, locked: StoreServer
+) -> None:
     store = connect_store(locked.address, WAIT_S, SECRET)
     store.set("key", "value")
-    with connection_to(locked) as stranger:
-        stranger.sendall(said)
-        assert stranger.recv(1) == b""
+    with connection_to(locked) as connection:
+        connection.sendall(message)
+        assert connection.recv(1) == b""
     assert store.get("key") == b"value"
     assert store.num_keys() == 1
 
 
-def test_another_secret_is_none(locked: StoreServer) -> None:
+def test_clients_with_another_secret_are_refused(locked: StoreServer) -> None:
     with pytest.raises(TimeoutError, match="the store has another service's key"):
         connect_store(locked.address, 0.3, ANOTHER)
-    with connection_to(locked) as stranger:
-        challenge = exchange(stranger, frame(Hello(bytes(32))), Challenge, deadline())
-        stranger.sendall(frame(Proof(challenge.proof)))  # the store's own proof is not a client's
-        assert stranger.recv(1) == b""
-    with connection_to(locked) as stranger:
-        exchange(stranger, frame(Hello(bytes(32))), Challenge, deadline())
-        stranger.sendall(frame(Hello(bytes(32))))
-        assert stranger.recv(1) == b""
+    with connection_to(locked) as connection:
+        challenge = exchange(connection, frame(Hello(bytes(32))), Challenge, deadline())
+        connection.sendall(frame(Proof(challenge.proof)))  # the store's own proof is not a client's
+        assert connection.recv(1) == b""
+    with connection_to(locked) as connection:
+        exchange(connection, frame(Hello(bytes(32))), Challenge, deadline())
+        connection.sendall(frame(Hello(bytes(32))))
+        assert connection.recv(1) == b""
 
 
-def test_a_proof_is_good_for_one_connection(locked: StoreServer) -> None:
-    said: list[bytes] = []
+def test_a_proof_is_valid_for_one_connection_only(locked: StoreServer) -> None:
+    sent: list[bytes] = []
 
     class Recorder:
-        """A connection that notes what is sent."""
+        """A connection that records the sent data."""
 
         def __init__(self, connection: socket.socket) -> None:
             self._connection = connection
 
         def sendall(self, data: bytes) -> None:
-            said.append(data)
+            sent.append(data)
             self._connection.sendall(data)
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._connection, name)
 
-    with connection_to(locked) as friend:
-        authenticate(Recorder(friend), SECRET, deadline())  # type: ignore[arg-type]
-    with connection_to(locked) as stranger:
-        exchange(stranger, said[0], Challenge, deadline())
-        stranger.sendall(said[1])
-        assert stranger.recv(1) == b""
+    with connection_to(locked) as trusted:
+        authenticate(Recorder(trusted), SECRET, deadline())  # type: ignore[arg-type]
+    with connection_to(locked) as connection:
+        exchange(connection, sent[0], Challenge, deadline())
+        connection.sendall(sent[1])
+        assert connection.recv(1) == b""
 
 
-def test_a_client_with_the_secret_does_not_speak_with_a_store_without(server: StoreServer) -> None:
+def test_a_client_with_the_secret_does_not_connect_to_a_store_without_one(
+    server: StoreServer,
+) -> None:
     with pytest.raises(TimeoutError, match="no store responded"):
         connect_store(server.address, 0.3, SECRET)
     assert connect_store(server.address, WAIT_S).num_keys() == 0
 
 
-def test_a_client_without_the_secret_learns_that_it_is_not_wanted(locked: StoreServer) -> None:
+def test_calls_of_a_client_without_the_secret_fail(locked: StoreServer) -> None:
     store = connect_store(locked.address, WAIT_S)
     with pytest.raises(DistNetworkError, match="is gone"):
         store.num_keys()
 
 
-def test_strangers_have_little_time_and_little_room(
+def test_unauthenticated_connections_are_limited_in_number_and_time(
     locked: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locked, "_max_unauthenticated", 20)
     store = connect_store(locked.address, WAIT_S, SECRET)
     store.set("key", "value")
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(connection_to(locked)) for _ in range(30)]
-        for stranger in strangers[:10]:
-            assert is_closed(stranger)
+        connections = [stack.enter_context(connection_to(locked)) for _ in range(30)]
+        for connection in connections[:10]:
+            read_until_closed(connection)
         eventually(
             lambda: len(locked._unauthenticated) == 20,
             timeout_s=AT_ONCE_S,
-            what="the others are there",
+            what="the others are connected",
         )
         assert connect_store(locked.address, WAIT_S, SECRET).get("key") == b"value"
         assert store.get("key") == b"value"
-    eventually(lambda: not locked._unauthenticated, timeout_s=AT_ONCE_S, what="all have gone")
+    eventually(
+        lambda: not locked._unauthenticated, timeout_s=AT_ONCE_S, what="all connections are closed"
+    )
     monkeypatch.setattr(store_server, "HANDSHAKE_TIMEOUT_S", 0.2)
-    with connection_to(locked) as stranger:
-        stranger.sendall(b"\0")
-        assert is_closed(stranger)
+    with connection_to(locked) as connection:
+        connection.sendall(b"\0")
+        read_until_closed(connection)
     assert store.get("key") == b"value"

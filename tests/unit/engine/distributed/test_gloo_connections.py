@@ -1,4 +1,4 @@
-"""Connections to gloo that are of no member: cut off when the group has formed, and let in no more."""
+"""Untrusted connections to gloo: closed when the group has formed, and not accepted afterwards."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from baton_engine.distributed.store.socket_store import connect_store
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 WAIT_S = 60.0
-STRANGERS = """
+CLIENT = """
 import socket, sys
-strangers = []
+connections = []
 for line in sys.stdin:
-    host, port, said = (line.split() + [""])[:3]
+    host, port, data = (line.split() + [""])[:3]
     if host == "close":
         closed = 0
-        for stranger in strangers:
-            stranger.settimeout(20)
+        for connection in connections:
+            connection.settimeout(20)
             try:
-                while stranger.recv(2**16):
+                while connection.recv(2**16):
                     pass
                 closed += 1
             except ConnectionResetError:
                 closed += 1
             except TimeoutError:
                 pass
-        print(closed, "of", len(strangers), flush=True)
+        print(closed, "of", len(connections), flush=True)
     else:
-        strangers.append(socket.create_connection((host, int(port))))
-        strangers[-1].sendall(bytes.fromhex(said))
-        print("in", flush=True)
+        connections.append(socket.create_connection((host, int(port))))
+        connections[-1].sendall(bytes.fromhex(data))
+        print("connected", flush=True)
 """
-"""Of a process of its own: what this one connects is taken for a member's, as ranks in threads are."""
+"""A separate process, as connections of this process count as those of members."""
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def store() -> Iterator[StoreServer]:
 
 
 class Listening:
-    """Addresses of devices as they open; `visit` is called with each before any member connects."""
+    """Records the addresses of gloo devices, and connects to each before any member does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses: list[gloo_connections.Address] = []
         self.sequences: list[bytes] = []
-        """What strangers say; each connects to every device."""
+        """The data to send. Each is sent over one connection to every device."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", STRANGERS],
+            [sys.executable, "-c", CLIENT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,13 +78,13 @@ class Listening:
             device, address = original(host)
             with self._lock:
                 self.addresses.append(address)
-                for said in self.sequences:
-                    assert self._ask(f"{address[0]} {address[1]} {said.hex()}") == "in"
+                for data in self.sequences:
+                    assert self._ask(f"{address[0]} {address[1]} {data.hex()}") == "connected"
             return device, address
 
         monkeypatch.setattr(process_group, "open_device", open_device)
 
-    def assert_cut_off(self) -> None:
+    def assert_closed(self) -> None:
         closed, _, total = self._ask("close 0").split()
         assert closed == total
 
@@ -93,8 +93,6 @@ class Listening:
         self._process.communicate()
 
     def _ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
         return self._process.stdout.readline().strip()
 
@@ -107,8 +105,8 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
 
 
 def form(store: StoreServer, size: int) -> list[Group | Exception]:
-    """Per rank its group, or why there is none."""
-    results: list[Group | Exception] = [RuntimeError("not there")] * size
+    """Return the group of every rank, or the error that it raised."""
+    results: list[Group | Exception] = [RuntimeError("the rank did not end")] * size
 
     def join(rank: int) -> None:
         try:
@@ -157,42 +155,40 @@ def num_descriptors() -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_who_came_before_the_group_had_formed_is_cut_off(
+def test_untrusted_connections_are_closed_when_the_group_has_formed(
     size: int, store: StoreServer, listening: Listening, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     listening.sequences = [b"", b"x", b"\xff" * 8]
     groups = groups_of(form(store, size))
     try:
-        listening.assert_cut_off()
+        listening.assert_closed()
         exchange(groups)
         assert caplog.text.count("closed 3 connections to gloo") == size
     finally:
         close(groups)
 
 
-def test_nobody_gets_in_afterwards_and_takes_descriptors(
-    store: StoreServer, listening: Listening
-) -> None:
+def test_a_formed_group_accepts_no_connections(store: StoreServer, listening: Listening) -> None:
     groups = groups_of(form(store, 2))
     try:
         before = num_descriptors()
         for address in listening.addresses:
             for _ in range(3):
-                with socket.socket() as stranger:
-                    stranger.settimeout(0.3)
+                with socket.socket() as connection:
+                    connection.settimeout(0.3)
                     with pytest.raises(TimeoutError):
-                        stranger.connect(address)
+                        connection.connect(address)
         assert num_descriptors() == before
         exchange(groups)
     finally:
         close(groups)
 
 
-def test_a_stranger_who_takes_a_members_place_does_not_keep_it(
+def test_a_connection_that_takes_the_place_of_a_member_is_closed(
     store: StoreServer, listening: Listening
 ) -> None:
-    """It names the numbers that gloo gives connections: the group may fail to form, but not form with it."""
+    """The connection sends gloo's connection numbers. The group can fail, but not form with it."""
     listening.sequences = [number.to_bytes(8, "little") for number in range(8)]
     results = form(store, 2)
     groups = [each for each in results if not isinstance(each, Exception)]
@@ -203,7 +199,7 @@ def test_a_stranger_who_takes_a_members_place_does_not_keep_it(
         close(groups)
     del groups, results
     gc.collect()
-    listening.assert_cut_off()
+    listening.assert_closed()
     listening.sequences = []
     with contextlib.closing(open_store(HOST)) as another:
         groups = groups_of(form(another, 2))
@@ -211,7 +207,7 @@ def test_a_stranger_who_takes_a_members_place_does_not_keep_it(
         close(groups)
 
 
-def test_where_addresses_are_translated_members_are_not_taken_for_strangers(
+def test_members_behind_address_translation_are_not_closed(
     store: StoreServer, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = process_group.connected_from
