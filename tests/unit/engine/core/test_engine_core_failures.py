@@ -1,4 +1,4 @@
-"""Engine processes over real sockets: deaths as clients see them, signals, pause and sleep calls."""
+"""Engine processes over real sockets: deaths as clients see them, signals, pause and sleep."""
 
 from __future__ import annotations
 

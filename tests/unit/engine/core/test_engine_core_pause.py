@@ -1,4 +1,4 @@
-"""Pause and sleep: text does not change, every wait is answered, any order of calls can be undone."""
+"""Pause and sleep: text does not change, every wait is answered, every state can be left."""
 
 from __future__ import annotations
 

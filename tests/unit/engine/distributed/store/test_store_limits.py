@@ -1,4 +1,4 @@
-"""Limits of the store: authentication, and the time, memory and descriptors that a client can use."""
+"""Limits of the store: authentication, and the time, memory and descriptors per client."""
 
 from __future__ import annotations
 
