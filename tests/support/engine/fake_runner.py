@@ -284,7 +284,7 @@ class FakeConnector:
                 self.send_complete.add(save.transfer_id)
 
     def _has_ended(self, transfer_id: str) -> bool:
-        """Whether the transfer ended. The scheduler may have made its step before it was told."""
+        """Whether the transfer ended. The scheduler can be one step behind."""
         return transfer_id in self._ended
 
     def end_send(self, transfer_id: str) -> None:
