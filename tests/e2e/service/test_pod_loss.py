@@ -14,10 +14,10 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_operator.names import ordinal_of
-from support import expert_service
 from support.expert_group import SHAPE
 from support.expert_group import VOCAB_SIZE as EXPERT_VOCAB_SIZE
 from support.parity import reference_model
+from support.service import expert_service
 from support.service.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 from support.service.pod_loss import delete_pod, lose_pod, uids
 from support.under_load import fresh_connections, under_load
