@@ -1,10 +1,10 @@
-"""For all tests: Triton kernels run natively on a GPU if there is one, else in Triton's interpreter on the CPU. How long an example
-of hypothesis takes says something of the machine, and nothing of the code.
+"""Settings of all tests. This file imports only what `make gpu` has: torch and pytest.
 
-The first choice is read when a kernel is decorated, so it is made here, before any test module imports one. Nothing but torch and
-pytest need be there to import this, for `make gpu` runs on machines that have little else.
-
-Whoever starts the tests in the background may have told them, and so all processes that they start, to ignore SIGINT.
+- Triton kernels run on a GPU if there is one, else in Triton's interpreter on the CPU. Triton reads
+  the variable when a kernel is decorated, so it is set before any test module imports a kernel.
+- SIGINT has its default handler. A shell that starts the tests in the background makes them, and
+  all processes that they start, ignore it.
+- Hypothesis has no deadline per example: the duration depends on the machine, not on the code.
 """
 
 import contextlib

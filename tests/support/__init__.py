@@ -1,1 +1,1 @@
-"""What several test suites share: the reference model and its tie rule, deadlines, processes."""
+"""Helpers of several test suites: the reference model and its tie rule, waiting, processes."""

@@ -1,4 +1,4 @@
-"""An expert-parallel group as processes on this host: coordinator, ranks, gateway; and what a test does to it."""
+"""An expert-parallel group as processes on this host: coordinator, ranks and gateway."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from support.pods import Pod, Pods
 from support.waiting import eventually
 
 VOCAB_SIZE = 512
+#: Options of `create_checkpoint` for the small model that groups serve.
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "num_layers": 2,
@@ -33,11 +34,10 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "seed": 11,
 }
-"""Of the small model that groups serve; for `create_checkpoint`."""
 
 
 class ExpertGroup:
-    """Ranks are called rank-0, rank-1 and so on, and never twice the same name."""
+    """Ranks are named rank-0, rank-1 and so on. No name is used twice."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ExpertGroup:
         tensor_parallel_size: int = 1,
         service_key_file: str = "",
     ) -> None:
-        """`service_key_file`: of all processes, and of the topologies that are asked for."""
+        """Start the coordinator. All processes and topology requests use `service_key_file`."""
         self._pods = pods
         self._checkpoint = checkpoint
         self._parallel = ParallelConfig(
@@ -62,12 +62,12 @@ class ExpertGroup:
         self._key_file = service_key_file
         self._key = ServiceKey.load(service_key_file)
         self.coordinator = pods.coordinator(service_key_file=service_key_file)
+        #: The running ranks by name.
         self.ranks: dict[str, Pod] = {}
-        """Those that run, by name."""
         self.gateway: Pod | None = None
 
     def start(self, size: int, *, timeout_s: float = 120.0) -> None:
-        """Ranks, then a gateway, then waits until it serves."""
+        """Start ranks and a gateway, and wait until the gateway is ready."""
         names = [self.add_rank() for _ in range(size)]
         self.gateway = self._pods.gateway(
             "gateway", self._checkpoint, self._roles(), service_key_file=self._key_file
@@ -77,7 +77,11 @@ class ExpertGroup:
         self.gateway.wait_ready(8080, timeout_s=timeout_s)
 
     def add_rank(self, service_key_file: str | None = None) -> str:
-        """Starts a rank's process; it stands by until a topology names it. `service_key_file`: None: the group's."""
+        """Start a rank's process, which waits until a topology names it.
+
+        Args:
+            service_key_file: None for the group's.
+        """
         name = next(self._names)
         self.ranks[name] = self._pods.engine(
             name,
@@ -95,7 +99,7 @@ class ExpertGroup:
         return name
 
     def scale(self, names: list[str], *, timeout_s: float = 90.0) -> TopologyStatus:
-        """Asks for a topology, waits until it serves, and ends the ranks that left."""
+        """Request a topology, wait until it serves, and kill the ranks that left."""
         self.put(names)
         status = self.wait_for(names, timeout_s=timeout_s)
         for name in self.ranks.keys() - set(names):
@@ -103,17 +107,17 @@ class ExpertGroup:
         return status
 
     def remove(self, name: str) -> None:
-        """Ends a rank that is not a member any more."""
+        """Kill a rank that is no longer a member."""
         pod = self.ranks.pop(name)
         self._discover()
         pod.kill()
 
     def put(self, names: list[str]) -> None:
-        """A new operation."""
+        """Request a topology of these ranks as a new operation."""
         self._request = TopologyRequest(
             operation_id=f"operation-{next(self._operations)}", members=names
         )
-        eventually(self._send, timeout_s=30.0, what="the coordinator takes the topology")
+        eventually(self._send, timeout_s=30.0, what="the coordinator accepts the topology")
 
     def _send(self) -> bool:
         body = msgspec.json.encode(self._request)
@@ -131,14 +135,20 @@ class ExpertGroup:
             raise AssertionError(f"{error}\n{self.coordinator.tail()}") from error
 
     def topology(self) -> TopologyStatus:
-        """Raises AssertionError: the coordinator does not answer."""
+        """Return the coordinator's status.
+
+        Raises:
+            AssertionError: the coordinator does not answer.
+        """
         status, body = self.coordinator.get(COORDINATOR_HTTP_PORT, "/topology")
         assert status == 200, f"GET /topology: {status} {body}"
         return msgspec.json.decode(body, type=TopologyStatus)
 
     def wait_for(self, names: list[str], *, timeout_s: float) -> TopologyStatus:
-        """Until exactly these ranks serve, all in one generation. As an operator does, says again what a coordinator that was
-        restarted cannot know."""
+        """Wait until exactly these ranks serve, all in one generation.
+
+        As an operator does, send the request again to a coordinator that was restarted.
+        """
 
         def reached() -> TopologyStatus:
             status = self.topology()

@@ -1,4 +1,4 @@
-"""The Gateway API as far as the operator uses it: a definition that takes any HTTPRoute."""
+"""The part of the Gateway API that the operator uses: a CRD that accepts any HTTPRoute."""
 
 from __future__ import annotations
 

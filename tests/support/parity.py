@@ -1,8 +1,9 @@
 """Greedy parity with `transformers`: the reference, prompts, and the tie rule.
 
-The reference is run once over prompt + generated tokens (teacher forcing), so that every generated token is compared with the
-reference's choice *after the same tokens*. A token may differ only where the reference's logit for it is within 1e-4 of its best
-one; every such case is printed, and they must stay under 0.1 % of the tokens.
+The reference runs once over the prompt and the generated tokens (teacher forcing). So each
+generated token is compared with the reference's choice *after the same tokens*. A token may differ
+only if the reference's logit for it is within 1e-4 of its best logit. Every such near-tie is
+printed, and at most 0.1 % of the tokens may be one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_TIE_SHARE = 1e-3
 
 
 def reference_model(checkpoint: Path) -> torch.nn.Module:
-    """The checkpoint as `transformers` loads it, fp32."""
+    """Load the checkpoint with `transformers` in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -27,7 +28,7 @@ def reference_model(checkpoint: Path) -> torch.nn.Module:
 def prompts(
     count: int, vocab_size: int, *, longest: int, seed: int = 0, first_id: int = 3
 ) -> list[list[int]]:
-    """`count` prompts of 1 to `longest` tokens: the shortest, the longest and everything around block boundaries among them."""
+    """Return prompts of 1 to `longest` tokens; some have lengths around block boundaries."""
     rng = random.Random(seed)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, longest][:count]
     lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
@@ -38,7 +39,7 @@ def prompts(
 def assert_greedy(
     model: torch.nn.Module, prompts: list[list[int]], outputs: list[list[int]], what: str
 ) -> None:
-    """Fails where an output is not the reference's greedy continuation of its prompt."""
+    """Check that each output is the reference's greedy continuation of its prompt."""
     ties: list[str] = []
     total = 0
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -48,12 +49,13 @@ def assert_greedy(
         total += len(output)
         for i in (best_ids != torch.tensor(output)).nonzero()[:, 0].tolist():
             gap = (best[i] - chosen[i]).item()
-            where = f"{what}: prompt of {len(prompt)}, token {i}: got {output[i]}, reference {best_ids[i].item()}, gap {gap:.2e}"
+            where = (
+                f"{what}: prompt of {len(prompt)}, token {i}: got {output[i]}, "
+                f"reference {best_ids[i].item()}, gap {gap:.2e}"
+            )
             assert gap <= TIE, where
             ties.append(where)
-    for tie in ties:
-        warnings.warn(
-            f"near-tie {tie}", stacklevel=2
-        )  # pytest lists warnings of tests that pass, too
+    for tie in ties:  # pytest also lists the warnings of tests that pass
+        warnings.warn(f"near-tie {tie}", stacklevel=2)
     print(f"{what}: {total} tokens, {len(ties)} near-ties")
     assert len(ties) <= MAX_TIE_SHARE * total, f"{len(ties)} near-ties in {total} tokens"

@@ -1,7 +1,7 @@
-"""The `restricted` profile of Kubernetes' Pod Security Standards, as a list of what a pod does wrong.
+"""Check pods against the `restricted` profile of Kubernetes' Pod Security Standards.
 
-https://kubernetes.io/docs/concepts/security/pod-security-standards/: every control of `baseline` and of `restricted`, each with
-the fields and the values that the document allows.
+Every control of `baseline` and `restricted`, with the fields and values that
+https://kubernetes.io/docs/concepts/security/pod-security-standards/ allows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 Object = dict[str, Any]
 
+#: `image` came with Kubernetes 1.31. The policy admits it like the others.
 VOLUMES = {
     "configMap",
     "csi",
@@ -22,7 +23,6 @@ VOLUMES = {
     "projected",
     "secret",
 }
-"""`image` came with Kubernetes 1.31; the policy admits it as it does the others."""
 SYSCTLS = {
     "kernel.shm_rmid_forced",
     "net.ipv4.ip_local_port_range",
@@ -40,7 +40,7 @@ APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 
 
 def violations(metadata: Object, spec: Object) -> list[str]:
-    """What the restricted profile refuses in a pod, or pod template, of the operating system Linux. Empty: it is admitted."""
+    """Return the violations of a Linux pod or pod template. An empty list means it is admitted."""
     return [*_pod(metadata, spec), *(f"{where}: {what}" for where, what in _containers(spec))]
 
 
@@ -100,11 +100,11 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
     for handler in filter(None, handlers):
         for action in ("httpGet", "tcpSocket"):
             if (handler.get(action) or {}).get("host"):
-                yield f"a probe or hook asks the host {handler[action]['host']}"
+                yield f"a probe or hook uses the host {handler[action]['host']}"
 
 
 def _shared(security: Object) -> Iterator[str]:
-    """Controls of fields that a pod's and a container's security context both have."""
+    """Check the fields that the security contexts of pods and containers share."""
     if security.get("runAsUser") == 0:
         yield "runAsUser is 0"
     if security.get("runAsNonRoot") is False:

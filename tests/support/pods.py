@@ -1,4 +1,4 @@
-"""Engines and gateways as plain processes, without Kubernetes: each with an address of its own and its log in a file."""
+"""Engines, gateways and coordinators as processes, each with an address and a log file."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from baton_protocol.config import (
 from support.waiting import eventually
 
 BIN = Path(sys.executable).parent
+#: The KV transport of engines in chaos and hand-off tests.
 KV_TRANSPORT = os.environ.get("BATON_TEST_KV_TRANSPORT", KVTransferConfig().transport)
-"""The transport of engines in chaos and hand-off tests: set the variable to run them on another."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Another place for a pod than the test's own network."""
+    """A network namespace for a pod, apart from the test's."""
 
     address: str
+    #: The prefix of the pod's command line.
     command: tuple[str, ...]
-    """What the pod's command line begins with."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
 class Pod:
-    """One process with its own 127.x address."""
+    """One process with a 127.x address."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Pod:
         self.process = self._start()
 
     def get(self, port: int, path: str) -> tuple[int, str]:
-        """(HTTP status, body); status 0 if nobody listens."""
+        """Return the HTTP status and the body. The status is 0 if the connection fails."""
         try:
             with urllib.request.urlopen(
                 f"http://{self.address}:{port}{path}", timeout=5
@@ -85,7 +85,7 @@ class Pod:
             return 0, str(error)
 
     def metric(self, name: str, port: int = 8000) -> float:
-        """Sum of a metric's samples."""
+        """Return the sum of a metric's samples."""
         _, body = self.get(port, "/metrics")
         lines = [line for line in body.splitlines() if line.split("{")[0].split(" ")[0] == name]
         assert lines, f"{self.name} has no metric {name}"
@@ -109,7 +109,7 @@ class Pod:
 
 
 class Pods:
-    """Makes pods in a folder; `close` ends them all."""
+    """Starts pods whose files are in one folder. `close` kills them all."""
 
     def __init__(self, folder: Path, subnet: int) -> None:
         self._folder = folder
@@ -117,11 +117,11 @@ class Pods:
         self._pods: list[Pod] = []
 
     def _address(self) -> str:
-        # The pid keeps test runs side by side apart.
+        # The pid gives concurrent test runs different addresses.
         return f"127.{100 + self._subnet % 50}.{os.getpid() % 250 + 1}.{len(self._pods) + 1}"
 
     def coordinator(self, name: str = "coordinator", service_key_file: str = "") -> Pod:
-        """Of an expert-parallel group."""
+        """Start the coordinator of an expert-parallel group."""
         key = ["--service-key-file", service_key_file] if service_key_file else []
         return self._start(name, [str(BIN / "baton-coordinator"), *key])
 
@@ -155,7 +155,7 @@ class Pods:
         network: Network | None = None,
         service_key_file: str = "",
     ) -> Pod:
-        """`network`: where the process runs; without it in the test's own network, with an address of its own."""
+        """Start an engine in `network`, by default in the test's network with a new address."""
         config = EngineConfig(
             model=ModelConfig(path=str(checkpoint), dtype="float32"),
             cache=cache or CacheConfig(memory_bytes=64 * 2**20),
@@ -179,7 +179,7 @@ class Pods:
         served_name: str = "m",
         service_key_file: str = "",
     ) -> Pod:
-        """`engines`: role by pod. The discovery file is `<name>-engines.json`; see `discover`."""
+        """Start a gateway. `engines` maps pods to roles; `discover` changes it later."""
         discovery = self.discover(name, engines)
         config = GatewayConfig(
             model=ModelConfig(path=str(checkpoint), served_name=served_name),
@@ -190,7 +190,7 @@ class Pods:
         return self._run(name, "baton-gateway", config)
 
     def discover(self, gateway: str, engines: dict[Pod, str]) -> Path:
-        """(Re)writes the discovery file of a gateway."""
+        """Write the discovery file of a gateway, `<gateway>-engines.json`."""
         path = self._folder / f"{gateway}-engines.json"
         endpoints = [
             EngineEndpoint(name=pod.name, role=role, host=pod.address)

@@ -1,4 +1,4 @@
-"""A load of streams through a gateway: seeded, always the same number open, every token remembered."""
+"""Load on a gateway: a constant number of open streams, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ import aiohttp
 
 @dataclass
 class Stream:
-    """One request and what came of it."""
+    """One request and its response."""
 
     number: int
     prompt: list[int]
     max_tokens: int
-    seed: int | None
-    """None: greedy."""
+    seed: int | None  # None: greedy
     token_ids: list[int] = field(default_factory=list)
+    #: `time.monotonic()` of the request and of each chunk.
     times: list[float] = field(default_factory=list)
-    """When each piece came, of `time.monotonic()`; the first is when the request was sent."""
     error: str = ""
     finished: bool = False
 
     @property
     def longest_gap_s(self) -> float:
-        """Between two pieces."""
+        """The longest time between two chunks."""
         return max(
             (after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)),
             default=0.0,
@@ -36,9 +35,9 @@ class Stream:
 
 
 class Load:
-    """Keeps `width` streams open until told to stop; then lets them end.
+    """Keeps `width` streams open until `stop`; open streams then run to their end.
 
-    Stream k is the same request in every run of the same seed, so that runs can be compared.
+    Stream k is the same request in every run with the same seed.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class Load:
     ) -> None:
         """
         Args:
-            url: of the gateway.
-            max_tokens: drawn between these two; EOS is ignored.
+            url: the gateway's.
+            max_tokens: the range of each stream's length. EOS is ignored.
         """
         self._url = url
         self._width = width
@@ -62,8 +61,8 @@ class Load:
         self._max_tokens = max_tokens
         self._next = 0
         self._stopping = asyncio.Event()
+        #: All streams in the order in which they were started.
         self.streams: list[Stream] = []
-        """All that were begun, in order."""
 
     def make(self, number: int) -> Stream:
         rng = random.Random(self._seed * 1_000_003 + number)
@@ -73,7 +72,7 @@ class Load:
         )
 
     async def run(self) -> None:
-        """Until `stop` was called and all streams have ended."""
+        """Run until `stop` was called and all streams have ended."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -83,7 +82,7 @@ class Load:
         self._stopping.set()
 
     async def replay(self, numbers: list[int]) -> dict[int, Stream]:
-        """The streams of these numbers once more, `width` at a time: what an undisturbed run says."""
+        """Run the streams of these numbers, `width` at a time."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
         places = asyncio.Semaphore(self._width)
         async with aiohttp.ClientSession(timeout=timeout) as session:

@@ -1,7 +1,8 @@
-"""Whether tokens are those that the model and the seed say, up to near-ties: each is looked at after the tokens before it.
+"""Compare generated tokens with those of the model and the seed, up to near-ties.
 
-A mixture of experts has near-ties of another kind: where a router's last chosen and first rejected expert differ by less than
-rounding, either may be taken, and the logits from there on differ by more than rounding.
+A mixture of experts has a second kind of near-tie. If the router logits of the last chosen and the
+first rejected expert differ by less than rounding, either may be chosen. All later logits then
+differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ from torch import Tensor
 from baton_kernels.sampling.noise import gumbel_noise, noise_key
 from support.parity import MAX_TIE_SHARE, TIE
 
+#: Router logits: about 10 times the effect of the summation order in float32.
 ROUTER_TIE = 1e-5
-"""Of router logits, some 10 times what the order of a sum changes in float32."""
 
 
 class Generated(Protocol):
     prompt: list[int]
     token_ids: list[int]
-    seed: int | None
-    """None: greedy; else sampled at temperature 1 without filters."""
+    seed: int | None  # None: greedy. Else sampled at temperature 1 without filters.
 
 
 @torch.inference_mode()
 def assert_right_tokens(model: torch.nn.Module, streams: Sequence[Generated], what: str) -> None:
-    """Fails where a stream has a token that is not the best by more than a near-tie; too many near-ties fail, too."""
+    """Check that every token is the best one up to a near-tie, and that near-ties are rare."""
     ties, total = 0, 0
     sparse = hasattr(model.config, "num_experts_per_tok")
     for stream in streams:
@@ -53,7 +53,10 @@ def assert_right_tokens(model: torch.nn.Module, streams: Sequence[Generated], wh
         )
         for i in wrong:
             gap = (best[i] - chosen[i]).item()
-            where = f"{what}: {stream!r}: token {i} is {output[i]}, should be {best_ids[i].item()}, gap {gap:.2e}"
+            where = (
+                f"{what}: {stream!r}: token {i} is {output[i]}, "
+                f"should be {best_ids[i].item()}, gap {gap:.2e}"
+            )
             routed_otherwise = tied_from is not None and len(prompt) - 1 + i >= tied_from
             assert gap <= TIE or routed_otherwise, where
             warnings.warn(f"near-tie {'of experts ' if gap > TIE else ''}{where}", stacklevel=2)
@@ -63,7 +66,7 @@ def assert_right_tokens(model: torch.nn.Module, streams: Sequence[Generated], wh
 
 
 def first_router_tie(router_logits: Sequence[Tensor], top_k: int) -> int | None:
-    """The first position at which a layer's choice of experts is a near-tie.
+    """Return the first position at which a layer's choice of experts is a near-tie.
 
     Args:
         router_logits: per sparse layer [positions, experts].

@@ -1,4 +1,4 @@
-"""Loads that run beside what a test does, and must come out right."""
+"""Load that runs during the body of a test, and checks of all its responses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ async def under_load(
     tails: Callable[[], str] = lambda: "",
     excused: Callable[[Stream], bool] = lambda _: False,
 ) -> AsyncIterator[Load]:
-    """Streams run within; then they end, and all of them must be right.
+    """Run streams during the block, and check the tokens of all of them after it.
 
     Args:
-        url: of the gateway.
+        url: the gateway's.
         model: the reference.
-        tails: ends of logs, for the message if one failed.
-        excused: says of one that failed that it had to. What it had said until then must be right nevertheless.
+        tails: returns the ends of logs for the message of a failure.
+        excused: whether a stream was expected to fail. Its tokens are checked nevertheless.
     """
     load = Load(url, width=width, vocab_size=vocab_size)
     running = asyncio.create_task(load.run())
@@ -48,7 +48,7 @@ async def under_load(
     short = [
         (stream.number, len(stream.token_ids))
         for stream in load.streams
-        if stream.finished and _is_short(stream)
+        if stream.finished and len(stream.token_ids) != stream.max_tokens
     ]
     assert not short, f"{len(short)} of {len(load.streams)} streams ended early: {short[:5]}"
     assert_right_tokens(
@@ -56,30 +56,23 @@ async def under_load(
     )
 
 
-def _is_short(stream: Stream) -> bool:
-    """Nothing but its length ends a stream of this load."""
-    return len(stream.token_ids) != stream.max_tokens
-
-
 @dataclass
 class ShortRequest:
-    """One of `fresh_connections`."""
+    """One request of `fresh_connections`."""
 
-    began: float
-    """Of `time.monotonic()`."""
-    error: str = ""
-    """Empty: it was answered."""
+    began: float  # time.monotonic()
+    error: str = ""  # empty: it was answered
 
 
 @asynccontextmanager
 async def fresh_connections(
     url: str, *, excused: Callable[[ShortRequest], bool] = lambda _: False
 ) -> AsyncIterator[list[ShortRequest]]:
-    """Short requests within, one after the other, each over a connection of its own, as new clients come; none may fail.
+    """Send short requests during the block, each over a new connection. None may fail.
 
     Args:
-        url: of the gateway.
-        excused: says of one that failed that it had to.
+        url: the gateway's.
+        excused: whether a request was expected to fail.
     """
     stopping = asyncio.Event()
     asked: list[ShortRequest] = []

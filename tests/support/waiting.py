@@ -1,4 +1,4 @@
-"""Waiting for conditions, with a deadline and a message that says what was missing."""
+"""Wait for conditions with a deadline and a message that names the missing condition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def eventually(
 ) -> T:
     """Return the first true value of `probe`.
 
-    An AssertionError inside counts as not yet, and its text goes into the failure.
+    An AssertionError of `probe` counts as false, and its text goes into the failure.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -34,7 +34,7 @@ def eventually(
 async def until(
     probe: Callable[[], Any], what: str, timeout_s: float = 60.0, *, every_s: float = 0.02
 ) -> Any:
-    """Return the first true value of `probe`, or of what it awaits. For coroutines."""
+    """Return the first true value of `probe` or of the awaitable that it returns."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = probe()
