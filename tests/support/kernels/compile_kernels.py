@@ -1,6 +1,6 @@
-"""A script that compiles every Triton kernel for a Hopper GPU, down to machine code. It needs no GPU.
+"""Script that compiles every Triton kernel to machine code for a Hopper GPU. It needs no GPU.
 
-test_compile.py starts it as a process: a process that interprets kernels cannot compile them.
+test_compile.py starts it as a process, because a process that interprets kernels cannot compile.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from baton_kernels.sampling import triton_greedy
 from baton_kernels.sampling import triton_kernel as sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
-MOST_SHARED = 227 * 1024
-"""Shared memory of a program, in bytes."""
+#: Limit of a program's shared memory, in bytes.
+MAX_SHARED = 227 * 1024
 FLOAT_POINTERS = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
 INTEGER_POINTERS = {
     "block_tables_ptr": "*i32",
@@ -48,8 +48,9 @@ INTEGER_POINTERS = {
 }
 
 
+#: Numbers that change from step to step.
 VARYING = {"num_rows", "num_tokens", "num_pairs", "num_seqs", "target_segments", "stride_table_seq"}
-"""Numbers that change from step to step."""
+#: Pointers into a tensor, with any alignment.
 MOVING = {
     "block_tables_ptr",
     "cu_seqlens_q_ptr",
@@ -60,11 +61,10 @@ MOVING = {
     "top_k_ptr",
     "top_p_ptr",
 }
-"""Pointers into a tensor, with any alignment."""
 
 
 def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[list[object]]]:
-    """Return the specialization of a launch in production: pointers and strides are multiples of 16.
+    """Return the specialization of serving: pointers and strides are multiples of 16.
 
     A kernel that specializes on varying arguments would be compiled again during serving.
     """
@@ -72,13 +72,15 @@ def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[l
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         assert parameter.do_not_specialize or name not in VARYING, (
-            f"{kernel.__name__} is compiled anew for each {name}"
+            f"{kernel.__name__} is recompiled for each {name}"
         )
-        looked_at = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        assert not (looked_at and name in MOVING), (
-            f"{kernel.__name__} is compiled anew for other alignments of {name}"
+        is_specialized = not (
+            parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
         )
-        if looked_at and signature[name] not in ("constexpr", "fp32"):
+        assert not (is_specialized and name in MOVING), (
+            f"{kernel.__name__} is recompiled for other alignments of {name}"
+        )
+        if is_specialized and signature[name] not in ("constexpr", "fp32"):
             known[(index,)] = [["tt.divisibility", 16]]
     return known
 
@@ -86,7 +88,7 @@ def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[l
 def compile_kernel(
     kernel: Any, dtype: str, constants: dict[str, int], types: dict[str, str] | None = None
 ) -> None:
-    """Compile a kernel. `types` has Triton's types of parameters that their names do not determine."""
+    """Compile a kernel. `types` has the types that parameter names do not determine."""
     known = INTEGER_POINTERS | FLOAT_POINTERS | (types or {})
     signature = {}
     for parameter in kernel.params:
@@ -103,7 +105,7 @@ def compile_kernel(
     compiled = triton.compile(source, target=HOPPER)
     assert compiled.asm["cubin"]
     print(f"{kernel.__name__} {dtype}: {compiled.metadata.shared} bytes of shared memory")
-    assert compiled.metadata.shared <= MOST_SHARED, kernel.__name__
+    assert compiled.metadata.shared <= MAX_SHARED, kernel.__name__
 
 
 for dtype in ("fp32", "bf16"):
@@ -161,7 +163,7 @@ def compile_attention(dtype: str, head_dim: int, decode: bool, **options: int) -
     )
     name = f"{'decode' if decode else 'prefill'} {dtype}, head_dim {head_dim}, {options}"
     print(f"{name}: {compiled.metadata.shared} bytes of shared memory")
-    assert compiled.metadata.shared <= MOST_SHARED, name
+    assert compiled.metadata.shared <= MAX_SHARED, name
     assert re.search(
         r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.asm["ptx"]
     ), name

@@ -18,7 +18,8 @@ PREFILL = [(1, 1), (7, 7), (33, 33)]
 MIXED = [(1, 40), (5, 37), (1, 1), (19, 19), (16, 48), (1, 65)]
 HEADS = [(4, 4, 16), (8, 2, 32), (6, 2, 24), (5, 1, 40)]  # (query heads, KV heads, head_dim)
 
-# Block size 16: one token, less than a block, a block, more, a tile of the kernel, longer than all but two sequences
+# With block size 16: one token, less than a block, a block, more, a tile of the kernel, and longer
+# than all but two sequences.
 WINDOWS = [1, 5, 16, 37, 64, 200]
 LONG = [(1, 40), (5, 37), (1, 1), (19, 19), (16, 48), (1, 300), (70, 131), (1, 65), (40, 230)]
 
@@ -26,7 +27,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def dtypes() -> list[torch.dtype]:
-    """Return the tested dtypes. bfloat16 needs a GPU: the interpreter's bf16 `tl.dot` is wrong."""
+    """Return the tested dtypes. bfloat16 needs a GPU: the interpreter's differs."""
     return [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
@@ -44,7 +45,6 @@ class PagedCase:
     def to(self, device: str) -> PagedCase:
         # The whole allocation moves, so that views keep their strides.
         kv_cache = self.key_cache._base
-        assert kv_cache is not None
         moved = kv_cache.to(device)
         key_cache, value_cache = layer_views(moved, layer=1)
         tensors = [t.to(device) for t in (self.block_tables, self.cu_seqlens_q, self.seq_lens)]
@@ -62,7 +62,12 @@ class PagedCase:
 
 
 def layer_views(kv_cache: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] -> the layer's keys and values, strided."""
+    """Return strided views of a layer's keys and values.
+
+    Args:
+        kv_cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+        layer: its index.
+    """
     return kv_cache[:, :, layer, 0], kv_cache[:, :, layer, 1]
 
 
@@ -76,7 +81,7 @@ def paged_case(
     share_first_block: bool = False,
     window: int | None = None,
 ) -> PagedCase:
-    """Return a case of sequences (query length, total length), with NaN or nonsense in padding."""
+    """Return sequences of (query length, total length), with NaN or invalid ids in padding."""
     blocks_of = [-(-total // block_size) for _, total in lengths]
     num_blocks = sum(blocks_of) + 3
     kv_cache = torch.full((num_blocks, num_kv_heads, 3, 2, block_size, head_dim), float("nan"))
@@ -105,7 +110,7 @@ def paged_case(
 
 
 def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Return a tensor of `num_elements`. On a CPU its pages need no memory until they are touched."""
+    """Return a tensor of `num_elements`. CPU pages need no memory until touched."""
     if device != "cpu":
         return torch.empty(num_elements, dtype=dtype, device=device)
     no_reserve = 0x4000  # MAP_NORESERVE of Linux
@@ -122,7 +127,6 @@ def assert_attends(actual: Tensor, case: PagedCase) -> None:
 
 def poison_what_no_query_sees(case: PagedCase) -> None:
     """Write NaN to all tokens outside of the window of their sequence's first query."""
-    assert case.window is not None
     block_size = case.key_cache.shape[2]
     for seq, seq_len in enumerate(case.seq_lens.tolist()):
         num_queries = int(case.cu_seqlens_q[seq + 1] - case.cu_seqlens_q[seq])

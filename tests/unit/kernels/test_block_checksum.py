@@ -20,8 +20,8 @@ from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 MASK = 2**64 - 1
+#: Lengths in words, around the vector width and the period of the weights.
 LENGTHS = [0, 1, 7, 31, 32, 33, 1000, PERIOD - 1, PERIOD, PERIOD + 1, 2 * PERIOD + 97]
-"""Lengths in words, around the vector width and the weights' period."""
 
 
 def random_words(num_words: int) -> np.ndarray:
@@ -51,7 +51,7 @@ def one_sum(words: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("num_words", LENGTHS)
-def test_sums_are_the_documented_formula(num_words: int) -> None:
+def test_sums_match_the_documented_formula(num_words: int) -> None:
     words = random_words(num_words)
     assert one_sum(words) == plain_sum(words)
     assert int(sum_runs_reference(np.array([words.ctypes.data]), words.nbytes)[0]) == plain_sum(
@@ -59,7 +59,7 @@ def test_sums_are_the_documented_formula(num_words: int) -> None:
     )
 
 
-def test_every_run_has_its_own_sum_at_any_address_with_any_number_of_threads() -> None:
+def test_each_run_gets_its_sum_at_any_address_and_number_of_threads() -> None:
     data = random_words(5000).view(np.uint8)
     addresses = data.ctypes.data + np.array([3, 0, 8191, 3, 20001, 12])
     expected = [
@@ -82,7 +82,7 @@ def test_a_flipped_bit_changes_the_sum(position: int, bit: int) -> None:
     assert one_sum(words) != before
 
 
-def test_words_that_change_places_change_the_sum() -> None:
+def test_swapped_words_change_the_sum() -> None:
     words = random_words(2 * PERIOD)
     for first, second in ((0, 1), (5, PERIOD + 5), (17, 2 * PERIOD - 1)):
         swapped = words.copy()
@@ -90,28 +90,27 @@ def test_words_that_change_places_change_the_sum() -> None:
         assert one_sum(swapped) != one_sum(words)
 
 
-def test_impossible_lengths_and_threads_are_refused() -> None:
+def test_invalid_lengths_and_thread_counts_are_refused() -> None:
     for nbytes, num_threads in ((-8, 1), (12, 1), (8, 0)):
         with pytest.raises(ValueError, match="multiple of 8"):
             sum_runs(np.array([0]), nbytes, num_threads)
 
 
 @pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
-def test_other_threads_run_while_a_sum_is_taken() -> None:
+def test_other_threads_run_while_a_sum_is_computed() -> None:
     words = np.zeros(2**22, dtype=np.uint64)
     addresses = np.full(400, words.ctypes.data)
     begun, ended = threading.Event(), threading.Event()
 
-    def take_sums() -> None:
+    def compute_sums() -> None:
         begun.set()
-        sum_runs(
-            addresses, words.nbytes
-        )  # few, so that numpy itself has no reason to let others run
+        # Few addresses, so that numpy itself does not release the GIL.
+        sum_runs(addresses, words.nbytes)
         ended.set()
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(100.0)  # so that a thread runs only when the other one lets it
-    summing = threading.Thread(target=take_sums)
+    sys.setswitchinterval(100.0)  # a thread runs only when the other one releases the GIL
+    summing = threading.Thread(target=compute_sums)
     try:
         summing.start()
         assert begun.wait(60)
@@ -121,12 +120,12 @@ def test_other_threads_run_while_a_sum_is_taken() -> None:
         summing.join()
 
 
+#: The last one is longer than the period of the weights.
 CACHES = [
     (torch.float32, (7, 3, 2, 2, 5, 24)),
     (torch.bfloat16, (4, 2, 3, 2, 7, 20)),
     (torch.float16, (3, 1, 2, 16411)),
 ]
-"""The last is longer than the weights' period."""
 
 
 def expected_sums(cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int) -> Tensor:
@@ -135,11 +134,11 @@ def expected_sums(cache: Tensor, block_ids: Tensor, first_head: int, num_heads: 
 
 
 @pytest.mark.parametrize(("dtype", "shape"), CACHES, ids=lambda value: str(value))
-def test_ranges_of_heads_have_sums_on_every_device(
+def test_sums_of_head_ranges_match_the_reference_on_every_device(
     dtype: torch.dtype, shape: tuple[int, ...], triton_device: str
 ) -> None:
     cache = torch.randn((*shape[:-1], shape[-1] - shape[-1] % 4)).to(dtype)
-    cache[:, :, 0, ..., -1] = float("nan")  # bytes are bytes
+    cache[:, :, 0, ..., -1] = float("nan")  # checksums are of bytes, not of numbers
     block_ids = torch.tensor([2, 0, 2, shape[0] - 1])
     for first_head in range(shape[1]):
         for num_heads in range(1, shape[1] - first_head + 1):
@@ -152,14 +151,14 @@ def test_ranges_of_heads_have_sums_on_every_device(
                 assert actual.tolist() == expected.tolist()
 
 
-def test_sums_of_no_blocks_are_none(triton_device: str) -> None:
+def test_no_blocks_give_no_sums(triton_device: str) -> None:
     cache = torch.randn(2, 2, 8)
     none = torch.empty(0, dtype=torch.int64)
     assert block_sums(cache, none, 0, 1).tolist() == []
     assert block_sums_triton(cache.to(triton_device), none, 0, 1).tolist() == []
 
 
-def test_what_lies_outside_the_cache_is_refused() -> None:
+def test_invalid_blocks_heads_and_caches_are_refused() -> None:
     cache, block_ids = torch.randn(4, 3, 8), torch.tensor([0, 1])
     with pytest.raises(IndexError, match="outside the cache's 4 blocks"):
         block_sums(cache, torch.tensor([0, 4]), 0, 1)
@@ -176,25 +175,23 @@ def test_what_lies_outside_the_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "avx2"])
-def test_older_processors_take_the_same_sums(kernels: str) -> None:
+def test_older_processors_compute_the_same_sums(kernels: str) -> None:
     program = """
 import numpy as np
 from baton_kernels.block_checksum import sum_runs
 words = np.arange(20007, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-print(*(int(sum_runs(np.array([words.ctypes.data + 8]), 8 * n)[0]) for n in (1, 15, 16, 17, 8192, 20006)))
+lengths = 1, 15, 16, 17, 8192, 20006
+print(*(int(sum_runs(np.array([words.ctypes.data + 8]), 8 * n)[0]) for n in lengths))
 """
 
-    def output(**environment: str) -> str:
-        command = [sys.executable, "-c", program]
-        return subprocess.run(
-            command,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
-
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"BATON_CPU_KERNELS": kernels},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
     words = np.arange(20007, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     expected = " ".join(str(plain_sum(words[1 : n + 1])) for n in (1, 15, 16, 17, 8192, 20006))
-    assert output(BATON_CPU_KERNELS=kernels).strip() == expected
+    assert output.strip() == expected

@@ -1,4 +1,4 @@
-"""Block copies: whole blocks move, in the order of the pairs, and nothing else changes."""
+"""Block copies take effect in the order of the pairs, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_BLOCKS = 11
 
 
 def make_cache(num_blocks: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Odd sizes, and NaN here and there: bytes are bytes."""
+    """Return a cache of odd sizes with some NaN, which a copy must preserve."""
     cache = torch.randn(num_blocks, 3, 5, 2, 8, 24).to(dtype)
     cache[:, :, :, :, -1] = float("nan")
     return cache
@@ -25,13 +25,8 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 DISTINCT = [(3, 0), (3, 7), (10, 1), (4, 2)]
-CHAINED = [
-    (3, 0),
-    (5, 3),
-    (3, 6),
-    (1, 6),
-    (6, 9),
-]  # a source overwritten, a copy copied, a target written twice
+# An overwritten source, a copied copy, a target that is written twice.
+CHAINED = [(3, 0), (5, 3), (3, 6), (1, 6), (6, 9)]
 
 
 @pytest.mark.parametrize("pairs", [DISTINCT, CHAINED, []], ids=["distinct", "chained", "none"])
@@ -47,15 +42,8 @@ def test_copies_take_effect_in_order(
     assert_same(cache, expected)
 
 
-SHUFFLED = [
-    (4, 10),
-    (10, 2),
-    (2, 4),
-    (0, 0),
-    (7, 8),
-    (8, 9),
-    (2, 9),
-]  # blocks change places, a block onto itself
+# Swapped blocks and a block that is copied to itself.
+SHUFFLED = [(4, 10), (10, 2), (2, 4), (0, 0), (7, 8), (8, 9), (2, 9)]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +63,7 @@ def test_one_launch_copies_blocks_in_order(
     assert_same(cache.float(), expected.float())
 
 
-def test_chains_share_no_block_that_is_written() -> None:
+def test_two_chains_never_share_a_written_block() -> None:
     assert _chains(torch.tensor(DISTINCT)) == [[pair] for pair in DISTINCT]
     chains = _chains(torch.tensor(SHUFFLED))
     assert chains == [[(4, 10), (10, 2), (2, 4), (7, 8), (8, 9), (2, 9)], [(0, 0)]]
@@ -99,7 +87,7 @@ def test_blocks_swap_out_and_in(triton_device: str) -> None:
     if device.is_cuda:
         host = host.pin_memory()
     original, expected_host = device.clone(), host.clone()
-    out = torch.tensor([(9, 0), (2, 3), (3, 4), (4, 5)])  # three of them adjacent
+    out = torch.tensor([(9, 0), (2, 3), (3, 4), (4, 5)])  # three pairs are adjacent
     swap_blocks(device, host, out)
     if device.is_cuda:
         torch.cuda.synchronize()
@@ -119,7 +107,7 @@ def test_adjacent_blocks_are_one_transfer() -> None:
     assert list(_adjacent_runs(pairs[:0])) == []
 
 
-def test_caches_that_do_not_match_are_refused() -> None:
+def test_unsuitable_caches_and_pairs_are_refused() -> None:
     cache, pairs = make_cache(4), torch.tensor([(0, 1)])
     with pytest.raises(ValueError, match="blocks differ"):
         swap_blocks(cache, cache.half(), pairs)
@@ -131,6 +119,6 @@ def test_caches_that_do_not_match_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_swapping_to_memory_that_is_not_pinned_is_refused() -> None:
+def test_swapping_to_unpinned_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="pinned"):
         swap_blocks(make_cache(4).cuda(), make_cache(4), torch.tensor([(0, 1)]))

@@ -1,4 +1,4 @@
-"""The compiler accepts every kernel that the interpreter accepts."""
+"""Triton compiles every kernel that its interpreter runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and activation against their formulas, written out plainly."""
+"""Norm, rotary embedding and activation match their formulas."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotary_angles, rotate_qk
 
 
-def test_rms_norm_is_the_formula() -> None:
+def test_rms_norm_matches_the_formula() -> None:
     x, weight = torch.randn(5, 3, 24), torch.rand(24)
     expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * weight
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
 
 
-def test_add_rms_norm_gives_the_norm_and_the_sum() -> None:
+def test_add_rms_norm_returns_the_norm_and_the_sum() -> None:
     x, residual, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
     normed, total = add_rms_norm(x, residual, weight, 1e-6)
     torch.testing.assert_close(total, x + residual)
@@ -26,13 +26,13 @@ def test_add_rms_norm_gives_the_norm_and_the_sum() -> None:
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """As queries, with one key and one value head beside them."""
+    """Rotate `x` as the queries of a QKV tensor with one key and one value head."""
     num_tokens, num_heads, head_dim = x.shape
     qkv = torch.cat((x.flatten(1), torch.randn(num_tokens, 2 * head_dim)), dim=1)
     return rotate_qk(qkv, num_heads, 1, *rotary_angles(positions, inv_freq, scale))[0]
 
 
-def test_heads_are_normed_before_they_turn() -> None:
+def test_heads_are_normalized_before_they_are_rotated() -> None:
     qkv, q_weight, k_weight = torch.randn(3, (4 + 2 * 2) * 8), torch.rand(8), torch.rand(8)
     angles = rotary_angles(torch.tensor([0, 3, 9]), torch.rand(4))
     q, k = rotate_qk(qkv, 4, 2, *angles, q_weight, k_weight, 1e-6)
@@ -50,16 +50,16 @@ def test_heads_are_normed_before_they_turn() -> None:
     torch.testing.assert_close(k, expected_k)
 
 
-def test_rotary_turns_pairs_and_keeps_their_length() -> None:
+def test_rotary_embedding_rotates_pairs() -> None:
     x, positions = torch.randn(4, 2, 8), torch.tensor([0, 1, 5, 1000])
     inv_freq = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
-    turned = rotate(x, positions, inv_freq)
-    torch.testing.assert_close(turned[0], x[0])
+    rotated = rotate(x, positions, inv_freq)
+    torch.testing.assert_close(rotated[0], x[0])
     pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(
         1j * positions[:, None, None] * inv_freq
     )
     torch.testing.assert_close(
-        turned, torch.cat((pairs.real, pairs.imag), -1), atol=1e-4, rtol=1e-4
+        rotated, torch.cat((pairs.real, pairs.imag), -1), atol=1e-4, rtol=1e-4
     )
 
 
@@ -70,15 +70,15 @@ def test_a_rotary_scale_multiplies_queries_and_keys() -> None:
     torch.testing.assert_close(scaled, 1.25 * plain)
 
 
-def test_rotary_scores_depend_on_distance_only() -> None:
+def test_rotary_scores_depend_only_on_the_distance() -> None:
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
     inv_freq = 10000.0 ** -(torch.arange(0, 16, 2).float() / 16)
 
     def score(q_position: int, k_position: int) -> float:
-        turned = [
+        q_rotated, k_rotated = [
             rotate(x, torch.tensor([p]), inv_freq) for x, p in ((q, q_position), (k, k_position))
         ]
-        return float((turned[0] * turned[1]).sum())
+        return float((q_rotated * k_rotated).sum())
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of norm, rotary embedding and activation against their references."""
+"""The Triton kernels of norm, rotary embedding and activation match their references."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from baton_kernels.norm.triton_kernel import add_rms_norm_triton, rms_norm_trito
 from baton_kernels.rope import rotary_angles
 from baton_kernels.rope.reference import rotate_qk_reference
 from baton_kernels.rope.triton_kernel import rotate_qk_triton
+from support.kernels.paged_cases import dtypes
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
-# The interpreter's bf16 is not the hardware's.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
-
-def assert_alike(actual: Tensor, expected: Tensor, summands: float = 0.0) -> None:
-    """Up to two roundings of the dtype: where a norm differs in float32's last bits, it and its product may be rounded otherwise.
+def assert_within_two_roundings(actual: Tensor, expected: Tensor, summands: float = 0.0) -> None:
+    """Compare up to two roundings of the dtype: one of the norm and one of its product.
 
     Args:
-        summands: how large they are, where the result is a sum of what was rounded: it may be far smaller.
+        summands: their magnitude, if the result is a sum of rounded values, which may be far
+        smaller.
     """
     two_roundings = max(2 * torch.finfo(actual.dtype).eps, 1.3e-6)
     torch.testing.assert_close(
@@ -38,7 +37,7 @@ def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def poisoned(x: Tensor) -> Tensor:
-    """The same values as a view whose rows are followed by NaN."""
+    """Return the same values as a view whose rows are followed by NaN."""
     padded = torch.full(
         (*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device
     )
@@ -46,14 +45,15 @@ def poisoned(x: Tensor) -> Tensor:
     return padded[..., :-3]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 24), (3, 2, 63), (300, 40)], ids=str)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, triton_device: str) -> None:
     x, weight = (random(*s, dtype=dtype, device=triton_device) for s in (shape, shape[-1:]))
-    assert_alike(rms_norm_triton(poisoned(x), weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    actual = rms_norm_triton(poisoned(x), weight, 1e-6)
+    assert_within_two_roundings(actual, rms_norm_reference(x, weight, 1e-6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize(("num_tokens", "dim"), [(0, 8), (1, 96), (7, 33), (2, 64)])
 @pytest.mark.parametrize("max_tile", [8192, 16], ids=["one tile", "several tiles"])
 def test_add_rms_norm(
@@ -70,11 +70,11 @@ def test_add_rms_norm(
     normed, total = add_rms_norm_triton(poisoned(x), residual, weight, 1e-5)
     expected, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
     torch.testing.assert_close(total, expected_total, atol=0, rtol=0)
-    assert_alike(normed, expected)
+    assert_within_two_roundings(normed, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
     [(1, 4, 4, 16), (3, 6, 2, 24), (2, 7, 1, 64), (0, 4, 2, 8)],
@@ -100,15 +100,15 @@ def test_rotate_qk(
     expected_q, expected_k = rotate_qk_reference(
         qkv, num_heads, num_kv_heads, *angles, *weights, 1e-6
     )
-    for turned, expected in ((q, expected_q), (k, expected_k)):
-        assert_alike(turned, expected, summands=8.0 if norm else 0.0)
+    for actual, expected in ((q, expected_q), (k, expected_k)):
+        assert_within_two_roundings(actual, expected, summands=8.0 if norm else 0.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (7, 66), (2, 3, 1300), (0, 8)], ids=str)
 def test_silu_and_mul(shape: tuple[int, ...], dtype: torch.dtype, triton_device: str) -> None:
     gate_up = 4 * random(*shape, dtype=dtype, device=triton_device)
-    # The kernel rounds once, the reference also in between.
+    # The kernel rounds once. The reference also rounds the activation.
     torch.testing.assert_close(
         silu_and_mul_triton(poisoned(gate_up)), silu_and_mul_reference(gate_up.float()).to(dtype)
     )

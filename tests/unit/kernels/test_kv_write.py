@@ -1,4 +1,4 @@
-"""KV write: new rows land in their slots of one layer, and nothing else changes."""
+"""KV write: new rows are written to their slots of one layer, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_kv_without_compiler(*arguments: Tensor) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "num_kv_heads", "head_dim"), [(1, 1, 16), (13, 2, 24), (31, 3, 40)]
 )
-def test_rows_land_in_their_slots(
+def test_rows_are_written_to_their_slots(
     write: Callable[..., None],
     dtype: torch.dtype,
     num_tokens: int,
@@ -42,7 +42,7 @@ def test_rows_land_in_their_slots(
         (NUM_BLOCKS, num_kv_heads, 3, 2, BLOCK_SIZE, head_dim), float("nan"), dtype=dtype
     )
     kv_cache = kv_cache.to(triton_device)
-    # Strided views, as they come out of a fused QKV projection.
+    # Strided views, like those of a fused QKV projection.
     qkv = torch.randn(num_tokens, 3, num_kv_heads, head_dim, device=triton_device).to(dtype)
     key, value = qkv[:, 1], qkv[:, 2]
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:num_tokens].to(triton_device)
@@ -55,7 +55,7 @@ def test_rows_land_in_their_slots(
     torch.testing.assert_close(kv_cache, expected, atol=0, rtol=0, equal_nan=True)
 
 
-def test_writing_no_tokens_is_nothing(triton_device: str) -> None:
+def test_writing_no_tokens_changes_nothing(triton_device: str) -> None:
     kv_cache = torch.zeros(NUM_BLOCKS, 2, 1, 2, BLOCK_SIZE, 16, device=triton_device)
     none = torch.empty(0, 2, 16, device=triton_device)
     write_kv_triton(

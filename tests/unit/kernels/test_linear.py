@@ -1,4 +1,4 @@
-"""Linear layers give equal results with packed weights, and nearly equal ones with int8 weights."""
+"""Linear layers give equal products with packed weights, and close ones with int8 weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def test_plain_and_packed_weights_give_the_product(
     dtype: torch.dtype, num_rows: int, inputs: int, outputs: int, has_bias: bool
 ) -> None:
-    torch.manual_seed(0)
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     x = torch.randn(num_rows, inputs).to(dtype)
@@ -37,14 +36,13 @@ def test_half_precision_cannot_be_packed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1), (1, 300)])
-def test_int8_weights_are_the_nearest_to_the_floats_that_a_scale_per_output_allows(
+def test_int8_weights_are_the_nearest_multiples_of_a_scale_per_output(
     dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
-    torch.manual_seed(0)
     weight = (torch.randn(outputs, inputs) * torch.logspace(-3, 3, outputs)[:, None]).to(dtype)
     quantized = Int8Weight(weight)
     scales = quantized.scales.double()[:, None]
-    # Half a step, and of the largest value what the scale itself was rounded by.
+    # Half a step. The largest value also has the rounding error of the scale.
     error = (quantized.values.double() * scales - weight.double()).abs()
     assert (error <= scales * 0.5 * (1 + 2**-7)).all()
     assert quantized.values.abs().amax(1).min() >= 126, "every output uses the whole range"
@@ -55,7 +53,7 @@ def test_int8_weights_are_the_nearest_to_the_floats_that_a_scale_per_output_allo
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("native_bf16", [False, True])
 @torch.inference_mode()
-def test_products_of_int8_weights_are_as_exact_as_bfloat16(
+def test_products_of_int8_weights_are_as_precise_as_bfloat16(
     dtype: torch.dtype,
     inputs: int,
     outputs: int,
@@ -67,7 +65,6 @@ def test_products_of_int8_weights_are_as_exact_as_bfloat16(
         linear_module, "_tile_dtype", lambda: torch.bfloat16 if native_bf16 else torch.float32
     )
     monkeypatch.setattr(linear_module, "TILE_NUMEL", 1000)  # several tiles, the last one smaller
-    torch.manual_seed(0)
     weight = Int8Weight(torch.randn(outputs, inputs) / inputs**0.5)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     exact = weight.values.double() * weight.scales.double()[:, None]
@@ -80,12 +77,12 @@ def test_products_of_int8_weights_are_as_exact_as_bfloat16(
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_an_output_of_zeros_stays_zero_in_eight_bits() -> None:
+def test_a_zero_row_stays_zero_in_int8() -> None:
     weight = Int8Weight(torch.tensor([[0.0] * 16, [1.0] * 16]))
     assert linear(torch.full((1, 16), 2.0), weight).tolist() == [[0.0, 32.0]]
 
 
-def test_int8_weights_take_inputs_of_any_shape() -> None:
+def test_int8_weights_accept_inputs_of_any_shape() -> None:
     weight = Int8Weight(torch.randn(8, 32))
     x = torch.randn(3, 2, 64)[..., ::2]  # not contiguous
     flat = linear(x.reshape(6, 32), weight)
@@ -95,13 +92,9 @@ def test_int8_weights_take_inputs_of_any_shape() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_that_float16_holds_do_not_overflow_on_the_way(
-    has_bias: bool, num_rows: int
-) -> None:
-    weight, x = (
-        Int8Weight(torch.full((3, 64), 0.01)),
-        torch.full((num_rows, 64), 100.0, dtype=torch.float16),
-    )
+def test_intermediate_results_do_not_overflow_float16(has_bias: bool, num_rows: int) -> None:
+    weight = Int8Weight(torch.full((3, 64), 0.01))
+    x = torch.full((num_rows, 64), 100.0, dtype=torch.float16)
     bias = torch.zeros(3, dtype=torch.float16) if has_bias else None
     torch.testing.assert_close(
         linear(x, weight, bias), torch.full_like(x[:, :3], 64), atol=0, rtol=1e-2
@@ -110,9 +103,7 @@ def test_products_that_float16_holds_do_not_overflow_on_the_way(
 
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_weights_that_are_no_numbers_are_not_hidden_by_eight_bits(
-    broken: float, num_rows: int
-) -> None:
+def test_int8_weights_keep_nan_and_infinity_in_their_outputs(broken: float, num_rows: int) -> None:
     weight = torch.rand(3, 32)
     weight[1, 5] = broken
     y = linear(torch.rand(num_rows, 32), Int8Weight(weight))
@@ -120,7 +111,7 @@ def test_weights_that_are_no_numbers_are_not_hidden_by_eight_bits(
 
 
 @pytest.mark.parametrize("num_rows", [FEW_ROWS, FEW_ROWS + 1])
-def test_compiled_programs_multiply_by_int8_weights_too(num_rows: int) -> None:
+def test_torch_compile_accepts_int8_weights(num_rows: int) -> None:
     weight, x = Int8Weight(torch.randn(8, 32)), torch.randn(num_rows, 32)
     compiled = torch.compile(lambda x: linear(x, weight), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), linear(x, weight))

@@ -1,4 +1,4 @@
-"""Draws without a full sort match draws with one, and all devices have the same noise."""
+"""Sampling without a full sort gives the tokens of a full sort, on all devices."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from baton_kernels.sampling.triton_search import gumbel_of
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
-VOCAB = 331  # no multiple of a block or a tile
+VOCAB = 331  # not a multiple of a block or a tile
+#: Small tiles, so that the kernels combine several.
 CONFIG = {"tile": 128, "num_warps": 4, "row_tile": 256, "row_warps": 4}
-"""Several tiles, so that there is something to join."""
 
 
 @dataclass
-class Wish:
+class Params:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
 
-WISHES = [
-    Wish(),
-    Wish(temperature=1e-9),
-    Wish(min_p=0.05),
-    Wish(min_p=1.0),
-    Wish(top_k=1),
-    Wish(top_k=7, temperature=1.7),
-    Wish(top_k=VOCAB - 1),
-    Wish(top_k=VOCAB + 5),
-    Wish(top_k=2**64),
-    Wish(top_p=0.0),
-    Wish(top_p=1e-12),
-    Wish(top_p=0.6),
-    Wish(top_p=0.999, temperature=2.0),
-    Wish(top_k=40, top_p=0.8, min_p=0.01),
+ALL_PARAMS = [
+    Params(),
+    Params(temperature=1e-9),
+    Params(min_p=0.05),
+    Params(min_p=1.0),
+    Params(top_k=1),
+    Params(top_k=7, temperature=1.7),
+    Params(top_k=VOCAB - 1),
+    Params(top_k=VOCAB + 5),
+    Params(top_k=2**64),
+    Params(top_p=0.0),
+    Params(top_p=1e-12),
+    Params(top_p=0.6),
+    Params(top_p=0.999, temperature=2.0),
+    Params(top_k=40, top_p=0.8, min_p=0.01),
 ]
 
 
@@ -58,61 +58,63 @@ def keys_of(num_rows: int) -> list[int]:
     return [noise_key(seed=row, position=3 * row, sample_index=row % 2) for row in range(num_rows)]
 
 
-def draws_agree(logits: Tensor, wishes: list[Wish], device: str) -> None:
+def assert_draws_agree(logits: Tensor, params: list[Params], device: str) -> None:
     keys = keys_of(len(logits))
-    expected = draw_tokens_reference(logits, wishes, keys).tolist()
-    assert draw_tokens_cpu(logits, wishes, keys).tolist() == expected
-    assert draw_tokens(logits, wishes, keys).tolist() == expected  # in C++ where that was compiled
-    assert draw_tokens_triton(logits.to(device), wishes, keys, CONFIG).tolist() == expected
+    expected = draw_tokens_reference(logits, params, keys).tolist()
+    assert draw_tokens_cpu(logits, params, keys).tolist() == expected
+    assert (
+        draw_tokens(logits, params, keys).tolist() == expected
+    )  # the C++ operation where it was compiled
+    assert draw_tokens_triton(logits.to(device), params, keys, CONFIG).tolist() == expected
 
 
-def test_a_batch_of_all_wishes_draws_what_a_sort_would(triton_device: str) -> None:
-    draws_agree(3 * torch.randn(len(WISHES), VOCAB), WISHES, triton_device)
+def test_a_batch_of_different_parameters_matches_a_full_sort(triton_device: str) -> None:
+    assert_draws_agree(3 * torch.randn(len(ALL_PARAMS), VOCAB), ALL_PARAMS, triton_device)
 
 
-def test_ties_are_cut_where_a_stable_sort_cuts_them(triton_device: str) -> None:
-    wishes = [Wish(top_k=7), Wish(top_p=0.6), Wish(top_k=40, top_p=0.8, min_p=0.01)]
-    draws_agree(torch.randn(3, VOCAB).round(), wishes, triton_device)
+def test_ties_are_cut_as_by_a_stable_sort(triton_device: str) -> None:
+    params = [Params(top_k=7), Params(top_p=0.6), Params(top_k=40, top_p=0.8, min_p=0.01)]
+    assert_draws_agree(torch.randn(3, VOCAB).round(), params, triton_device)
 
 
-def test_results_do_not_depend_on_how_many_tokens_were_gathered(
+def test_draws_do_not_depend_on_the_number_of_gathered_tokens(
     triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wishes = [Wish(top_k=30), Wish(top_p=0.9), Wish(top_k=100, top_p=0.95)]
+    params = [Params(top_k=30), Params(top_p=0.9), Params(top_k=100, top_p=0.95)]
     logits = torch.randn(3, VOCAB).mul_(2).round_()
-    monkeypatch.setattr(triton_kernel, "TOP_P_RANK", 1)  # far too few
-    monkeypatch.setattr(triton_kernel, "CAPACITY", 64)  # room for too few
-    draws_agree(logits, wishes, triton_device)
+    monkeypatch.setattr(triton_kernel, "TOP_P_RANK", 1)  # far too small
+    monkeypatch.setattr(triton_kernel, "CAPACITY", 64)  # also too small
+    assert_draws_agree(logits, params, triton_device)
 
 
 def test_masked_tokens_are_never_drawn(triton_device: str) -> None:
-    wishes = [Wish(), Wish(top_k=5), Wish(top_p=0.9), Wish(top_k=4)]
+    params = [Params(), Params(top_k=5), Params(top_p=0.9), Params(top_k=4)]
     logits = torch.full((4, VOCAB), -math.inf)
     logits[:3, 200] = torch.tensor([-3e38, 0.0, 3e38])
     logits[3, [3, 100, 330]] = -0.0  # equal to 0.0, fewer than k
     logits[3, 7] = 0.0
-    draws_agree(logits, wishes, triton_device)
+    assert_draws_agree(logits, params, triton_device)
 
 
-def test_of_equal_logits_top_k_and_top_p_keep_the_lower_ids(triton_device: str) -> None:
+def test_top_k_and_top_p_keep_the_lower_ids_of_equal_logits(triton_device: str) -> None:
     logits = torch.zeros(40, VOCAB)
-    wishes = [Wish(top_k=2), Wish(top_p=2.5 / VOCAB)] * 20
+    params = [Params(top_k=2), Params(top_p=2.5 / VOCAB)] * 20
     for draw in (draw_tokens_cpu, draw_tokens):
-        drawn = draw(logits, wishes, keys_of(40))
+        drawn = draw(logits, params, keys_of(40))
         assert set(drawn[::2].tolist()) == {0, 1}
         assert set(drawn[1::2].tolist()) == {0, 1, 2}
-    draws_agree(logits[:2], wishes[:2], triton_device)
+    assert_draws_agree(logits[:2], params[:2], triton_device)
 
 
-def test_a_nan_is_not_drawn_and_hopeless_rows_end(triton_device: str) -> None:
+def test_nan_is_not_drawn_and_rows_without_a_finite_logit_end(triton_device: str) -> None:
     logits = torch.randn(3, VOCAB)
     logits[0, ::2] = math.nan
     logits[1:] = torch.tensor([[-math.inf], [math.nan]])
-    wishes = [Wish(top_p=0.9), Wish(top_k=3, top_p=0.5), Wish()]
-    expected = draw_tokens_reference(logits[:1].nan_to_num(-math.inf), wishes[:1], keys_of(1))
-    draws = [draw_tokens_triton(logits.to(triton_device), wishes, keys_of(3), CONFIG).tolist()]
+    params = [Params(top_p=0.9), Params(top_k=3, top_p=0.5), Params()]
+    expected = draw_tokens_reference(logits[:1].nan_to_num(-math.inf), params[:1], keys_of(1))
+    draws = [draw_tokens_triton(logits.to(triton_device), params, keys_of(3), CONFIG).tolist()]
     if cpu.OPS is not None:
-        draws.append(draw_tokens(logits, wishes, keys_of(3)).tolist())
+        draws.append(draw_tokens(logits, params, keys_of(3)).tolist())
     for drawn in draws:
         assert drawn[0] == expected.item()
         assert all(0 <= token < VOCAB for token in drawn)
@@ -120,28 +122,27 @@ def test_a_nan_is_not_drawn_and_hopeless_rows_end(triton_device: str) -> None:
 
 @pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
 @pytest.mark.parametrize("seed", range(200))
-def test_compiled_draws_are_those_of_a_full_sort(seed: int) -> None:
+def test_compiled_draws_match_a_full_sort(seed: int) -> None:
     random = Random(seed)
     torch.manual_seed(seed)
-    wish = Wish(
+    params = Params(
         temperature=random.choice([1e-9, 0.1, 1.0, 5.0]),
         top_k=random.choice([0, random.randint(1, 60), random.randint(1, 3000)]),
         top_p=random.choice([0.0, 0.3, 0.95, 0.999999, 1.0]),
         min_p=random.choice([0.0, 1e-9, 0.1, 1.0]),
     )
     logits = torch.randn(3, random.randint(1, 3000)) * random.choice([0.0, 0.01, 1.0, 3.0, 30.0])
-    if levels := random.choice([0, 1, 4]):  # many are equal
+    if levels := random.choice([0, 1, 4]):  # many equal logits
         logits = (logits * levels).round() / levels
     logits[torch.rand(logits.shape) < random.choice([0.0, 0.5, 0.999])] = -math.inf
     logits[:, random.randrange(logits.shape[1])] = 1.0
     keys = [noise_key(seed, row, 0) for row in range(3)]
-    expected = draw_tokens_reference(logits, [wish] * 3, keys)
-    assert draw_tokens(logits, [wish] * 3, keys).tolist() == expected.tolist()
+    expected = draw_tokens_reference(logits, [params] * 3, keys)
+    assert draw_tokens(logits, [params] * 3, keys).tolist() == expected.tolist()
 
 
 @pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
-def test_compiled_draws_refuse_what_does_not_fit() -> None:
-    assert cpu.OPS is not None
+def test_compiled_draws_refuse_mismatched_arguments() -> None:
     with pytest.raises(RuntimeError, match="a value per row: 2, not 1"):
         cpu.OPS.draw_tokens(torch.zeros(2, 5), [1.0, 1.0], [0, 0], [1.0], [0.0, 0.0], [1, 2])
     for logits in (torch.zeros(2, 0), torch.zeros(5), torch.zeros(2, 5, dtype=torch.float16)):
@@ -157,17 +158,17 @@ def _noise_kernel(out_ptr, key_ptr, first_id, TILE: tl.constexpr):  # type: igno
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**63, 2**64 - 1, noise_key(7, 8, 9)], ids=hex)
-def test_the_noise_is_that_of_the_cpu(key: int, triton_device: str) -> None:
+def test_triton_has_the_noise_of_the_cpu(key: int, triton_device: str) -> None:
     actual = torch.empty(256, dtype=torch.float64, device=triton_device)
     signed = key - 2**64 if key >= 2**63 else key
     _noise_kernel[(1,)](actual, torch.tensor([signed], device=triton_device), 1000, TILE=256)
-    # Its 52 random bits are the same; log may differ in the last one.
+    # The 52 random bits are equal. The logarithm may differ in the last bit.
     expected = gumbel_noise([key], 1256, torch.device("cpu"))[0, 1000:]
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 64, 1000])
-def test_greedy_takes_the_first_of_the_best(vocab_size: int, triton_device: str) -> None:
+def test_greedy_takes_the_lowest_id_of_the_best(vocab_size: int, triton_device: str) -> None:
     logits = torch.randn(5, vocab_size).mul_(3).round_()
     logits[1, vocab_size // 2 :] = -math.inf if vocab_size > 1 else 0.0
     expected = [row.index(max(row)) for row in logits.tolist()]
@@ -176,7 +177,7 @@ def test_greedy_takes_the_first_of_the_best(vocab_size: int, triton_device: str)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_greedy_refuses_rows_without_a_finite_best(bad: float, triton_device: str) -> None:
+def test_greedy_reports_rows_without_a_finite_maximum(bad: float, triton_device: str) -> None:
     logits = torch.randn(3, 300)
     logits[1] = -math.inf
     logits[1, 170] = bad

@@ -1,4 +1,4 @@
-"""Arguments that vary between steps do not recompile a kernel, which would delay requests."""
+"""Arguments that vary between steps do not recompile a kernel. Compiling would delay requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda")
 
 
-class Wish:
+class Params:
     temperature, top_k, top_p, min_p = 1.0, 5, 0.9, 0.0
 
 
@@ -56,7 +56,7 @@ def checksum(size: int) -> None:
 
 
 def sample(size: int) -> None:
-    sampling.draw_tokens_triton(random(size, 300), [Wish()] * size, range(size))
+    sampling.draw_tokens_triton(random(size, 300), [Params()] * size, range(size))
     greedy_triton(random(size, 300))
 
 
@@ -77,9 +77,8 @@ def experts(size: int) -> None:
 
 
 def attend(size: int) -> None:
-    triton_output(
-        paged_case([(1, 700 + size)] * size, 4, 2, 16), "cuda", max_seqlen_q=1
-    )  # long enough to be split
+    case = paged_case([(1, 700 + size)] * size, 4, 2, 16)  # long enough to be split
+    triton_output(case, "cuda", max_seqlen_q=1)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +105,9 @@ def attend(size: int) -> None:
         ),
         (attend, [_paged_attention_kernel, join_segments_kernel]),
     ],
-    ids=["norm", "block copy", "block checksum", "sampling", "drawing", "experts", "attention"],
+    ids=["norm", "block copy", "block checksum", "sampling", "draw", "experts", "attention"],
 )
-def test_batches_of_other_sizes_compile_nothing(
+def test_batches_of_other_sizes_do_not_recompile(
     launch: Callable[[int], None], kernels: list[Any]
 ) -> None:
     def compiled() -> list[int]:

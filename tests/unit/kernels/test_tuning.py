@@ -1,4 +1,4 @@
-"""The tuner keeps the fastest correct candidate, and launches read it from their device's table."""
+"""The tuner keeps the fastest correct candidate. Launches read it from the device's table."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_wrong_default_is_an_error(selection) -> None:
         selection.choose(subject(selection, kernel, tiles(32)), deadline=float("inf"))
 
 
-def test_nothing_is_tried_after_the_deadline(selection) -> None:
+def test_no_candidate_is_tried_after_the_deadline(selection) -> None:
     kernel = FakeKernel({16: 1.0, 32: 0.5, 64: 0.1})
     times = iter([0.0, 2.0])
     (choice,) = selection.choose(
@@ -114,7 +114,7 @@ def test_nothing_is_tried_after_the_deadline(selection) -> None:
     assert choice.config == {"tile": 32, "num_warps": 4}
 
 
-def test_candidates_are_compiled_ahead_by_threads_of_their_own(selection) -> None:
+def test_threads_compile_candidates_ahead(selection) -> None:
     kernel = FakeKernel({16: 1.0, 32: 0.5, 64: 0.1})
     work = subject(selection, kernel, tiles(32, 64, 512))
     (choice,) = selection.choose(work, deadline=float("inf"), num_threads=2)
@@ -138,13 +138,13 @@ def test_two_kernels_of_one_call_are_tuned_one_after_the_other(selection) -> Non
     assert (second.seconds, second.default_seconds) == (4, 6)
 
 
-def test_an_answer_holds_within_its_block_only() -> None:
+def test_an_answer_applies_only_inside_its_context() -> None:
     with answering(lambda operation, shape_class, default: {**default, "tile": 99}):
         assert configuration("fake", "large", CPU, DEFAULT) == {"tile": 99, "num_warps": 4}
     assert configuration("fake", "large", CPU, DEFAULT) == DEFAULT
 
 
-def test_a_launch_finds_its_class_in_the_devices_table(
+def test_a_launch_reads_its_shape_class_from_the_devices_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_table(tmp_path / "cpu.json", {"fake": {"large": {"tile": 64}}})
@@ -158,7 +158,7 @@ def test_a_launch_finds_its_class_in_the_devices_table(
         configurations._table.cache_clear()
 
 
-def test_writing_merges_with_what_is_there_and_sorts(tmp_path: Path) -> None:
+def test_writing_merges_into_the_table_and_sorts_it(tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     write_table(file, {"b": {"y": {"tile": 1}, "x": {"tile": 2}}})
     write_table(file, {"b": {"x": {"tile": 3}}, "a": {"z": {"num_warps": 4, "num_stages": 2}}})
@@ -169,7 +169,7 @@ def test_writing_merges_with_what_is_there_and_sorts(tmp_path: Path) -> None:
     assert file.read_text() == json.dumps(read_table(file), indent=2, sort_keys=True) + "\n"
 
 
-def test_a_default_that_has_become_the_best_is_no_longer_in_the_table(tmp_path: Path) -> None:
+def test_an_entry_is_removed_when_the_default_is_the_best(tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     write_table(file, {"b": {"y": {"tile": 1}, "x": {"tile": 2}}})
     write_table(file, {"b": {"x": None}})
@@ -180,7 +180,7 @@ def test_shipped_tables_hold_integers_by_operation_and_class() -> None:
     for file in table_file("any").parent.glob("*.json"):
         for operation, classes in read_table(file).items():
             assert (table_file("any").parents[1] / operation).is_dir(), (
-                f"{file.name} tunes {operation}, which is no operation"
+                f"{file.name} tunes {operation}, which is not an operation"
             )
             for shape_class, config in classes.items():
                 assert all(isinstance(value, int) for value in config.values()), (

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU against the formula, with and without compiled operations."""
+"""Paged attention on a CPU matches the formula, with and without compiled operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
-def test_cpu_attention_is_the_formula(
+def test_cpu_attention_matches_the_formula(
     lengths: list[tuple[int, int]], num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     case = paged_case(lengths, num_heads, num_kv_heads, head_dim)
@@ -47,13 +47,13 @@ def test_cpu_attention_in_bfloat16() -> None:
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_cpu_attention_with_shared_blocks(block_size: int) -> None:
     case = paged_case(MIXED, 4, 2, 16, block_size=block_size, share_first_block=True)
-    # Sharing is only meaningful where the first block of sequence 0 is full.
+    # Only a full block can be shared.
     assert case.seq_lens[0] >= block_size
     assert_attends(paged_attention(*case.arguments()), case)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_cpu_attention_sees_just_the_window(window: int) -> None:
+def test_cpu_attention_reads_only_the_window(window: int) -> None:
     case = paged_case(LONG, 8, 2, 24, window=window)
     poison_what_no_query_sees(case)
     assert_attends(paged_attention(*case.arguments()), case)
@@ -66,15 +66,15 @@ def test_a_window_longer_than_the_sequences_changes_nothing() -> None:
     torch.testing.assert_close(paged_attention(*case.arguments()), expected, atol=0, rtol=0)
 
 
-def test_cpu_attention_of_many_decodes_of_all_lengths() -> None:
-    """Several groups, and sequences without queries in between."""
+def test_cpu_attention_of_many_decodes_of_different_lengths() -> None:
+    """Several groups, with sequences without queries between them."""
     lengths = [(0, 3) if index % 7 == 3 else (1, 1 + 37 * index % 331) for index in range(60)]
     case = paged_case(lengths, 6, 2, 64)
     assert_attends(paged_attention(*case.arguments()), case)
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_queries_of_sequences_without_tokens_are_zeros(window: int | None) -> None:
+def test_a_sequence_without_tokens_gives_zeros(window: int | None) -> None:
     case = paged_case([(1, 5), (1, 7), (2, 9), (1, 3)], 2, 1, 16, window=window)
     case.seq_lens[1:3] = 0
     out = paged_attention(*case.arguments(), out=torch.full_like(case.query, torch.nan))
@@ -82,21 +82,21 @@ def test_queries_of_sequences_without_tokens_are_zeros(window: int | None) -> No
     assert_attends(out, case)
 
 
-def test_cpu_attention_is_exact_in_float32() -> None:
+def test_cpu_attention_is_precise_in_float32() -> None:
     case = paged_case([(1, 900), (1, 700), (33, 600)], 6, 2, 64)
     expected = paged_attention_reference(*case.arguments())
     torch.testing.assert_close(paged_attention(*case.arguments()), expected, atol=1e-5, rtol=0)
 
 
-def test_cpu_attention_of_caches_laid_out_otherwise() -> None:
-    """Keys and values apart, and heads before blocks."""
+def test_cpu_attention_of_other_cache_layouts() -> None:
+    """Keys and values in separate tensors, and heads before blocks."""
     case = paged_case(MIXED, 4, 2, 16)
     case.key_cache = case.key_cache.transpose(0, 1).contiguous().transpose(0, 1)
     case.value_cache = case.value_cache.transpose(0, 1).contiguous().transpose(0, 1)
     assert_attends(paged_attention(*case.arguments()), case)
 
 
-def test_cpu_attention_refuses_strides_it_cannot_address() -> None:
+def test_cpu_attention_refuses_unsupported_strides() -> None:
     case = paged_case(DECODE, 4, 4, 16)
     case.value_cache = case.value_cache.contiguous()
     with pytest.raises(ValueError, match="equal strides"):
@@ -121,7 +121,7 @@ def test_a_plan_serves_every_layer_of_a_step(window: int | None) -> None:
 @pytest.mark.parametrize(
     "lengths", [[(1, 130), (1, 20)], [(1, 60), (1, 50)], [(1, 20), (1, 130), (1, 25)]]
 )
-def test_cpu_attention_answers_decodes_in_the_order_of_the_batch(
+def test_cpu_attention_returns_decodes_in_the_order_of_the_batch(
     lengths: list[tuple[int, int]],
 ) -> None:
     case = paged_case(lengths, 4, 2, 16)

@@ -1,4 +1,4 @@
-"""Decode on a GPU: whether sequences are split, their segments, and the joined results."""
+"""Split-KV decode on a GPU: which sequences are split, and the joined results."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 H100 = {"num_sms": 132, "programs_per_sm": 2}
 
 TILE = 16
+#: Tokens of a segment if the number of programs allows the maximum number of segments.
 SEGMENT = split_kv.MIN_TILES * TILE
-"""Tokens of a segment if the number of programs allows the maximum number of segments."""
 MANY = {"KV_TILE": TILE, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
 FEW = MANY | {"PROGRAMS_PER_SM": 1}
 
 
 def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[int]:
     """Return the number of segments of each sequence, as the kernel reported it."""
-    told = []
+    reported = []
 
     class Reduce:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
             def launch(*arguments: torch.Tensor, **constants: int) -> None:
-                told.append(arguments[4][:, 1].tolist())
+                reported.append(arguments[4][:, 1].tolist())
                 split_kv_triton.join_segments_kernel[grid](*arguments, **constants)
 
             return launch
@@ -44,14 +44,14 @@ def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[in
         patch.setattr(kernel_file, "join_segments_kernel", Reduce())
         longest = int(case.cu_seqlens_q.diff().max())
         assert_attends(triton_output(case, device, max_seqlen_q=longest, config=config), case)
-    return told[0] if told else [1] * len(case.seq_lens)
+    return reported[0] if reported else [1] * len(case.seq_lens)
 
 
 @pytest.mark.parametrize(
     ("max_seqlen_q", "group", "fits"),
     [(None, 4, False), (1, 4, True), (16, 4, True), (17, 4, False), (1, 71, True), (2, 71, False)],
 )
-def test_one_block_holds_few_queries(max_seqlen_q: int | None, group: int, fits: bool) -> None:
+def test_only_few_queries_fit_one_block(max_seqlen_q: int | None, group: int, fits: bool) -> None:
     assert split_kv.fits_one_block(max_seqlen_q, group) == fits
 
 
@@ -67,7 +67,7 @@ def test_one_block_holds_few_queries(max_seqlen_q: int | None, group: int, fits:
     ],
     ids=["one", "not yet busy", "busy", "just long enough", "short", "many heads"],
 )
-def test_the_target_is_a_full_gpu(
+def test_the_target_number_of_segments_fills_the_gpu(
     num_seqs: int, num_kv_heads: int, max_tiles: int, segments: int
 ) -> None:
     assert split_kv.target_segments(num_seqs, num_kv_heads, max_tiles, **H100) == segments
@@ -100,15 +100,13 @@ def test_a_decode_has_an_item_per_segment() -> None:
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_long_sequences_are_split_and_short_ones_are_not(
-    dtype: torch.dtype, triton_device: str
-) -> None:
+def test_only_long_sequences_are_split(dtype: torch.dtype, triton_device: str) -> None:
     lengths = [(1, n) for n in (1, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 2 * SEGMENT + 1, 300, 1)]
     case = paged_case(lengths, 8, 2, 24, dtype=dtype)
     assert segments_of(case, MANY, triton_device) == [1, 1, 1, 2, 2, 5, 1]
 
 
-def test_segments_are_no_more_than_programs_are_wanted(triton_device: str) -> None:
+def test_the_number_of_programs_limits_the_segments(triton_device: str) -> None:
     case = paged_case([(1, 500), (1, 20), (1, 100)], 4, 2, 16)
     sms = kernel_file._num_sms(torch.device(triton_device))
     segments = segments_of(case, FEW, triton_device)
@@ -116,21 +114,20 @@ def test_segments_are_no_more_than_programs_are_wanted(triton_device: str) -> No
     assert sum(segments) <= sms // 2 + 3
 
 
-def test_one_segment_where_there_is_enough_to_do(triton_device: str) -> None:
-    """Then no reduce is launched at all."""
+def test_one_segment_per_sequence_needs_no_reduce(triton_device: str) -> None:
+    """The reduce kernel is not launched."""
     sms = kernel_file._num_sms(torch.device(triton_device))
     num_seqs = split_kv.ENOUGH_PROGRAMS_PER_SM * sms // 2
     case = paged_case([(1, 100)] * num_seqs, 2, 2, 16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_file, "join_segments_kernel", None)
         assert_attends(triton_output(case, triton_device, max_seqlen_q=1, config=MANY), case)
-        short = paged_case(
-            [(1, SEGMENT), (1, 3)], 4, 2, 16
-        )  # with padding, two blocks too few for two segments
+        # With padding, two blocks fewer than two segments need.
+        short = paged_case([(1, SEGMENT), (1, 3)], 4, 2, 16)
         assert_attends(triton_output(short, triton_device, max_seqlen_q=1, config=MANY), short)
 
 
-def test_more_sequences_than_are_looked_at_at_once(triton_device: str) -> None:
+def test_more_sequences_than_one_scan_covers(triton_device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_kv, "SCAN", 4)
         lengths = [1, 300, 2, 9, 70, 200, 3, 5, 129]
@@ -146,8 +143,8 @@ def test_windows_are_split(window: int, triton_device: str) -> None:
     assert (max(segments) > 1) == (window == 130)
 
 
-def test_a_segment_that_only_later_queries_see(triton_device: str) -> None:
-    """Several queries of a sequence, as speculative decoding has them; the last tile begins behind all but the last one."""
+def test_the_last_segment_is_visible_only_to_the_last_query(triton_device: str) -> None:
+    """Several queries per sequence, as in speculative decoding."""
     length = 6 * TILE + 1
     case = paged_case([(4, length), (1, 9), (3, length - 1)], 8, 2, 16)
     with pytest.MonkeyPatch.context() as patch:
@@ -156,36 +153,36 @@ def test_a_segment_that_only_later_queries_see(triton_device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_a_window_over_split_sequences(dtype: torch.dtype, triton_device: str) -> None:
+def test_windows_of_split_sequences_in_every_dtype(dtype: torch.dtype, triton_device: str) -> None:
     lengths = [(1, 300), (0, 3), (1, 33), (1, 200)]
     case = paged_case(lengths, 6, 2, 80, dtype=dtype, window=180)
     assert max(segments_of(case, MANY, triton_device)) > 1
 
 
-def test_the_reduce_joins_what_the_segments_left(triton_device: str) -> None:
-    """More segments than one iteration joins; some saw no key, some belong to other sequences."""
+def test_the_reduce_kernel_joins_the_segments(triton_device: str) -> None:
+    """More segments than one iteration joins. Some are empty, some are of other sequences."""
     segments, group, head_dim = 70, 3, 20
     scores = torch.randn(segments, 2, group, 5) * 20
     values = torch.randn(segments, 2, 5, head_dim)
     maxima = scores.amax(-1)
     weights = torch.exp2(scores - maxima[..., None])
-    unseen = [0, 1, 40]
-    maxima[unseen] = float("-inf")
-    weights[unseen] = 0
-    scores[unseen] = float("-inf")
+    empty = [0, 1, 40]
+    maxima[empty] = float("-inf")
+    weights[empty] = 0
+    scores[empty] = float("-inf")
 
-    def among_others(partial: torch.Tensor) -> torch.Tensor:
-        """[segments, 2, group, ...] -> [segments + 2, 2, 16, ...]"""
-        room = torch.full((segments + 2, 2, 16, *partial.shape[3:]), float("nan"))
-        room[1:-1, :, :group] = partial
-        return room.to(triton_device)
+    def pad(partial: torch.Tensor) -> torch.Tensor:
+        """Pad with NaN: [segments, 2, group, ...] -> [segments + 2, 2, 16, ...]."""
+        padded = torch.full((segments + 2, 2, 16, *partial.shape[3:]), float("nan"))
+        padded[1:-1, :, :group] = partial
+        return padded.to(triton_device)
 
     out = torch.full((2, 2 * group, head_dim), float("nan"), device=triton_device)
     split_kv_triton.join_segments_kernel[(2 * group, 2, 1)](
         out,
-        among_others(weights @ values),
-        among_others(weights.sum(-1)),
-        among_others(maxima),
+        pad(weights @ values),
+        pad(weights.sum(-1)),
+        pad(maxima),
         torch.tensor([[0, 1], [1, segments]], dtype=torch.int32, device=triton_device),
         torch.tensor([0, 1, 2], dtype=torch.int32, device=triton_device),
         *out.stride()[:2],
@@ -201,11 +198,11 @@ def test_the_reduce_joins_what_the_segments_left(triton_device: str) -> None:
     )
     expected = shares @ values.transpose(0, 1).flatten(1, 2)
     torch.testing.assert_close(out[1].cpu(), expected.flatten(0, 1), atol=1e-5, rtol=1e-5)
-    assert out[0].isnan().all(), "a sequence of one segment has its result already"
+    assert out[0].isnan().all(), "the reduce kernel skips a sequence of one segment"
 
 
-def test_what_was_measured_serves_blocks_of_that_height_only(triton_device: str) -> None:
-    """More rows take more shared memory: what fitted one query of each sequence may fail to launch for eight."""
+def test_a_configuration_applies_only_to_its_number_of_rows(triton_device: str) -> None:
+    """More rows need more shared memory, so a configuration for one row may fail for eight."""
     asked = []
 
     def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
@@ -228,8 +225,7 @@ def test_a_captured_graph_follows_lengths_and_block_tables() -> None:
     first, second = (
         paged_case(order, 8, 2, 128, dtype=torch.bfloat16) for order in (lengths, lengths[::-1])
     )
-    for case in (first, second):  # tables of one shape
-        assert case.block_tables.shape == first.block_tables.shape
+    assert first.block_tables.shape == second.block_tables.shape
     device = first.to("cuda")
     out = torch.full_like(device.query, float("nan"))
 
@@ -246,8 +242,6 @@ def test_a_captured_graph_follows_lengths_and_block_tables() -> None:
         device.query.copy_(case.query)
         device.block_tables.copy_(case.block_tables)
         device.seq_lens.copy_(case.seq_lens)
-        assert device.key_cache._base is not None
-        assert case.key_cache._base is not None
         device.key_cache._base.copy_(case.key_cache._base)
         graph.replay()
         assert_attends(out, case)

@@ -1,4 +1,4 @@
-"""Paged attention in Triton against the formula, every option and their combinations."""
+"""Paged attention in Triton matches the formula with every option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.kernels.paged_cases import (
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_attention_is_the_formula(
+def test_attention_matches_the_formula(
     lengths: list[tuple[int, int]],
     num_heads: int,
     num_kv_heads: int,
@@ -59,29 +59,27 @@ def test_attention_with_shared_blocks_of_every_size(block_size: int, triton_devi
 
 
 @pytest.mark.parametrize("window", WINDOWS[::2])
-def test_attention_sees_just_the_window(window: int, triton_device: str) -> None:
+def test_attention_reads_only_the_window(window: int, triton_device: str) -> None:
     case = paged_case(LONG, 8, 2, 24, window=window)
     poison_what_no_query_sees(case)
     assert_attends(triton_output(case, triton_device), case)
 
 
-def test_attention_with_a_window_that_begins_behind_a_querys_first_tile(triton_device: str) -> None:
-    # Tiles of 32 tokens, 64 queries of one head in a program: the last of them do not see the first tile at all.
+def test_a_window_begins_after_the_first_tile_of_a_query_block(triton_device: str) -> None:
+    # A program has 64 queries of one head. The last ones do not see the first tile of 32 tokens.
     case = paged_case([(64, 80)], 1, 1, 136, window=3)
     poison_what_no_query_sees(case)
     assert_attends(triton_output(case, triton_device, config={"KV_TILE": 32, "BLOCK_M": 64}), case)
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_a_window_with_and_without_a_known_longest_query(
-    dtype: torch.dtype, triton_device: str
-) -> None:
+def test_a_window_with_and_without_max_seqlen_q(dtype: torch.dtype, triton_device: str) -> None:
     case = paged_case([(1, 40), (0, 7), (37, 70), (1, 1)], 6, 2, 24, dtype=dtype, window=21)
     assert_attends(triton_output(case, triton_device), case)
     assert_attends(triton_output(case, triton_device, max_seqlen_q=37), case)
 
 
-def test_sequences_without_queries_are_passed_over(triton_device: str) -> None:
+def test_sequences_without_queries_are_skipped(triton_device: str) -> None:
     case = paged_case([(0, 33), (1, 40), (0, 1), (0, 16), (5, 37), (0, 2)], 4, 2, 16)
     assert_attends(triton_output(case, triton_device), case)
     case = paged_case([(0, 33), (1, 40), (0, 1), (1, 3)], 4, 2, 16)
@@ -89,8 +87,10 @@ def test_sequences_without_queries_are_passed_over(triton_device: str) -> None:
 
 
 @pytest.mark.parametrize("max_seqlen_q", [None, 1])
-def test_a_sequence_of_length_zero_has_zeros(max_seqlen_q: int | None, triton_device: str) -> None:
-    """Padding of a captured graph; its row of the block table holds nonsense."""
+def test_a_sequence_of_length_zero_gives_zeros(
+    max_seqlen_q: int | None, triton_device: str
+) -> None:
+    """Captured graphs have such padding, with any values in its row of the block table."""
     case = paged_case([(1, 40), (1, 200)], 4, 2, 16)
     expected = triton_output(case, triton_device)[0]
     case.seq_lens[1], case.block_tables[1] = 0, 2**30
@@ -99,7 +99,7 @@ def test_a_sequence_of_length_zero_has_zeros(max_seqlen_q: int | None, triton_de
     assert (out[1] == 0).all()
 
 
-def test_attention_of_nothing(triton_device: str) -> None:
+def test_attention_without_queries_returns_an_empty_tensor(triton_device: str) -> None:
     case = paged_case([(0, 5)], 4, 2, 16)
     assert triton_output(case, triton_device, max_seqlen_q=0).shape == (0, 4, 16)
 
@@ -107,14 +107,14 @@ def test_attention_of_nothing(triton_device: str) -> None:
 def test_attention_writes_into_a_tensor_of_other_strides(triton_device: str) -> None:
     case = paged_case(MIXED, 4, 2, 16)
     moved = case.to(triton_device)
-    room = torch.full((len(case.query), 6, 32), float("nan"), device=triton_device)
-    out = room[:, 1:5, :16]
+    buffer = torch.full((len(case.query), 6, 32), float("nan"), device=triton_device)
+    out = buffer[:, 1:5, :16]
     assert paged_attention(*moved.arguments(), out=out) is out
     assert_attends(out, case)
     out.fill_(float("nan"))
     assert_attends(paged_attention_triton(*moved.arguments(), out=out), case)
-    assert room[:, 0].isnan().all()
-    assert room[..., 16:].isnan().all()
+    assert buffer[:, 0].isnan().all()
+    assert buffer[..., 16:].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ def test_attention_writes_into_a_tensor_of_other_strides(triton_device: str) -> 
         ({"BLOCK_M": 128, "KV_TILE": 32}, 16),
     ],
 )
-def test_configurations_change_no_result(
+def test_configurations_do_not_change_the_result(
     config: dict[str, int], group: int, triton_device: str
 ) -> None:
     case = paged_case(MIXED, 2 * group, 2, 16)
     assert_attends(triton_output(case, triton_device, config=config), case)
 
 
-def test_attention_refuses_strides_it_cannot_address() -> None:
+def test_attention_refuses_unsupported_strides() -> None:
     case = paged_case(DECODE, 4, 4, 16)
     case.value_cache = case.value_cache.contiguous()
     with pytest.raises(ValueError, match="equal strides"):
@@ -142,8 +142,8 @@ def test_attention_refuses_strides_it_cannot_address() -> None:
         paged_attention_triton(*case.arguments(), out=torch.empty(len(case.query), 4, 32)[..., ::2])
 
 
-@pytest.mark.parametrize("device", ["cpu", "of the kernels"])
-def test_every_device_has_the_window(device: str, triton_device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "triton"])
+def test_every_device_supports_windows(device: str, triton_device: str) -> None:
     case = paged_case(MIXED, 4, 2, 16, window=20)
     moved = case.to("cpu" if device == "cpu" else triton_device)
     assert_attends(paged_attention(*moved.arguments(max_seqlen_q=19)), case)

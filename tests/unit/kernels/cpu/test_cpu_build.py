@@ -1,4 +1,4 @@
-"""A process loads the CPU operations compiled for its processor, torch and sources, or none."""
+"""A process loads the CPU operations that match its processor, torch and sources, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AVX2, AVX512 = (one.needs for one in libraries.instruction_sets("x86_64")[::-1])
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for compiled files, on an x86 machine."""
+    """Return an empty folder for compiled files, as on an x86 machine."""
     monkeypatch.setattr(libraries, "BUILT", tmp_path)
     monkeypatch.setattr(build, "BUILT", tmp_path)
     monkeypatch.setattr(cpu, "instruction_sets", lambda: libraries.instruction_sets("x86_64"))
@@ -40,18 +40,20 @@ def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
 
 @pytest.mark.skipif(
     os.environ.get("BATON_REQUIRE_CPU_KERNELS") != "1",
-    reason="nobody promised that they were compiled",
+    reason="needs BATON_REQUIRE_CPU_KERNELS=1",
 )
 @pytest.mark.skipif(build.compiler() is None, reason="no compiler")
-@pytest.mark.skipif(bool(os.environ.get("BATON_CPU_KERNELS")), reason="others are asked for")
-def test_what_make_install_compiled_is_loaded() -> None:
-    """Otherwise the tests of the compiled operations would be skipped, and a build that fails would pass."""
+@pytest.mark.skipif(
+    bool(os.environ.get("BATON_CPU_KERNELS")), reason="BATON_CPU_KERNELS selects others"
+)
+def test_operations_compiled_by_make_install_are_loaded() -> None:
+    """Without this test a failed build would only skip the tests of compiled operations."""
     if not any(one.needs <= cpu.processor_flags() for one in libraries.instruction_sets()):
         pytest.skip("the operations are not compiled for this processor")
     assert cpu.OPS is not None, cpu.DESCRIPTION
 
 
-def test_the_processor_chooses_the_best_that_it_can_run(built: Path) -> None:
+def test_a_process_loads_the_best_instruction_set_of_its_processor(built: Path) -> None:
     pretend_to_compile("avx512", "avx2")
     assert chosen(AVX512 | {"amx_tile"}) == "avx512"
     assert chosen(AVX2) == "avx2"
@@ -59,20 +61,20 @@ def test_the_processor_chooses_the_best_that_it_can_run(built: Path) -> None:
     assert chosen(frozenset()) is None
 
 
-def test_one_may_ask_for_an_older_processors_or_for_none(built: Path) -> None:
+def test_an_older_instruction_set_or_none_can_be_selected(built: Path) -> None:
     pretend_to_compile("avx512", "avx2")
     assert chosen(AVX512, "avx2") == "avx2"
     assert chosen(AVX2, "avx512") is None
     assert chosen(AVX512, "torch") is None
 
 
-def test_what_was_not_compiled_is_named_with_the_command(built: Path) -> None:
+def test_missing_operations_are_reported_with_the_build_command(built: Path) -> None:
     assert "python -m baton_kernels.cpu.build" in cpu.choose(AVX512, "")[1]
     pretend_to_compile("avx2")
     assert chosen(AVX512) == "avx2"
 
 
-def test_files_of_another_torch_or_of_older_sources_are_not_taken(
+def test_files_of_another_torch_or_older_sources_are_not_loaded(
     built: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_to_compile("avx2")
@@ -85,7 +87,7 @@ def test_files_of_another_torch_or_of_older_sources_are_not_taken(
     assert chosen(AVX2) is None
 
 
-def test_only_sources_decide_which_file_is_taken(
+def test_only_source_files_determine_the_library_file(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = tmp_path_factory.mktemp("source")
@@ -93,14 +95,14 @@ def test_only_sources_decide_which_file_is_taken(
     avx2 = libraries.instruction_sets("x86_64")[1]
     (sources / "ops.cpp").write_text("1")
     before = libraries.library_file(avx2)
-    (sources / ".ops.cpp.swp").write_text("an editor's")
+    (sources / ".ops.cpp.swp").write_text("of an editor")
     (sources / "folder").mkdir()
     assert libraries.library_file(avx2) == before
     (sources / "vector.h").write_text("2")
     assert libraries.library_file(avx2) != before
 
 
-def test_a_build_replaces_the_file_of_older_sources_and_happens_once(
+def test_a_build_replaces_the_file_of_older_sources_and_runs_once(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
@@ -118,13 +120,13 @@ def test_a_build_replaces_the_file_of_older_sources_and_happens_once(
     target = build.build(avx2, "c++")
     assert sorted(built.iterdir()) == sorted([target, others])
     assert ["-fopenmp" in command for command in commands] == [True, False], (
-        "a second OpenMP would be linked"
+        "only the first command may use OpenMP, else a second one is linked"
     )
     build.build(avx2, "c++")
     assert len(commands) == 2
 
 
-def test_without_a_compiler_the_build_says_what_runs_instead(
+def test_a_build_without_a_compiler_reports_the_slower_operations(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -133,7 +135,7 @@ def test_without_a_compiler_the_build_says_what_runs_instead(
     assert "slower torch operations" in capsys.readouterr().out
 
 
-def test_a_compiler_that_fails_does_not_fail_the_installation(
+def test_a_failing_compiler_does_not_fail_the_installation(
     built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "false")
@@ -143,7 +145,7 @@ def test_a_compiler_that_fails_does_not_fail_the_installation(
     assert not list(built.iterdir())
 
 
-def test_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
+def test_processor_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(
         "processor\t: 0\nmodel name\t: a: b\nflags\t\t: fpu avx2\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -163,7 +165,7 @@ def in_new_process(program: str, **environment: str) -> str:
     ).stdout
 
 
-def test_the_torch_versions_serve_on_request() -> None:
+def test_the_torch_versions_can_be_selected() -> None:
     program = """
 import torch
 from baton_kernels import cpu
@@ -175,7 +177,7 @@ print(cpu.OPS is not None, cpu.DESCRIPTION, rms_norm(torch.ones(1, 4), torch.one
 
 
 @pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
-def test_only_torchs_openmp_is_in_the_process() -> None:
+def test_the_process_has_only_the_openmp_of_torch() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}) <= 1
 
@@ -185,7 +187,6 @@ def test_only_torchs_openmp_is_in_the_process() -> None:
 def test_compiled_attention_prefetches_keys_and_values() -> None:
     """A compiler can remove functions that only prefetch, which would make attention slower."""
     chosen_set, _ = cpu.choose(cpu.processor_flags(), os.environ.get("BATON_CPU_KERNELS", ""))
-    assert chosen_set is not None
     command = [
         "objdump",
         "--disassemble",
@@ -196,10 +197,10 @@ def test_compiled_attention_prefetches_keys_and_values() -> None:
         command, capture_output=True, text=True, check=True, timeout=120
     ).stdout
     functions = re.findall(r"^[0-9a-f]+ <(.+)>:\n((?:.+\n)*)", listing, re.MULTILINE)
-    for of_keys_or_values in (
+    for pattern in (
         "5baton(6attendILb1E|10score_rows.*4NextI)",
         "5baton(3add|8add_rows|8add_tile)I.*4NextI",
     ):
-        bodies = "".join(body for name, body in functions if re.search(of_keys_or_values, name))
+        bodies = "".join(body for name, body in functions if re.search(pattern, name))
         assert re.search(r"\tprefetchnta\b", bodies)
         assert re.search(r"\tprefetcht1\b", bodies)

@@ -1,4 +1,4 @@
-"""Mixture of experts: every path against the formula, with experts that are idle, crowded or on other ranks."""
+"""Mixture of experts: every path matches the formula, also with idle and remote experts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 GEMV: Configuration = {"BLOCK_M": 1, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4}
 GEMM: Configuration = {
-    "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP_M": 2, "SWAP": 0, "num_warps": 4, "num_stages": 2
-}  # fmt: skip
+    **GEMV,
+    "BLOCK_M": 16,
+    "BLOCK_N": 64,
+    "GROUP_M": 2,
+    "SWAP": 0,
+    "num_stages": 2,
+}
 SWAPPED = {**GEMM, "SWAP": 1}
 NUM_EXPERTS = 5
 
@@ -43,7 +48,7 @@ def swapped_gemm(*arguments: Tensor) -> Tensor:
 
 
 def packed(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """Each expert's weights alone, in the order in which a CPU multiplies by them, if it does."""
+    """Run with separate weights per expert, packed where the CPU can multiply by packed weights."""
 
     def separate(stacked: Tensor) -> list[Tensor]:
         return [
@@ -64,7 +69,7 @@ def make_case(
     intermediate: int = 36,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, gate_up, down, weights and expert ids; a token's experts are distinct."""
+    """Return x, gate_up, down, weights and expert ids. A token's experts are distinct."""
     x = torch.randn(num_tokens, hidden).to(dtype)
     gate_up = (torch.randn(NUM_EXPERTS, 2 * intermediate, hidden) / hidden**0.5).to(dtype)
     down = (torch.randn(NUM_EXPERTS, hidden, intermediate) / intermediate**0.5).to(dtype)
@@ -87,7 +92,7 @@ def check(
 @pytest.mark.parametrize("run", [run_experts, run_experts_reference])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 2), (13, 8, 3), (5, 6, 6)])
-def test_the_reference_is_the_formula(
+def test_the_reference_matches_the_formula(
     run: Callable[..., Tensor], num_tokens: int, num_experts: int, top_k: int, renormalize: bool
 ) -> None:
     hidden, intermediate = 12, 7
@@ -120,7 +125,7 @@ def test_the_reference_is_the_formula(
         *((run, n) for run in (gemm, swapped_gemm, *ON_CPU) for n in (0, 1, 3, 17, 65)),
     ],
 )
-def test_experts_give_the_weighted_sum(
+def test_experts_return_the_weighted_sum(
     run: Callable[..., Tensor], num_tokens: int, triton_device: str
 ) -> None:
     check(run, make_case(num_tokens), triton_device)
@@ -130,7 +135,7 @@ def test_experts_give_the_weighted_sum(
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "top_k"), [(32, 64, 1), (63, 17, 3), (100, 33, 5)]
 )
-def test_any_width_works(
+def test_experts_of_any_width(
     run: Callable[..., Tensor], hidden: int, intermediate: int, top_k: int, triton_device: str
 ) -> None:
     check(run, make_case(2, top_k, hidden, intermediate), triton_device)
@@ -144,14 +149,14 @@ def test_half_precision_is_summed_in_float32(
 
 
 @pytest.mark.parametrize("run", TRITON)
-def test_brain_floats_are_summed_in_float32(run: Callable[..., Tensor], triton_device: str) -> None:
+def test_bfloat16_is_summed_in_float32(run: Callable[..., Tensor], triton_device: str) -> None:
     if triton_device == "cpu" and run is not gemv:
-        pytest.skip("the interpreter multiplies the bits of bfloat16 as integers")
+        pytest.skip("the interpreter multiplies bfloat16 bits as integers")
     check(run, make_case(3, dtype=torch.bfloat16), triton_device, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("run", [*TRITON, *ON_CPU])
-def test_one_expert_may_get_all_tokens(run: Callable[..., Tensor], triton_device: str) -> None:
+def test_one_expert_can_get_all_tokens(run: Callable[..., Tensor], triton_device: str) -> None:
     x, gate_up, down, weights, expert_ids = make_case(17 if run is not gemv else 3, top_k=1)
     check(run, (x, gate_up, down, weights, torch.full_like(expert_ids, 3)), triton_device)
 
@@ -163,19 +168,19 @@ def test_one_expert_may_get_all_tokens(run: Callable[..., Tensor], triton_device
         *((run, n) for run in ON_CPU for n in (1, 4, 150)),
     ],
 )
-def test_an_expert_that_is_not_here_adds_zeros_whatever_its_weight(
+def test_a_remote_expert_adds_zero_even_if_its_weight_is_nan(
     run: Callable[..., Tensor], num_tokens: int, triton_device: str
 ) -> None:
     x, gate_up, down, weights, expert_ids = make_case(num_tokens)
     expert_ids[::2, 0] = -1
-    expert_ids[::3, 1] = NUM_EXPERTS  # of another rank's numbering
+    expert_ids[::3, 1] = NUM_EXPERTS  # the id of another rank's expert
     weights[(expert_ids < 0) | (expert_ids >= NUM_EXPERTS)] = float("nan")
     check(run, (x, gate_up, down, weights, expert_ids), triton_device)
 
 
 @pytest.mark.parametrize("run", [*TRITON, *ON_CPU])
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_without_any_expert_here_the_sum_is_zero(
+def test_the_sum_without_local_experts_is_zero(
     run: Callable[..., Tensor], num_tokens: int, triton_device: str
 ) -> None:
     x, gate_up, down, weights, expert_ids = make_case(num_tokens)
@@ -187,13 +192,12 @@ def test_without_any_expert_here_the_sum_is_zero(
 
 
 @pytest.mark.parametrize("run", [*TRITON, *ON_CPU])
-def test_weights_of_idle_experts_are_not_touched(
+def test_weights_of_idle_experts_are_not_read(
     run: Callable[..., Tensor], triton_device: str
 ) -> None:
     x, gate_up, down, weights, expert_ids = make_case(3)
     expert_ids[:, 0], expert_ids[:, 1] = 1, 3
     gate_up[[0, 2, 4]], down[[0, 2, 4]] = float("nan"), float("nan")
-    # The formula over the experts that are chosen: NaN times no row is still no NaN.
     check(run, (x, gate_up, down, weights, expert_ids), triton_device)
 
 
@@ -210,13 +214,15 @@ def test_every_output_is_written(config: Configuration, triton_device: str) -> N
 
 
 @pytest.mark.parametrize("run", TRITON)
-def test_the_same_step_gives_the_same_bits(run: Callable[..., Tensor], triton_device: str) -> None:
+def test_the_same_arguments_give_the_same_bits(
+    run: Callable[..., Tensor], triton_device: str
+) -> None:
     case = [tensor.to(triton_device) for tensor in make_case(4, top_k=4)]
     assert torch.equal(run(*case), run(*case))
 
 
-def test_padding_reads_no_neighbour(triton_device: str) -> None:
-    """x is a view between NaN rows, with fewer rows than a tile."""
+def test_padding_does_not_read_neighbouring_rows(triton_device: str) -> None:
+    """x has fewer rows than a tile and lies between rows of NaN."""
     x, *rest = make_case(2)
     around = torch.full((9, x.shape[1]), float("nan"))
     around[3:5] = x
@@ -227,7 +233,7 @@ def test_padding_reads_no_neighbour(triton_device: str) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_stacked_weights_that_do_not_fit_are_refused(triton_device: str) -> None:
+def test_mismatched_stacked_weights_are_refused(triton_device: str) -> None:
     x, gate_up, down, weights, expert_ids = (tensor.to(triton_device) for tensor in make_case(3))
     with pytest.raises(ValueError, match="do not match"):
         run_experts_triton(x, gate_up[:, 2:], down, weights, expert_ids)
@@ -236,15 +242,15 @@ def test_stacked_weights_that_do_not_fit_are_refused(triton_device: str) -> None
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_what_serves_unmeasured_shapes_is_right(num_tokens: int, triton_device: str) -> None:
-    """40 tokens take the grouped path, 1 the other one."""
+def test_default_configurations_give_the_right_result(num_tokens: int, triton_device: str) -> None:
+    """40 tokens take the GEMM path, 1 token the GEMV path."""
     case = make_case(num_tokens)
     expected = run_experts_reference(*case)
     actual = run_experts_triton(*(tensor.to(triton_device) for tensor in case)).cpu()
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_every_configuration_names_every_constant() -> None:
+def test_every_configuration_has_every_constant() -> None:
     names = set(CANDIDATES[0])
     defaults = [
         default_configuration(n, 128, 8, torch.bfloat16) for n in (1, 9, 64, 256, 1024, 8192)

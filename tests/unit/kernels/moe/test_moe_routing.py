@@ -1,4 +1,4 @@
-"""Routing: the top k without a sort, and the alignment of pairs to tiles."""
+"""MoE routing: the top k without a sort, and the alignment of pairs to tiles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_routing_is_the_top_k_of_the_softmax(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_routed_in_float32(dtype: torch.dtype, triton_device: str) -> None:
-    logits = (torch.randperm(7 * 16).view(7, 16) / 16).to(dtype)  # no two alike
+    logits = (torch.randperm(7 * 16).view(7, 16) / 16).to(dtype)  # all distinct
     expected_weights, expected_ids = route_top_k_reference(logits, 4, True)
     weights, expert_ids = route_top_k_triton(logits.to(triton_device), 4, True)
     assert weights.dtype == dtype
@@ -41,13 +41,13 @@ def test_half_precision_is_routed_in_float32(dtype: torch.dtype, triton_device: 
     assert torch.equal(expert_ids.cpu(), expected_ids)
 
 
-def test_of_equal_logits_the_lowest_experts_are_taken(triton_device: str) -> None:
+def test_the_lowest_experts_of_equal_logits_are_chosen(triton_device: str) -> None:
     weights, expert_ids = route_top_k_triton(torch.zeros(2, 6, device=triton_device), 3, True)
     assert expert_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     torch.testing.assert_close(weights.cpu(), torch.full((2, 3), 1 / 3))
 
 
-def test_excluded_experts_are_taken_last_and_never_twice(triton_device: str) -> None:
+def test_excluded_experts_are_chosen_last_and_never_twice(triton_device: str) -> None:
     logits = torch.tensor([[float("-inf"), 1.0, float("-inf"), 2.0, float("-inf")]])
     weights, expert_ids = route_top_k_triton(logits.to(triton_device), 4, True)
     assert expert_ids.tolist() == [[3, 1, 0, 2]]
@@ -56,7 +56,7 @@ def test_excluded_experts_are_taken_last_and_never_twice(triton_device: str) -> 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_a_broken_logit_spoils_its_token_and_no_other(
+def test_a_nan_or_infinite_logit_affects_only_its_token(
     bad: float, renormalize: bool, triton_device: str
 ) -> None:
     logits = torch.randn(3, 6)
@@ -80,8 +80,8 @@ def test_logits_may_be_a_view(triton_device: str) -> None:
         (17, 4, 3, 16),
         (65, 9, 2, 32),
         (140, 2, 1, 64),
-        (2100, 3, 2, 64),
-    ],  # the last: more pairs than a chunk
+        (2100, 3, 2, 64),  # more pairs than a chunk
+    ],
 )
 def test_alignment_gives_every_expert_whole_tiles_in_order(
     num_tokens: int, num_experts: int, top_k: int, block_m: int, triton_device: str
@@ -107,6 +107,6 @@ def test_alignment_gives_every_expert_whole_tiles_in_order(
     )
 
 
-def test_no_tile_is_kept_for_experts_that_cannot_all_be_chosen() -> None:
+def test_the_maximum_number_of_tiles_is_limited_by_the_pairs() -> None:
     assert max_num_tiles(num_pairs=8, num_experts=128, block_m=16) == 8
     assert max_num_tiles(num_pairs=1024, num_experts=8, block_m=16) == 71
