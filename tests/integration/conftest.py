@@ -1,4 +1,4 @@
-"""Checkpoints and, per architecture, a prefill engine, a decode engine and a gateway over them."""
+"""Fixtures: checkpoints, and per architecture a prefill engine, a decode engine and a gateway."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from support.parity import reference_model
 from support.pods import Pod, Pods, pods
 
 ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")
+#: How the decode engine gets its blocks. Both modes are tested through the gateway.
 KV_MODES = {"llama": "push", "qwen3": "pull", "qwen3_moe": "push"}
-"""How the decode engine gets its blocks: each way is driven through the gateway by some of the stacks."""
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One small checkpoint per architecture."""
+    """Create one small checkpoint per architecture."""
     root = tmp_path_factory.mktemp("checkpoints")
     for arch in ARCHITECTURES:
         create_checkpoint(root / arch, arch, seed=5)
@@ -72,6 +72,6 @@ def stack(request, checkpoints, tmp_path_factory) -> Iterator[Stack]:
 
 @pytest.fixture
 def own_stack(checkpoints, tmp_path) -> Iterator[Stack]:
-    """For tests that kill things."""
+    """Start a stack for a test that kills processes."""
     with pods(tmp_path, 9) as group:
         yield start_stack("qwen3", checkpoints["qwen3"], group)

@@ -1,4 +1,7 @@
-"""Processes without the service's key against a running expert-parallel group: its coordinator, its ranks' links, their store."""
+"""Processes without the service key attack a running expert-parallel group.
+
+They try the coordinator, the links between ranks, and the store.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +74,13 @@ def group(checkpoint: Path, tmp_path: Path) -> Iterator[ExpertGroup]:
 
 
 class Attacker:
-    """Tries all doors with a key that is not the group's, or with none. Each attempt returns whether it got in."""
+    """Attacks with a given key. Each method returns whether the attempt succeeded."""
 
     def __init__(self, group: ExpertGroup, key: ServiceKey | None) -> None:
         self._group = group
         self._key = key
 
-    def asks_for_a_topology(self) -> bool:
+    def request_topology(self) -> bool:
         names = sorted(self._group.ranks)[:1]
         body = json.dumps({"operation_id": "forged", "members": names}).encode()
         headers = {} if self._key is None else {"Authorization": self._key.bearer}
@@ -91,8 +94,8 @@ class Attacker:
         assert refusal == (401, "Unauthorized")
         return False
 
-    def registers_as_a_rank(self) -> bool:
-        """As another process of a member's name, which would take the member's place."""
+    def register_as_rank(self) -> bool:
+        """Register under a member's name, which would replace the member."""
         name = min(self._group.ranks)
         forged = Member(name, "forged", self._group.coordinator.address, 1, 2, 3)
         generation = Generation(
@@ -104,18 +107,18 @@ class Attacker:
             3,
         )
         status = Status(forged, RankPhase.SERVING, NUM_EXPERTS, NUM_LAYERS, generation=generation)
-        return self._is_let_in(
+        return self._is_accepted(
             self._group.coordinator.address, COORDINATOR_PORT, msgspec.msgpack.encode(status)
         )
 
-    def sends_waves(self, rank: Pod) -> bool:
+    def send_waves(self, rank: Pod) -> bool:
         ports = link_ports(rank)
         assert ports, f"{rank.name} has no link\n{rank.tail()}"
         wave = msgspec.msgpack.encode(StartWave(10**9, "1000000000.x", 1))
-        entered = [self._is_let_in(rank.address, port, wave) for port in ports]
-        return any(entered)
+        accepted = [self._is_accepted(rank.address, port, wave) for port in ports]
+        return any(accepted)
 
-    def uses_the_store(self) -> bool:
+    def use_store(self) -> bool:
         host, port = self._group.topology().store.rsplit(":", 1)
         try:
             store = connect_store(StoreAddress(host, int(port)), 2.0, store_secret(self._key))
@@ -124,8 +127,8 @@ class Attacker:
             return False
         return bool(store.num_keys())
 
-    def _is_let_in(self, host: str, port: int, message: bytes) -> bool:
-        """ZeroMQ says so when the two sides have greeted each other."""
+    def _is_accepted(self, host: str, port: int, message: bytes) -> bool:
+        """Send a message, and return whether the ZeroMQ handshake succeeded."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with context, context.socket(zmq.DEALER) as attacker:
             attacker.linger = 0
@@ -135,14 +138,14 @@ class Attacker:
             attacker.connect(f"tcp://{host}:{port}")
             attacker.send(message)
             assert monitor.poll(int(DEADLINE_S * 1000)), f"no handshake with {host}:{port}"
-            entered = bool(recv_monitor_message(monitor)["event"] & zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            accepted = bool(recv_monitor_message(monitor)["event"] & zmq.EVENT_HANDSHAKE_SUCCEEDED)
             attacker.disable_monitor()
             monitor.close()
-        return entered
+        return accepted
 
 
 def link_ports(rank: Pod) -> list[int]:
-    """Where a rank listens and speaks ZeroMQ, without the engine's own port."""
+    """Return the ports on which a rank listens with ZeroMQ, except the engine's port."""
     listening = {
         each.laddr.port
         for each in psutil.Process(rank.process.pid).net_connections("tcp")
@@ -152,7 +155,7 @@ def link_ports(rank: Pod) -> list[int]:
 
 
 def _speaks_zmtp(host: str, port: int) -> bool:
-    """gloo answers nobody."""
+    """Return whether a server sends a ZMTP greeting. gloo sends nothing."""
     silent = contextlib.suppress(TimeoutError, ConnectionError)
     with silent, socket.create_connection((host, port), 2.0) as connection:
         return connection.recv(1) == b"\xff"
@@ -160,10 +163,9 @@ def _speaks_zmtp(host: str, port: int) -> bool:
 
 
 class Serving:
-    """Streams through the gateway until `stop`, in a thread."""
+    """A thread that sends streams through the gateway until `stop`."""
 
     def __init__(self, group: ExpertGroup) -> None:
-        assert group.gateway is not None
         self._load = Load(
             f"http://{group.gateway.address}:8080",
             width=3,
@@ -195,7 +197,7 @@ def assert_all_right(streams: list[Stream], model: torch.nn.Module, group: Exper
     assert_right_tokens(model, streams, "under attack")
 
 
-def test_without_the_key_nobody_gets_in_and_the_group_serves_and_grows(
+def test_attackers_without_the_key_are_refused_while_the_group_serves_and_grows(
     group: ExpertGroup, model: torch.nn.Module, tmp_path: Path
 ) -> None:
     before = group.topology()
@@ -204,52 +206,51 @@ def test_without_the_key_nobody_gets_in_and_the_group_serves_and_grows(
     try:
         for key in (None, ServiceKey.load(wrong_file)):
             attacker = Attacker(group, key)
-            assert not attacker.asks_for_a_topology()
-            assert not attacker.registers_as_a_rank()
-            assert not attacker.uses_the_store()
+            assert not attacker.request_topology()
+            assert not attacker.register_as_rank()
+            assert not attacker.use_store()
             for rank in list(group.ranks.values()):
-                assert not attacker.sends_waves(rank)
-        stranger = group.add_rank(wrong_file)
+                assert not attacker.send_waves(rank)
+        untrusted = group.add_rank(wrong_file)
         eventually(
-            lambda: "the coordinator at" in group.ranks[stranger].log.read_text(),
+            lambda: "the coordinator at" in group.ranks[untrusted].log.read_text(),
             timeout_s=DEADLINE_S,
-            what="a rank with another key says that it is not accepted",
+            what="a rank with another key logs that it was refused",
         )
         after = group.topology()
         assert (after.generation, after.desired) == (before.generation, before.desired)
         assert {(member.name, member.instance_id, member.phase) for member in after.members} == {
             (member.name, member.instance_id, member.phase) for member in before.members
         }
-        group.remove(stranger)
+        group.remove(untrusted)
         names = [*group.ranks, group.add_rank()]
         group.scale(names)
         served = len(serving.streams)
         eventually(
             lambda: len(serving.streams) > served,
             timeout_s=DEADLINE_S,
-            what="streams of three ranks",
+            what="streams on three ranks",
         )
     finally:
         streams = serving.stop()
     assert_all_right(streams, model, group)
 
 
-def test_with_the_key_the_same_attempts_succeed(group: ExpertGroup, tmp_path: Path) -> None:
-    """So they fail for want of the key alone."""
+def test_the_same_attempts_succeed_with_the_key(group: ExpertGroup, tmp_path: Path) -> None:
+    """The other attempts therefore fail only because of the key."""
     insider = Attacker(group, ServiceKey.load(str(tmp_path / "key")))
-    assert insider.uses_the_store()
-    assert all(insider.sends_waves(rank) for rank in group.ranks.values())
-    assert insider.asks_for_a_topology()
+    assert insider.use_store()
+    assert all(insider.send_waves(rank) for rank in group.ranks.values())
+    assert insider.request_topology()
     group.wait_for(sorted(group.ranks), timeout_s=DEADLINE_S)
-    assert insider.registers_as_a_rank()
+    assert insider.register_as_rank()
 
 
-def test_a_group_without_a_key_is_open(checkpoint: Path, tmp_path: Path) -> None:
-    """As on one's own machine."""
+def test_a_group_without_a_key_accepts_everyone(checkpoint: Path, tmp_path: Path) -> None:
     with pods(tmp_path, 45) as processes:
         group = ExpertGroup(processes, checkpoint)
         group.start(2)
-        stranger = Attacker(group, None)
-        assert stranger.uses_the_store()
-        assert all(stranger.sends_waves(rank) for rank in group.ranks.values())
-        assert stranger.asks_for_a_topology()
+        attacker = Attacker(group, None)
+        assert attacker.use_store()
+        assert all(attacker.send_waves(rank) for rank in group.ranks.values())
+        assert attacker.request_topology()

@@ -1,4 +1,4 @@
-"""The whole engine against `transformers`: six architectures, one worker and several, whatever the scheduler does."""
+"""The engine matches `transformers`: six architectures, one and several workers, all schedules."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def metric(llm: LLM, name: str) -> float:
 def check(
     case: Case, llm: LLM, what: str, *, count: int = 14, longest: int = 90, n: int = 1
 ) -> None:
-    """Greedy tokens by the tie rule, their log-probabilities within LOGPROB_TOLERANCE."""
-    some = prompts(count, VOCAB_SIZE, longest=longest, seed=7)
+    """Check greedy tokens by the tie rule, and their log-probabilities by LOGPROB_TOLERANCE."""
+    prompt_ids = prompts(count, VOCAB_SIZE, longest=longest, seed=7)
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, n=n
     )
-    results = llm.generate(some, params, use_tqdm=False)
+    results = llm.generate(prompt_ids, params, use_tqdm=False)
     for sample in range(n):
         outputs = [list(result.outputs[sample].token_ids) for result in results]
-        assert_greedy(case.reference, some, outputs, f"{case.name}, {what}")
-    for prompt, result in zip(some, results, strict=True):
+        assert_greedy(case.reference, prompt_ids, outputs, f"{case.name}, {what}")
+    for prompt, result in zip(prompt_ids, results, strict=True):
         for output in result.outputs:
             ids = torch.tensor([prompt + list(output.token_ids)])
             reference = case.reference(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -87,7 +87,7 @@ def check(
     "enable_prefix_caching", [True, False], ids=["prefix-cache", "no-prefix-cache"]
 )
 @pytest.mark.parametrize("chunk", [1, 5, 16, 512])
-def test_one_worker_in_chunks(case, chunk, enable_prefix_caching):
+def test_one_worker_with_chunked_prefill(case, chunk, enable_prefix_caching):
     with engine(
         case,
         max_num_batched_tokens=chunk,
@@ -96,14 +96,14 @@ def test_one_worker_in_chunks(case, chunk, enable_prefix_caching):
     ) as llm:
         count = 4 if chunk == 1 else 14
         check(case, llm, f"chunks of {chunk}", count=count)
-        if enable_prefix_caching and chunk > 1:  # again: the prompts come out of the cache
+        if enable_prefix_caching and chunk > 1:  # the prompts are now cached
             check(case, llm, f"chunks of {chunk}, cached", count=count)
             assert metric(llm, "baton:prefix_cache_hits_total") > 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_under_forced_preemption(case, mode):
-    # Room for the longest request and little more: those that run together push each other out.
+def test_preemption(case, mode):
+    # Few more blocks than the longest request needs, so that running requests preempt each other.
     with engine(
         case, num_blocks=10, max_num_batched_tokens=64, max_model_len=128, preemption_mode=mode
     ) as llm:

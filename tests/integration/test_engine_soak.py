@@ -1,6 +1,8 @@
-"""Random traffic against small engines, every answer compared with the same request alone: see support/integration/engine_soak.py.
+"""Random requests to small engines, with the responses of an idle engine as the reference.
 
-A few seeds always run. `BATON_SOAK_SECONDS=600 pytest tests/integration/test_engine_soak.py -k long -s` goes on with new ones.
+A few seeds always run. More run with
+`BATON_SOAK_SECONDS=600 pytest tests/integration/test_engine_soak.py -k long -s`.
+See support/integration/engine_soak.py.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from support.integration.engine_soak import Alone, Soak
+from support.integration.engine_soak import ReferenceEngine, Soak
 
 NUM_REQUESTS = 40
 SOAK_SECONDS = float(os.environ.get("BATON_SOAK_SECONDS", "0"))
@@ -24,30 +26,30 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
-    engine = Alone(checkpoint)
+def reference(checkpoint):
+    engine = ReferenceEngine(checkpoint)
     yield engine
     engine.close()
 
 
 @pytest.mark.parametrize("seed", [1, 3, 9, 11, 13, 15, 16, 17])
-def test_soak(checkpoint, alone, seed):
-    soak = Soak(checkpoint, alone, seed, NUM_REQUESTS)
+def test_soak(checkpoint, reference, seed):
+    soak = Soak(checkpoint, reference, seed, NUM_REQUESTS)
     soak.run()
     assert soak.num_compared > 0
 
 
 @pytest.mark.skipif(not SOAK_SECONDS, reason="set BATON_SOAK_SECONDS to run it")
 @pytest.mark.timeout(SOAK_SECONDS + 600)
-def test_long_soak(checkpoint, alone):
+def test_long_soak(checkpoint, reference):
     end = time.monotonic() + SOAK_SECONDS
     seed = first = int(os.environ.get("BATON_SOAK_SEED", "1000"))
     while time.monotonic() < end:
-        soak = Soak(checkpoint, alone, seed, NUM_REQUESTS)
+        soak = Soak(checkpoint, reference, seed, NUM_REQUESTS)
         try:
             soak.run()
         except BaseException:
-            print(f"seed {seed} fails; again: BATON_SOAK_SECONDS=1 BATON_SOAK_SEED={seed}")
+            print(f"seed {seed} fails; repeat it with BATON_SOAK_SECONDS=1 BATON_SOAK_SEED={seed}")
             raise
         print(f"seed {seed}: {soak.stats()}", flush=True)
         seed += 1

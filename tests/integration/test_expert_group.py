@@ -1,4 +1,4 @@
-"""Expert-parallel groups as processes: their tokens are the model's, for every size, while they grow, shrink and lose members."""
+"""Expert-parallel groups generate the model's tokens while they grow, shrink and lose members."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def group(checkpoint: Path, tmp_path: Path) -> Iterator[ExpertGroup]:
         yield ExpertGroup(processes, checkpoint, num_redundant_experts=1)
 
 
-def ask(group: ExpertGroup, numbers: list[int], width: int) -> list[Stream]:
-    assert group.gateway is not None
+def generate(group: ExpertGroup, numbers: list[int], width: int) -> list[Stream]:
     load = Load(
         f"http://{group.gateway.address}:8080",
         width=width,
@@ -59,27 +58,26 @@ def assert_all_right(
 
 
 def test_grows_shrinks_and_recovers(group: ExpertGroup, model: torch.nn.Module) -> None:
-    """1 -> 3 -> 2 (the first rank leaves), a member is killed, its successor comes. Uneven load, and one stream on three ranks."""
+    """1 -> 3 -> 2 ranks (the first one leaves), then a member is killed and restarted."""
     group.start(1)
     first = next(iter(group.ranks))
-    assert_all_right(ask(group, list(range(4)), 4), model, group, "one rank")
+    assert_all_right(generate(group, list(range(4)), 4), model, group, "one rank")
     names = [first, group.add_rank(), group.add_rank()]
     group.scale(names)
-    assert_all_right(ask(group, list(range(12)), 12), model, group, "three ranks")
-    assert_all_right(ask(group, [20], 1), model, group, "three ranks, two of them idle")
+    assert_all_right(generate(group, list(range(12)), 12), model, group, "three ranks")
+    assert_all_right(generate(group, [20], 1), model, group, "three ranks, two of them idle")
     group.scale(names[1:])
-    assert_all_right(ask(group, list(range(30, 36)), 6), model, group, "two ranks")
+    assert_all_right(generate(group, list(range(30, 36)), 6), model, group, "two ranks")
     group.ranks[names[2]].kill()
     group.wait_for([names[1]], timeout_s=60)
-    assert_all_right(ask(group, list(range(40, 44)), 4), model, group, "the survivor")
+    assert_all_right(generate(group, list(range(40, 44)), 4), model, group, "the survivor")
     group.ranks[names[2]].restart()
     group.wait_for(names[1:], timeout_s=60)
-    assert_all_right(ask(group, list(range(50, 56)), 6), model, group, "with the successor")
+    assert_all_right(generate(group, list(range(50, 56)), 6), model, group, "with the successor")
 
 
-async def six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream]]:
-    """Long ones, once all of them run."""
-    assert group.gateway is not None
+async def start_six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream]]:
+    """Start six long streams, and return once all of them run."""
     url = f"http://{group.gateway.address}:8080"
     load = Load(url, width=6, vocab_size=VOCAB_SIZE, max_tokens=(300, 400))
     streams = asyncio.create_task(load.replay(list(range(6))))
@@ -89,14 +87,14 @@ async def six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream]]:
     return streams
 
 
-def test_a_group_that_is_deleted_ends_its_requests_and_goes(
+def test_a_deleted_group_finishes_its_requests_and_exits(
     group: ExpertGroup, model: torch.nn.Module
 ) -> None:
-    """All ranks are told to shut down at once, long before their drain timeout of 30 s."""
+    """All ranks get SIGTERM at the same time, and exit well before the drain timeout of 30 s."""
     group.start(3)
 
     async def delete_under_load() -> list[Stream]:
-        streams = await six_streams(group)
+        streams = await start_six_streams(group)
         for rank in group.ranks.values():
             rank.process.send_signal(signal.SIGTERM)
         return list((await streams).values())
@@ -111,17 +109,20 @@ def test_a_group_that_is_deleted_ends_its_requests_and_goes(
 
 
 @pytest.mark.chaos
-def test_a_rank_that_hangs_in_a_step_is_left_out_and_its_requests_go_on(
+def test_a_rank_that_hangs_in_a_step_is_removed_and_its_requests_resume(
     checkpoint: Path, model: torch.nn.Module, tmp_path: Path
 ) -> None:
-    """One of its workers stands still; its engine answers. It takes as long as `step_stall_after_s` and `stall_after_s`."""
+    """One of its workers is frozen, while its engine responds.
+
+    Takes `step_stall_after_s` and `stall_after_s`.
+    """
     with pods(tmp_path, 38) as processes:
         group = ExpertGroup(processes, checkpoint, tensor_parallel_size=2)
         group.start(2)
         first, second = group.ranks
 
         async def hang_under_load() -> list[Stream]:
-            streams = await six_streams(group)
+            streams = await start_six_streams(group)
             worker = psutil.Process(group.ranks[second].process.pid).children()[0]
             worker.suspend()
             try:
@@ -135,10 +136,10 @@ def test_a_rank_that_hangs_in_a_step_is_left_out_and_its_requests_go_on(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("num_redundant_experts", [0, 3])
-def test_tokens_of_every_size(
+def test_groups_of_every_size_generate_the_models_tokens(
     checkpoint: Path, model: torch.nn.Module, tmp_path: Path, num_redundant_experts: int
 ) -> None:
-    """Greedy and seeded streams; all ranks busy, some idle, one alone. Eight ranks take a while to start: `make elastic`."""
+    """Greedy and seeded streams on busy and idle ranks. `make elastic` runs this slow test."""
     with pods(tmp_path, 36) as processes:
         group = ExpertGroup(processes, checkpoint, num_redundant_experts=num_redundant_experts)
         group.start(8, timeout_s=240)
@@ -151,5 +152,5 @@ def test_tokens_of_every_size(
                 ("one stream", range(100 * size + 40, 100 * size + 42), 1),
             ):
                 assert_all_right(
-                    ask(group, list(numbers), width), model, group, f"{size} ranks, {what}"
+                    generate(group, list(numbers), width), model, group, f"{size} ranks, {what}"
                 )

@@ -1,5 +1,7 @@
-"""Ranks that share the experts of one model, as their clients see them: the same connection, the same request, the same tokens,
-while the group changes around it. Real engine processes, groups and coordinator; no gateway."""
+"""Clients of expert-parallel ranks keep their requests and tokens while the group changes.
+
+The tests start engines and a coordinator, and no gateway.
+"""
 
 from __future__ import annotations
 
@@ -75,11 +77,12 @@ def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
 
 
-async def serve(client: EngineClient, asked: list[list[int]], name: str) -> list[list[int]]:
-    """The more is asked of a rank, the longer are the answers, too."""
-    length = LENGTH * len(asked) // 4
+async def generate(client: EngineClient, prompt_ids: list[list[int]], name: str) -> list[list[int]]:
+    """Generate from all prompts. The length of the outputs grows with the number of prompts."""
+    length = LENGTH * len(prompt_ids) // 4
     streams = [
-        client.add(request(f"{name}-{index}", prompt, length)) for index, prompt in enumerate(asked)
+        client.add(request(f"{name}-{index}", prompt, length))
+        for index, prompt in enumerate(prompt_ids)
     ]
     return [token_ids(await collect(stream)) for stream in streams]
 
@@ -89,9 +92,7 @@ async def scale(group: ExpertGroup, names: list[str]) -> None:
     await asyncio.to_thread(group.wait_for, names, timeout_s=DEADLINE_S)
 
 
-async def test_tokens_are_those_of_one_engine_for_one_two_and_three_ranks(
-    checkpoint, model, processes
-):
+async def test_one_two_and_three_ranks_generate_the_models_tokens(checkpoint, model, processes):
     group = ExpertGroup(processes, checkpoint)
     names = [group.add_rank() for _ in range(3)]
     asked = prompts(12, VOCAB_SIZE, longest=60)
@@ -101,18 +102,18 @@ async def test_tokens_are_those_of_one_engine_for_one_two_and_three_ranks(
             assert sorted(client.ready.data_parallel_rank for client in ranks.values()) == list(
                 range(size)
             )
-            # The first rank gets the most; the last one, alone, next to nothing.
+            # The first rank gets most prompts, the last one hardly any.
             shares = {name: asked[: 12 // (index + 1) ** 2] for index, name in enumerate(ranks)}
             answers = await asyncio.gather(
-                *(serve(ranks[name], share, name) for name, share in shares.items())
+                *(generate(ranks[name], share, name) for name, share in shares.items())
             )
         for (name, share), outputs in zip(shares.items(), answers, strict=True):
             assert_greedy(model, share, outputs, f"{name} of {size} ranks")
-    lent = group.ranks[names[2]].metric("baton:topology_num_steps_without_tokens_total")
-    assert lent > 0, "a rank without requests takes part in the steps of the others"
+    dummy_steps = group.ranks[names[2]].metric("baton:topology_num_steps_without_tokens_total")
+    assert dummy_steps > 0, "a rank without requests runs dummy batches"
 
 
-async def test_requests_in_flight_stay_where_they_are_while_the_group_grows_shrinks_and_loses_a_member(
+async def test_running_requests_keep_their_rank_while_the_group_changes(
     checkpoint, model, processes
 ):
     group = ExpertGroup(processes, checkpoint, num_redundant_experts=2)
@@ -120,37 +121,35 @@ async def test_requests_in_flight_stay_where_they_are_while_the_group_grows_shri
     await scale(group, names[:2])
     asked = prompts(4, VOCAB_SIZE, longest=40, seed=1)
     async with clients(group, names[:2]) as ranks:
-        stays, leaves = ranks[names[0]], ranks[names[1]]
+        staying, leaving = ranks[names[0]], ranks[names[1]]
 
         async def during(change: list[str], prompt: list[int], name: str) -> list[int]:
-            stream = stays.add(request(name, prompt, LONG))
+            stream = staying.add(request(name, prompt, LONG))
             outputs = [await anext(stream)]
             await scale(group, change)
             return token_ids(outputs + await collect(stream))
 
         answers = [await during(names, asked[0], "grows")]
-        given_back = leaves.add(request("r", asked[1], 4 * LONG))
-        said = [await anext(given_back)]
+        drained = leaving.add(request("r", asked[1], 4 * LONG))
+        outputs = [await anext(drained)]
         answers.append(await during([names[0], names[2]], asked[1], "shrinks"))
-        said += await collect(given_back)
-        assert said[-1].error_code is ErrorCode.DRAINING
-        part = token_ids(said[:-1])
-        stream = stays.add(request("breaks", asked[2], LONG))
+        outputs += await collect(drained)
+        assert outputs[-1].error_code is ErrorCode.DRAINING
+        part = token_ids(outputs[:-1])
+        stream = staying.add(request("recovers", asked[2], LONG))
         outputs = [await anext(stream)]
         group.ranks[names[2]].kill()
         answers.append(token_ids(outputs + await collect(stream)))
-        generation = stays.init.generation
+        generation = staying.init.generation
     assert_greedy(model, asked[:3], answers, "through three changes")
-    assert_greedy(model, [asked[1]], [part], "given back")
+    assert_greedy(model, [asked[1]], [part], "drained")
     status, body = group.ranks[names[0]].get(ENGINE_HTTP_PORT, "/ready")
     assert (status, generation) == (200, group.topology().generation), body
     pauses = group.ranks[names[0]].metric("baton:topology_commit_pause_seconds_count")
     assert pauses == 4, "formed, grown, shrunk and recovered"
 
 
-async def test_ranks_of_two_workers_each_go_on_when_one_of_them_is_killed(
-    checkpoint, model, processes
-):
+async def test_a_rank_of_two_workers_survives_the_death_of_another(checkpoint, model, processes):
     group = ExpertGroup(processes, checkpoint, tensor_parallel_size=2)
     names = [group.add_rank() for _ in range(2)]
     await scale(group, names)

@@ -1,4 +1,4 @@
-"""Engine, hand-off and gateway as processes, without Kubernetes: the tokens are the reference's, and the KV cache was moved."""
+"""Engines and a gateway as processes: the tokens are the reference's, and the KV cache is moved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.parity import assert_greedy, prompts
 from support.pods import pods
 
 
-async def test_engine_alone_is_greedy_equal_to_transformers(stack):
+async def test_an_engine_alone_generates_the_greedy_tokens_of_transformers(stack):
     asked = prompts(32, VOCAB, longest=150, seed=1)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     async with EngineClient(stack.prefill.address, ENGINE_PORT, client_id="test") as client:
@@ -32,7 +32,7 @@ async def test_engine_alone_is_greedy_equal_to_transformers(stack):
     assert_greedy(stack.reference, asked, list(outputs), f"{stack.arch} engine alone")
 
 
-async def test_whole_path_is_greedy_equal_and_decode_computes_no_prompt_token(stack):
+async def test_a_hand_off_gives_greedy_tokens_without_computing_the_prompt_again(stack):
     asked = prompts(32, VOCAB, longest=150, seed=2)
     before = stack.decode.metric("baton:prompt_tokens_computed_total")
     sent_before = stack.prefill.metric("baton:prompt_tokens_computed_total")
@@ -47,7 +47,7 @@ async def test_whole_path_is_greedy_equal_and_decode_computes_no_prompt_token(st
     assert moved >= sum(map(len, asked))
 
 
-async def test_a_seed_gives_the_same_tokens_again_whatever_runs_beside(stack):
+async def test_a_seed_gives_the_same_tokens_beside_other_requests(stack):
     prompt = list(range(20, 60))
     alone = await complete(stack.url, prompt, temperature=1.0, seed=1234)
     crowd = [
@@ -63,8 +63,8 @@ async def test_a_seed_gives_the_same_tokens_again_whatever_runs_beside(stack):
     assert other != alone
 
 
-async def test_any_engine_continues_what_another_began(stack):
-    """Prompt + generated ids + seed are all that a pod needs to go on."""
+async def test_an_engine_continues_the_request_of_another_engine(stack):
+    """A pod needs only the prompt, the generated ids and the seed to continue."""
     params = SamplingParams(
         temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=99, max_tokens=40, ignore_eos=True
     )
@@ -85,7 +85,7 @@ async def test_any_engine_continues_what_another_began(stack):
             assert rest == whole
 
 
-async def test_prefill_death_is_survived_and_its_return_used(own_stack):
+async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_restart(own_stack):
     prompt = list(range(30, 130))
     expected = await complete(own_stack.url, prompt)
     own_stack.prefill.kill()
@@ -93,19 +93,19 @@ async def test_prefill_death_is_survived_and_its_return_used(own_stack):
     own_stack.prefill.restart()
     own_stack.prefill.wait_ready(ENGINE_HTTP_PORT)
 
-    async def handed_over() -> bool:
+    async def is_handed_over() -> bool:
         before = own_stack.decode.metric("baton:prompt_tokens_remote_total")
         fresh = prompts(1, VOCAB, longest=100, seed=int(before) + 77)[0] * 40
         await complete(own_stack.url, fresh[:90], 4)
         return own_stack.decode.metric("baton:prompt_tokens_remote_total") > before
 
     async with asyncio.timeout(120):
-        while not await handed_over():
+        while not await is_handed_over():
             await asyncio.sleep(0.2)
 
 
-async def test_decode_death_is_survived_by_running_requests(own_stack):
-    """The gateway knows every token it sent: the pod that comes back goes on where the dead one stopped."""
+async def test_running_requests_survive_the_death_of_the_decode_engine(own_stack):
+    """The gateway resends the tokens so far, and the restarted pod continues after them."""
     asked = prompts(4, VOCAB, longest=60)
     running = [asyncio.create_task(complete(own_stack.url, prompt, 400)) for prompt in asked]
     async with asyncio.timeout(60):
@@ -120,7 +120,7 @@ async def test_decode_death_is_survived_by_running_requests(own_stack):
     assert_greedy(own_stack.reference, asked, list(resumed), "resumed")
 
 
-async def test_drain_on_sigterm_ends_running_streams_and_exits_zero(own_stack):
+async def test_sigterm_drains_running_streams_and_exits_zero(own_stack):
     async with openai.AsyncOpenAI(
         base_url=own_stack.url, api_key="unused", max_retries=0
     ) as client:
@@ -142,7 +142,7 @@ async def test_drain_on_sigterm_ends_running_streams_and_exits_zero(own_stack):
     assert own_stack.decode.process.wait(timeout=60) == 0
 
 
-async def test_a_tiny_block_pool_preempts_and_still_gives_the_references_tokens(
+async def test_a_tiny_block_pool_preempts_and_gives_the_references_tokens(
     checkpoints, stack, tmp_path
 ):
     if stack.arch != "qwen3":

@@ -1,6 +1,6 @@
-"""Hand-off between engines of one and of two tensor ranks, in all directions, read and written: the reference's tokens.
+"""Hand-off between engines of one and two tensor ranks gives the reference's tokens.
 
-Also when a load ends badly on one rank only, when requests are aborted on either side, and when prefixes were evicted meanwhile.
+The tests cover pull and push, loads that fail on one rank, aborted requests and evicted prefixes.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from support.pods import KV_TRANSPORT
 
 VOCAB = 500
 MAX_TOKENS = 12
+#: Part of the ids of transfers that fail on one of two ranks.
 SPOILED = "spoiled"
-"""In the ids of transfers that end badly on one of two ranks."""
+#: Tensor ranks, KV transfer mode, worker class, and number of device blocks.
 ENGINES = {
     "one": (1, "push", f"{__name__}.StagedWorker", 128),
     "left": (2, "pull", f"{__name__}.SpoilingWorker", 40),
     "right": (2, "push", f"{__name__}.SpoilingWorker", 128),
 }
-"""Tensor ranks, how the engine gets its blocks, its workers' class, and its blocks on the device."""
 IDLE_S = 0.05
+#: More rounds of steps than any hand-off takes.
 STEPS = 20_000
-"""More than any hand-off takes; each waits for a transfer if there is nothing to compute."""
 
 
 class StagedWorker(Worker):
-    """Moves its blocks through slots of host memory, as it would those of a GPU; there are fewer slots than blocks."""
+    """Stages its blocks in host memory, as for a GPU, with fewer slots than blocks."""
 
     def make_peer_memory(self, cache: torch.Tensor, layout: KVCacheLayout) -> PeerMemory:
         return PeerMemory(cache, layout, 24 * layout.block_nbytes, staged=True)
 
 
 class SpoilingWorker(Worker):
-    """Its second rank expects blocks that the producer does not have."""
+    """Its second rank requests blocks that the producer does not have."""
 
     def execute_model(self, step: SchedulerOutput) -> None:
         if self.rank == 1:
@@ -73,7 +73,7 @@ class SpoilingWorker(Worker):
 
 
 class Engines:
-    """Engine cores that hand requests to each other, stepped in turn as their processes would."""
+    """Engine cores that hand requests over to each other, stepped in turn."""
 
     def __init__(self, checkpoint: str) -> None:
         self._awake = threading.Event()
@@ -112,11 +112,11 @@ class Engines:
         transfers: str = "",
         aborts: dict[int, tuple[int, str]] | None = None,
     ) -> list[list[int]]:
-        """Prefills on one engine, decodes on another; returns the generated tokens.
+        """Prefill on one engine, decode on another, and return the generated tokens.
 
         Args:
-            transfers: begins their ids.
-            aborts: before which round of steps a prompt's request is aborted, and on which engine.
+            transfers: the prefix of the transfer ids.
+            aborts: prompt number -> the round before which its request is aborted, and the engine.
         """
         aborts = aborts or {}
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -179,10 +179,10 @@ def reference(checkpoints):
     ("producer", "consumer"),
     [("one", "left"), ("one", "right"), ("left", "one"), ("left", "right"), ("right", "left")],
 )
-def test_tokens_are_the_references_whatever_the_sizes_of_the_two_sides(
+def test_engines_of_all_sizes_hand_over_the_references_tokens(
     engines: Engines, reference, producer: str, consumer: str
 ) -> None:
-    """Greedy, and computed from KV that came from the other engine, all of it, of which nothing is held afterwards."""
+    """The consumer computes no prompt token, and no block is held afterwards."""
     asked = prompts(
         6,
         VOCAB,
@@ -202,7 +202,9 @@ def test_tokens_are_the_references_whatever_the_sizes_of_the_two_sides(
         assert core.get_stats().kv_cache_usage == 0
 
 
-def test_what_both_ranks_evicted_comes_back_from_host_memory(engines: Engines, reference) -> None:
+def test_blocks_evicted_by_both_ranks_are_restored_from_host_memory(
+    engines: Engines, reference
+) -> None:
     asked = prompts(24, VOCAB, longest=150, seed=300)
     stats = engines.cores["left"].get_stats()
     restored, computed = stats.offload_blocks_restored, stats.prompt_tokens_computed
@@ -211,11 +213,11 @@ def test_what_both_ranks_evicted_comes_back_from_host_memory(engines: Engines, r
         assert_greedy(reference, asked, outputs, turn)
     stats = engines.cores["left"].get_stats()
     assert stats.offload_blocks_restored > restored
-    assert stats.prompt_tokens_computed == computed, "the rest came from the other engine again"
+    assert stats.prompt_tokens_computed == computed, "the other blocks are transferred again"
 
 
 @pytest.mark.parametrize("consumer", ["left", "right"])
-def test_what_one_rank_did_not_get_is_computed_on_both(
+def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(
     engines: Engines, reference, consumer: str
 ) -> None:
     asked = prompts(4, VOCAB, longest=90, seed=100 + list(ENGINES).index(consumer))
@@ -233,7 +235,7 @@ def test_what_one_rank_did_not_get_is_computed_on_both(
     ("producer", "consumer"), [("left", "right"), ("right", "left"), ("one", "left")]
 )
 @pytest.mark.parametrize("transfers", ["", SPOILED])
-def test_nothing_is_held_after_aborts_at_any_time_on_either_side(
+def test_an_abort_on_either_side_leaves_no_block(
     engines: Engines, reference, producer: str, consumer: str, transfers: str
 ) -> None:
     asked = prompts(12, VOCAB, longest=120, seed=200 + list(ENGINES).index(producer))

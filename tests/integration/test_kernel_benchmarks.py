@@ -1,4 +1,4 @@
-"""The kernels' benchmark and tuner run all measurements with tiny sizes, on Triton's interpreter."""
+"""The kernel benchmark and tuner run all measurements with tiny sizes in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ PARTS = {
 
 
 def output_of(script: str, *arguments: str) -> str:
-    """Return the output of a script that must succeed."""
+    """Return the output of a script, which must succeed."""
     process = subprocess.run(
         [sys.executable, BENCHMARKS / "kernels" / script, "--quick", *arguments],
         env=os.environ
-        | {"PYTHONPATH": str(BENCHMARKS), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        | {
+            "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path]),
+            "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,7 +44,7 @@ def output_of(script: str, *arguments: str) -> str:
 
 
 def test_every_part_of_the_benchmark_runs() -> None:
-    """Each checks its kernels against their references and peers before it measures."""
+    """Each part compares its kernels with their references before it measures them."""
     assert set(output_of("bench.py").splitlines()) >= PARTS
 
 

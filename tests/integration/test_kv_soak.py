@@ -1,6 +1,8 @@
-"""Random KV transfers between engines that cancel, die, freeze and damage what they carry: see support/kv_transfer/kv_soak.py.
+"""Random KV transfers between engines that cancel, die, freeze and corrupt blocks.
 
-A short one always runs. `BATON_SOAK_TRANSFERS=10000 pytest tests/integration/test_kv_soak.py -k long -s` is the long one.
+A short soak test always runs. The long one runs with
+`BATON_SOAK_TRANSFERS=10000 pytest tests/integration/test_kv_soak.py -k long -s`.
+See support/kv_transfer/kv_soak.py.
 """
 
 from __future__ import annotations
@@ -31,27 +33,26 @@ def consumer(name: str, transport: str, mode: str, *heads: int, **options: objec
 
 
 def run(soak: Soak) -> None:
-    """Prints what happened, and how to see it again."""
+    """Run the soak test, and print its seed and counts."""
     started = time.monotonic()
     try:
         soak.run()
     finally:
-        print(
-            f"BATON_SOAK_SEED={SEED}, {time.monotonic() - started:.0f} s: {dict(sorted(soak.counts.items()))}"
-        )
+        took_s = time.monotonic() - started
+        print(f"BATON_SOAK_SEED={SEED}, {took_s:.0f} s: {dict(sorted(soak.counts.items()))}")
     assert soak.counts["blocks right"]
     assert soak.counts["loads whole"] > soak.counts["loads cut short"]
-    # These producers die and are cut off, but say nothing that cannot be; and all engines fit each other.
+    # Producers die and are disconnected, but send only valid messages. All engines are compatible.
     assert not any(soak.counts[f"failed: {reason}"] for reason in UNEXPECTED), soak.unexpected
 
 
-def with_key(folder: Path) -> dict[str, str]:
+def key_options(folder: Path) -> dict[str, str]:
     (folder / "key").write_text("the service key of the soak")
     return {"service_key_file": str(folder / "key")}
 
 
 def test_soak(tmp_path: Path) -> None:
-    keyed = with_key(tmp_path)
+    keyed = key_options(tmp_path)
     one_process = [
         producer("p0", "inproc", 2, 2),
         consumer("pull0", "inproc", "pull", 4),
@@ -70,7 +71,7 @@ def test_soak(tmp_path: Path) -> None:
 @pytest.mark.skipif(not NUM_TRANSFERS, reason="set BATON_SOAK_TRANSFERS to run it")
 @pytest.mark.timeout(NUM_TRANSFERS * 0.2 + 600)
 def test_long_soak(tmp_path: Path) -> None:
-    keyed = with_key(tmp_path)
+    keyed = key_options(tmp_path)
     processes = [
         [
             producer("p0", "inproc", 2, 2),

@@ -1,4 +1,4 @@
-"""Prefixes that the cache evicted come back from host memory: the same greedy tokens as computed ones."""
+"""Prefixes restored from host memory give the same greedy tokens as computed ones."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint) -> list[list[int]]:
-    """By prompt of all turns."""
+    """Return the tokens of all turns without a prefix cache."""
     return generate(checkpoint, max_tokens=MAX_TOKENS, enable_prefix_caching=False)[0]
 
 
 def prompts(turn: int) -> list[list[int]]:
-    """Each with a long beginning that it has in common with one of the other turns."""
+    """Return prompts that share long prefixes with those of the other turns."""
     return [
         [3 + (7 * prefix + 11 * position) % (VOCAB_SIZE - 3) for position in range(PREFIX_TOKENS)]
         + [5 + turn, 9]
@@ -43,7 +43,7 @@ def prompts(turn: int) -> list[list[int]]:
 def generate(
     checkpoint, *, max_tokens: int, **options: Any
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """The tokens of all turns, and the engine's metrics."""
+    """Return the tokens of all turns and the engine's metrics."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     llm = LLM(str(checkpoint), dtype="float32", num_threads=1, max_model_len=128, **options)
     try:

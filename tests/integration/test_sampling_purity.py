@@ -1,4 +1,4 @@
-"""What is sampled depends on the prompt, the parameters and the seed, and on nothing the engine does: the whole engine."""
+"""Sampled tokens depend only on the prompt, the parameters and the seed, not on the engine."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ PARAMS = [
         )
     )
 ]
-Tokens = list[list[list[int]]]
-"""Per prompt and sample."""
+Tokens = list[list[list[int]]]  # per prompt and sample
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> Tokens:
-    """Each prompt as the only one of an engine that has room for all."""
+    """Return the tokens of each prompt alone, in an engine with enough blocks."""
     with make_llm(checkpoint) as llm:
         return [sampled(llm, [index])[0] for index in range(len(PROMPTS))]
 
@@ -83,7 +82,7 @@ def preemptions(llm: LLM) -> float:
     )
 
 
-def test_samples_of_one_prompt_differ_and_the_first_is_the_only_one(
+def test_samples_of_a_prompt_differ_and_the_first_equals_a_single_sample(
     checkpoint: Path, alone: Tokens
 ):
     three = alone[5]
@@ -102,10 +101,10 @@ def test_samples_of_one_prompt_differ_and_the_first_is_the_only_one(
     [
         pytest.param({}, id="in a batch"),
         pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 16}, id="in chunks"),
-        pytest.param({"max_num_seqs": 3}, id="few at once"),
+        pytest.param({"max_num_seqs": 3}, id="few at a time"),
         pytest.param({"enable_prefix_caching": False}, id="without prefix cache"),
-        pytest.param({"async_scheduling": True}, id="scheduled ahead"),
-        pytest.param({"async_scheduling": False}, id="scheduled in step"),
+        pytest.param({"async_scheduling": True}, id="asynchronous"),
+        pytest.param({"async_scheduling": False}, id="synchronous"),
         pytest.param({"tensor_parallel_size": 2}, id="on two tensor ranks"),
     ],
 )
@@ -114,25 +113,23 @@ def test_tokens_do_not_depend_on_the_engine(
 ):
     with make_llm(checkpoint, **options) as llm:
         assert sampled(llm, list(range(len(PROMPTS)))) == alone
-        backwards = list(reversed(range(len(PROMPTS))))
-        assert sampled(llm, backwards) == [alone[index] for index in backwards], (
-            "the second time, others beside them"
-        )
+        backwards = list(reversed(range(len(PROMPTS))))  # other neighbours in each batch
+        assert sampled(llm, backwards) == [alone[index] for index in backwards]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_tokens_do_not_depend_on_preemption(checkpoint: Path, alone: Tokens, mode: str):
-    # The largest group alone has room.
+    # Enough blocks only for the largest group.
     with make_llm(
         checkpoint, preemption_mode=mode, num_blocks=20, swap_memory_bytes=2**22, watermark=0.0
     ) as llm:
         assert sampled(llm, list(range(len(PROMPTS)))) == alone
-        assert preemptions(llm) > 0, "memory was to be short"
+        assert preemptions(llm) > 0, "nothing was preempted"
 
 
 @pytest.fixture(scope="module")
 def another_core(checkpoint: Path) -> Iterator[EngineCore]:
-    """An engine that has not seen the first tokens."""
+    """Start an engine that has not generated the first tokens."""
     config = engine_config(checkpoint, arguments(max_num_batched_tokens=32))
     executor = load_executor_class(executor_name(config))(
         config, uuid.uuid4().hex, threading.Event().set
@@ -142,7 +139,7 @@ def another_core(checkpoint: Path) -> Iterator[EngineCore]:
     core.shutdown()
 
 
-def test_another_engine_continues_as_the_first_would_have(
+def test_another_engine_continues_with_the_same_tokens(
     checkpoint: Path, alone: Tokens, another_core: EngineCore
 ):
     with make_llm(checkpoint) as llm:
@@ -150,7 +147,7 @@ def test_another_engine_continues_as_the_first_would_have(
     continued: dict[str, list[int]] = {}
     expected: dict[str, list[int]] = {}
     for index, (prompt, params, wire) in enumerate(zip(PROMPTS, PARAMS, wires, strict=True)):
-        if params.best_of is not None:  # their order is not that of the sample indices
+        if params.best_of is not None:  # samples are not in the order of their indices
             continue
         for sample_index, tokens in enumerate(alone[index]):
             for known in (1, 5, len(tokens) - 1):

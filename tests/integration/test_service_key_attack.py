@@ -1,7 +1,7 @@
-"""Processes without a service's key knock at its running engines while these serve: they get nothing and change nothing.
+"""Untrusted processes attack running engines: they get no data and change nothing.
 
-Three kinds: without any key, with another service's, and one that has learned the servers' public key. They use our own clients,
-so what they say would be understood if it were heard.
+An attacker has no key, the key of another service, or only the servers' public key. It uses Baton's
+own clients, so an engine that accepted its messages would understand them.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from support.waiting import eventually
 KEY_TEXT = "5e" * 32
 KEY = ServiceKey(KEY_TEXT.encode())
 DEADLINE_S = 60.0
+#: File descriptors that metrics and requests of users need briefly.
 SPARE = 4
-"""Descriptors that metrics and users' requests need for a moment."""
+#: How long an attacker waits for a response that must not come. A valid one takes milliseconds.
 SILENCE_S = 1.0
-"""So long a stranger waits for an answer that must not come; ours come within milliseconds."""
 
 
 class WithPublicKey(ServiceKey):
-    """Has seen the servers' public key, and nothing else."""
+    """The key of an attacker that has only the servers' public key."""
 
     def __init__(self) -> None:
-        super().__init__(b"a key that the attacker made up")
+        super().__init__(b"the key that an attacker invented")
 
     def protect_client(self, socket: zmq.Socket[Any]) -> None:
         socket.curve_serverkey = KEY._curve_keys("server")[0]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
-STRANGERS: dict[str, ServiceKey | None] = {
+ATTACKERS: dict[str, ServiceKey | None] = {
     "no key": None,
     "another key": ServiceKey(b"the key of another service"),
     "the servers' public key": WithPublicKey(),
@@ -95,11 +95,11 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Meanwhile users' requests run, one after the other in two lanes; afterwards they were all answered, by hand-off."""
+        """Run requests of two users during the block. All are answered by hand-off."""
         stop = asyncio.Event()
         answered = 0
 
-        async def lane(seed: int) -> None:
+        async def user(seed: int) -> None:
             nonlocal answered
             serial = 0
             while not stop.is_set() or not answered:
@@ -108,14 +108,14 @@ class Service:
                 assert len(await complete(self.url, prompt, 16)) == 16
                 answered += 1
 
-        lanes = [asyncio.create_task(lane(1000 * (int(time.monotonic()) + n))) for n in range(2)]
+        users = [asyncio.create_task(user(1000 * (int(time.monotonic()) + n))) for n in range(2)]
         moved = self.decode.metric("baton:kv_transfer_bytes_received_total")
         try:
             yield
         finally:
             stop.set()
             async with asyncio.timeout(DEADLINE_S):
-                await asyncio.gather(*lanes)
+                await asyncio.gather(*users)
         assert self.decode.metric("baton:kv_transfer_bytes_received_total") > moved
         assert "reconnecting" not in self.gateway.log.read_text()
 
@@ -146,7 +146,7 @@ def service(
         yield Service(group, checkpoint, prefill, decode, gateway)
 
 
-def refused(pod: Pod, door: str) -> float:
+def num_refused(pod: Pod, door: str) -> float:
     _, body = pod.get(ENGINE_HTTP_PORT, "/metrics")
     (line,) = [
         line
@@ -154,6 +154,14 @@ def refused(pod: Pod, door: str) -> float:
         if line.startswith(f'baton:access_refused_total{{door="{door}"}}')
     ]
     return float(line.split()[-1])
+
+
+def write_key(folder: Path, kind: str) -> str:
+    """Return the key file of a process with "no key" or "another key"."""
+    if kind == "no key":
+        return ""
+    (folder / "key").write_text("another service's key")
+    return str(folder / "key")
 
 
 def post(pod: Pod, path: str, authorization: str | None) -> int:
@@ -176,42 +184,42 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-# The engines' ROUTER: work and utility calls
+# The engines' ROUTER socket: requests and utility calls
 
 
-@pytest.mark.parametrize("who", STRANGERS)
-async def test_an_engine_does_not_take_a_stranger_for_a_client(service: Service, who: str):
+@pytest.mark.parametrize("attacker", ATTACKERS)
+async def test_an_engine_refuses_the_connection_of_an_attacker(service: Service, attacker: str):
     async with service.serving():
         for pod in service.engines:
-            before = refused(pod, "engine")
+            before = num_refused(pod, "engine")
             client = EngineClient(
-                pod.address, ENGINE_PORT, client_id="stranger", service_key=STRANGERS[who]
+                pod.address, ENGINE_PORT, client_id="attacker", service_key=ATTACKERS[attacker]
             )
             with pytest.raises(EngineDeadError, match=r"cannot connect: tcp://.*"):
                 await client.connect(DEADLINE_S)
             await asyncio.to_thread(
                 eventually,
-                lambda pod=pod, before=before: refused(pod, "engine") > before,
+                lambda pod=pod, before=before: num_refused(pod, "engine") > before,
                 timeout_s=DEADLINE_S,
-                what=f"{pod.name} counts the stranger",
+                what=f"{pod.name} counts the refusal",
             )
-            assert "client stranger connected" not in pod.log.read_text()
+            assert "client attacker connected" not in pod.log.read_text()
 
 
-@pytest.mark.parametrize("who", STRANGERS)
-async def test_work_that_a_stranger_sends_without_asking_is_never_done(service: Service, who: str):
-    """Not even if it knows the instance id and does not wait for any answer."""
+@pytest.mark.parametrize("attacker", ATTACKERS)
+async def test_an_engine_ignores_requests_of_an_attacker(service: Service, attacker: str):
+    """The attacker has the instance id, and sends without waiting for a handshake."""
     request_id = f"stolen-{uuid.uuid4().hex}"
     for pod in service.engines:
         async with EngineClient(
-            pod.address, ENGINE_PORT, client_id="friend", service_key=KEY
-        ) as friend:
-            await friend.connect(DEADLINE_S)
-            await friend.wait_ready(DEADLINE_S)
+            pod.address, ENGINE_PORT, client_id="trusted", service_key=KEY
+        ) as client:
+            await client.connect(DEADLINE_S)
+            await client.wait_ready(DEADLINE_S)
             before = pod.metric("baton:generation_tokens_total")
             with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
                 dealer.linger = 0
-                if (key := STRANGERS[who]) is not None:
+                if (key := ATTACKERS[attacker]) is not None:
                     key.protect_client(dealer)
                 dealer.connect(f"tcp://{pod.address}:{ENGINE_PORT}")
                 for kind, payload in (
@@ -224,41 +232,35 @@ async def test_work_that_a_stranger_sends_without_asking_is_never_done(service: 
                     (EngineCoreRequestType.UTILITY, UtilityRequest(1, "pause", ["abort"])),
                     (EngineCoreRequestType.UTILITY, UtilityRequest(2, "sleep", [2])),
                 ):
-                    with contextlib.suppress(zmq.Again):  # turned away already
+                    with contextlib.suppress(zmq.Again):  # already disconnected
                         parts = [
                             kind.value,
-                            friend.instance_id.encode(),
+                            client.instance_id.encode(),
                             msgspec.msgpack.encode(payload),
                         ]
                         dealer.send_multipart(parts, zmq.NOBLOCK)
                 assert not await asyncio.to_thread(dealer.poll, int(SILENCE_S * 1000))
             assert pod.metric("baton:generation_tokens_total") == before
-            assert await friend.call("is_paused") is False
-            assert await friend.call("is_sleeping") is False
-            assert (
-                len(
-                    await generate(
-                        friend, EngineCoreRequest(uuid.uuid4().hex, [1, 2, 3], greedy(4))
-                    )
-                )
-                == 4
-            )
+            assert await client.call("is_paused") is False
+            assert await client.call("is_sleeping") is False
+            request = EngineCoreRequest(uuid.uuid4().hex, [1, 2, 3], greedy(4))
+            assert len(await generate(client, request)) == 4
         assert request_id not in pod.log.read_text()
         assert "thief" not in pod.log.read_text()
 
 
-# HTTP: what changes something
+# HTTP: admin requests
 
 
 @pytest.mark.parametrize(
-    "authorization", [None, "Bearer", f"Bearer {KEY_TEXT}", STRANGERS["another key"].bearer]
+    "authorization", [None, "Bearer", f"Bearer {KEY_TEXT}", ATTACKERS["another key"].bearer]
 )  # type: ignore[union-attr]
-async def test_admin_requests_of_strangers_change_nothing(
+async def test_admin_requests_without_the_key_are_refused(
     service: Service, authorization: str | None
 ):
     async with service.serving():
         for pod in service.engines:
-            before = refused(pod, "http")
+            before = num_refused(pod, "http")
             paths = [
                 "/drain",
                 "/pause?mode=abort",
@@ -268,14 +270,13 @@ async def test_admin_requests_of_strangers_change_nothing(
             ]
             for path in paths:
                 assert await asyncio.to_thread(post, pod, path, authorization) == 401
-            assert refused(pod, "http") == before + len(paths)
+            assert num_refused(pod, "http") == before + len(paths)
             assert pod.get(ENGINE_HTTP_PORT, "/drain")[1].startswith('{"draining":false')
             for open_path in ("/health", "/ready", "/metrics"):
                 assert pod.get(ENGINE_HTTP_PORT, open_path)[0] == 200
 
 
-def test_the_gateway_changes_nothing_for_anyone(service: Service):
-    """It has no admin requests at all: whoever may use the service can ask for text, and no more."""
+def test_the_gateway_has_no_admin_requests(service: Service):
     for path in ("/drain", "/pause", "/sleep", "/metrics", "/ready", "/health"):
         url = f"http://{service.gateway.address}:{GATEWAY_PORT}{path}"
         for authorization in (None, KEY.bearer):
@@ -290,51 +291,49 @@ def test_the_gateway_changes_nothing_for_anyone(service: Service):
 # The KV side channel
 
 
-@pytest.mark.parametrize("who", STRANGERS)
-async def test_the_kv_side_channel_does_not_speak_with_strangers(service: Service, who: str):
-    """They know the protocol, the instance id and the compatibility hash, and hear not even WELCOME."""
+@pytest.mark.parametrize("attacker", ATTACKERS)
+async def test_the_kv_side_channel_does_not_answer_an_attacker(service: Service, attacker: str):
+    """The attacker has the instance id and the compatibility hash, and receives no WELCOME."""
     async with EngineClient(
-        service.prefill.address, ENGINE_PORT, client_id="friend", service_key=KEY
-    ) as friend:
-        init = await friend.connect(DEADLINE_S)
+        service.prefill.address, ENGINE_PORT, client_id="trusted", service_key=KEY
+    ) as client:
+        init = await client.connect(DEADLINE_S)
     hello = side_channel.Hello(
         side_channel.VERSION, init.config_hash, "D", init.instance_id, auth.new_nonce()
     )
     before = service.prefill.metric("baton:kv_transfer_handshakes_refused_total")
 
-    def counted() -> bool:
+    def is_counted() -> bool:
         return service.prefill.metric("baton:kv_transfer_handshakes_refused_total") > before
 
     async with service.serving():
         with zmq.Context() as context:
             context.linger = 0
-            for key, hears in ((STRANGERS[who], False), (KEY, True)):
+            for key, is_answered in ((ATTACKERS[attacker], False), (KEY, True)):
                 with context.socket(zmq.DEALER) as dealer:
                     if key is not None:
                         key.protect_client(dealer)
                     dealer.connect(f"tcp://{service.prefill.address}:{KV_PORT}")
                     with contextlib.suppress(zmq.Again):
                         dealer.send(side_channel.encode(hello), zmq.NOBLOCK)
-                    timeout_s = DEADLINE_S if hears else SILENCE_S
-                    assert (
-                        bool(await asyncio.to_thread(dealer.poll, int(timeout_s * 1000))) == hears
-                    )
-                    if hears:
+                    timeout_s = DEADLINE_S if is_answered else SILENCE_S
+                    received = await asyncio.to_thread(dealer.poll, int(timeout_s * 1000))
+                    assert bool(received) == is_answered
+                    if is_answered:
                         assert isinstance(
                             side_channel.decode_to_consumer(dealer.recv()), side_channel.Welcome
                         )
         await asyncio.to_thread(
-            eventually, counted, timeout_s=DEADLINE_S, what="the refusal is counted"
+            eventually, is_counted, timeout_s=DEADLINE_S, what="the refusal is counted"
         )
 
 
-@pytest.mark.parametrize("who", ["no key", "another key"])
-async def test_an_engine_of_another_service_gets_no_kv(service: Service, tmp_path: Path, who: str):
-    """A whole decode engine, asked to fetch a prompt's KV from this service: it computes the prompt itself, and says why."""
-    key_file = ""
-    if who == "another key":
-        (tmp_path / "key").write_text("another service's key")
-        key_file = str(tmp_path / "key")
+@pytest.mark.parametrize("attacker", ["no key", "another key"])
+async def test_an_engine_of_another_service_receives_no_kv(
+    service: Service, tmp_path: Path, attacker: str
+):
+    """A decode engine without the key cannot load a prompt's KV, so it computes the prompt."""
+    key_file = write_key(tmp_path, attacker)
     loads = KVTransferConfig(role=KVRole.CONSUMER, mode="pull", lease_s=10.0, load_timeout_s=10.0)
     with pods(tmp_path, 32) as group:
         thief = group.engine(
@@ -349,7 +348,7 @@ async def test_an_engine_of_another_service_gets_no_kv(service: Service, tmp_pat
 
 
 async def hand_off(prefill: Pod, decode: Pod, decode_key: ServiceKey | None) -> list[int]:
-    """A prompt that `prefill` computes and `decode` goes on with, told so by someone whom both let in."""
+    """Hand a prompt over from `prefill` to `decode`, through a client that both accept."""
     prompt, transfer_id = list(range(100)), uuid.uuid4().hex
     async with (
         EngineClient(prefill.address, ENGINE_PORT, client_id="a", service_key=KEY) as one,
@@ -374,7 +373,7 @@ async def hand_off(prefill: Pod, decode: Pod, decode_key: ServiceKey | None) -> 
     return rest
 
 
-async def test_with_the_key_the_same_hand_off_brings_the_kv(service: Service):
+async def test_the_same_hand_off_with_the_key_transfers_the_kv(service: Service):
     before = service.decode.metric("baton:prompt_tokens_remote_total")
     assert len(await hand_off(service.prefill, service.decode, KEY)) == 8
     assert service.decode.metric("baton:prompt_tokens_remote_total") > before
@@ -383,23 +382,20 @@ async def test_with_the_key_the_same_hand_off_brings_the_kv(service: Service):
 # The gateway's side
 
 
-@pytest.mark.parametrize("who", ["no key", "another key"])
-def test_a_gateway_without_the_key_says_so_once_and_tries_again_in_peace(
-    service: Service, tmp_path: Path, who: str
+@pytest.mark.parametrize("attacker", ["no key", "another key"])
+def test_a_gateway_without_the_key_warns_once_and_retries_with_backoff(
+    service: Service, tmp_path: Path, attacker: str
 ):
-    key_file = ""
-    if who == "another key":
-        (tmp_path / "key").write_text("another service's key")
-        key_file = str(tmp_path / "key")
+    key_file = write_key(tmp_path, attacker)
     with pods(tmp_path, 33) as group:
         engines = {service.prefill: "prefill", service.decode: "decode"}
-        gateway = group.gateway("stranger", service.checkpoint, engines, service_key_file=key_file)
-        before = refused(service.decode, "engine")
+        gateway = group.gateway("untrusted", service.checkpoint, engines, service_key_file=key_file)
+        before = num_refused(service.decode, "engine")
 
-        def tried_often() -> bool:
-            return refused(service.decode, "engine") >= before + 5
+        def has_retried() -> bool:
+            return num_refused(service.decode, "engine") >= before + 5
 
-        eventually(tried_often, timeout_s=DEADLINE_S, what="five attempts of the gateway")
+        eventually(has_retried, timeout_s=DEADLINE_S, what="five attempts of the gateway")
         log = gateway.log.read_text()
         for pod in engines:
             warnings = [
@@ -410,16 +406,16 @@ def test_a_gateway_without_the_key_says_so_once_and_tries_again_in_peace(
             assert len(warnings) == 1, log
             assert "service key" in warnings[0]
         assert gateway.get(GATEWAY_PORT, "/ready")[0] == 503
-        # With backoff: 0.1 + 0.2 + 0.4 + ... s, 3 s at most between attempts; without it there would be thousands by now.
-        assert refused(service.decode, "engine") < before + 20
+        # Backoff of 0.1, 0.2, 0.4 ... 3 s. Without it there would be thousands of attempts.
+        assert num_refused(service.decode, "engine") < before + 20
 
 
-# Descriptors
+# File descriptors
 
 
-@pytest.mark.parametrize("who", [*STRANGERS, "silence"])
-async def test_two_hundred_connections_of_strangers_leave_nothing_behind(
-    service: Service, who: str
+@pytest.mark.parametrize("attacker", [*ATTACKERS, "silence"])
+async def test_two_hundred_connections_of_attackers_leave_no_file_descriptor(
+    service: Service, attacker: str
 ):
     await complete(service.url, list(range(20)), 4)
     before = {pod: num_descriptors(pod) for pod in service.engines}
@@ -434,28 +430,28 @@ async def test_two_hundred_connections_of_strangers_leave_nothing_behind(
             context.set(zmq.MAX_SOCKETS, 4096)
             for number in range(200):
                 pod, port = ports[number % len(ports)]
-                if who == "silence":  # TCP, and then nothing
+                if attacker == "silence":  # a TCP connection without any bytes
                     stack.enter_context(socket.create_connection((pod.address, port), timeout=10))
                     continue
                 dealer = stack.enter_context(context.socket(zmq.DEALER))
                 dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-                if (key := STRANGERS[who]) is not None:
+                if (key := ATTACKERS[attacker]) is not None:
                     key.protect_client(dealer)
                 dealer.connect(f"tcp://{pod.address}:{port}")
 
-            def gone() -> bool:
+            def are_closed() -> bool:
                 now = {pod: num_descriptors(pod) for pod in before}
                 left = {
                     pod.name: now[pod] - before[pod]
                     for pod in before
                     if now[pod] > before[pod] + SPARE
                 }
-                assert not left, f"descriptors more than before: {left}"
+                assert not left, f"additional descriptors: {left}"
                 return True
 
-            # While the strangers still hold their ends open.
+            # The attackers still hold their ends open.
             await asyncio.to_thread(
-                eventually, gone, timeout_s=DEADLINE_S, what="descriptors given back"
+                eventually, are_closed, timeout_s=DEADLINE_S, what="closed descriptors"
             )
     for pod in service.engines:
         assert pod.process.poll() is None

@@ -1,4 +1,4 @@
-"""Token ids of completions, by the gateway's endpoint and by an engine's client."""
+"""Token ids of completions, through the gateway or an engine client."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import openai
 from baton_protocol.client import EngineClient
 from baton_protocol.messages import EngineCoreRequest
 
-VOCAB = 500  # ids below it exist in every test checkpoint
+VOCAB = 500  # every test checkpoint has the ids below it
 
 
 async def complete(
     url: str, prompt: list[int] | str, max_tokens: int = 48, **extra: object
 ) -> list[int]:
-    """Token ids of a completion. temperature 0, EOS ignored, unless `extra` says otherwise."""
+    """Return the token ids of a completion, greedy unless `extra` has other parameters."""
     async with openai.AsyncOpenAI(
         base_url=url, api_key="unused", max_retries=0, timeout=120.0
     ) as client:

@@ -1,7 +1,7 @@
-"""A soak of one engine core: random requests, aborts, pauses, sleeps and cache resets, all from one seed.
+"""Soak test of an engine core: random requests, aborts, pauses, sleeps and cache resets.
 
-Every answer is compared with that of an engine that runs the same request alone. At the end nothing may be left of any request: no
-block, no place in the batch, no entry in a table. What runs is decided by the seed alone, never by a clock.
+Every response is compared with that of an engine that runs the request alone. At the end no block,
+batch row or table entry of a request may be left. The seed alone decides what runs, never a clock.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from baton_protocol.sampling import (
 
 VOCAB_SIZE = 1024
 MAX_MODEL_LEN = 96
+#: Log-probabilities closer than this may be ordered differently in another batch.
 TIE = 1e-3
-"""Log-probabilities closer than this may be ordered differently in another batch."""
+#: Steps without progress after which the engine counts as stuck. Each step waits briefly.
 IDLE_STEPS = 20_000
-"""Steps without progress after which the engine counts as stuck; each waits for a moment."""
 
 
 def make_core(checkpoint: Path, **options: Any) -> EngineCore:
-    """An engine core with one worker in this process; `options` as those of `LLM`."""
+    """Create an engine core with one worker in this process. `options` are those of `LLM`."""
     config = engine_config(
         checkpoint,
         {"max_model_len": MAX_MODEL_LEN, "num_threads": 1, "dtype": "float32", **options},
@@ -51,7 +51,7 @@ def make_core(checkpoint: Path, **options: Any) -> EngineCore:
 
 
 def random_options(rng: random.Random) -> dict[str, Any]:
-    """An engine that is short of something."""
+    """Return options of an engine that is short of a resource."""
     block_size = rng.choice([4, 8, 16])
     least = -(-MAX_MODEL_LEN // block_size)
     chunked = rng.random() < 0.85
@@ -75,9 +75,9 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 
 def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
-    """One of a few hundred different requests, so that the answers of the engine that runs them alone can be kept."""
+    """Return one of 400 different requests, few enough to cache the reference responses."""
     kind = random.Random(rng.randrange(400))
-    if kind.random() < 0.6:  # prompts with a common beginning
+    if kind.random() < 0.6:  # prompts with a common prefix
         base = random.Random(kind.randrange(3))
         prompt = [base.randrange(3, VOCAB_SIZE) for _ in range(64)][: kind.randint(1, 64)]
         prompt += [kind.randrange(3, VOCAB_SIZE) for _ in range(kind.randint(0, 8))]
@@ -128,17 +128,17 @@ def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
     return EngineCoreRequest(request_id, prompt, params, **fields)
 
 
-class Alone:
-    """An engine that runs one request at a time, and remembers the answers."""
+class ReferenceEngine:
+    """An engine that runs one request at a time and caches the responses."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._core = make_core(checkpoint, num_blocks=64, enable_prefix_caching=False)
-        self._answers: dict[bytes, EngineCoreOutput] = {}
+        self._outputs: dict[bytes, EngineCoreOutput] = {}
 
-    def answer(self, request: EngineCoreRequest) -> EngineCoreOutput:
-        """All the request is told, in one output."""
+    def run(self, request: EngineCoreRequest) -> EngineCoreOutput:
+        """Return all outputs of the request as one."""
         params = msgspec.convert(msgspec.to_builtins(request.sampling_params), SamplingParams)
-        params.logprobs = params.logprobs or 20  # for near ties
+        params.logprobs = params.logprobs or 20  # for near-ties
         alone = EngineCoreRequest(
             "alone",
             request.prompt_token_ids,
@@ -147,21 +147,21 @@ class Alone:
             request.sample_index,
         )
         key = msgspec.msgpack.encode(alone)
-        if key not in self._answers:
+        if key not in self._outputs:
             refusal = self._core.add_request(alone)
             assert refusal is None, refusal
             parts: list[EngineCoreOutput] = []
             while not parts or not parts[-1].finished:
                 parts += self._core.step_fn()
-            self._answers[key] = join(parts)
-        return self._answers[key]
+            self._outputs[key] = join(parts)
+        return self._outputs[key]
 
     def close(self) -> None:
         self._core.shutdown()
 
 
 def join(parts: Iterable[EngineCoreOutput]) -> EngineCoreOutput:
-    """The outputs of one request as one. Checks that no token is missing or told twice."""
+    """Join the outputs of one request. Check that no token is missing or repeated."""
     first, *rest = parts
     whole = EngineCoreOutput(first.request_id, list(first.new_token_ids), first.token_offset)
     whole.new_logprobs = list(first.new_logprobs or [])
@@ -170,7 +170,7 @@ def join(parts: Iterable[EngineCoreOutput]) -> EngineCoreOutput:
     for part in rest:
         assert not last.finished, f"{part} after the last output of the request"
         assert part.token_offset == whole.token_offset + len(whole.new_token_ids), (
-            f"a gap or a repeat: {part}"
+            f"a missing or repeated token: {part}"
         )
         whole.new_token_ids += part.new_token_ids
         whole.new_logprobs += part.new_logprobs or []
@@ -186,11 +186,13 @@ def join(parts: Iterable[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 class Soak:
-    """One engine under fire."""
+    """One engine with random traffic."""
 
-    def __init__(self, checkpoint: Path, alone: Alone, seed: int, num_actions: int) -> None:
+    def __init__(
+        self, checkpoint: Path, reference: ReferenceEngine, seed: int, num_actions: int
+    ) -> None:
         self._rng = random.Random(seed)
-        self._alone = alone
+        self._reference = reference
         self.options = random_options(self._rng)
         self._core = make_core(checkpoint, **self.options)
         self._num_actions = num_actions
@@ -203,21 +205,25 @@ class Soak:
         self.num_near_ties = 0
 
     def run(self) -> None:
-        """Raises AssertionError where an answer is wrong, the engine is stuck, or something is left over."""
+        """Run all actions.
+
+        Raises:
+            AssertionError: a response is wrong, the engine is stuck, or state is left over.
+        """
         try:
             while len(self._requests) < self._num_actions:
                 self._act()
                 for _ in range(self._rng.choice([0, 0, 1, 1, 3])):
                     self._step()
-            self._let_go_on()
-            self._run_dry()
+            self._resume()
+            self._drain()
             self._compare()
             self._check_nothing_left()
         finally:
             self._core.shutdown()
 
     def stats(self) -> dict[str, int]:
-        """What happened, to see that the soak reaches what it is for."""
+        """Return how often the tested features were used."""
         stats = self._core.scheduler.stats()
         return {
             "compared": self.num_compared,
@@ -229,7 +235,7 @@ class Soak:
             "restored_blocks": stats.offload_blocks_restored,
         }
 
-    # What happens
+    # Actions
 
     def _act(self) -> None:
         core, rng = self._core, self._rng
@@ -249,7 +255,7 @@ class Soak:
                 self._aborted.update(core.scheduler.requests)
             self._remember(core.pause(mode))  # type: ignore[arg-type]
         elif roll < 0.95:
-            self._let_go_on()
+            self._resume()
         elif roll < 0.975 and not core.is_sleeping():
             mode = rng.choice(["wait", "keep", "keep"])
             self._remember(core.sleep(rng.choice([0, 1, 1, 2]), mode))  # type: ignore[arg-type]
@@ -286,11 +292,11 @@ class Soak:
         if future is not None:
             self._futures.append(future)
 
-    def _let_go_on(self) -> None:
+    def _resume(self) -> None:
         self._core.wake_up()
         self._core.resume()
 
-    def _run_dry(self) -> None:
+    def _drain(self) -> None:
         idle = 0
         while self._core.has_requests:
             if self._step():
@@ -298,21 +304,21 @@ class Soak:
                 continue
             idle += 1
             left = list(self._core.scheduler.requests.values())
-            # Only the compilation of grammars may be waited for here.
+            # Only a compiling grammar may delay a step here.
             limit = (
                 IDLE_STEPS
                 if any(request.sampling_params.structured_output for request in left)
                 else 3
             )
             assert idle < limit, f"stuck: {left}, {self._core.scheduler.stats()}"
-        assert all(future.done() for future in self._futures), "somebody still waits for a pause"
+        assert all(future.done() for future in self._futures), "a pause or sleep has not completed"
 
-    # What must hold
+    # Checks
 
     def _compare(self) -> None:
         for request_id, request in self._requests.items():
             parts = self._outputs.get(request_id)
-            assert parts, f"{request_id} was never answered"
+            assert parts, f"{request_id} has no output"
             assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True], (
                 request_id,
                 parts,
@@ -328,8 +334,10 @@ class Soak:
                 assert got.error_code is ErrorCode.LENGTH, (request, got)
                 continue
             aborted = got.finish_reason is FinishReason.ABORT
-            assert not aborted or request_id in self._aborted, f"{request_id} was aborted by nobody"
-            self._compare_one(request, got, self._alone.answer(request), aborted=aborted)
+            assert not aborted or request_id in self._aborted, (
+                f"{request_id} was aborted without a request"
+            )
+            self._compare_one(request, got, self._reference.run(request), aborted=aborted)
             self.num_compared += 1
 
     def _compare_one(
@@ -342,8 +350,6 @@ class Soak:
     ) -> None:
         where = f"{request}\n got {got}\n wanted {wanted}\n options {self.options}"
         if request.sampling_params.prompt_logprobs is not None and got.new_token_ids:
-            assert got.prompt_logprobs is not None, where
-            assert wanted.prompt_logprobs is not None, where
             assert len(got.prompt_logprobs) == len(request.prompt_token_ids) - 1, where
             for ours, theirs in zip(got.prompt_logprobs, wanted.prompt_logprobs, strict=True):
                 assert ours.token_id == theirs.token_id, where
@@ -355,7 +361,6 @@ class Soak:
                 for ours, theirs in zip(got.beams, wanted.beams, strict=True):
                     assert abs(ours.score - theirs.score) < TIE, where
             return
-        assert wanted.new_logprobs is not None
         for index, token_id in enumerate(got.new_token_ids):
             assert index < len(wanted.new_token_ids), where
             if token_id != wanted.new_token_ids[index]:
@@ -363,7 +368,7 @@ class Soak:
                 assert _is_near_tie(token_id, wanted.new_logprobs[index]), (
                     f"token {index} differs: {where}"
                 )
-                return  # what follows continues another text
+                return  # later tokens continue another text
         if not aborted:
             assert (len(got.new_token_ids), got.finish_reason) == (
                 len(wanted.new_token_ids),
@@ -393,7 +398,7 @@ class Soak:
         assert not left, f"left over: {left}\n options {self.options}"
         rows = set(self._core.executor._worker._runner._input_batch._row_of)  # type: ignore[attr-defined]
         assert rows <= set(scheduler._worker.forgotten_ids), (
-            f"the worker is never told to forget {rows}"
+            f"the scheduler never tells the worker to remove {rows}"
         )
 
 
