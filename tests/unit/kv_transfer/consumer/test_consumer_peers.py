@@ -107,6 +107,7 @@ def test_memory_is_described_only_if_it_is_to_be_written(
         ("lease_s", float("nan"), FailureReason.PROTOCOL),
         ("lease_s", float("inf"), FailureReason.PROTOCOL),
         ("lease_s", -1.0, FailureReason.PROTOCOL),
+        ("lease_s", 0.0, FailureReason.PROTOCOL),
         ("ranks", [RankAddress(HOST, 1, HeadRange(0, 3))], FailureReason.PROTOCOL),
         ("ranks", [RankAddress(HOST, 1, HeadRange(0, 2**62))], FailureReason.PROTOCOL),
         (
