@@ -1,4 +1,4 @@
-"""The model that chaos tests serve."""
+"""The checkpoint of chaos tests."""
 
 from __future__ import annotations
 

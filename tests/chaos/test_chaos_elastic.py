@@ -1,7 +1,7 @@
-"""Expert-parallel groups under load: scaled up and down, ranks and the coordinator killed and frozen at random moments.
+"""Expert-parallel groups under load scale, and lose ranks and the coordinator at random moments.
 
-Always: no request fails, every token is the one an undisturbed run would have given (up to near-ties), and the group serves again
-within SERVES_AGAIN_S of a death.
+No request fails, every token is that of an undisturbed run up to near-ties, and all streams
+continue within RECOVERY_S of a death.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from support.under_load import under_load
 pytestmark = pytest.mark.chaos
 CYCLES = int(os.environ.get("BATON_CHAOS_CYCLES", "1"))
 ROUNDS = int(os.environ.get("BATON_CHAOS_KILLS", "8"))
-SERVES_AGAIN_S = 5.0
+RECOVERY_S = 5.0
+#: Time after which a kubelet kills a coordinator that does not respond.
 LIVENESS_S = 2.0
-"""Until a kubelet kills a coordinator that does not answer."""
-RESTARTED_S = 60.0
-"""A killed rank's successor imports torch and loads, beside 32 streams on two cores."""
+#: Time for a restarted rank to import torch and load the model, beside 16 streams on two cores.
+RESTART_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -44,60 +44,61 @@ def model(experts: Path) -> torch.nn.Module:
     return reference_model(experts)
 
 
-def loaded(
+def load_on(
     group: ExpertGroup, model: torch.nn.Module, width: int
 ) -> AbstractAsyncContextManager[Load]:
-    assert group.gateway is not None
     url = f"http://{group.gateway.address}:8080"
     return under_load(url, model, width=width, vocab_size=VOCAB_SIZE, tails=group.tails)
 
 
-async def pick_up(load: Load, since: float, what: str) -> None:
-    """Until a token has come since then on every stream that was open."""
+async def wait_for_tokens(load: Load, since: float, what: str) -> None:
+    """Wait until every open stream has received a token after `since`."""
     waiting = [stream for stream in load.streams if not stream.finished]
     while pending := [
         s for s in waiting if not s.finished and not s.error and s.times[-1] <= since
     ]:
         took = time.monotonic() - since
-        assert took < SERVES_AGAIN_S, (
-            f"{what}: {len(pending)} of {len(waiting)} streams stand still for {took:.1f} s"
+        assert took < RECOVERY_S, (
+            f"{what}: {len(pending)} of {len(waiting)} streams have no token after {took:.1f} s"
         )
         await asyncio.sleep(0.02)
-    print(f"{what}: all streams go on after {time.monotonic() - since:.2f} s")
+    print(f"{what}: all streams continue after {time.monotonic() - since:.2f} s")
 
 
 @pytest.mark.timeout(120 + 60 * CYCLES)
-async def test_scales_under_load(experts: Path, model: torch.nn.Module, tmp_path: Path) -> None:
+async def test_a_group_scales_under_load(
+    experts: Path, model: torch.nn.Module, tmp_path: Path
+) -> None:
     with pods(tmp_path, 31) as processes:
         group = ExpertGroup(processes, experts)
         await asyncio.to_thread(group.start, 2)
         rng = random.Random(1)
-        async with loaded(group, model, width=32):
+        async with load_on(group, model, width=32):
             for size in [4, 3, 6, 2] * CYCLES:
                 names = sorted(group.ranks)
                 if size < len(names):
-                    names = rng.sample(names, size)  # any may leave
+                    names = rng.sample(names, size)  # any rank may leave
                 names += [await asyncio.to_thread(group.add_rank) for _ in range(size - len(names))]
                 await asyncio.to_thread(group.scale, names)
 
 
 @pytest.mark.timeout(120 + 15 * ROUNDS)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-async def test_deaths_at_random_moments(
+async def test_a_group_survives_deaths_at_random_moments(
     experts: Path, model: torch.nn.Module, tmp_path: Path, how: signal.Signals
 ) -> None:
-    """Of a rank, of the coordinator, or of both; also in the middle of an operation that scales."""
+    """A rank, the coordinator or both die, sometimes while the group scales."""
     with pods(tmp_path, 32 + (how is signal.SIGSTOP)) as processes:
         group = ExpertGroup(processes, experts, num_redundant_experts=2)
         await asyncio.to_thread(group.start, 3)
         rng = random.Random(2)
         members = sorted(group.ranks)
-        async with loaded(group, model, width=16) as load:
+        async with load_on(group, model, width=16) as load:
             for round_ in range(ROUNDS):
                 victims = rng.choice([["rank"], ["coordinator"], ["rank", "coordinator"]])
-                if rng.random() < 0.5:  # an operation is under way
+                if rng.random() < 0.5:  # during an operation
                     members = await change(group, members, rng)
-                await asyncio.sleep(rng.uniform(0.0, 1.0))  # the random moment
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
                 hit = [
                     group.coordinator if v == "coordinator" else group.ranks[rng.choice(members)]
                     for v in victims
@@ -106,14 +107,14 @@ async def test_deaths_at_random_moments(
                 for pod in hit:
                     pod.process.send_signal(how)
                 what = f"round {round_}: {how.name} of {', '.join(pod.name for pod in hit)}"
-                await asyncio.gather(pick_up(load, since, what), restart(hit, how))
+                await asyncio.gather(wait_for_tokens(load, since, what), restart(hit, how))
                 for pod in hit:
                     pod.process.send_signal(signal.SIGCONT)
-                await asyncio.to_thread(group.wait_for, members, timeout_s=RESTARTED_S)
+                await asyncio.to_thread(group.wait_for, members, timeout_s=RESTART_S)
 
 
 async def change(group: ExpertGroup, members: list[str], rng: random.Random) -> list[str]:
-    """Asks for one rank more, or for one less."""
+    """Request one rank more or less."""
     if len(members) > 2 and rng.random() < 0.5:
         members = rng.sample(members, len(members) - 1)
     else:
@@ -123,8 +124,10 @@ async def change(group: ExpertGroup, members: list[str], rng: random.Random) -> 
 
 
 async def restart(hit: list[Pod], how: signal.Signals) -> None:
-    """What a kubelet would do: the killed come back at once, as other instances; a frozen coordinator fails its liveness probe and
-    is killed. Frozen ranks stay frozen until the group goes on without them."""
+    """Act as a kubelet: restart killed pods, and kill a frozen coordinator by its liveness probe.
+
+    Frozen ranks stay frozen until the group continues without them.
+    """
     for pod in hit:
         if how is signal.SIGSTOP:
             if not pod.name.startswith("coordinator"):

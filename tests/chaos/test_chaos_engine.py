@@ -1,6 +1,8 @@
-"""kill -9 and SIGSTOP of an engine and its workers under load: all clients hear why, nobody survives, ports are free again.
+"""SIGKILL and SIGSTOP of an engine and its workers under load.
 
-BATON_CHAOS_ROUNDS says how many random rounds there are, BATON_CHAOS_SEED repeats them.
+All clients receive the reason, no process survives, and ports are free again.
+
+BATON_CHAOS_ROUNDS is the number of random rounds. BATON_CHAOS_SEED repeats them.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from baton_protocol.sampling import SamplingParams
 from support.chaos.chaos_processes import (
     HOST,
     LAYOUTS,
+    NOTICE_S,
     START_S,
-    TOLD_S,
     assert_port_is_free,
     engine_command,
     free_port,
@@ -35,24 +37,18 @@ pytestmark = pytest.mark.chaos
 ROUNDS = int(os.environ.get("BATON_CHAOS_ROUNDS", "20"))
 SEED = int(os.environ.get("BATON_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 WORKER = "baton_engine.executor.multiproc.worker_main"
-CASES = list(
-    itertools.islice(
-        itertools.cycle(
-            [
-                ("tp2", "worker"),
-                ("pp2", "worker"),
-                ("uniproc", "engine"),
-                ("tp2", "engine"),
-                ("pp2", "engine"),
-            ]
-        ),
-        ROUNDS,
-    )
-)
+VICTIMS = [
+    ("tp2", "worker"),
+    ("pp2", "worker"),
+    ("uniproc", "engine"),
+    ("tp2", "engine"),
+    ("pp2", "engine"),
+]
+CASES = list(itertools.islice(itertools.cycle(VICTIMS), ROUNDS))
 
 
 class Load:
-    """A client whose every request that ends is followed by another, of another length."""
+    """A client that keeps `width` requests of random lengths open."""
 
     def __init__(self, client: EngineClient, name: str, width: int, chance: random.Random) -> None:
         self._client = client
@@ -60,10 +56,10 @@ class Load:
         self._ids = (f"{name}-{number}" for number in itertools.count())
         self.errors: list[BaseException | EngineCoreOutput] = []
         self.tokens = 0
-        self.tasks = [asyncio.create_task(self._ask()) for _ in range(width)]
+        self.tasks = [asyncio.create_task(self._send_requests()) for _ in range(width)]
 
-    async def _ask(self) -> None:
-        """Until the engine is gone, or a request fails."""
+    async def _send_requests(self) -> None:
+        """Send requests one after another until the engine is lost or a request fails."""
         try:
             while True:
                 length = self._chance.randint(1, 300)
@@ -81,7 +77,7 @@ class Load:
 
 
 async def start_loads(port: int, chance: random.Random) -> list[Load]:
-    """Two clients of eight requests each; returns once each has had a token."""
+    """Start two clients with eight requests each, and return once each has received a token."""
     loads = []
     for name in ("one", "two"):
         client = EngineClient(HOST, port, client_id=name, heartbeat_timeout_s=15.0)
@@ -94,10 +90,12 @@ async def start_loads(port: int, chance: random.Random) -> list[Load]:
     return loads
 
 
-async def assert_all_are_told(loads: list[Load], reason: str, within_s: float) -> None:
+async def assert_all_receive(loads: list[Load], reason: str, within_s: float) -> None:
     tasks = [task for load in loads for task in load.tasks]
     _, waiting = await asyncio.wait(tasks, timeout=within_s)
-    assert not waiting, f"{len(waiting)} of {len(tasks)} requests still wait after {within_s:g} s"
+    assert not waiting, (
+        f"{len(waiting)} of {len(tasks)} requests are still open after {within_s:g} s"
+    )
     for load in loads:
         for error in load.errors:
             assert re.search(reason, str(error)), error
@@ -106,7 +104,7 @@ async def assert_all_are_told(loads: list[Load], reason: str, within_s: float) -
 @pytest.mark.parametrize(
     ("number", "layout", "victim"), [(n, *case) for n, case in enumerate(CASES)]
 )
-async def test_kill_9_under_load(
+async def test_clients_receive_the_reason_of_a_kill_under_load(
     checkpoint: Path, tmp_path: Path, number: int, layout: str, victim: str
 ) -> None:
     chance = random.Random(SEED * 1000 + number)
@@ -120,18 +118,21 @@ async def test_kill_9_under_load(
         assert len(workers) == (0 if layout == "uniproc" else 2)
         if victim == "worker":
             killed = chance.choice(workers)
-            reason = rf"worker \d \(pid {killed.pid}\) was killed by signal 9|a member is gone|[Cc]onnection"
+            signalled = rf"worker \d \(pid {killed.pid}\) was killed by signal 9"
+            reason = rf"{signalled}|a member is gone|[Cc]onnection"
         else:
             killed, reason = psutil.Process(engine.process.pid), "connection lost"
         killed.kill()
-        await assert_all_are_told(loads, reason, TOLD_S)
-        await asyncio.to_thread(engine.assert_nobody_survives)
+        await assert_all_receive(loads, reason, NOTICE_S)
+        await asyncio.to_thread(engine.assert_no_process_survives)
         assert engine.process.wait(1) == (1 if victim == "worker" else -signal.SIGKILL)
         assert_port_is_free(port)
 
 
 @pytest.mark.parametrize("number", range(max(1, ROUNDS // 5)))
-def test_kill_9_while_it_starts(checkpoint: Path, tmp_path: Path, number: int) -> None:
+def test_a_kill_while_the_engine_starts_leaves_no_process(
+    checkpoint: Path, tmp_path: Path, number: int
+) -> None:
     chance = random.Random(SEED * 1000 + 500 + number)
     port = free_port()
     with tree(engine_command(checkpoint, "tp2", port), tmp_path / "log") as engine:
@@ -141,13 +142,13 @@ def test_kill_9_while_it_starts(checkpoint: Path, tmp_path: Path, number: int) -
             time.sleep(0.01)
         engine.members()
         engine.process.kill()
-        engine.assert_nobody_survives()
+        engine.assert_no_process_survives()
         assert_port_is_free(port)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "uniproc"])
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_stopped_worker_is_given_up_in_the_configured_time(
+async def test_a_stopped_worker_ends_the_engine_within_its_timeouts(
     checkpoint: Path, tmp_path: Path, layout: str, rank: int
 ) -> None:
     port = free_port()
@@ -156,15 +157,15 @@ async def test_a_stopped_worker_is_given_up_in_the_configured_time(
         await asyncio.to_thread(engine.wait_for, "serves on port")
         loads = await start_loads(port, random.Random(rank))
         engine.find(WORKER)[rank].suspend()
-        await assert_all_are_told(
-            loads, r"no answer (of rank \d )?within 5 s|stopped \(SIGSTOP", 8 + TOLD_S
+        await assert_all_receive(
+            loads, r"no answer (of rank \d )?within 5 s|stopped \(SIGSTOP", 8 + NOTICE_S
         )
-        await asyncio.to_thread(engine.assert_nobody_survives)
+        await asyncio.to_thread(engine.assert_no_process_survives)
         assert engine.process.wait(1) == 1
         assert_port_is_free(port)
 
 
-async def test_an_engine_that_was_stopped_and_continued_goes_on(
+async def test_an_engine_resumes_after_sigstop_and_sigcont(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -172,23 +173,21 @@ async def test_an_engine_that_was_stopped_and_continued_goes_on(
     with tree(engine_command(checkpoint, "tp2", port, *timeouts), tmp_path / "log") as engine:
         await asyncio.to_thread(engine.wait_for, "serves on port")
         loads = await start_loads(port, random.Random(7))
-        everybody = list(engine.members())
-        for stopped in (
-            [psutil.Process(engine.process.pid)],
-            everybody,
-        ):  # alone, and as a frozen container does
+        all_processes = list(engine.members())
+        # The engine alone, then all processes, as in a frozen container.
+        for stopped in ([psutil.Process(engine.process.pid)], all_processes):
             for process in stopped:
                 process.suspend()
             await asyncio.sleep(5)
             before = [load.tokens for load in loads]
             for process in reversed(stopped):
                 process.resume()
-            async with asyncio.timeout(TOLD_S):
+            async with asyncio.timeout(NOTICE_S):
                 while not all(
                     load.tokens > count for load, count in zip(loads, before, strict=True)
                 ):
                     await asyncio.sleep(0.05)
         assert not [error for load in loads for error in load.errors], engine.text
         engine.process.kill()
-        await assert_all_are_told(loads, "connection lost", TOLD_S)
-        await asyncio.to_thread(engine.assert_nobody_survives)
+        await assert_all_receive(loads, "connection lost", NOTICE_S)
+        await asyncio.to_thread(engine.assert_no_process_survives)

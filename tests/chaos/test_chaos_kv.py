@@ -1,4 +1,7 @@
-"""kill -9 and SIGSTOP of either side at every point of a hand-off: right tokens or a clear error, nothing is left."""
+"""SIGKILL and SIGSTOP of either engine at every point of a hand-off.
+
+The tokens are right or the error is clear, and no state is left.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from support.pods import pods
 pytestmark = pytest.mark.chaos
 FROZEN_S = 2 * LEASE_S
 MODES = ("pull", "push")
+#: Name -> the message at which the test acts, and what the proxy does with that message.
 POINTS: dict[str, tuple[Callable[[str], Callable[[Passing], bool]], Verdict]] = {
     "before_handshake": (lambda mode: is_message(side_channel.Hello), Verdict.PASS),
     "after_metadata": (lambda mode: is_message(side_channel.Description), Verdict.PASS),
@@ -39,7 +43,6 @@ POINTS: dict[str, tuple[Callable[[str], Callable[[Passing], bool]], Verdict]] = 
         Verdict.HOLD,
     ),
 }
-"""Name -> the message that shows it, and what becomes of that message."""
 
 
 @pytest.fixture(scope="module")
@@ -59,41 +62,47 @@ def at(pair: Pair, point: str, mode: str, act: Callable[[], None]) -> At:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-async def test_kill_9_of_the_prefill_engine(pair: Pair, point: str, mode: str) -> None:
+async def test_a_request_survives_the_death_of_the_prefill_engine(
+    pair: Pair, point: str, mode: str
+) -> None:
     prompt, decode = new_prompt(), pair.decoders[mode]
     trigger = at(pair, point, mode, lambda: kill(pair.prefill))
     with pair.middle(trigger):
         async with pair.clients(mode) as clients:
             answer = await clients.hand_off(prompt)
             await trigger.reached(point)
-            back = asyncio.create_task(pair.restart(pair.prefill))
+            restart = asyncio.create_task(pair.restart(pair.prefill))
             pair.assert_right(prompt, answer, f"{mode}, {point}")
             await pair.assert_clean(decode)
             await clients.alone(on_prefill=False)
-    await back
+    await restart
     await pair.assert_works(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-async def test_kill_9_of_the_decode_engine(pair: Pair, point: str, mode: str) -> None:
+async def test_the_prefill_engine_survives_the_death_of_the_decode_engine(
+    pair: Pair, point: str, mode: str
+) -> None:
     decode = pair.decoders[mode]
     trigger = at(pair, point, mode, lambda: kill(decode))
     with pair.middle(trigger):
         async with pair.clients(mode) as clients:
             answer = await clients.hand_off(new_prompt())
             await trigger.reached(point)
-            back = asyncio.create_task(pair.restart(decode))
+            restart = asyncio.create_task(pair.restart(decode))
             assert "connection lost" in answer.error
             await pair.assert_clean(pair.prefill)
             await clients.alone(on_prefill=True)
-    await back
+    await restart
     await pair.assert_works(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-async def test_a_frozen_prefill_engine_holds_up_nobody(pair: Pair, point: str, mode: str) -> None:
+async def test_a_frozen_prefill_engine_does_not_delay_requests(
+    pair: Pair, point: str, mode: str
+) -> None:
     prompt, decode = new_prompt(), pair.decoders[mode]
     trigger = at(pair, point, mode, lambda: freeze(pair.prefill))
     try:
@@ -112,7 +121,7 @@ async def test_a_frozen_prefill_engine_holds_up_nobody(pair: Pair, point: str, m
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-async def test_a_decode_engine_frozen_for_longer_than_the_lease_ends_its_request_right(
+async def test_a_decode_engine_frozen_for_longer_than_the_lease_gives_the_right_tokens(
     pair: Pair, point: str, mode: str
 ) -> None:
     prompt, decode = new_prompt(), pair.decoders[mode]
@@ -120,16 +129,13 @@ async def test_a_decode_engine_frozen_for_longer_than_the_lease_ends_its_request
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
-                asked = asyncio.create_task(clients.hand_off(prompt))
+                request = asyncio.create_task(clients.hand_off(prompt))
                 await trigger.reached(point)
                 await pair.assert_clean(pair.prefill)
-                await asyncio.sleep(
-                    max(0.0, FROZEN_S + trigger.reached_at - asyncio.get_running_loop().time())
-                )
+                await trigger.sleep_until_after(FROZEN_S)
                 await clients.alone(on_prefill=True)
                 thaw(decode)
-                answer = await asked
-                pair.assert_right(prompt, answer, f"{mode}, {point}")
+                pair.assert_right(prompt, await request, f"{mode}, {point}")
     finally:
         thaw(decode)
     await pair.assert_clean(pair.prefill, decode)
@@ -137,24 +143,24 @@ async def test_a_decode_engine_frozen_for_longer_than_the_lease_ends_its_request
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_both_frozen_go_on_where_they_were(pair: Pair, mode: str) -> None:
-    """As when a whole machine sleeps."""
+async def test_two_frozen_engines_resume_their_request(pair: Pair, mode: str) -> None:
+    """Both engines stop and resume, like on a suspended machine."""
     prompt, decode = new_prompt(), pair.decoders[mode]
 
-    def both() -> None:
+    def freeze_both() -> None:
         freeze(pair.prefill)
         freeze(decode)
 
-    trigger = at(pair, "mid_transfer", mode, both)
+    trigger = at(pair, "mid_transfer", mode, freeze_both)
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
-                asked = asyncio.create_task(clients.hand_off(prompt))
+                request = asyncio.create_task(clients.hand_off(prompt))
                 await trigger.reached("mid_transfer")
                 await asyncio.sleep(FROZEN_S)
                 thaw(decode)
                 thaw(pair.prefill)
-                pair.assert_right(prompt, await asked, mode)
+                pair.assert_right(prompt, await request, mode)
     finally:
         thaw(decode)
         thaw(pair.prefill)
@@ -165,7 +171,7 @@ async def test_both_frozen_go_on_where_they_were(pair: Pair, mode: str) -> None:
 @pytest.mark.parametrize(
     "kind", [side_channel.Release, side_channel.Released, side_channel.Publish]
 )
-async def test_a_message_that_gets_lost_costs_at_most_a_recomputation(
+async def test_a_lost_message_costs_at_most_a_recomputation(
     pair: Pair, mode: str, kind: type[object]
 ) -> None:
     prompt = new_prompt()
@@ -179,10 +185,10 @@ async def test_a_message_that_gets_lost_costs_at_most_a_recomputation(
     await pair.assert_works(mode)
 
 
-async def test_a_writer_that_never_confirms_is_cut_off_and_its_memory_used_again(
+async def test_a_writer_that_never_confirms_is_fenced_and_its_memory_reused(
     pair: Pair,
 ) -> None:
-    """Push: the request ends while blocks may still be written, and RELEASED does not come."""
+    """Push mode: the request ends while blocks may still be written, and RELEASED is not sent."""
     decode, prompt = pair.decoders["push"], new_prompt()
     fences = decode.metric("baton:kv_transfer_memory_fences_total")
     trigger = AtPush(pair.prefill, lambda: freeze(pair.prefill))
@@ -199,7 +205,7 @@ async def test_a_writer_that_never_confirms_is_cut_off_and_its_memory_used_again
     await pair.assert_works("push")
 
 
-async def test_with_policy_fail_a_lost_prefill_engine_is_a_clear_error(
+async def test_a_lost_prefill_engine_gives_a_clear_error_with_policy_fail(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     with pods(tmp_path, 32) as group:

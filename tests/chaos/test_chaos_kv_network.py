@@ -1,6 +1,6 @@
-"""The network between two engines goes away, with no word to anybody, and comes back: namespaces, UCX over TCP.
+"""The network between two engines silently drops packets and recovers: namespaces, UCX over TCP.
 
-Needs root; elsewhere the tests are skipped.
+The tests need root, and are skipped without it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from support.waiting import eventually
 pytestmark = pytest.mark.chaos
 MODES = ("pull", "push")
 PREFILL = 0
-DECODE = {"pull": 1, "push": 2}
-"""Which namespace is whose."""
+DECODE = {"pull": 1, "push": 2}  # indices of namespaces, as PREFILL
 CUT_S = 2 * LEASE_S
 
 
 class MidTransfer:
-    """Some blocks are there, so UCX is connected; more are published."""
+    """Matches a publish after the first blocks were received, so that UCX is connected."""
 
     def __init__(self, decode: Pod) -> None:
         self._decode = decode
@@ -86,13 +85,13 @@ def at(pair: Pair, point: str, mode: str, act: Callable[[], None]) -> At:
 
 
 @dataclass
-class Apart:
+class Separated:
     pair: Pair
     net: Namespaces
 
 
 @pytest.fixture(scope="module")
-def apart(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def separated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Separated]:
     environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
     with (
         namespaces(3, environment) as net,
@@ -105,17 +104,17 @@ def apart(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             networks=net.networks,
             proxy_host=net.host,
         )
-        yield Apart(pair, net)
+        yield Separated(pair, net)
         pair.proxy.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", ENGINE_POINTS)
-async def test_a_prefill_engine_that_cannot_be_reached_holds_up_nobody(
-    apart: Apart, point: str, mode: str
+async def test_an_unreachable_prefill_engine_does_not_delay_requests(
+    separated: Separated, point: str, mode: str
 ) -> None:
-    pair, prompt = apart.pair, new_prompt()
-    trigger = at(pair, point, mode, lambda: apart.net.cut(PREFILL))
+    pair, prompt = separated.pair, new_prompt()
+    trigger = at(pair, point, mode, lambda: separated.net.cut(PREFILL))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -124,44 +123,42 @@ async def test_a_prefill_engine_that_cannot_be_reached_holds_up_nobody(
                 pair.assert_right(prompt, answer, f"{mode}, {point}")
                 await pair.assert_clean(pair.decoders[mode])
     finally:
-        apart.net.heal()
+        separated.net.heal()
     await pair.assert_clean(pair.prefill)
     await pair.assert_works(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", ["before_handshake", "mid_transfer", "after_last_byte"])
-async def test_a_decode_engine_cut_off_for_longer_than_the_lease_ends_its_request_right(
-    apart: Apart, point: str, mode: str
+async def test_a_decode_engine_cut_off_for_longer_than_the_lease_gives_the_right_tokens(
+    separated: Separated, point: str, mode: str
 ) -> None:
-    pair, prompt = apart.pair, new_prompt()
-    trigger = at(pair, point, mode, lambda: apart.net.cut(DECODE[mode]))
+    pair, prompt = separated.pair, new_prompt()
+    trigger = at(pair, point, mode, lambda: separated.net.cut(DECODE[mode]))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
-                asked = asyncio.create_task(clients.hand_off(prompt))
+                request = asyncio.create_task(clients.hand_off(prompt))
                 await trigger.reached(point)
                 await pair.assert_clean(pair.prefill)
-                await asyncio.sleep(
-                    max(0.0, CUT_S + trigger.reached_at - asyncio.get_running_loop().time())
-                )
-                apart.net.heal()
-                pair.assert_right(prompt, await asked, f"{mode}, {point}")
+                await trigger.sleep_until_after(CUT_S)
+                separated.net.heal()
+                pair.assert_right(prompt, await request, f"{mode}, {point}")
     finally:
-        apart.net.heal()
+        separated.net.heal()
     await pair.assert_clean(pair.prefill, pair.decoders[mode])
     await pair.assert_works(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", ["subscribed", "mid_transfer"])
-async def test_blocks_that_do_not_come_while_messages_do_are_recomputed(
-    apart: Apart, point: str, mode: str
+async def test_blocks_are_recomputed_if_only_messages_arrive(
+    separated: Separated, point: str, mode: str
 ) -> None:
-    """The side channel goes through the test, which both still reach."""
-    pair, prompt, decode = apart.pair, new_prompt(), apart.pair.decoders[mode]
+    """The side channel goes through the test's proxy, which both engines still reach."""
+    pair, prompt, decode = separated.pair, new_prompt(), separated.pair.decoders[mode]
     before = decode.metric("baton:prompt_tokens_remote_total")
-    trigger = at(pair, point, mode, apart.net.part)
+    trigger = at(pair, point, mode, separated.net.part)
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
@@ -171,30 +168,28 @@ async def test_blocks_that_do_not_come_while_messages_do_are_recomputed(
                 assert decode.metric("baton:prompt_tokens_remote_total") < before + PROMPT_TOKENS
                 await pair.assert_clean(pair.prefill, decode)
     finally:
-        apart.net.heal()
+        separated.net.heal()
     await pair.assert_works(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_an_interface_that_goes_down_and_comes_back_is_used_again(
-    apart: Apart, side: str, mode: str
+async def test_an_interface_is_used_again_after_it_was_down(
+    separated: Separated, side: str, mode: str
 ) -> None:
-    pair, prompt = apart.pair, new_prompt()
+    pair, prompt = separated.pair, new_prompt()
     where = PREFILL if side == "prefill" else DECODE[mode]
-    trigger = at(pair, "mid_transfer", mode, lambda: apart.net.unplug(where))
+    trigger = at(pair, "mid_transfer", mode, lambda: separated.net.unplug(where))
     try:
         with pair.middle(trigger):
             async with pair.clients(mode) as clients:
-                asked = asyncio.create_task(clients.hand_off(prompt))
+                request = asyncio.create_task(clients.hand_off(prompt))
                 await trigger.reached("mid_transfer")
                 if side == "decode":
-                    await asyncio.sleep(
-                        max(0.0, CUT_S + trigger.reached_at - asyncio.get_running_loop().time())
-                    )
-                    apart.net.heal()
-                pair.assert_right(prompt, await asked, f"{mode}, {side}")
+                    await trigger.sleep_until_after(CUT_S)
+                    separated.net.heal()
+                pair.assert_right(prompt, await request, f"{mode}, {side}")
     finally:
-        apart.net.heal()
+        separated.net.heal()
     await pair.assert_clean(pair.prefill, pair.decoders[mode])
     await pair.assert_works(mode)

@@ -1,6 +1,7 @@
-"""Wrong bytes, old messages, false ones and restarted peers between two engines: never a wrong token.
+"""Corrupted blocks, replayed or invalid messages and restarted peers never give a wrong token.
 
-Bytes are changed in the memory of the engines, after the checksum was taken and before the other side looks.
+Bytes change in the memory of the engines, after the checksum is computed and before the block is
+read.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from support.chaos.kv_pair import (
     PROMPT_TOKENS,
     At,
     Pair,
-    PeerServer,
+    PairClients,
     flip_bit,
     is_first_publish,
     is_message,
@@ -46,8 +47,7 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
 MODES = ("pull", "push")
-DAMAGE = Path(chaos.__file__).parent / "damage"
-"""Its sitecustomize runs in the engines."""
+DAMAGE = Path(chaos.__file__).parent / "damage"  # its sitecustomize runs in the engines
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def remote_tokens(decode: Pod) -> float:
 
 
 class Corruption:
-    """A hook: a bit of every block that is published changes, before the consumer hears of the block.
+    """A hook that flips a bit of every published block before the consumer receives the message.
 
-    All at once when the last one is published: the prefill engine computes with its blocks until then.
+    It flips all bits at the last publish, because the prefill engine uses its blocks until then.
     """
 
     def __init__(self, pair: Pair, decode: Pod, *, at_producer: bool, at_consumer: bool) -> None:
@@ -87,7 +87,7 @@ class Corruption:
         self._at_consumer = at_consumer
         self._memory: dict[bool, MemoryDescription] = {}
         self._subscription: Subscribe | None = None
-        self._handle_publish: list[side_channel.PublishedBlock] = []
+        self._blocks: list[side_channel.PublishedBlock] = []
         self.changed: list[tuple[Pod, int]] = []
 
     def __call__(self, passing: Passing) -> Verdict:
@@ -99,15 +99,13 @@ class Corruption:
             case Subscribe():
                 self._subscription = passing.message
             case Publish(blocks=blocks, last=last):
-                self._handle_publish += blocks
+                self._blocks += blocks
                 if not last:
                     return Verdict.HOLD
-                assert self._subscription is not None
-                for block in self._handle_publish:
+                for block in self._blocks:
                     if self._at_producer:
                         self._change(self._pair.prefill, self._memory[False], block.slot)
                     if self._at_consumer:
-                        assert self._subscription.push_slots is not None
                         offset = block.index - self._subscription.first_block_index
                         self._change(
                             self._decode, self._memory[True], self._subscription.push_slots[offset]
@@ -121,13 +119,13 @@ class Corruption:
         self.changed.append((pod, address))
 
     def undo(self) -> None:
-        """At the producer, whose prefix cache has the blocks. The consumer's were thrown away."""
+        """Restore the producer's blocks, which its prefix cache keeps."""
         for pod, address in self.changed:
             if pod is self._pair.prefill:
                 flip_bit(pod, address)
 
 
-async def corrupted(
+async def hand_off_corrupted(
     pair: Pair, mode: str, *, at_producer: bool, at_consumer: bool, prompt: list[int]
 ) -> object:
     decode = pair.decoders[mode]
@@ -145,26 +143,30 @@ async def corrupted(
     return answer
 
 
-async def test_blocks_that_stay_wrong_are_recomputed(pair: Pair) -> None:
+async def test_corrupted_blocks_are_recomputed(pair: Pair) -> None:
     prompt, before = new_prompt(), remote_tokens(pair.decoders["pull"])
-    answer = await corrupted(pair, "pull", at_producer=True, at_consumer=False, prompt=prompt)
+    answer = await hand_off_corrupted(
+        pair, "pull", at_producer=True, at_consumer=False, prompt=prompt
+    )
     pair.assert_right(prompt, answer, "corrupted")  # type: ignore[arg-type]
     assert remote_tokens(pair.decoders["pull"]) == before
     await pair.assert_works("pull")
 
 
-async def test_blocks_that_stay_wrong_fail_the_request_if_the_policy_says_so(pair: Pair) -> None:
-    answer = await corrupted(pair, "fail", at_producer=True, at_consumer=False, prompt=new_prompt())
+async def test_corrupted_blocks_fail_the_request_with_policy_fail(pair: Pair) -> None:
+    answer = await hand_off_corrupted(
+        pair, "fail", at_producer=True, at_consumer=False, prompt=new_prompt()
+    )
     assert answer.error_code is ErrorCode.KV_LOAD  # type: ignore[attr-defined]
     await pair.assert_works("fail")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", ["always", "once"])
-async def test_bytes_that_change_before_they_are_verified(
+async def test_blocks_damaged_before_verification_are_read_again_or_recomputed(
     pair: Pair, mode: str, order: str
 ) -> None:
-    """Once: healed by another read. Always: nothing of it is used."""
+    """Once: a second read succeeds. Always: no block is used."""
     prompt, decode = new_prompt(), pair.decoders[mode]
     remote, failed = remote_tokens(decode), failures(decode)
     request = decode.log.parent / decode.address
@@ -182,17 +184,17 @@ async def test_bytes_that_change_before_they_are_verified(
 
 
 @contextlib.contextmanager
-def flickering(corruption: Corruption) -> Iterator[None]:
-    """The bits that changed change back, and again, as fast as it goes; in the end they are right."""
+def flipping(corruption: Corruption) -> Iterator[None]:
+    """Flip the corrupted bits back and forth during the block, and restore them after it."""
     stopping = threading.Event()
 
-    def flicker() -> None:
+    def flip() -> None:
         while not stopping.is_set():
             for pod, address in list(corruption.changed):
                 flip_bit(pod, address)
                 flip_bit(pod, address)
 
-    thread = threading.Thread(target=flicker)
+    thread = threading.Thread(target=flip)
     thread.start()
     try:
         yield
@@ -203,19 +205,19 @@ def flickering(corruption: Corruption) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_blocks_that_change_while_they_are_read_never_pass(pair: Pair, mode: str) -> None:
+async def test_blocks_that_change_while_they_are_read_are_not_used(pair: Pair, mode: str) -> None:
     for _ in range(5):
         prompt = new_prompt()
         corruption = Corruption(pair, pair.decoders[mode], at_producer=True, at_consumer=False)
-        with flickering(corruption), pair.middle(corruption):
+        with flipping(corruption), pair.middle(corruption):
             async with pair.clients(mode) as clients:
                 answer = await clients.hand_off(prompt)
-        pair.assert_right(prompt, answer, f"{mode}, flickering")
+        pair.assert_right(prompt, answer, f"{mode}, flipping bits")
     await pair.assert_works(mode)
 
 
-async def test_a_prefill_engine_that_came_back_at_its_address_is_another_peer(pair: Pair) -> None:
-    """Its predecessor's description, and loads that name the predecessor, are refused; both instances are named."""
+async def test_a_restarted_prefill_engine_is_a_new_peer(pair: Pair) -> None:
+    """The old description, and loads from the old instance, are refused with both instance ids."""
     decode = pair.decoders["pull"]
     with pair.middle(lambda passing: Verdict.PASS) as proxy:
         async with pair.clients("pull") as clients:
@@ -246,7 +248,7 @@ async def test_a_prefill_engine_that_came_back_at_its_address_is_another_peer(pa
     await pair.assert_works("pull")
 
 
-async def test_a_decode_engine_that_came_back_is_another_peer(pair: Pair) -> None:
+async def test_a_restarted_decode_engine_is_a_new_peer(pair: Pair) -> None:
     decode = pair.decoders["pull"]
     trigger = At(is_first_publish, lambda: kill(decode))
     with pair.middle(trigger):
@@ -257,10 +259,10 @@ async def test_a_decode_engine_that_came_back_is_another_peer(pair: Pair) -> Non
     await pair.assert_works("pull")
 
 
-async def recorded(
-    pair: Pair, clients: PeerServer, proxy: SideChannelProxy, transfer_id: str
+async def record_hand_off(
+    pair: Pair, clients: PairClients, proxy: SideChannelProxy, transfer_id: str
 ) -> list[Passing]:
-    """All messages of a hand-off that ended well."""
+    """Return all messages of a successful hand-off."""
     prompt, before = new_prompt(), len(proxy.seen)
     pair.assert_right(prompt, await clients.hand_off(prompt, transfer_id=transfer_id), "recorded")
     return proxy.seen[before:]
@@ -268,15 +270,15 @@ async def recorded(
 
 @pytest.mark.parametrize("same_id", [False, True], ids=["other_transfer", "same_transfer_id"])
 @pytest.mark.parametrize("mode", MODES)
-async def test_messages_of_an_ended_load_do_nothing_when_they_come_again(
+async def test_replayed_messages_of_an_ended_load_are_ignored(
     pair: Pair, mode: str, same_id: bool
 ) -> None:
     decode, transfer_id = pair.decoders[mode], uuid.uuid4().hex
     old: list[Passing] = []
 
     def replay(passing: Passing) -> Verdict:
-        # A transfer that is offered again may be subscribed to, and be released, again: its old messages are told apart
-        # by their generation, once its new one is known.
+        # A transfer that is offered again may have a second subscription and release. Old messages
+        # are recognized by their generation once the new generation is known.
         if is_first_publish(passing) or (isinstance(passing.message, Subscribe) and not same_id):
             for message in old:
                 passing.connection.inject(message.frame, to_producer=message.to_producer)
@@ -284,7 +286,7 @@ async def test_messages_of_an_ended_load_do_nothing_when_they_come_again(
 
     with pair.middle(replay) as proxy:
         async with pair.clients(mode) as clients:
-            seen = await recorded(pair, clients, proxy, transfer_id)
+            seen = await record_hand_off(pair, clients, proxy, transfer_id)
             kinds = [Publish, side_channel.Release, side_channel.Released, side_channel.Heartbeat]
             if not same_id:
                 kinds.append(Subscribe)
@@ -293,13 +295,13 @@ async def test_messages_of_an_ended_load_do_nothing_when_they_come_again(
             before, prompt = remote_tokens(decode), new_prompt()
             answer = await clients.hand_off(prompt, transfer_id=transfer_id if same_id else "")
             pair.assert_right(prompt, answer, f"{mode}, replayed")
-            # An id that ended may be refused when it is used again: then the tokens are computed.
+            # A reused id may be refused. The tokens are then computed.
             assert same_id or remote_tokens(decode) == before + PROMPT_TOKENS
             await pair.assert_clean(pair.prefill, decode)
     await pair.assert_works(mode)
 
 
-async def test_a_handshake_that_comes_again_learns_nothing_about_memory(pair: Pair) -> None:
+async def test_a_replayed_handshake_gets_no_memory_description(pair: Pair) -> None:
     refused = pair.prefill.metric("baton:kv_transfer_handshakes_refused_total")
     with pair.middle(lambda passing: Verdict.PASS) as proxy:
         async with pair.clients("pull") as clients:
@@ -328,7 +330,7 @@ async def test_a_handshake_that_comes_again_learns_nothing_about_memory(pair: Pa
     await pair.assert_works("pull")
 
 
-def lying(change: Callable[[Publish], Publish]) -> Callable[[Passing], Verdict]:
+def altering(change: Callable[[Publish], Publish]) -> Callable[[Passing], Verdict]:
     def hook(passing: Passing) -> Verdict:
         if isinstance(passing.message, Publish) and passing.message.blocks:
             passing.frame = side_channel.encode(change(passing.message))
@@ -342,24 +344,26 @@ def with_blocks(publish: Publish, **fields: int) -> Publish:
     return msgspec.structs.replace(publish, blocks=blocks)
 
 
-LIES: dict[str, Callable[[Passing], Verdict]] = {
-    "slot_below_zero": lying(lambda publish: with_blocks(publish, slot=-1)),
-    "slot_far_out": lying(lambda publish: with_blocks(publish, slot=2**62)),
-    "slot_of_another_block": lying(
+INVALID: dict[str, Callable[[Passing], Verdict]] = {
+    "slot_below_zero": altering(lambda publish: with_blocks(publish, slot=-1)),
+    "slot_far_out": altering(lambda publish: with_blocks(publish, slot=2**62)),
+    "slot_of_another_block": altering(
         lambda publish: with_blocks(publish, slot=publish.blocks[0].slot ^ 1)
     ),
-    "index_below_zero": lying(lambda publish: with_blocks(publish, index=-(2**63))),
-    "checksum_too_long": lying(lambda publish: with_blocks(publish, checksum=2**64 - 1)),
-    "last_too_early": lying(lambda publish: msgspec.structs.replace(publish, last=True)),
-    "no_message": lying(lambda publish: publish),
+    "index_below_zero": altering(lambda publish: with_blocks(publish, index=-(2**63))),
+    "checksum_too_long": altering(lambda publish: with_blocks(publish, checksum=2**64 - 1)),
+    "last_too_early": altering(lambda publish: msgspec.structs.replace(publish, last=True)),
+    "not_a_message": altering(lambda publish: publish),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lie", LIES)
-async def test_a_producer_that_lies_costs_a_recomputation(pair: Pair, mode: str, lie: str) -> None:
-    prompt, hook = new_prompt(), LIES[lie]
-    if lie == "no_message":
+@pytest.mark.parametrize("name", INVALID)
+async def test_invalid_messages_of_a_producer_cost_a_recomputation(
+    pair: Pair, mode: str, name: str
+) -> None:
+    prompt, hook = new_prompt(), INVALID[name]
+    if name == "not_a_message":
 
         def hook(passing: Passing) -> Verdict:
             if is_message(Publish)(passing):
@@ -368,22 +372,22 @@ async def test_a_producer_that_lies_costs_a_recomputation(pair: Pair, mode: str,
 
     with pair.middle(hook):
         async with pair.clients(mode) as clients:
-            pair.assert_right(prompt, await clients.hand_off(prompt), f"{mode}, {lie}")
+            pair.assert_right(prompt, await clients.hand_off(prompt), f"{mode}, {name}")
             await pair.assert_clean(pair.prefill, pair.decoders[mode])
     await pair.assert_works(mode)
 
 
-async def test_many_at_once_while_the_connection_breaks_again_and_again(pair: Pair) -> None:
+async def test_many_requests_survive_repeated_connection_resets(pair: Pair) -> None:
     async with pair.clients("pull") as one, pair.clients("push") as two:
         prompts = [new_prompt() for _ in range(8)]
-        asked = [
+        requests = [
             asyncio.create_task((one, two)[i % 2].hand_off(prompt))
             for i, prompt in enumerate(prompts)
         ]
-        while not all(task.done() for task in asked):
-            await asyncio.wait(asked, timeout=0.1)
+        while not all(task.done() for task in requests):
+            await asyncio.wait(requests, timeout=0.1)
             pair.proxy.reset()
-        for prompt, task in zip(prompts, asked, strict=True):
-            pair.assert_right(prompt, task.result(), "breaking connections")
+        for prompt, task in zip(prompts, requests, strict=True):
+            pair.assert_right(prompt, task.result(), "connection resets")
     for mode in MODES:
         await pair.assert_works(mode)

@@ -1,4 +1,7 @@
-"""kill -9 of each process of `baton serve` under load: clients hear of it at once, nobody survives, the port is free again."""
+"""SIGKILL of each process of `baton serve` under load.
+
+Clients receive an error at once, no process survives, and the port is free again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 from support.chaos.chaos_processes import (
     ENGINE_FLAGS,
     LAYOUTS,
-    TOLD_S,
+    NOTICE_S,
     assert_port_is_free,
     free_port,
     tree,
@@ -29,7 +32,7 @@ MODULES = {
 }
 
 
-class Asker(threading.Thread):
+class Client(threading.Thread):
     """Streams completions until one fails."""
 
     def __init__(self, port: int) -> None:
@@ -67,7 +70,9 @@ class Asker(threading.Thread):
         ("tp2", "serve"),
     ],
 )
-def test_kill_9_under_load(checkpoint: Path, tmp_path: Path, layout: str, victim: str) -> None:
+def test_a_kill_under_load_ends_serve_and_its_requests(
+    checkpoint: Path, tmp_path: Path, layout: str, victim: str
+) -> None:
     port = free_port()
     command = [
         "-m",
@@ -81,11 +86,11 @@ def test_kill_9_under_load(checkpoint: Path, tmp_path: Path, layout: str, victim
     ]
     with tree([*command, *ENGINE_FLAGS, *LAYOUTS[layout]], tmp_path / "log") as serve:
         serve.wait_for("baton serve: ready")
-        askers = [Asker(port) for _ in range(6)]
+        clients = [Client(port) for _ in range(6)]
         eventually(
-            lambda: all(asker.num_chunks for asker in askers),
+            lambda: all(client.num_chunks for client in clients),
             timeout_s=60,
-            what="every client has had a token",
+            what="a token for every client",
         )
         killed = (
             psutil.Process(serve.process.pid)
@@ -93,14 +98,14 @@ def test_kill_9_under_load(checkpoint: Path, tmp_path: Path, layout: str, victim
             else serve.find(MODULES[victim])[-1]
         )
         killed.kill()
-        deadline = time.monotonic() + TOLD_S
-        for asker in askers:
-            asker.join(max(0.0, deadline - time.monotonic()))
-            assert asker.error is not None, f"a client still waits\n{serve.text[-3000:]}"
-            if victim in ("worker", "engine"):  # somebody is left who can say why
+        deadline = time.monotonic() + NOTICE_S
+        for client in clients:
+            client.join(max(0.0, deadline - time.monotonic()))
+            assert client.error is not None, f"a client is still waiting\n{serve.text[-3000:]}"
+            if victim in ("worker", "engine"):  # the gateway is left to report the reason
                 assert re.search(
                     r"worker \d|engine was lost|engine serving this request was lost",
-                    str(asker.error),
-                ), asker.error
-        serve.assert_nobody_survives()
+                    str(client.error),
+                ), client.error
+        serve.assert_no_process_survives()
         assert_port_is_free(port)

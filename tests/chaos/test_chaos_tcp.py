@@ -1,6 +1,6 @@
-"""The transport over TCP when the other host falls silent: what is under way ends in time, and the next use after it is back goes well.
+"""The TCP transport ends transfers to a silent host, and works again after the host is back.
 
-Needs root; elsewhere the tests are skipped.
+The tests need root, and are skipped without it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
 SMALL, LARGE = 2**16, 2**26
-MARGIN_S = 5.0
-"""The kernel gives up at its next probe or retransmission."""
+MARGIN_S = 5.0  # the kernel gives up at its next probe or retransmission
 
 
-class Apart:
-    """An agent here, and an owner of memory in a namespace."""
+class Peers:
+    """An agent in this process, and a memory owner in another network namespace."""
 
     def __init__(self, net: Namespaces) -> None:
         self.net = net
@@ -52,11 +51,10 @@ class Apart:
                 "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
             },
         )
-        assert self.owner.stdout is not None
         hello = json.loads(self.owner.stdout.readline())
         self._base = hello["address"]
         self._words = np.zeros(LARGE // 8, dtype=np.int64)
-        self._agent = create_agent("me", "tcp", net.host)
+        self._agent = create_agent("local", "tcp", net.host)
         self._agent.register_memory([(self._words.ctypes.data, LARGE, 0, "")])
         self._agent.add_remote_agent(bytes.fromhex(hello["metadata"]))
         assert self.outcome(self.begin("READ", SMALL)) == "DONE"
@@ -75,54 +73,51 @@ class Apart:
                     state if (state := self._agent.check_xfer_state(handle)) != "PROC" else None
                 ),
                 timeout_s=SILENT_S + MARGIN_S,
-                what="an end of the transfer",
+                what="the end of the transfer",
             )
         )
 
-    def is_under_way(self, handle: XferHandle) -> bool:
+    def is_in_progress(self, handle: XferHandle) -> bool:
         return self._agent.check_xfer_state(handle) == "PROC"
 
     def close(self) -> None:
         self._agent.close()
         self.owner.send_signal(signal.SIGCONT)
-        assert self.owner.stdin is not None
         self.owner.stdin.close()
         self.owner.wait(10)
 
 
 @pytest.fixture
-def apart() -> Iterator[Apart]:
+def peers() -> Iterator[Peers]:
     with namespaces(1, {}) as net:
-        made = Apart(net)
+        made = Peers(net)
         yield made
         made.close()
 
 
 @pytest.mark.parametrize(("op", "num_bytes"), [("READ", SMALL), ("WRITE", SMALL), ("WRITE", LARGE)])
-def test_a_host_that_falls_silent_ends_what_is_under_way(
-    apart: Apart, op: str, num_bytes: int
-) -> None:
-    apart.net.cut(0)
-    assert apart.outcome(apart.begin(op, num_bytes)) == "ERR"
-    apart.net.heal()
-    assert apart.outcome(apart.begin(op, num_bytes)) == "DONE"
+def test_transfers_to_a_silent_host_fail(peers: Peers, op: str, num_bytes: int) -> None:
+    peers.net.cut(0)
+    assert peers.outcome(peers.begin(op, num_bytes)) == "ERR"
+    peers.net.heal()
+    assert peers.outcome(peers.begin(op, num_bytes)) == "DONE"
 
 
-def test_a_read_whose_owner_had_nothing_to_send_notices_the_silence(apart: Apart) -> None:
-    """Only the kernel's own probes can: no byte of ours is on the way."""
-    apart.owner.send_signal(signal.SIGSTOP)
-    handle = apart.begin("READ", SMALL)
-    time.sleep(1.0)  # the request is acknowledged by the frozen process's kernel
-    assert apart.is_under_way(handle)
-    apart.net.cut(0)
-    assert apart.outcome(handle) == "ERR"
-    apart.net.heal()
-    apart.owner.send_signal(signal.SIGCONT)
-    assert apart.outcome(apart.begin("READ", SMALL)) == "DONE"
+def test_a_read_from_a_frozen_owner_fails_when_its_host_is_silent(peers: Peers) -> None:
+    """No data is in flight, so only the kernel's keepalive probes detect it."""
+    peers.owner.send_signal(signal.SIGSTOP)
+    handle = peers.begin("READ", SMALL)
+    time.sleep(1.0)  # the kernel of the frozen process acknowledges the request
+    assert peers.is_in_progress(handle)
+    peers.net.cut(0)
+    assert peers.outcome(handle) == "ERR"
+    peers.net.heal()
+    peers.owner.send_signal(signal.SIGCONT)
+    assert peers.outcome(peers.begin("READ", SMALL)) == "DONE"
 
 
-def test_a_host_that_takes_no_bytes_is_silent_too(apart: Apart) -> None:
-    apart.owner.send_signal(signal.SIGSTOP)
-    assert apart.outcome(apart.begin("WRITE", LARGE)) == "ERR"
-    apart.owner.send_signal(signal.SIGCONT)
-    assert apart.outcome(apart.begin("READ", SMALL)) == "DONE"
+def test_a_write_to_a_host_that_reads_no_bytes_fails(peers: Peers) -> None:
+    peers.owner.send_signal(signal.SIGSTOP)
+    assert peers.outcome(peers.begin("WRITE", LARGE)) == "ERR"
+    peers.owner.send_signal(signal.SIGCONT)
+    assert peers.outcome(peers.begin("READ", SMALL)) == "DONE"

@@ -1,4 +1,4 @@
-"""kill -9 of a rank under torchrun: the other ones say why they end, and nobody survives."""
+"""SIGKILL of a rank under torchrun: the other rank reports the reason, and no process survives."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from support import chaos
-from support.chaos.chaos_processes import START_S, TOLD_S, tree
+from support.chaos.chaos_processes import NOTICE_S, START_S, tree
 from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_kill_9_of_a_rank(checkpoint: Path, tmp_path: Path, victim: int) -> None:
+def test_the_other_rank_reports_a_killed_rank(
+    checkpoint: Path, tmp_path: Path, victim: int
+) -> None:
     command = [
         *(
             "-m",
@@ -39,14 +41,14 @@ def test_kill_9_of_a_rank(checkpoint: Path, tmp_path: Path, victim: int) -> None
             launcher.members()
             return all((tmp_path / f"{rank}.pid").exists() for rank in (0, 1))
 
-        eventually(all_generate, timeout_s=START_S, what="both ranks generate")
+        eventually(all_generate, timeout_s=START_S, what="tokens on both ranks")
         os.kill(int((tmp_path / f"{victim}.pid").read_text()), signal.SIGKILL)
         report = tmp_path / f"{1 - victim}.error"
         reason = eventually(
             lambda: report.exists() and report.read_text(),
-            timeout_s=TOLD_S,
-            what="the other rank has noticed",
+            timeout_s=NOTICE_S,
+            what="the error of the other rank",
         )
         assert f"a member is gone (rank {victim} has died)" in str(reason)
         assert launcher.process.wait(60) != 0
-        launcher.assert_nobody_survives()
+        launcher.assert_no_process_survives()

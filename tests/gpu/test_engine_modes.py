@@ -1,4 +1,4 @@
-"""The engine on a GPU gives the tokens of the engine on a CPU: layer by layer, as graphs, compiled, and both."""
+"""The engine generates the CPU's tokens on a GPU: eager, with CUDA graphs and compiled."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PROMPTS = [
     [3 + (7 * i + 3 * j) % (VOCAB_SIZE - 3) for j in range(n)]
     for i, n in enumerate((1, 2, 15, 16, 17, 33, 70, 90, 5, 48))
 ]
+#: The order of two log-probabilities this close depends on the order of summation.
 TIE = 1e-3
-"""Log-probabilities this close depend on the order of summation, so either token may win."""
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "decode-graphs": {"compilation_mode": "none", "cudagraph_mode": "full_decode_only"},
@@ -60,14 +60,20 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generate(
-    checkpoint: Path, nap: bool = False, **options: Any
+    checkpoint: Path, sleep: bool = False, **options: Any
 ) -> tuple[list[list[int]], list[list[dict[int, Any]]]]:
     """Return token ids and the log-probabilities of the best two tokens, per prompt."""
     llm = LLM(
-        str(checkpoint), dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, num_blocks=24, max_model_len=160, **options
-    )  # fmt: skip
+        str(checkpoint),
+        dtype="float32",
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        num_blocks=24,
+        max_model_len=160,
+        **options,
+    )
     try:
-        if nap:
+        if sleep:
             llm.generate(PROMPTS[:3], SamplingParams(max_tokens=2), use_tqdm=False)
             llm.sleep(1)
             llm.wake_up()
@@ -90,7 +96,7 @@ def on_cpu(checkpoint: Path) -> tuple[list[list[int]], list[list[dict[int, Any]]
 def assert_same(
     actual: list[list[int]], on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]]
 ) -> None:
-    """A sequence may differ from the CPU's only from a tie of its two best tokens on."""
+    """Compare sequences. They may differ only after a tie of the two best tokens."""
     for prompt, (tokens, expected, logprobs) in enumerate(zip(actual, *on_cpu, strict=True)):
         for place, (token, best) in enumerate(zip(tokens, expected, strict=True)):
             if token != best:
@@ -102,30 +108,29 @@ def assert_same(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_gives_the_tokens_of_the_cpu(
+def test_every_mode_generates_the_tokens_of_the_cpu(
     checkpoint: Path,
     on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]],
     cache_dir: str,
     caplog: pytest.LogCaptureFixture,
     mode: str,
 ) -> None:
-    caplog.set_level(
-        logging.DEBUG, "baton_engine.compilation.graphs"
-    )  # checks that arguments stay where they were
+    # At this level the engine checks that the arguments of graphs keep their addresses.
+    caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")
     options = MODES[mode]
     tokens, _ = generate(checkpoint, device="cuda", compile_cache_dir=cache_dir, **options)
     assert_same(tokens, on_cpu)
 
 
 @pytest.mark.parametrize("mode", ["full-graphs", "compiled-graphs"])
-def test_graphs_are_right_after_a_nap(
+def test_graphs_generate_the_tokens_of_the_cpu_after_sleep(
     checkpoint: Path,
     on_cpu: tuple[list[list[int]], list[list[dict[int, Any]]]],
     cache_dir: str,
     mode: str,
 ) -> None:
-    """Weights and KV may then have other addresses."""
+    """Weights and KV may have other addresses after sleep."""
     tokens, _ = generate(
-        checkpoint, nap=True, device="cuda", compile_cache_dir=cache_dir, **MODES[mode]
+        checkpoint, sleep=True, device="cuda", compile_cache_dir=cache_dir, **MODES[mode]
     )
     assert_same(tokens, on_cpu)

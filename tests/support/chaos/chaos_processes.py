@@ -1,4 +1,4 @@
-"""Processes that chaos tests start, whom they kill in them, and what must be true afterwards."""
+"""Process trees of chaos tests, and checks after a kill."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from support.waiting import eventually
 
 HOST = "127.0.0.1"
 START_S = 180.0
-"""Machines under chaos are busy."""
-TOLD_S = 5.0
-"""What is promised: a waiting client hears of a death within this time."""
+#: A waiting client receives an error within this time after a death.
+NOTICE_S = 5.0
 ENDED_S = 30.0
 LAYOUTS = {
     "uniproc": [],
@@ -39,7 +38,7 @@ ENGINE_FLAGS = [
 
 
 class Tree:
-    """A process and all that it starts."""
+    """A process and its descendants."""
 
     def __init__(self, command: list[str], log: Path, **env: str) -> None:
         self.log = log
@@ -59,35 +58,35 @@ class Tree:
         return self.log.read_text(errors="replace")
 
     def members(self) -> set[psutil.Process]:
-        """All that have been seen so far."""
+        """Return all processes of the tree that were seen so far."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._members |= set(psutil.Process(self.process.pid).children(recursive=True))
         return self._members
 
     def find(self, module: str) -> list[psutil.Process]:
-        """Those that run `python -m module`, in the order of their start."""
+        """Return the processes of `python -m module` in the order of their start."""
         return sorted(
             (p for p in self.members() if module in _command_line(p)), key=lambda p: p.create_time()
         )
 
     def wait_for(self, line: str) -> None:
-        def said() -> bool:
+        def is_logged() -> bool:
             assert self.process.poll() is None, self.text
             return line in self.text
 
-        eventually(said, timeout_s=START_S, what=f"{line!r} in the log")
+        eventually(is_logged, timeout_s=START_S, what=f"{line!r} in the log")
         self.members()
 
-    def assert_nobody_survives(self) -> None:
+    def assert_no_process_survives(self) -> None:
         self.process.poll()
 
-        def gone() -> bool:
+        def all_ended() -> bool:
             self.process.poll()
-            left = {p.pid: " ".join(_command_line(p)) for p in self._members if _lives(p)}
+            left = {p.pid: " ".join(_command_line(p)) for p in self._members if _is_alive(p)}
             assert not left, f"{left}\n{self.text[-4000:]}"
             return True
 
-        eventually(gone, timeout_s=ENDED_S, what="no process survives")
+        eventually(all_ended, timeout_s=ENDED_S, what="no process survives")
 
     def kill(self) -> None:
         for process in self.members():
@@ -126,17 +125,17 @@ def free_port() -> int:
 
 
 def assert_port_is_free(port: int) -> None:
-    def bound() -> bool:
+    def can_bind() -> bool:
         try:
             socket.create_server((HOST, port)).close()
         except OSError as error:
             raise AssertionError(f"port {port}: {error}") from error
         return True
 
-    eventually(bound, timeout_s=ENDED_S, what="the port is free again")
+    eventually(can_bind, timeout_s=ENDED_S, what="the port is free again")
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,7 +1,7 @@
-"""A prefill engine and decode engines as processes, a man in the middle of their side channel, and a client in the gateway's place.
+"""A prefill engine and decode engines as processes, a proxy of their side channel, and a client.
 
-The client does what the gateway does for one request, but never tries again elsewhere and never aborts: what an engine holds for a
-request that failed must go away by itself.
+The client acts as the gateway does for one request, but never retries or aborts. So an engine has
+to release the state of a failed request by itself.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from support.waiting import eventually
 
 LEASE_S = 1.5
 LOAD_TIMEOUT_S = 1.5
-LEG_S = 2.5
-"""The client waits this long for the first token, then tells the decode engine to go on alone."""
+#: How long the client waits for the first token before it reports a failed prefill.
+PREFILL_S = 2.5
+#: Deadline of a request: the sum of all timeouts in sequence, on a busy machine.
 DEADLINE_S = 25.0
-"""By then every request has ended, whatever happened: the sum of what may be waited for in a row, on a busy machine."""
+#: Time after which leases, drains and fences have ended.
 CLEAN_S = 20.0
-"""Leases, drains and fences are over."""
 PROMPT_TOKENS = 640
+#: Small chunks, so that tests can act in the middle of a transfer.
 CHUNK_TOKENS = 16
-"""Prompts are prefilled, and published, in parts of this length: so many that one cannot miss the middle of a transfer."""
 MAX_TOKENS = 12
 VOCAB = 500
 _numbers = itertools.count()
@@ -66,24 +66,21 @@ _numbers = itertools.count()
 class Answer:
     token_ids: list[int]
     error: str = ""
-    """Why the request failed."""
-    error_code: ErrorCode | None = None
-    """None: the engine is gone."""
-    prefill_error: str = ""
-    """Why the decode engine was told to go on alone."""
+    error_code: ErrorCode | None = None  # None with an error: the connection was lost
+    prefill_error: str = ""  # the error of PREFILL_RESULT
 
 
 def new_prompt() -> list[int]:
-    """One that no prefix cache holds."""
+    """Return a prompt that is in no prefix cache."""
     rng = random.Random(f"chaos-{next(_numbers)}")
     return [rng.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)]
 
 
-class PeerServer:
-    """Of the two engines that a request goes to."""
+class PairClients:
+    """Clients of the two engines of a request."""
 
     def __init__(
-        self, prefill: EngineClient | None, decode: EngineClient, kv_address: tuple[str, int]
+        self, prefill: EngineClient, decode: EngineClient, kv_address: tuple[str, int]
     ) -> None:
         self._prefill = prefill
         self._decode = decode
@@ -91,18 +88,18 @@ class PeerServer:
 
     @property
     def prefill_instance(self) -> str:
-        assert self._prefill is not None
         return self._prefill.instance_id
 
     async def hand_off(
         self, prompt: list[int], *, transfer_id: str = "", producer: str = ""
     ) -> Answer:
-        """One request over both; ends by DEADLINE_S.
+        """Send one request to both engines, which ends by DEADLINE_S.
 
         Args:
-            producer: instance id of whom the decode engine is told to meet, if not the prefill engine.
+            prompt: its token ids.
+            transfer_id: a new one by default.
+            producer: the instance id for the decode engine, by default the prefill engine's.
         """
-        assert self._prefill is not None
         transfer_id, request_id = transfer_id or uuid.uuid4().hex, uuid.uuid4().hex
         host, port = self._kv_address
         consume = KVTransferParams(
@@ -119,7 +116,7 @@ class PeerServer:
                 )
                 result = PrefillResult(request_id)
                 try:
-                    async with asyncio.timeout(LEG_S):
+                    async with asyncio.timeout(PREFILL_S):
                         rank_transfer = self._prefill.add(
                             EngineCoreRequest(request_id, prompt, one, kv_transfer=produce)
                         )
@@ -128,7 +125,7 @@ class PeerServer:
                         answer.token_ids = result.token_ids = first.new_token_ids
                 except (TimeoutError, EngineDeadError) as error:
                     result.error = answer.prefill_error = (
-                        str(error) or f"no first token within {LEG_S} s"
+                        str(error) or f"no first token within {PREFILL_S} s"
                     )
                 self._decode.prefill_result(result)
                 async for output in rest:
@@ -138,9 +135,8 @@ class PeerServer:
         return answer
 
     async def alone(self, *, on_prefill: bool) -> None:
-        """A new request that one engine answers by itself."""
+        """Check that one engine completes a new request by itself."""
         client = self._prefill if on_prefill else self._decode
-        assert client is not None
         answer = Answer([])
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         async with asyncio.timeout(DEADLINE_S):
@@ -171,10 +167,10 @@ class Pair:
     reference: torch.nn.Module
 
     @contextlib.asynccontextmanager
-    async def clients(self, mode: str, *, prefill: bool = True) -> AsyncIterator[PeerServer]:
+    async def clients(self, mode: str) -> AsyncIterator[PairClients]:
         async with contextlib.AsyncExitStack() as stack:
             ready: list[EngineClient] = []
-            for pod in [self.prefill, self.decoders[mode]] if prefill else [self.decoders[mode]]:
+            for pod in (self.prefill, self.decoders[mode]):
                 client = EngineClient(
                     pod.address, ENGINE_PORT, client_id="chaos", heartbeat_timeout_s=60.0
                 )
@@ -182,11 +178,11 @@ class Pair:
                 await client.connect(10)
                 await client.wait_ready(10)
                 ready.append(client)
-            yield PeerServer(ready[0] if prefill else None, ready[-1], self.proxy.address)
+            yield PairClients(*ready, self.proxy.address)
 
     @contextlib.contextmanager
     def middle(self, hook: Hook) -> Iterator[SideChannelProxy]:
-        """The man in the middle does this; both sides have to greet each other first."""
+        """Run `hook` in the proxy during the block. Both engines have to connect again first."""
         self.proxy.reset()
         self.proxy.hook = hook
         try:
@@ -199,13 +195,13 @@ class Pair:
                 raise failure
 
     def assert_right(self, prompt: list[int], answer: Answer, what: str) -> None:
-        """The tokens of an undisturbed run."""
+        """Check that the response has the tokens of an undisturbed run."""
         assert not answer.error, f"{what}: {answer}"
         assert len(answer.token_ids) == MAX_TOKENS, f"{what}: {answer}"
         assert_greedy(self.reference, [prompt], [answer.token_ids], what)
 
     async def assert_clean(self, *pods: Pod) -> None:
-        """Soon nothing is left of any request, and nobody died."""
+        """Wait until the pods have no state of any request. Check that they are alive."""
 
         def clean(pod: Pod) -> bool:
             assert pod.process.poll() is None, f"{pod.name} died:\n{pod.tail()}"
@@ -228,7 +224,7 @@ class Pair:
             )
 
     async def assert_works(self, mode: str) -> None:
-        """An undisturbed request: its KV comes from the prefill engine, its tokens are right."""
+        """Check that an undisturbed request loads its KV and gives the right tokens."""
         decode = self.decoders[mode]
         prompt, before = new_prompt(), decode.metric("baton:prompt_tokens_remote_total")
         async with self.clients(mode) as clients:
@@ -236,12 +232,12 @@ class Pair:
         self.assert_right(prompt, answer, "afterwards")
         moved = decode.metric("baton:prompt_tokens_remote_total") - before
         assert moved == PROMPT_TOKENS, (
-            f"{moved} tokens came from {self.prefill.name}, which said {answer.prefill_error!r}:\n{decode.tail()}"
+            f"{moved} tokens were loaded, prefill error {answer.prefill_error!r}:\n{decode.tail()}"
         )
         await self.assert_clean(self.prefill, decode)
 
     async def restart(self, pod: Pod) -> None:
-        """A dead pod comes back at its address."""
+        """Restart a dead pod at its address."""
         pod.process.wait(10)
         pod.restart()
         await asyncio.to_thread(pod.wait_ready, ENGINE_HTTP_PORT)
@@ -255,11 +251,14 @@ def start_pair(
     networks: Sequence[Network] = (),
     proxy_host: str = "",
 ) -> Pair:
-    """
+    """Start the engines and the proxy.
+
     Args:
+        group: starts the processes.
+        checkpoint: of all engines.
         decoders: name -> options of its KVTransferConfig.
-        networks: of the prefill engine, then of each decode engine; empty: the test's own.
-        proxy_host: the proxy's address, if not the prefill engine's.
+        networks: of the prefill engine and of each decode engine, by default the test's network.
+        proxy_host: the proxy's address, by default the prefill engine's.
     """
     common: dict[str, Any] = {
         "transport": KV_TRANSPORT,
@@ -289,7 +288,7 @@ def start_pair(
     return Pair(prefill, started, proxy, reference_model(checkpoint))
 
 
-# Points of the exchange, and what happens there
+# Hooks of the proxy
 
 
 def is_first_publish(passing: Passing) -> bool:
@@ -302,12 +301,11 @@ def is_message(kind: type[Any]) -> Callable[[Passing], bool]:
 
 @dataclass
 class At:
-    """A hook: at the first message that matches, `act`."""
+    """A hook that calls `act` at the first message that matches."""
 
     matches: Callable[[Passing], bool]
     act: Callable[[], None]
-    verdict: Verdict = Verdict.PASS
-    """What becomes of the message, and of those after it that match."""
+    verdict: Verdict = Verdict.PASS  # for every message that matches
     reached_at: float = 0.0
     passing: list[Passing] = field(default_factory=list)
 
@@ -325,9 +323,16 @@ class At:
             eventually, lambda: self.reached_at, timeout_s=10, what=what, every_s=0.01
         )
 
+    async def sleep_until_after(self, seconds: float) -> None:
+        """Sleep until `seconds` after `reached_at`."""
+        await asyncio.sleep(max(0.0, self.reached_at + seconds - time.monotonic()))
+
 
 class AtPush(At):
-    """While the producer writes, no message shows it: `act` once a part of the prompt is computed, its blocks on their way."""
+    """A hook for push mode that calls `act` once a quarter of the prompt is computed.
+
+    No message is sent while the producer writes blocks.
+    """
 
     def __init__(self, prefill: Pod, act: Callable[[], None]) -> None:
         super().__init__(is_message(side_channel.Subscribe), act)
@@ -380,6 +385,6 @@ def write_memory(pod: Pod, address: int, data: bytes) -> None:
 
 
 def flip_bit(pod: Pod, address: int) -> None:
-    """Once more takes it back."""
+    """Flip a bit of a byte. A second call restores it."""
     (byte,) = read_memory(pod, address, 1)
     write_memory(pod, address, bytes([byte ^ 0x40]))

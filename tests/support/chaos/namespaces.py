@@ -1,4 +1,4 @@
-"""Network namespaces on one bridge, whose links a test can cut. Needs root, `ip` and a kernel that lets it."""
+"""Network namespaces on one bridge, whose links a test can cut. They need root and iproute2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.pods import Network
 
 
 class Namespaces:
-    """`num` namespaces that reach each other and the test: `networks` are theirs, `host` is the test's address."""
+    """`num` namespaces that reach each other and the test, whose address is `host`."""
 
     def __init__(self, num: int, environment: dict[str, str]) -> None:
         number = os.getpid() % 200
@@ -42,15 +42,15 @@ class Namespaces:
             _ip("-n", name, "link", "set", "eth0", "up")
 
     def cut(self, index: int) -> None:
-        """Nothing reaches or leaves this namespace: no packet, no error, no closed connection."""
+        """Drop all packets to and from this namespace, without an error or a closed connection."""
         _ip("link", "set", self._links[index], "nomaster")
 
     def unplug(self, index: int) -> None:
-        """The same, and this namespace knows: its interface has no carrier."""
+        """Drop all packets, with an interface that has no carrier."""
         _ip("link", "set", self._links[index], "down")
 
     def part(self) -> None:
-        """The namespaces do not reach each other any more; the test reaches all."""
+        """Isolate the namespaces from each other, but not from the test."""
         for link in self._links:
             _ip("link", "set", "dev", link, "type", "bridge_slave", "isolated", "on")
 
@@ -63,14 +63,14 @@ class Namespaces:
         for name in self._names:
             with contextlib.suppress(AssertionError):
                 _ip("netns", "del", name)
-        for link in (*self._links, self._bridge):  # a veth goes with its namespace, but not at once
+        for link in (*self._links, self._bridge):  # a veth may outlive its namespace briefly
             with contextlib.suppress(AssertionError):
                 _ip("link", "del", link)
 
 
 @contextlib.contextmanager
 def namespaces(num: int, environment: dict[str, str]) -> Iterator[Namespaces]:
-    """`environment`: of the pods in them. Skips where it cannot be done."""
+    """Create namespaces with this environment. Skip the test without root or iproute2."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:

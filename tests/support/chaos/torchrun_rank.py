@@ -1,4 +1,4 @@
-"""One rank under torchrun: an LLM that generates until it fails, and then writes why to FOLDER/<rank>.error."""
+"""One rank under torchrun: an LLM that generates until it fails, and writes FOLDER/<rank>.error."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 from baton_engine import LLM, SamplingParams
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # torchrun's, when another rank has ended: we want to see what we notice ourselves
+    # torchrun sends SIGTERM when another rank has ended. The rank has to detect that itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     checkpoint, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
     llm = LLM(
         checkpoint,

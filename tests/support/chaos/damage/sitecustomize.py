@@ -1,6 +1,7 @@
-"""In engines under test: bytes change between their arrival and their proof, as a bad wire would do it, when the test says so.
+"""Corrupts received blocks in an engine before they are verified, as a faulty network would.
 
-The file `$BATON_TEST_DAMAGE/$POD_IP` is the order: "once" for the next blocks that are proved, anything else for all of them.
+It does so while the file `$BATON_TEST_DAMAGE/$POD_IP` exists. The content "once" corrupts only the
+blocks of the next verification.
 """
 
 from __future__ import annotations
