@@ -43,7 +43,6 @@ from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.parity import reference_model
 from support.pods import Pod, pods
 from support.streams import Load, Stream
-from support.token_rule import assert_right_tokens
 from support.waiting import eventually
 
 DEADLINE_S = 120.0
@@ -189,14 +188,6 @@ class Serving:
         return self.streams
 
 
-def assert_all_right(streams: list[Stream], model: torch.nn.Module, group: ExpertGroup) -> None:
-    assert streams
-    for stream in streams:
-        assert not stream.error, f"{stream.error}\n{group.tails()}"
-        assert len(stream.token_ids) == stream.max_tokens
-    assert_right_tokens(model, streams, "under attack")
-
-
 def test_attackers_without_the_key_are_refused_while_the_group_serves_and_grows(
     group: ExpertGroup, model: torch.nn.Module, tmp_path: Path
 ) -> None:
@@ -233,7 +224,8 @@ def test_attackers_without_the_key_are_refused_while_the_group_serves_and_grows(
         )
     finally:
         streams = serving.stop()
-    assert_all_right(streams, model, group)
+    assert streams
+    group.assert_all_right(streams, model, "under attack")
 
 
 def test_the_same_attempts_succeed_with_the_key(group: ExpertGroup, tmp_path: Path) -> None:

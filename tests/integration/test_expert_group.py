@@ -17,7 +17,6 @@ from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.parity import reference_model
 from support.pods import pods
 from support.streams import Load, Stream
-from support.token_rule import assert_right_tokens
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
@@ -48,32 +47,23 @@ def generate(group: ExpertGroup, numbers: list[int], width: int) -> list[Stream]
     return list(asyncio.run(load.replay(numbers)).values())
 
 
-def assert_all_right(
-    streams: list[Stream], model: torch.nn.Module, group: ExpertGroup, what: str
-) -> None:
-    for stream in streams:
-        assert not stream.error, f"{what}: {stream.error}\n{group.tails()}"
-        assert len(stream.token_ids) == stream.max_tokens, f"{what}: {stream}"
-    assert_right_tokens(model, streams, what)
-
-
 def test_grows_shrinks_and_recovers(group: ExpertGroup, model: torch.nn.Module) -> None:
     """1 -> 3 -> 2 ranks (the first one leaves), then a member is killed and restarted."""
     group.start(1)
     first = next(iter(group.ranks))
-    assert_all_right(generate(group, list(range(4)), 4), model, group, "one rank")
+    group.assert_all_right(generate(group, list(range(4)), 4), model, "one rank")
     names = [first, group.add_rank(), group.add_rank()]
     group.scale(names)
-    assert_all_right(generate(group, list(range(12)), 12), model, group, "three ranks")
-    assert_all_right(generate(group, [20], 1), model, group, "three ranks, two of them idle")
+    group.assert_all_right(generate(group, list(range(12)), 12), model, "three ranks")
+    group.assert_all_right(generate(group, [20], 1), model, "three ranks, two of them idle")
     group.scale(names[1:])
-    assert_all_right(generate(group, list(range(30, 36)), 6), model, group, "two ranks")
+    group.assert_all_right(generate(group, list(range(30, 36)), 6), model, "two ranks")
     group.ranks[names[2]].kill()
     group.wait_for([names[1]], timeout_s=60)
-    assert_all_right(generate(group, list(range(40, 44)), 4), model, group, "the survivor")
+    group.assert_all_right(generate(group, list(range(40, 44)), 4), model, "the survivor")
     group.ranks[names[2]].restart()
     group.wait_for(names[1:], timeout_s=60)
-    assert_all_right(generate(group, list(range(50, 56)), 6), model, group, "with the successor")
+    group.assert_all_right(generate(group, list(range(50, 56)), 6), model, "with the successor")
 
 
 async def start_six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream]]:
@@ -105,7 +95,7 @@ def test_a_deleted_group_finishes_its_requests_and_exits(
         assert rank.process.wait(timeout=60) == 0, rank.tail()
     took_s = time.monotonic() - ended_at
     assert took_s < 20, f"{took_s:.1f} s after the last request\n{group.tails()}"
-    assert_all_right(streams, model, group, "while the group is deleted")
+    group.assert_all_right(streams, model, "while the group is deleted")
 
 
 @pytest.mark.chaos
@@ -131,7 +121,7 @@ def test_a_rank_that_hangs_in_a_step_is_removed_and_its_requests_resume(
             finally:
                 worker.resume()
 
-        assert_all_right(asyncio.run(hang_under_load()), model, group, "while a worker hangs")
+        group.assert_all_right(asyncio.run(hang_under_load()), model, "while a worker hangs")
 
 
 @pytest.mark.chaos
@@ -151,6 +141,6 @@ def test_groups_of_every_size_generate_the_models_tokens(
                 ("some idle", range(100 * size + 30, 100 * size + 33), 3),
                 ("one stream", range(100 * size + 40, 100 * size + 42), 1),
             ):
-                assert_all_right(
-                    generate(group, list(numbers), width), model, group, f"{size} ranks, {what}"
+                group.assert_all_right(
+                    generate(group, list(numbers), width), model, f"{size} ranks, {what}"
                 )

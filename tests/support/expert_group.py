@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from baton_protocol.config import CacheConfig, ParallelConfig, SchedulerConfig
 from baton_protocol.service_key import ServiceKey
@@ -20,6 +22,8 @@ from baton_protocol.topology import (
     TopologyStatus,
 )
 from support.pods import Pod, Pods
+from support.streams import Stream
+from support.token_rule import assert_right_tokens
 from support.waiting import eventually
 
 VOCAB_SIZE = 512
@@ -167,6 +171,15 @@ class ExpertGroup:
             what=f"a topology of {', '.join(sorted(names))}",
             every_s=0.05,
         )
+
+    def assert_all_right(
+        self, streams: Sequence[Stream], model: torch.nn.Module, what: str
+    ) -> None:
+        """Check that all streams are complete and have the model's tokens."""
+        for stream in streams:
+            assert not stream.error, f"{what}: {stream.error}\n{self.tails()}"
+            assert len(stream.token_ids) == stream.max_tokens, f"{what}: {stream}"
+        assert_right_tokens(model, streams, what)
 
     def tails(self) -> str:
         pods = [self.coordinator, *self.ranks.values()]
