@@ -158,7 +158,7 @@ async def test_a_stopped_worker_ends_the_engine_within_its_timeouts(
         loads = await start_loads(port, random.Random(rank))
         engine.find(WORKER)[rank].suspend()
         await assert_all_receive(
-            loads, r"no answer (of rank \d )?within 5 s|stopped \(SIGSTOP", 8 + NOTICE_S
+            loads, r"no response (from rank \d )?within 5 s|stopped \(SIGSTOP", 8 + NOTICE_S
         )
         await asyncio.to_thread(engine.assert_no_process_survives)
         assert engine.process.wait(1) == 1
