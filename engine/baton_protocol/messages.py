@@ -198,6 +198,8 @@ class EngineCoreRequest(_Wire):
     cache_salt: str = ""
     kv_transfer: KVTransferParams | None = None
     data_parallel_rank: int | None = None
+    #: W3C trace context of the caller. Nothing reads it yet; tracing needs it.
+    trace_headers: dict[str, str] | None = None
     #: Samples of one prompt name the same group: the engine computes the prompt once, they share
     #: its blocks (copy-on-write) and are swapped together. All members have equal prompts, no
     #: generated tokens and no kv_transfer; empty: alone.

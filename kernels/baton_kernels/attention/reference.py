@@ -12,7 +12,15 @@ if TYPE_CHECKING:
 
 
 def paged_attention_reference(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    *,
+    soft_cap: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
 
@@ -32,6 +40,11 @@ def paged_attention_reference(
             positions % block_size,
         )
         keys, values = key_cache[blocks, :, slots].double(), value_cache[blocks, :, slots].double()
+        if key_scale is not None and value_scale is not None:
+            keys, values = (
+                keys * key_scale.double()[:, None],
+                values * value_scale.double()[:, None],
+            )
         for row in range(first, end):
             position = seq_len - end + row
             visible = slice(
@@ -41,5 +54,7 @@ def paged_attention_reference(
             k = keys[visible].repeat_interleave(group, dim=1)  # [tokens, num_heads, head_dim]
             v = values[visible].repeat_interleave(group, dim=1)
             scores = scale * torch.einsum("hd,thd->ht", query[row].double(), k)
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
             out[row] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), v).to(query.dtype)
     return out

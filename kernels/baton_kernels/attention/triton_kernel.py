@@ -85,12 +85,13 @@ def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) ->
     """
     tile = min(64, max(16, 16384 // (triton.next_power_of_2(head_dim) * kv_dtype.itemsize)))
     if decode:
+        stages = 4 if kv_dtype.itemsize == 1 else 3
         return {
             "BLOCK_M": 16,
             "KV_TILE": tile,
             "PROGRAMS_PER_SM": 2,
             "num_warps": 4,
-            "num_stages": 3,
+            "num_stages": stages,
         }
     if kv_dtype.itemsize == 4:  # no tensor cores: products live in registers
         return {
@@ -117,10 +118,13 @@ def _paged_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, head_dim]
     k_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
     v_ptr,  # like k_ptr, same strides
+    key_scale_ptr,  # [num_kv_heads], only with HAS_KV_SCALES
+    value_scale_ptr,  # like key_scale_ptr
     block_tables_ptr,  # [num_seqs, max_blocks_per_seq]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
     scale,
+    soft_cap,  # only with HAS_SOFT_CAP
     num_seqs,
     target_segments,
     stride_out_token,
@@ -140,6 +144,8 @@ def _paged_attention_kernel(
     BLOCK_Q: tl.constexpr,  # query tokens per program, BLOCK_M // GROUP
     KV_TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_KV_SCALES: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # each sequence has at most BLOCK_Q queries
     SPLIT: tl.constexpr,  # segments of sequences; only with ONE_BLOCK
     MIN_TILES: tl.constexpr,
@@ -205,7 +211,12 @@ def _paged_attention_kernel(
     )
     first_position = seq_len - q_len + q_offset
     last_visible = seq_len - q_len + q_index  # [BLOCK_M] position of each query
-    unit = scale * LOG2E  # converts scores to base 2
+    if HAS_KV_SCALES:
+        scale *= tl.load(key_scale_ptr + kv_head)
+    # `unit` converts scores to base 2. With a soft cap, the cap's own factor does.
+    unit = scale * LOG2E
+    if HAS_SOFT_CAP:
+        unit = 1.0
 
     kv_end = tl.minimum(seq_len, first_position + BLOCK_Q)
     kv_start = 0
@@ -250,7 +261,10 @@ def _paged_attention_kernel(
         if HEAD_DIM != HEAD_DIM_PADDED:
             kv_mask = kv_mask & dim_mask[None, :]
         k = tl.load(k_ptr + kv_offset, mask=kv_mask, other=0.0)  # [KV_TILE, HEAD_DIM_PADDED]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, KV_TILE]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, KV_TILE]
+        if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), exact at both infinities
+            scores = 1.0 - 2.0 / (1.0 + tl.math.exp2(scores * (2.0 * LOG2E * scale / soft_cap)))
+            scores *= soft_cap * LOG2E
         at_edge = tile_start + KV_TILE > first_position + 1
         if WINDOW > 0:
             at_edge = at_edge | (tile_start <= first_position + BLOCK_Q - 1 - WINDOW)
@@ -270,7 +284,7 @@ def _paged_attention_kernel(
             running_sum = running_sum * rescale[:, None] + weights
         else:
             running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0)
+        v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         running_max = new_max
 
@@ -278,6 +292,8 @@ def _paged_attention_kernel(
         row_sum = tl.sum(running_sum, axis=1)
     else:
         row_sum = running_sum
+    if HAS_KV_SCALES:
+        acc *= tl.load(value_scale_ptr + kv_head)
     mask = row_mask[:, None] & dim_mask[None, :]
     if segments == 1:
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # 0: an empty sequence
@@ -370,6 +386,9 @@ def paged_attention_triton(
     plan: AttentionPlan,
     scale: float,
     *,
+    soft_cap: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     out: Tensor | None = None,
     config: Configuration | None = None,
 ) -> Tensor:
@@ -415,10 +434,13 @@ def paged_attention_triton(
         query,
         key_cache,
         value_cache,
+        query if key_scale is None else key_scale,
+        query if value_scale is None else value_scale,
         plan.block_tables,
         plan.cu_seqlens_q,
         plan.seq_lens,
         float(scale),
+        float(soft_cap or 0.0),
         num_seqs,
         launch.target_segments,
         out.stride(0),
@@ -431,6 +453,8 @@ def paged_attention_triton(
         plan.block_tables.stride(0),
         **launch.shared,
         **launch.constants,
+        HAS_SOFT_CAP=soft_cap is not None,
+        HAS_KV_SCALES=key_scale is not None,
     )
     if launch.target_segments:
         join_segments_kernel[(num_heads, num_seqs, launch.max_queries)](

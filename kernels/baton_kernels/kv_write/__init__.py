@@ -2,15 +2,18 @@
 
     key_cache[slot // block_size, :, slot % block_size] = key[token]      slot = slot_mapping[token]
 
-and the same for values. A negative slot writes nothing (padding, warm-up).
+and the same for values. A negative slot writes nothing (padding, warm-up). The engine does not use
+the fp8 scales yet; fp8 KV caches need them.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from baton_kernels import cpu as compiled  # this folder has a module named cpu
 from baton_kernels.kv_write.cpu import Slots, write_kv_cpu
+from baton_kernels.kv_write.reference import to_fp8
 
 
 def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
@@ -37,6 +40,8 @@ def write_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     plan: Slots | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Write keys and values into the caches, on the device of `key`.
 
@@ -47,6 +52,9 @@ def write_kv(
         value_cache: like key_cache, with the same strides.
         slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
         plan: result of `plan_write` for this slot mapping. None computes it here.
+        key_scale: float32 of shape [num_kv_heads]; None means 1. An fp8 cache stores keys divided
+            by it and saturated.
+        value_scale: the same for values. Give both scales or neither.
 
     Raises:
         ValueError: on a GPU, the kernel does not support the strides.
@@ -55,10 +63,12 @@ def write_kv(
     if key.is_cuda:
         from baton_kernels.kv_write.triton_kernel import write_kv_triton
 
-        write_kv_triton(key, value, key_cache, value_cache, slot_mapping)
+        write_kv_triton(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     elif compiled.OPS is not None and key_cache.dtype in compiled.DTYPES:
         compiled.OPS.write_kv(key, value, key_cache, value_cache, slot_mapping)
     else:
+        if key_cache.dtype == torch.float8_e4m3fn:
+            key, value = to_fp8(key, key_scale), to_fp8(value, value_scale)
         write_kv_cpu(
             key, value, key_cache, value_cache, plan or Slots(slot_mapping, key_cache.shape[2])
         )

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  #: Larger magnitudes saturate: there is no infinity.
+
+
+def to_fp8(values: Tensor, scale: Tensor | None) -> Tensor:
+    """Divide values by the scale of their head and saturate to float8_e4m3fn. NaN stays NaN.
+
+    Args:
+        values: of shape [num_tokens, num_kv_heads, head_dim].
+        scale: of shape [num_kv_heads]; None means 1.
+    """
+    scaled = values.float() if scale is None else values.float() / scale[:, None]
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def write_kv_reference(
@@ -11,8 +25,12 @@ def write_kv_reference(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Compute `baton_kernels.kv_write.write_kv`, with the same arguments."""
+    if key_cache.dtype == torch.float8_e4m3fn:
+        key, value = to_fp8(key, key_scale), to_fp8(value, value_scale)
     block_size = key_cache.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:

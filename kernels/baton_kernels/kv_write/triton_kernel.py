@@ -1,7 +1,8 @@
-"""KV write in Triton: one program copies the keys and values of one token and a few KV heads."""
+"""KV write in Triton: one program per (token, few KV heads) copies, and scales for an fp8 cache."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,12 +21,22 @@ def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
 
 
 @triton.jit
+def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):
+    """Divide [HEADS, dims] by scale [HEADS] and saturate at 448, the format's largest number."""
+    scaled = values.to(tl.float32) / tl.load(scale_ptr + head, mask=head_mask, other=1.0)
+    scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
 def _write_kv_kernel(
     key_ptr,  # [num_tokens, num_kv_heads, head_dim]
     value_ptr,  # [num_tokens, num_kv_heads, head_dim]
     key_cache_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
     value_cache_ptr,  # like key_cache_ptr, same strides
     slot_mapping_ptr,  # [num_tokens]
+    key_scale_ptr,  # [num_kv_heads]
+    value_scale_ptr,  # [num_kv_heads]
     num_kv_heads,
     stride_key_token,
     stride_key_head,
@@ -38,6 +49,7 @@ def _write_kv_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
@@ -50,6 +62,11 @@ def _write_kv_kernel(
     value = tl.load(
         value_ptr + token * stride_value_token + head * stride_value_head + dims, mask=mask
     )
+    if SCALED:
+        key = _to_fp8(key, key_scale_ptr, head, head < num_kv_heads, key_cache_ptr.dtype.element_ty)
+        value = _to_fp8(
+            value, value_scale_ptr, head, head < num_kv_heads, value_cache_ptr.dtype.element_ty
+        )
     target = (
         (slot // BLOCK_SIZE) * stride_kv_block
         + head * stride_kv_head
@@ -66,6 +83,8 @@ def write_kv_triton(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     config: Configuration | None = None,
 ) -> None:
     """Compute `baton_kernels.kv_write.write_kv`, with the same arguments.
@@ -85,6 +104,9 @@ def write_kv_triton(
         )
     if num_tokens == 0:
         return
+    scaled = key_cache.dtype == torch.float8_e4m3fn
+    if scaled and (key_scale is None or value_scale is None):
+        key_scale = value_scale = torch.ones(num_kv_heads, dtype=torch.float32, device=key.device)
     head_dim_padded = triton.next_power_of_2(head_dim)
     if config is None:
         heads = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim_padded, 1))
@@ -98,6 +120,8 @@ def write_kv_triton(
         key_cache,
         value_cache,
         slot_mapping,
+        key_scale if scaled else slot_mapping,
+        value_scale if scaled else slot_mapping,
         num_kv_heads,
         key.stride(0),
         key.stride(1),
@@ -110,5 +134,6 @@ def write_kv_triton(
         HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=key_cache.shape[2],
         HEADS=config["heads"],
+        SCALED=scaled,
         num_warps=config["num_warps"],
     )

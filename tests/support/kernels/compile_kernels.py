@@ -30,7 +30,7 @@ from baton_kernels.sampling import triton_kernel as sampling
 HOPPER = GPUTarget("cuda", 90, 32)
 #: Limit of a program's shared memory, in bytes.
 MAX_SHARED = 227 * 1024
-FLOAT_POINTERS = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
+FLOAT_POINTERS = dict.fromkeys(("cos_ptr", "sin_ptr", "key_scale_ptr", "value_scale_ptr"), "*fp32")
 INTEGER_POINTERS = {
     "block_tables_ptr": "*i32",
     "cu_seqlens_q_ptr": "*i32",
@@ -100,7 +100,7 @@ def compile_kernel(
         elif name.endswith("_ptr"):
             signature[name] = f"*{dtype}"
         else:
-            signature[name] = "fp32" if name in ("scale", "eps") else "i32"
+            signature[name] = "fp32" if name in ("scale", "soft_cap", "eps") else "i32"
     source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible(kernel, signature))
     compiled = triton.compile(source, target=HOPPER)
     assert compiled.asm["cubin"]
@@ -110,7 +110,7 @@ def compile_kernel(
 
 for dtype in ("fp32", "bf16"):
     heads = {"HEAD_DIM": 128, "HEAD_DIM_PADDED": 128, "BLOCK_SIZE": 16}
-    compile_kernel(_write_kv_kernel, dtype, heads | {"HEADS": 8})
+    compile_kernel(_write_kv_kernel, dtype, heads | {"HEADS": 8, "SCALED": 0})
     for one_tile in (0, 1):
         compile_kernel(
             _rms_norm_kernel, dtype, {"ROWS": 1, "TILE": 4096, "ADD": 1, "ONE_TILE": one_tile}
@@ -120,14 +120,20 @@ for dtype in ("fp32", "bf16"):
     compile_kernel(_silu_and_mul_kernel, dtype, {"TILE": 1024})
 compile_kernel(_copy_blocks_kernel, "i64", {"TILE": 1024})
 compile_kernel(_block_sums_kernel, "i64", {"PERIOD": 8192, "TILE": 1024, "TILES": 4})
+fp8_cache = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
+compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8, "SCALED": 1}, fp8_cache)
 
 
-def compile_attention(dtype: str, head_dim: int, decode: bool, **options: int) -> None:
+def compile_attention(
+    dtype: str, kv_dtype: str, head_dim: int, decode: bool, **options: int
+) -> None:
     """Compile attention with the default configuration and 4 query heads per KV head.
 
     Checks that loads are asynchronous and 16 bytes wide, and that long query blocks use wgmma.
     """
-    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}[
+        kv_dtype
+    ]
     config = default_configuration(decode, head_dim, torch_dtype)
     constants = {
         "NUM_KV_HEADS": 8,
@@ -141,8 +147,7 @@ def compile_attention(dtype: str, head_dim: int, decode: bool, **options: int) -
         "MIN_TILES": 4,
         "SCAN": 128,
         "ONE_BLOCK": decode,
-        "WINDOW": 0,
-        "SPLIT": 0,
+        **dict.fromkeys(("WINDOW", "HAS_SOFT_CAP", "HAS_KV_SCALES", "SPLIT"), 0),
         **options,
     }
     signature: dict[str, str] = {}
@@ -152,16 +157,21 @@ def compile_attention(dtype: str, head_dim: int, decode: bool, **options: int) -
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
             floats = name.startswith("partial")
-            signature[name] = "*fp32" if floats else INTEGER_POINTERS.get(name, f"*{dtype}")
+            known = (
+                INTEGER_POINTERS
+                | FLOAT_POINTERS
+                | dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv_dtype}")
+            )
+            signature[name] = "*fp32" if floats else known.get(name, f"*{dtype}")
         else:
-            signature[name] = "fp32" if name == "scale" else "i32"
+            signature[name] = "fp32" if name in ("scale", "soft_cap") else "i32"
     attrs = divisible(_paged_attention_kernel, signature)
     compiled = triton.compile(
         ASTSource(_paged_attention_kernel, signature, constexprs=constants, attrs=attrs),
         target=HOPPER,
         options={"num_warps": config["num_warps"], "num_stages": config["num_stages"]},
     )
-    name = f"{'decode' if decode else 'prefill'} {dtype}, head_dim {head_dim}, {options}"
+    name = f"{'decode' if decode else 'prefill'} {dtype}, KV {kv_dtype}, head_dim {head_dim}, {options}"
     print(f"{name}: {compiled.metadata.shared} bytes of shared memory")
     assert compiled.metadata.shared <= MAX_SHARED, name
     assert re.search(
@@ -171,10 +181,11 @@ def compile_attention(dtype: str, head_dim: int, decode: bool, **options: int) -
 
 
 for head_dim in (64, 128, 256):
-    compile_attention("bf16", head_dim, True, SPLIT=1)
-    compile_attention("bf16", head_dim, False)
-compile_attention("bf16", 80, False, WINDOW=4096)
-compile_attention("fp32", 128, False, WINDOW=4096)
+    compile_attention("bf16", "bf16", head_dim, True, SPLIT=1)
+    compile_attention("bf16", "bf16", head_dim, False)
+compile_attention("bf16", "fp8e4nv", 128, True, SPLIT=1, HAS_KV_SCALES=1)
+compile_attention("bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1)
+compile_attention("fp32", "fp32", 128, False, WINDOW=4096)
 partials = dict.fromkeys(("partial_out_ptr", "partial_sum_ptr", "partial_max_ptr"), "*fp32")
 joined = {
     "NUM_KV_HEADS": 8,

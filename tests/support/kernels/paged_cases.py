@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class PagedCase:
     seq_lens: Tensor
     scale: float
     window: int | None = None
+    #: Keyword arguments of paged_attention: soft_cap, key_scale, value_scale.
+    options: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> PagedCase:
         # The whole allocation moves, so that views keep their strides.
@@ -48,8 +51,17 @@ class PagedCase:
         moved = kv_cache.to(device)
         key_cache, value_cache = layer_views(moved, layer=1)
         tensors = [t.to(device) for t in (self.block_tables, self.cu_seqlens_q, self.seq_lens)]
+        options = {
+            name: o.to(device) if isinstance(o, Tensor) else o for name, o in self.options.items()
+        }
         return PagedCase(
-            self.query.to(device), key_cache, value_cache, *tensors, self.scale, self.window
+            self.query.to(device),
+            key_cache,
+            value_cache,
+            *tensors,
+            self.scale,
+            self.window,
+            options,
         )
 
     def arguments(
@@ -80,8 +92,14 @@ def paged_case(
     dtype: torch.dtype = torch.float32,
     share_first_block: bool = False,
     window: int | None = None,
+    soft_cap: float | None = None,
+    fp8: bool = False,
 ) -> PagedCase:
-    """Return sequences of (query length, total length), with NaN or invalid ids in padding."""
+    """Return sequences of (query length, total length), with NaN or invalid ids in padding.
+
+    Args:
+        fp8: the caches are float8_e4m3fn, with a scale per KV head for keys and for values.
+    """
     blocks_of = [-(-total // block_size) for _, total in lengths]
     num_blocks = sum(blocks_of) + 3
     kv_cache = torch.full((num_blocks, num_kv_heads, 3, 2, block_size, head_dim), float("nan"))
@@ -96,7 +114,14 @@ def paged_case(
             if not shared:
                 kv_cache[block, :, 1, :, :filled] = torch.randn(num_kv_heads, 2, filled, head_dim)
     query_lengths = torch.tensor([0] + [q for q, _ in lengths])
-    key_cache, value_cache = layer_views(kv_cache.to(dtype), layer=1)
+    key_cache, value_cache = layer_views(
+        kv_cache.to(torch.float8_e4m3fn if fp8 else dtype), layer=1
+    )
+    options: dict[str, Any] = {}
+    if soft_cap is not None:
+        options["soft_cap"] = soft_cap
+    if fp8:
+        options["key_scale"], options["value_scale"] = torch.rand(2, num_kv_heads) + 0.5
     return PagedCase(
         query=torch.randn(int(query_lengths.sum()), num_heads, head_dim).to(dtype),
         key_cache=key_cache,
@@ -106,6 +131,7 @@ def paged_case(
         seq_lens=torch.tensor([total for _, total in lengths], dtype=torch.int32),
         scale=head_dim**-0.5,
         window=window,
+        options=options,
     )
 
 
@@ -119,7 +145,7 @@ def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 
 def assert_attends(actual: Tensor, case: PagedCase) -> None:
-    expected = paged_attention_reference(*case.arguments())
+    expected = paged_attention_reference(*case.arguments(), **case.options)
     assert not expected.isnan().any(), "the case itself is broken"
     tolerance = TOLERANCE[case.query.dtype]
     torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
@@ -147,4 +173,5 @@ def triton_output(
 
     moved = case.to(device)
     poisoned = torch.full_like(moved.query, float("nan"))
-    return paged_attention_triton(*moved.arguments(max_seqlen_q), out=poisoned, config=config)
+    arguments = moved.arguments(max_seqlen_q)
+    return paged_attention_triton(*arguments, **moved.options, out=poisoned, config=config)

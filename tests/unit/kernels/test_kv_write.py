@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton_kernels import cpu
 from baton_kernels.kv_write import write_kv
-from baton_kernels.kv_write.reference import write_kv_reference
+from baton_kernels.kv_write.reference import to_fp8, write_kv_reference
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
 from support.kernels.paged_cases import dtypes, layer_views
 
@@ -51,8 +51,42 @@ def test_rows_are_written_to_their_slots(
     write(key, value, *layer_views(kv_cache, layer=1), slots)
 
     expected = torch.full_like(kv_cache, float("nan"))
-    write_kv_reference(key, value, *layer_views(expected, layer=1), slots)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[slot // BLOCK_SIZE, :, 1, 0, slot % BLOCK_SIZE] = key[token]
+            expected[slot // BLOCK_SIZE, :, 1, 1, slot % BLOCK_SIZE] = value[token]
     torch.testing.assert_close(kv_cache, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("write", [write_kv, write_kv_triton], ids=["dispatcher", "triton"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_an_fp8_cache_holds_scaled_and_saturated_rows(
+    write: Callable[..., None], scaled: bool, triton_device: str
+) -> None:
+    num_tokens, num_kv_heads, head_dim = 9, 3, 24
+    cache = torch.zeros(NUM_BLOCKS, num_kv_heads, 2, 2, BLOCK_SIZE, head_dim, device=triton_device)
+    cache = cache.to(torch.float8_e4m3fn)
+    expected = cache.clone()
+    scales: dict[str, torch.Tensor] = {}
+    if scaled:
+        powers = torch.tensor([0.5, 4.0, 1.0], device=triton_device)
+        scales = {"key_scale": powers, "value_scale": powers.flip(0)}
+    key, value = 30 * torch.randn(2, num_tokens, num_kv_heads, head_dim, device=triton_device)
+    if triton_device == "cpu":
+        # The interpreter rounds wrongly and has no NaN. These values need no rounding.
+        key, value = to_fp8(key, None).float(), to_fp8(value, None).float()
+    else:
+        value[1, 1, 1] = float("nan")
+    key[0, 0, :3] = torch.tensor([1e6, -1e6, 0.0])
+    value[1, 1, 0] = float("inf")
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:num_tokens].to(triton_device)
+    slots[4] = -1
+
+    write(key, value, *layer_views(cache, layer=1), slots, **scales)
+
+    write_kv_reference(key, value, *layer_views(expected, layer=1), slots, **scales)
+    torch.testing.assert_close(cache.float(), expected.float(), atol=0, rtol=0, equal_nan=True)
+    assert cache.float().nan_to_num(0).abs().max() == 448
 
 
 def test_writing_no_tokens_changes_nothing(triton_device: str) -> None:

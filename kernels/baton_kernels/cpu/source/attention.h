@@ -37,7 +37,8 @@ struct Problem {
     int64_t cache_stride_block, cache_stride_head, table_stride, table_length;
     const int32_t *block_tables, *cu_seqlens_q, *seq_lens;
     float scale;
-    int64_t window = 0;  // 0: none
+    int64_t window = 0;      // 0: none
+    float soft_cap = 0.0f;   // 0: none
 
     int64_t group_size() const { return num_heads / num_kv_heads; }
     int64_t padded_dim() const { return (head_dim + LANES - 1) / LANES * LANES; }
@@ -137,12 +138,13 @@ struct Scratch {
     float largest[ROWS], total[ROWS];
 };
 
-// Sets scores to -inf for tokens that a row does not see and for the padding.
-inline void hide_scores(const Problem& p, const Task& task, Scratch& scratch, const Tile& tile, int64_t padded_count) {
+// Applies the soft cap. Sets scores to -inf for tokens that a row does not see and for the padding.
+inline void adjust_scores(const Problem& p, const Task& task, Scratch& scratch, const Tile& tile, int64_t padded_count) {
     for (int64_t row = 0; row < task.num_rows; ++row) {
         float* scores = scratch.scores + row * TILE;
         const int64_t position = position_of(p, task, row), first = first_visible(p, position);
         for (int64_t t = 0; t < tile.count; ++t) {
+            if (p.soft_cap != 0.0f) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
             const int64_t at = tile.position_of(t);
             if (at < first || at > position) scores[t] = HIDDEN;
         }
@@ -261,7 +263,9 @@ void attend(
         });
         const bool partly_hidden =
             tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
-        if (partly_hidden) hide_scores(p, task, scratch, tile, vectors * LANES);
+        if (partly_hidden || p.soft_cap != 0.0f) {
+            adjust_scores(p, task, scratch, tile, vectors * LANES);
+        }
         softmax_tile(task, scratch, vectors, corrections);
         // The computation prefetches a whole tile's rows.
         const Tile& same_or_whole = next.count == TILE ? next : tile;

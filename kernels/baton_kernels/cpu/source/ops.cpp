@@ -172,7 +172,8 @@ void write_kv_op(
 
 void paged_attention_op(
     Tensor& out, const Tensor& query_, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables_,
-    const Tensor& cu_seqlens_q_, const Tensor& seq_lens_, double scale, std::optional<int64_t> window
+    const Tensor& cu_seqlens_q_, const Tensor& seq_lens_, double scale, std::optional<int64_t> window,
+    std::optional<double> soft_cap
 ) {
     const Tensor query = query_.stride(-1) == 1 ? query_ : query_.contiguous();
     const Tensor cu_seqlens_q = cu_seqlens_q_.contiguous(), seq_lens = seq_lens_.contiguous();
@@ -227,6 +228,7 @@ void paged_attention_op(
     problem.seq_lens = seq_lens.const_data_ptr<int32_t>();
     problem.scale = static_cast<float>(scale);
     problem.window = window.value_or(0);
+    problem.soft_cap = static_cast<float>(soft_cap.value_or(0.0));
     DISPATCH(query.scalar_type(), "paged_attention", [&] {
         paged_attention<scalar_t>(
             problem, out.mutable_data_ptr<scalar_t>(), query.const_data_ptr<scalar_t>(),
@@ -274,7 +276,7 @@ TORCH_LIBRARY(baton_cpu, library) {
     );
     library.def(
         "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-        "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window) -> ()"
+        "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap) -> ()"
     );
     library.def(
         "draw_tokens(Tensor logits, float[] temperature, int[] top_k, float[] top_p, float[] min_p, int[] keys) -> Tensor"

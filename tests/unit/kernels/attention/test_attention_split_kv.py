@@ -152,10 +152,12 @@ def test_the_last_segment_is_visible_only_to_the_last_query(triton_device: str) 
         assert segments_of(case, MANY, triton_device) == [7, 1, 6]
 
 
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_windows_of_split_sequences_in_every_dtype(dtype: torch.dtype, triton_device: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "fp8"), [(torch.float32, False), *((dtype, True) for dtype in dtypes()[1:])], ids=str
+)
+def test_options_of_split_sequences(dtype: torch.dtype, fp8: bool, triton_device: str) -> None:
     lengths = [(1, 300), (0, 3), (1, 33), (1, 200)]
-    case = paged_case(lengths, 6, 2, 80, dtype=dtype, window=180)
+    case = paged_case(lengths, 6, 2, 80, dtype=dtype, soft_cap=3.0, window=180, fp8=fp8)
     assert max(segments_of(case, MANY, triton_device)) > 1
 
 

@@ -73,10 +73,39 @@ def test_a_window_begins_after_the_first_tile_of_a_query_block(triton_device: st
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_a_window_with_and_without_max_seqlen_q(dtype: torch.dtype, triton_device: str) -> None:
-    case = paged_case([(1, 40), (0, 7), (37, 70), (1, 1)], 6, 2, 24, dtype=dtype, window=21)
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize(
+    ("soft_cap", "window"),
+    [(2.5, None), (None, 21), (2.5, 21)],
+    ids=["soft_cap", "window", "all"],
+)
+def test_attention_with_options(
+    soft_cap: float | None,
+    window: int | None,
+    fp8: bool,
+    dtype: torch.dtype,
+    triton_device: str,
+) -> None:
+    case = paged_case(
+        [(1, 40), (0, 7), (37, 70), (1, 1)],
+        6,
+        2,
+        24,
+        dtype=dtype,
+        soft_cap=soft_cap,
+        window=window,
+        fp8=fp8,
+    )
+    case.scale *= 4  # scores that the cap changes
     assert_attends(triton_output(case, triton_device), case)
     assert_attends(triton_output(case, triton_device, max_seqlen_q=37), case)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of exp2 in tanh, whose result is 1
+def test_a_soft_cap_bounds_scores_of_any_size(triton_device: str) -> None:
+    case = paged_case(MIXED, 4, 2, 16, soft_cap=1.5)
+    case.scale = 1e4
+    assert_attends(triton_output(case, triton_device), case)
 
 
 def test_sequences_without_queries_are_skipped(triton_device: str) -> None:
@@ -143,10 +172,11 @@ def test_attention_refuses_unsupported_strides() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "triton"])
-def test_every_device_supports_windows(device: str, triton_device: str) -> None:
-    case = paged_case(MIXED, 4, 2, 16, window=20)
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_every_device_has_the_options(device: str, fp8: bool, triton_device: str) -> None:
+    case = paged_case(MIXED, 4, 2, 16, soft_cap=2.0, window=20, fp8=fp8)
     moved = case.to("cpu" if device == "cpu" else triton_device)
-    assert_attends(paged_attention(*moved.arguments(max_seqlen_q=19)), case)
+    assert_attends(paged_attention(*moved.arguments(max_seqlen_q=19), **moved.options), case)
 
 
 def test_invalid_arguments_are_refused() -> None:
@@ -154,12 +184,19 @@ def test_invalid_arguments_are_refused() -> None:
         paged_case(MIXED, 4, 2, 16, window=0).arguments()
     case = paged_case(MIXED, 4, 2, 16)
     case.scale = 0.0
-    with pytest.raises(ValueError, match="scale must be positive"):
+    with pytest.raises(ValueError, match="must be positive"):
         paged_attention(*case.arguments())
     case = paged_case(MIXED, 4, 3, 16)
     with pytest.raises(ValueError, match="evenly"):
         paged_attention(*case.arguments())
     case = paged_case(MIXED, 4, 2, 16)
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        paged_attention(*case.arguments(), key_scale=torch.ones(2), value_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="must be positive"):
+        paged_attention(*case.arguments(), soft_cap=0.0)
+    fp8 = paged_case(MIXED, 4, 2, 16, fp8=True)
+    with pytest.raises(ValueError, match="key_scale and value_scale go with"):
+        paged_attention(*fp8.arguments(), key_scale=torch.ones(2))
     case.query = case.query.half()
     with pytest.raises(ValueError, match="same dtype"):
         paged_attention(*case.arguments())

@@ -118,7 +118,7 @@ def test_a_slot_outside_the_cache_is_refused() -> None:
 
 def check_attention(case: PagedCase) -> None:
     out = torch.full_like(case.query, torch.nan)
-    assert paged_attention(*case.arguments(), out=out) is out
+    assert paged_attention(*case.arguments(), out=out, **case.options) is out
     assert_attends(out, case)
 
 
@@ -152,6 +152,12 @@ def test_attention_of_split_sequences(window: int | None) -> None:
 def test_masks_in_tiles_of_whole_vectors(window: int | None) -> None:
     """Some rows do not see the end, or with window 181 the beginning, of a full tile."""
     check_attention(paged_case([(2, 128), (12, 256), (1, 384), (12, 512)], 4, 2, 16, window=window))
+
+
+def test_soft_caps() -> None:
+    case = paged_case(LENGTHS, 4, 2, 24, soft_cap=2.0)
+    case.query *= 10
+    check_attention(case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -217,7 +223,7 @@ def test_empty_caches_are_refused() -> None:
         cpu.OPS.write_kv(rows, rows, no_slots, no_slots.clone(), torch.tensor([0]))
     one = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[1]], [0, 1], [1])]
     with pytest.raises(RuntimeError, match="do not fit together"):
-        cpu.OPS.paged_attention(rows.clone(), rows, no_heads, no_heads, *one, 1.0, None)
+        cpu.OPS.paged_attention(rows.clone(), rows, no_heads, no_heads, *one, 1.0, None, None)
 
 
 def test_attention_without_sequences_returns_an_empty_tensor() -> None:
@@ -258,6 +264,7 @@ def test_every_operation_can_be_traced() -> None:
             *contiguous(case),
             *(case.block_tables, case.cu_seqlens_q, case.seq_lens),
             case.scale,
+            None,
             None,
         ),
     }
