@@ -65,8 +65,9 @@ class UCXContext:
 
     @property
     def max_eager_bytes(self) -> int:
-        """Size up to which messages arrive in order."""
-        return 0 if "UCX_RNDV_THRESH" in os.environ else MAX_EAGER_BYTES
+        """Size up to which messages arrive in order. 0 if the environment sets thresholds."""
+        has_thresholds = any(name.startswith("UCX_RNDV") for name in os.environ)
+        return 0 if has_thresholds else MAX_EAGER_BYTES
 
     @property
     def has_cuda(self) -> bool:

@@ -111,6 +111,22 @@ def test_messages_arrive_in_the_order_they_were_sent_whatever_their_length(
     assert [message for _, message in owner.notifs] == sent
 
 
+def test_a_threshold_of_the_environment_keeps_the_order_of_a_write_and_its_data(
+    make: Callable[[str], TransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A WRITE that UCX itself sends as a rendezvous may arrive after its data, so it awaits GO."""
+    monkeypatch.setenv("UCX_RNDV_THRESH", "256")
+    one, owner = make("one"), make("owner")
+    one.transport.add_peer("owner", owner.transport.address)
+    one.words[:] = -1
+    for _ in range(20):
+        owner.words[:] = 0
+        everything = (0, MIB_WORDS)
+        local, remote = rows(one.words, everything), rows(owner.words, everything)
+        assert end(one.post("WRITE", "owner", local, remote, b"n" * 2000))[0] is XferState.DONE
+        assert (owner.words[:MIB_WORDS] == -1).all()
+
+
 def test_gpu_memory_goes_the_same_way_where_ucx_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory stands in for a device's: UCX finds out the type of memory by itself."""
     monkeypatch.setattr(worker.UCXContext, "has_cuda", True)
