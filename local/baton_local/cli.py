@@ -105,7 +105,7 @@ def _add_up(commands: _Commands) -> None:
         "--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed"
     )
     mode.add_argument(
-        "--detach", action="store_true", help="return once Ready, leave the cluster running"
+        "--detach", action="store_true", help="return after one answer, leave the cluster running"
     )
     up.add_argument(
         "--control-plane",
@@ -134,7 +134,7 @@ def _run_up(args: argparse.Namespace) -> int:
     from baton_local.up import UpOptions, run_up
 
     if args.detach:
-        return _detach(args.timeout)
+        return _detach()
     options = UpOptions(
         file=args.file,
         model=args.model,
@@ -147,8 +147,8 @@ def _run_up(args: argparse.Namespace) -> int:
     return run_up(options, StateDir(), Console())
 
 
-def _detach(timeout_s: float) -> int:
-    """Run the same command line in the background until its service is Ready."""
+def _detach() -> int:
+    """Run the same command line in the background until its service has answered."""
     console, state = Console(), StateDir()
     if (pid := state.supervisor()) is not None:
         console.print(
@@ -172,28 +172,22 @@ def _detach(timeout_s: float) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    ready = False
+    info: ClusterInfo | None = None
     try:
-        deadline = time.monotonic() + timeout_s + 90.0
-        while not ready and time.monotonic() < deadline and supervisor.poll() is None:
+        while not (info and info.endpoint) and supervisor.poll() is None:
             time.sleep(0.2)
-            if (info := state.read_info()) is not None:
-                status = asyncio.run(_status(info))
-                ready = status is not None and status.ready and bool(status.endpoint)
-    except ServerGoneError:
-        pass  # the supervisor prints the reason
+            info = state.read_info()
     finally:
-        if not ready:  # for example Ctrl-C, which does not reach the supervisor's session
+        if not (info and info.endpoint):
+            # For example Ctrl-C, which does not reach the supervisor's session.
             supervisor.terminate()
             supervisor.wait()
-    if not ready:
-        console.print("[red]baton up:[/] not Ready; the supervisor printed:")
+    if not (info and info.endpoint):
+        console.print("[red]baton up:[/] no answer; the supervisor printed:")
         console.out(log_path.read_text(errors="replace"))
         return 1
-    assert info is not None
-    assert status is not None
     console.out(
-        f"Ready: {status.endpoint}\nexport KUBECONFIG={status.kubeconfig}\n"
+        f"Ready: {info.endpoint}\nexport KUBECONFIG={info.kubeconfig}\n"
         f"To change it: edit {info.file}, then kubectl apply -f {info.file}\n`baton down` ends it.",
         highlight=False,
     )

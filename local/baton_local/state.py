@@ -37,6 +37,8 @@ class ClusterInfo(_Written):
     service: str
     #: The service as it was first applied: the file to edit for `kubectl apply -f`.
     file: str
+    #: The URL at which the service has answered; empty before its first answer.
+    endpoint: str = ""
 
 
 class StateDir:

@@ -155,6 +155,7 @@ class _Up:
                 status = await self._wait_ready(api)
                 self._print_next_steps(status)
                 await self._answer(api, status)
+                self._record(status.endpoint)
                 if not options.once:
                     console.print("\nRunning until Ctrl-C.", style="dim")
                     await self._watch(api)
@@ -180,12 +181,16 @@ class _Up:
         self.cluster.start(Component("operator", command, {"POD_IP": "127.0.0.1"}))
 
     async def _apply_file(self, api: ClusterApi) -> None:
-        """Apply the user's file, and record the cluster for the other commands."""
+        """Apply the user's file, and record the cluster."""
         file = self.options.file
         try:
             await api.apply([as_kubectl_applies(document) for document in self.documents])
         except (KubeError, UnknownKindError) as error:
             raise UpError(f"{file} was refused: {error}") from None
+        self._record(endpoint="")
+
+    def _record(self, endpoint: str) -> None:
+        """Record the cluster for the other commands."""
         self.state.write_info(
             ClusterInfo(
                 supervisor_pid=os.getpid(),
@@ -193,7 +198,8 @@ class _Up:
                 control_plane=self.options.control_plane,
                 namespace=self.namespace,
                 service=self.name,
-                file=str(file.absolute()),
+                file=str(self.options.file.absolute()),
+                endpoint=endpoint,
             )
         )
 

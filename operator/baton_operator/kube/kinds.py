@@ -132,30 +132,24 @@ class Kube:
         return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
 
     async def list_all(
-        self, kind: str, namespace: str | None, selector: dict[str, str] | None = None
-    ) -> list[Object]:
-        """Return all objects of `kind`, read consistently."""
-        return (await self.list_versioned(kind, namespace, selector or {}))[0]
-
-    async def list_versioned(
         self,
         kind: str,
         namespace: str | None,
-        selector: dict[str, str],
+        selector: dict[str, str] | None = None,
         not_older_than: str | None = None,
-    ) -> tuple[list[Object], str]:
-        """Return all objects of `kind` and the resource version of the list.
+    ) -> list[Object]:
+        """Return all objects of `kind`.
 
         Args:
             not_older_than: as in `read`.
         """
-        path, selected = self.path(kind, namespace), names.serialized(selector)
-        items, version = await self.client.list(
+        path, selected = self.path(kind, namespace), names.serialized(selector or {})
+        items, _ = await self.client.list(
             path, label_selector=selected, not_older_than=not_older_than
         )
         api_version, _ = self.resource(kind)
         # The items of a list have neither apiVersion nor kind.
-        return [{"apiVersion": api_version, "kind": kind, **item} for item in items], version
+        return [{"apiVersion": api_version, "kind": kind, **item} for item in items]
 
     async def create(self, obj: Object) -> Object:
         """Create the object.

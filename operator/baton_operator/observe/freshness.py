@@ -1,10 +1,14 @@
 """How fresh the reads of a reconcile must be, given the events of the watches.
 
 Most reconciles find nothing to do. For them the API server's watch cache is enough, if it is not
-older than the newest event of each kind. Kinds outside MOVING_KINDS are not read at all unless an
-event shows a write by another client. A reconcile that acts on members or deletes an object reads
-consistently first. So does the first reconcile of a service. So does one after a list of a watch, a
-failure or a resync, because events may be missing.
+older than the newest object or event of each kind that was seen. The version of a list must not be
+that bound: it counts writes to all kinds, and the cache of a kind without events may reach it only
+after minutes. The API server then waits 3 s and answers GATEWAY_TIMEOUT.
+
+Kinds outside MOVING_KINDS are not read at all unless an event shows a write by another client. A
+reconcile that acts on members or deletes an object reads consistently first. So does the first
+reconcile of a service. So does one after a list of a watch, a failure or a resync, because events
+may be missing.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether another client may have written objects outside MOVING_KINDS since the last
     #: reconcile.
     objects_changed: bool = True
-    #: Newest resource version that an event or a read showed, by kind. Shared by the reconciles of
-    #: one service.
+    #: Newest resource version of an object or event that was seen, by kind. Shared by the
+    #: reconciles of one service.
     versions: dict[str, str] = {}
 
     def of(self, kind: str) -> str | None:
@@ -48,7 +52,7 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.is_consistent else self.versions.get(kind, OLDEST)
 
     def record(self, kind: str, version: str) -> None:
-        """Record that an event or a read showed `version` of `kind`."""
+        """Record that an event or a read showed an object of `kind` with this version."""
         if version.isdecimal() and int(version) > int(self.versions.get(kind, OLDEST)):
             self.versions[kind] = version
 

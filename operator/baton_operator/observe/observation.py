@@ -120,11 +120,10 @@ async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> lis
     """Return the objects of `kind` with the service's label, of any owner."""
     selector = {names.LABEL_SERVICE: key.name}
     with freshness.detect_lag():
-        items, version = await kube.list_versioned(
-            kind, key.namespace, selector, freshness.of(kind)
-        )
-    freshness.record(kind, version)
-    return items
+        listed = await kube.list_all(kind, key.namespace, selector, freshness.of(kind))
+    for obj in listed:
+        freshness.record(kind, obj["metadata"]["resourceVersion"])
+    return listed
 
 
 async def observe(

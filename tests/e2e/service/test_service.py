@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -194,15 +195,17 @@ def test_scaling_decode_while_requests_run_loses_none(cluster, demo):
 def test_a_killed_pod_process_is_restarted_and_conditions_tell(cluster, demo, role):
     pod = cluster.pods(demo, role)[0]["metadata"]["name"]
     process = cluster.process_of(pod)
-    seen: list[tuple[str, str]] = []
-    os.kill(process.pid, signal.SIGKILL)
-
-    def not_ready() -> bool:
-        condition = cluster.condition(demo)
-        seen.append((condition["status"], condition["reason"]))
-        return condition["status"] == "False" and bool(condition["reason"])
-
-    eventually(not_ready, timeout_s=60, what=f"Ready=False after the {role} died", every_s=0.05)
+    ready = '.status.conditions[?(@.type=="Ready")]'
+    columns = f'jsonpath={{{ready}.status}} {{{ready}.reason}}{{"\\n"}}'
+    # A watch: a gateway may be ready again before the next `kubectl get`.
+    with cluster.following("get", "llms", demo, "--watch", "-o", columns) as printed:
+        eventually(lambda: printed().startswith("True"), timeout_s=30, what="the present condition")
+        os.kill(process.pid, signal.SIGKILL)
+        eventually(
+            lambda: re.search(r"^False \w+$", printed(), re.MULTILINE),
+            timeout_s=60,
+            what=f"Ready=False and its reason after the {role} died",
+        )
     cluster.wait_ready(demo)
     restarted = next(p for p in cluster.pods(demo, role) if p["metadata"]["name"] == pod)
     assert restarted["status"]["containerStatuses"][0]["restartCount"] >= 1

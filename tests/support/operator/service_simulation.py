@@ -201,6 +201,7 @@ class Service:
             if self._error is not None and not isinstance(self._error, (KubeError, OSError)):
                 raise self._error
             assert self._error is None or not undisturbed, "nothing was wrong with the API server"
+            assert not client.waits or not undisturbed, "a read waited for events that never come"
             went_well = undisturbed and self._error is None
         self._check(client, before, ranks, went_well)
         return went_well

@@ -214,6 +214,8 @@ class SimulatedClient(KubeClient):
         #: Whether the process is alive.
         self.lives = True
         self.requests = 0
+        #: Reads for which the watch cache was too old. A real API server answers them after 3 s.
+        self.waits = 0
         #: (method, path) of writes that took effect.
         self.writes: list[tuple[str, str]] = []
         #: (action, uid of the pod) of confirmed writes, and of creations refused because the pod
@@ -242,7 +244,7 @@ class SimulatedClient(KubeClient):
             meanwhile: actions to run before the request of this number takes effect.
             delays: loop iterations that each request and each reply takes, repeated in a cycle.
         """
-        self.requests, self.writes, self.told = 0, [], []
+        self.requests, self.waits, self.writes, self.told = 0, 0, [], []
         self.faults, self.faults_hit_writes, self._meanwhile = faults, hit_writes, meanwhile
         self._ways = itertools.cycle(delays)
         self.seen_service, self.seen_pods = None, []
@@ -283,6 +285,7 @@ class SimulatedClient(KubeClient):
         except KubeError as error:
             if is_pod and error.reason == "AlreadyExists":
                 self._tell("exists", self._server.get("pods", (body or {})["metadata"]["name"]))
+            self.waits += error.status == 504
             raise
         if is_write:
             self.writes.append((method, path))

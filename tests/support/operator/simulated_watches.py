@@ -70,8 +70,13 @@ class Wire:
         )
 
     def cached(self, matches: Matches) -> tuple[list[Object], int]:
-        """Return the items and the version of a list from the watch cache."""
-        version = self.shown if self.is_behind else self.version
+        """Return the items and the version of a list from the watch cache.
+
+        The cache's version is that of the last event of this kind, as in a kube-apiserver without
+        progress notifications. Events of other kinds do not move it.
+        """
+        newest = self.events[-1].version if self.events else self.version
+        version = self.shown if self.is_behind else newest
         objects: dict[tuple[str, str], Object] = {}
         for event in self.events:
             if event.version <= version:
