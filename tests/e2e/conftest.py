@@ -1,4 +1,7 @@
-"""Control planes for the end-to-end tests: every test that asks for `control_plane` runs on the embedded one and on a real one."""
+"""Control planes for the end-to-end tests.
+
+A test with the fixture `control_plane` runs on the embedded and on a real control plane.
+"""
 
 import contextlib
 import os
@@ -41,6 +44,6 @@ def started(plane: ControlPlane) -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="session", params=["embedded", "real"])
 def control_plane(request: pytest.FixtureRequest) -> ControlPlane:
-    """A started control plane; `control_plane.kubeconfig` is the way in. Started once per session, whatever the tests' order."""
+    """A control plane, started once per session. Connect with `control_plane.kubeconfig`."""
     plane: ControlPlane = request.getfixturevalue(f"{request.param}_plane")
     return plane

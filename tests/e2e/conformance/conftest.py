@@ -1,4 +1,4 @@
-"""A plain HTTP client for the Kubernetes API, a namespace per test and the custom resource the cases use."""
+"""An HTTP client for the Kubernetes API, a namespace per test, and the tests' custom resource."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ Object = dict[str, Any]
 
 
 class Api:
-    """Requests against one control plane; answers are `requests.Response`."""
+    """Sends requests to one control plane. Methods return `requests.Response`."""
 
     def __init__(self, kubeconfig: Path) -> None:
         document = yaml.safe_load(kubeconfig.read_text())
@@ -67,14 +67,14 @@ class Api:
         return self.patch(path, body, "apply-patch+yaml", fieldManager=manager, **query)
 
     def watch(self, path: str, **query: str) -> list[Object]:
-        """All events until the server ends the watch; the query says when by timeoutSeconds."""
+        """Return all events until the server ends the watch, after the query's timeoutSeconds."""
         response = self.http.get(self.server + path, params={"watch": "true", **query}, timeout=20)
         if response.status_code != 200:
             return [{"type": "ERROR", "object": response.json()}]
         return [json.loads(line) for line in response.text.splitlines()]
 
     def as_bearer(self, token: str, path: str) -> requests.Response:
-        """A GET with another token than the administrator's."""
+        """Send a GET with this token instead of the administrator's."""
         return self.http.get(
             self.server + path, headers={"Authorization": f"Bearer {token}"}, timeout=20
         )
@@ -129,7 +129,7 @@ def namespace(api: Api) -> Iterator[str]:
         "default service account",
         lambda: api.get(f"/api/v1/namespaces/{name}/serviceaccounts/default").ok,
     )
-    if api.minor < 24:  # there pods are admitted only once the account's secret exists
+    if api.minor < 24:  # these admit pods only once the account's secret exists
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
         api.eventually("the account's secret", lambda: api.get(path).json().get("secrets"))
     yield name
@@ -137,7 +137,7 @@ def namespace(api: Api) -> Iterator[str]:
 
 
 def relay_definition(group: str) -> Object:
-    """A resource shaped like an LLMService: nested groups, defaults, bounds, keyed lists, status and scale."""
+    """A definition like LLMService's: groups, defaults, bounds, keyed lists, status and scale."""
     group_schema = {
         "type": "object",
         "properties": {
@@ -305,7 +305,7 @@ def relays(relay_group: str, namespace: str) -> Relays:
 
 @pytest.fixture
 def core(namespace: str) -> str:
-    """Path of the namespace's core/v1 objects."""
+    """Return the path of the namespace's core/v1 objects."""
     return f"/api/v1/namespaces/{namespace}"
 
 
@@ -316,7 +316,7 @@ def apps(namespace: str) -> str:
 
 @pytest.fixture
 def define(api: Api) -> Iterator[Callable[[Object], None]]:
-    """Install a definition for one test."""
+    """Return a function that installs a definition for one test."""
     names: list[str] = []
 
     def call(definition: Object) -> None:
@@ -335,7 +335,7 @@ def relay_crd() -> Callable[[str], Object]:
 
 @pytest.fixture
 def deployment() -> Object:
-    """A deployment that wants no pods, so that only the API server has a say."""
+    """A Deployment with zero replicas: no controller changes it."""
     container = {"name": "main", "image": "example/image:1", "ports": [{"containerPort": 80}]}
     return {
         "apiVersion": "apps/v1",

@@ -32,7 +32,7 @@ def test_apply_needs_a_field_manager(api, core):
     assert "fieldManager" in response.text
 
 
-def test_applying_the_same_again_changes_nothing(api, core):
+def test_applying_the_same_object_again_changes_nothing(api, core):
     path = f"{core}/configmaps/a"
     first = api.apply(path, _map("a", {"x": "1"}), "one").json()
     second = api.apply(path, _map("a", {"x": "1"}), "one").json()
@@ -58,7 +58,7 @@ def test_a_field_of_another_manager_conflicts_until_forced(api, core):
     assert "f:x" in owners["two"]
 
 
-def test_the_same_value_is_shared_without_a_conflict(api, core):
+def test_managers_share_an_equal_value_without_a_conflict(api, core):
     path = f"{core}/configmaps/a"
     api.apply(path, _map("a", {"x": "1"}), "one")
     assert api.apply(path, _map("a", {"x": "1"}), "two").status_code == 200
@@ -74,7 +74,7 @@ def test_fields_no_longer_applied_are_removed(api, core):
     assert not left["metadata"].get("labels")
 
 
-def test_an_update_takes_fields_from_their_applier(api, core):
+def test_an_update_takes_ownership_of_applied_fields(api, core):
     path = f"{core}/configmaps/a"
     api.apply(path, _map("a", {"x": "1"}), "one")
     api.patch(path, {"data": {"x": "edited"}}, fieldManager="editor")
@@ -107,7 +107,7 @@ def test_lists_of_built_in_kinds_merge_by_key(api, apps, deployment):
     assert removed["ports"] == [{"containerPort": 80, "protocol": "TCP"}]
 
 
-def test_an_applier_leaves_replicas_to_whoever_owns_them(api, apps, deployment):
+def test_an_apply_without_replicas_keeps_the_value_of_another_manager(api, apps, deployment):
     path = f"{apps}/deployments/web"
     del deployment["spec"]["replicas"]
     deployment["spec"]["paused"] = True
@@ -120,7 +120,7 @@ def test_an_applier_leaves_replicas_to_whoever_owns_them(api, apps, deployment):
     assert api.apply(path, deployment, "one").json()["spec"]["replicas"] == 0
 
 
-def test_lists_of_custom_resources_merge_as_their_schema_says(api, relays):
+def test_lists_of_custom_resources_merge_by_their_schema(api, relays):
     one = relays.body("r", ports=[{"name": "a", "port": 1}], zones=["x"], args=["1"])
     two = {**relays.body("r"), "spec": {"ports": [{"name": "b", "port": 2}], "zones": ["y"]}}
     api.apply(relays.at("r"), one, "one")

@@ -62,7 +62,7 @@ async def test_a_list_of_many_objects_is_complete(kube, core, monkeypatch):
     assert [item["metadata"]["name"] for item in items] == [f"m{index}" for index in range(8)]
 
 
-async def test_a_watch_ends_by_itself_and_an_old_one_is_refused(kube, core, relays):
+async def test_a_watch_ends_after_its_timeout_and_an_expired_version_is_refused(kube, core, relays):
     path = f"{core}/configmaps"
     _, version = await kube.list(path)
     await kube.create(path, {"metadata": {"name": "w"}})
@@ -88,8 +88,11 @@ async def test_the_reflector_follows_a_selection(kube, core):
             await anext(changes)
 
 
-async def test_discovery_is_what_kopf_reads(kube):
-    """kopf watches only what discovery lists with the verbs list and watch, and reads `namespaces` to begin."""
+async def test_discovery_lists_what_kopf_needs(kube):
+    """kopf watches resources that discovery lists with the verbs list and watch.
+
+    It reads `namespaces` when it starts.
+    """
     async with kube.http_session() as session:
         for path in ("/api", "/apis"):
             async with session.get(kube.server + path) as response:

@@ -34,7 +34,7 @@ def test_unknown_fields_are_pruned_where_the_schema_is_closed(api, relays):
         ({"args": "not a list"}, "spec.args", "must be of type array"),
     ],
 )
-def test_invalid_values_are_refused_by_field(api, relays, spec, field, says):
+def test_invalid_values_are_refused_with_the_fields_name(api, relays, spec, field, says):
     response = api.post(relays.path, relays.body("bad", **spec))
     status = response.json()
     assert response.status_code == 422, status
@@ -52,8 +52,8 @@ def test_the_status_is_validated_too(api, relays):
     assert "status.replicas" in response.json()["message"]
 
 
-def test_an_update_must_say_which_version_it_replaces(api, relays):
-    """Unlike one of a ConfigMap: a writer that forgets it would overwrite what it never saw."""
+def test_an_update_requires_the_resource_version(api, relays):
+    """Updates of built-in kinds such as ConfigMap may omit it."""
     live = api.post(relays.path, relays.body("v")).json()
     for part in ("", "status"):
         response = api.put(relays.at("v", part) if part else relays.at("v"), relays.body("v"))
@@ -138,7 +138,7 @@ def test_tables_show_the_printer_columns(api, relays):
     assert row["object"]["metadata"]["name"] == "t"
 
 
-def test_a_definition_goes_with_its_objects(api, relay_crd, define, namespace):
+def test_deleting_a_definition_deletes_its_objects(api, relay_crd, define, namespace):
     definition = relay_crd("gone.baton.dev")
     define(definition)
     path = f"/apis/gone.baton.dev/v1alpha1/namespaces/{namespace}/relays"

@@ -5,7 +5,7 @@ import pytest
 POD = {"terminationGracePeriodSeconds": 20, "containers": [{"name": "c", "image": "i"}]}
 
 
-def test_a_finalizer_holds_a_deleted_object(api, core):
+def test_a_finalizer_keeps_a_deleted_object(api, core):
     path = f"{core}/configmaps/f"
     api.post(f"{core}/configmaps", {"metadata": {"name": "f", "finalizers": ["baton.dev/hold"]}})
     held = api.delete(path)
@@ -64,7 +64,7 @@ def _owned(owner, name, **reference):
     return {"metadata": {"name": name, "ownerReferences": [reference]}}
 
 
-def test_dependents_go_with_their_owner(api, core):
+def test_dependents_are_deleted_with_their_owner(api, core):
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     api.post(f"{core}/secrets", _owned(owner, "child"))
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Background")
@@ -73,8 +73,8 @@ def test_dependents_go_with_their_owner(api, core):
     )
 
 
-@pytest.mark.late  # a real collector learns of new kinds every half minute
-def test_dependents_of_a_custom_resource_go_with_it(api, relays, core):
+@pytest.mark.late  # the real garbage collector discovers new kinds every 30 s
+def test_dependents_of_a_custom_resource_are_deleted_with_it(api, relays, core):
     owner = api.post(relays.path, relays.body("owner")).json()
     api.post(f"{core}/secrets", _owned(owner, "child", apiVersion=relays.api_version, kind="Relay"))
     api.delete(relays.at("owner"))
@@ -85,7 +85,7 @@ def test_dependents_of_a_custom_resource_go_with_it(api, relays, core):
     )
 
 
-def test_orphans_stay(api, core):
+def test_orphaned_dependents_are_kept(api, core):
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     api.post(f"{core}/secrets", _owned(owner, "child"))
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Orphan")
@@ -119,7 +119,7 @@ def test_delete_collection_obeys_selectors(api, core):
     assert [item["metadata"]["name"] for item in left] == ["c"]
 
 
-def test_a_namespace_takes_its_content_with_it(api, namespace, core):
+def test_deleting_a_namespace_deletes_its_content(api, namespace, core):
     api.post(f"{core}/configmaps", {"metadata": {"name": "in"}})
     api.delete(f"/api/v1/namespaces/{namespace}")
     api.eventually(

@@ -71,7 +71,7 @@ def test_server_side_apply_and_its_conflicts(api, relays, namespace):
     _run(api, "apply", "-n", namespace, *arguments, stdin=body)
 
 
-def test_client_side_apply_of_a_deployment_removes_what_left_the_file(
+def test_client_side_apply_removes_fields_that_the_file_no_longer_has(
     api, apps, deployment, namespace
 ):
     container = deployment["spec"]["template"]["spec"]["containers"][0]
@@ -107,7 +107,7 @@ def test_pods_are_shown_described_and_deleted(api, core, namespace):
     assert api.get(f"{core}/pods/p").status_code == 404
 
 
-def test_events_are_shown_with_what_they_are_about(api, core, namespace):
+def test_events_are_shown_with_their_object(api, core, namespace):
     created = api.post(f"{core}/configmaps", {"metadata": {"name": "subject"}}).json()
     event = {
         "metadata": {"name": "subject.1"},

@@ -1,4 +1,4 @@
-"""The LLMService definition itself: what kubectl and the API server say to a mistake in one."""
+"""The LLMService definition: errors of kubectl and the API server for invalid services."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ MODEL = {"model": {"uri": "file:///m"}}
 
 @pytest.fixture
 def services(api, define: Callable[[Any], None], namespace: str) -> Iterator[str]:
-    """Path of the namespace's LLMServices."""
+    """Return the path of the namespace's LLMServices."""
     path = f"/apis/{API_VERSION}/namespaces/{namespace}/{PLURAL}"
     stored = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
     api.eventually(
@@ -38,7 +38,9 @@ def service(**spec: Any) -> dict[str, Any]:
 def test_kubectl_names_a_misspelled_field(api, services, namespace, how):
     document = service(decoder={"replicas": 1}, gateway={"apiKey": {"secretName": "s"}})
 
-    def refused() -> bool:  # kubectl validates itself by what older servers publish a moment later
+    def refused() -> (
+        bool
+    ):  # with older servers kubectl validates against a schema that they publish a moment later
         done = api.kubectl(*how, "-n", namespace, "-f", "-", stdin=document)
         if done.returncode == 0:
             api.delete(f"{services}/demo")
@@ -49,13 +51,13 @@ def test_kubectl_names_a_misspelled_field(api, services, namespace, how):
     assert api.get(f"{services}/demo").status_code == 404
 
 
-def test_a_client_that_does_not_ask_for_strictness_loses_the_field(api, services):
-    """So documents say: the operator cannot warn of what the server does not keep."""
+def test_without_strict_validation_an_unknown_field_is_dropped(api, services):
+    """The operator cannot warn of it, because the server does not store it."""
     stored = api.post(services, service(decoder={"replicas": 1})).json()
     assert "decoder" not in stored["spec"]
 
 
-def test_what_can_never_work_is_refused_where_the_server_knows_rules(api, services):
+def test_specs_that_break_a_rule_are_refused_from_kubernetes_1_25_on(api, services):
     answer = api.post(services, service(gateway={"limits": {"maxConcurrentPerKey": 2}}))
     if api.minor < 25:
         assert answer.status_code == 201, "the operator says InvalidSpec"
@@ -98,7 +100,7 @@ def test_lists_and_names_are_bounded(api, services):
         ("Demo", ["a lowercase RFC 1123 subdomain must", "metadata.name in body should match"]),
     ],
 )
-def test_the_name_of_a_service_fits_those_of_its_pods(api, services, name, says):
+def test_a_service_name_from_which_no_pod_name_can_be_made_is_refused(api, services, name, says):
     answer = api.post(services, {**service(), "metadata": {"name": name}})
     assert answer.status_code == 422, answer.text
     causes = answer.json()["details"]["causes"]
@@ -108,7 +110,7 @@ def test_the_name_of_a_service_fits_those_of_its_pods(api, services, name, says)
     assert api.get(f"{services}/{name}").status_code == 404
 
 
-def test_a_generated_name_is_judged_when_it_is_whole(api, services):
+def test_a_generated_name_is_validated_with_its_suffix(api, services):
     made = api.post(services, {**service(), "metadata": {"generateName": "demo-"}})
     assert made.status_code == 201, made.text
     answer = api.post(services, {**service(), "metadata": {"generateName": "d" * 40}})

@@ -44,7 +44,7 @@ def test_an_unknown_path_is_not_found(api):
     assert api.get("/apis/nobody.example.com/v1/things").status_code == 404
 
 
-def test_without_a_token_nothing_is_answered(api):
+def test_a_request_without_a_token_is_refused(api):
     assert api.as_bearer("wrong", "/api/v1/pods").status_code == 401
 
 
@@ -243,7 +243,7 @@ def test_services_get_and_keep_a_cluster_address(api, core):
     assert api.post(f"{core}/services", headless).json()["spec"]["clusterIP"] == "None"
 
 
-def test_pods_get_the_defaults_clients_rely_on(api, core):
+def test_pods_get_the_defaults_that_clients_rely_on(api, core):
     pod = {
         "metadata": {"name": "p"},
         "spec": {"containers": [{"name": "c", "image": "example/i:1"}], "nodeName": "nowhere"},
@@ -284,7 +284,7 @@ def test_pods_get_the_defaults_clients_rely_on(api, core):
         ),
     ],
 )
-def test_invalid_pods_are_refused_by_field(api, core, change, field):
+def test_invalid_pods_are_refused_with_the_fields_name(api, core, change, field):
     pod = {
         "metadata": {"name": "p"},
         "spec": {"containers": [{"name": "c", "image": "i"}]},
@@ -313,7 +313,7 @@ def test_mistyped_fields_are_a_bad_request(api, apps, deployment):
     assert api.post(f"{apps}/deployments", deployment).status_code == 400
 
 
-def test_a_service_account_token_opens_the_api(api, core):
+def test_a_service_account_token_is_accepted(api, core):
     api.post(f"{core}/serviceaccounts", {"metadata": {"name": "robot"}})
     body = {
         "apiVersion": "authentication.k8s.io/v1",

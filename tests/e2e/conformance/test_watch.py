@@ -1,4 +1,4 @@
-"""Watching: resume, selectors, bookmarks and expiry."""
+"""Watches: resume, selectors, bookmarks and expiry."""
 
 WATCH_S = "4"
 """How long a server that is busy may take to send what has happened already."""
@@ -33,7 +33,7 @@ def test_a_watch_resumes_after_the_version_it_names(api, core):
     ]
 
 
-def test_versions_of_watch_events_rise_and_the_last_one_is_the_deletions(api, core):
+def test_a_deletion_event_carries_a_version_after_the_creation(api, core):
     path = f"{core}/secrets"
     created = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.delete(f"{path}/a")
@@ -66,7 +66,9 @@ def test_objects_enter_and_leave_a_selector(api, core):
     events = api.watch(path, resourceVersion=start, labelSelector="in=yes", timeoutSeconds=WATCH_S)
     assert _names(events) == [("ADDED", "a"), ("DELETED", "a")]
     last = events[-1]["object"]["metadata"]
-    assert (last["labels"], last["resourceVersion"]) == ({"in": "yes"}, left), "as it was inside"
+    assert (last["labels"], last["resourceVersion"]) == ({"in": "yes"}, left), (
+        "the last state that matched"
+    )
 
 
 def test_a_version_from_before_the_history_is_gone(api, relays):
@@ -77,7 +79,7 @@ def test_a_version_from_before_the_history_is_gone(api, relays):
     assert events[-1]["object"]["reason"] in ("Expired", "Gone")
 
 
-def test_custom_resources_are_watched_like_others(api, relays):
+def test_custom_resources_can_be_watched(api, relays):
     created = api.post(relays.path, relays.body("w")).json()["metadata"]["resourceVersion"]
     api.patch(relays.at("w", "status"), {"status": {"replicas": 1}})
     events = api.watch(relays.path, resourceVersion=created, timeoutSeconds=WATCH_S)

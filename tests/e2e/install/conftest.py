@@ -1,4 +1,4 @@
-"""Helm releases on the real control plane: the embedded one speaks no protobuf, which Helm does."""
+"""Helm releases on the real control plane: Helm needs protobuf, which the embedded one lacks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def cluster(real_plane: ControlPlane, tmp_path: Path) -> Cluster:
 
 @pytest.fixture
 def releases(cluster: Cluster) -> Iterator[helm.Config]:
-    """Helm in the cluster's namespace. Afterwards neither a release nor the CRD is left."""
+    """Helm in the cluster's namespace. The release and the CRD are removed afterwards."""
     with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=cluster.namespace) as releases:
         try:
             yield releases
         finally:
             releases.uninstall(RELEASE, ignore_not_found=True)
-            with contextlib.suppress(NotFoundException):  # it may be on its way out
+            with contextlib.suppress(NotFoundException):  # it may already be gone
                 cluster.definitions.delete_custom_resource_definition(CRD)
             eventually(lambda: cluster.crd() is None, timeout_s=30, what="the CRD to be gone")

@@ -1,4 +1,4 @@
-"""Installed, upgraded and uninstalled by Helm itself; installed by kubectl."""
+"""Installation, upgrade and removal by Helm, and installation by kubectl."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_installed_operator_has_the_rights_it_needs(
     assert "forbidden" not in log.read_text().lower(), log.read_text()
 
 
-def test_with_namespaces_it_serves_these_and_sees_no_other(
+def test_with_watch_namespaces_the_operator_serves_only_these(
     releases: helm.Config, cluster: Cluster
 ) -> None:
     team, other = cluster.new_namespace(), cluster.new_namespace()
@@ -62,7 +62,9 @@ def test_with_namespaces_it_serves_these_and_sees_no_other(
     assert "forbidden" not in log.read_text().lower(), log.read_text()
 
 
-def test_what_the_schema_refuses_installs_nothing(releases: helm.Config, cluster: Cluster) -> None:
+def test_values_that_the_schema_refuses_install_nothing(
+    releases: helm.Config, cluster: Cluster
+) -> None:
     with pytest.raises(helm.HelmReleaseError, match="replicas"):
         install(releases, {"replicas": 0})
     assert cluster.crd() is None
@@ -129,7 +131,9 @@ def test_uninstalling_keeps_the_crd_and_the_services_and_a_new_release_takes_ove
     assert "kept" in cluster.services()
 
 
-def test_uninstalling_takes_everything_if_told_so(releases: helm.Config, cluster: Cluster) -> None:
+def test_uninstalling_with_crds_keep_false_deletes_the_crd(
+    releases: helm.Config, cluster: Cluster
+) -> None:
     install(releases, {"crds": {"keep": False}})
     releases.uninstall(RELEASE)
     eventually(lambda: cluster.crd() is None, timeout_s=30, what="the CRD to be gone")
@@ -140,13 +144,13 @@ def test_kubectl_applies_the_plain_manifests(cluster: Cluster) -> None:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("no kubectl on this machine: install 1.32 or newer")
-    # As README.md says it: the folders in this order, for the namespace is in one of them.
+    # The order of README.md: the namespace must be created before the operator.
     files = [
         argument
         for path in ("crd", "rbac", "operator.yaml")
         for argument in ("-f", f"manifests/{path}")
     ]
-    # Servers before 1.25 know no rules in schemas: validation refuses them, and so does server-side apply.
+    # Servers before 1.25 refuse rules in schemas, in validation and in server-side apply.
     how = "--server-side" if cluster.minor >= 25 else "--validate=false"
     command = [kubectl, "--kubeconfig", str(cluster.kubeconfig), "apply", how, *files]
     try:

@@ -1,5 +1,7 @@
-"""The operator under the rights that the chart grants it, on a real API server that writes down every request: nothing was refused,
-and nothing was granted that was not used."""
+"""The rights that the chart grants to the operator: it needs all of them and no others.
+
+The audit log of a real API server lists every request.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ Object = dict[str, Any]
 SERVICE = "demo"
 TIMEOUT_S = 60.0
 UNSEEN = {
-    # An admission plugin looks at it whenever an object with blockOwnerDeletion is made; no request is for it.
+    # Checked by an admission plugin when an object with blockOwnerDeletion is created. There is
+    # no request for it.
     Right(GROUP, f"{PLURAL}/finalizers", "update"),
 }
 BESIDE = [
@@ -47,7 +50,7 @@ def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def audited_plane(
     audit_log: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealControlPlane]:
-    """A real control plane that asks whether who sets blockOwnerDeletion may, as some clusters do."""
+    """A real control plane with the admission plugin that checks blockOwnerDeletion."""
     assets = find_assets()
     if assets is None:
         if os.environ.get("BATON_REQUIRE_REAL_CONTROL_PLANE") == "1":
@@ -65,7 +68,7 @@ def audited_plane(
 
 
 class Services:
-    """What a user and the kubelet do in one namespace, with an administrator's rights."""
+    """Plays the user and the kubelet of one namespace, with an administrator's rights."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -98,18 +101,18 @@ class Services:
         }
 
     def uids(self, role: str) -> dict[str, str]:
-        """Of the members of a role, by name."""
+        """Return the uids of a role's members by name."""
         selector = f"{GROUP}/service={SERVICE},{GROUP}/role={role}"
         found = self.cluster.core.list_namespaced_pod(self.namespace, label_selector=selector).items
         return {pod.metadata.name: pod.metadata.uid for pod in found}
 
     def has_another(self, gone: str) -> bool:
-        """Whether there are two prefill pods again, without that one."""
+        """Return whether two prefill pods exist and none has the uid `gone`."""
         uids = self.uids("prefill").values()
         return len(uids) == 2 and gone not in uids
 
     def beside(self) -> set[str]:
-        """Objects that come and go with the spec."""
+        """Return the objects that exist only for some specs."""
         found = []
         for what, group, version, plural in BESIDE:
             answer = self.cluster.custom.list_namespaced_custom_object(
@@ -125,7 +128,7 @@ class Services:
         return {name.replace(f"{SERVICE}-", "") for name in found}
 
     def run_members(self) -> None:
-        """The kubelet's report of pods that run and are ready. Nobody answers at their address."""
+        """Report pending pods as running and ready. No process listens at their address."""
         state = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
         container = {
             "name": "engine",
@@ -146,26 +149,26 @@ class Services:
             self.namespace, label_selector=f"{GROUP}/member=true"
         ).items:
             if pod.status.phase == "Pending":
-                with contextlib.suppress(ApiException):  # it went
+                with contextlib.suppress(ApiException):  # the pod was deleted
                     name = pod.metadata.name
                     self.cluster.core.patch_namespaced_pod_status(
                         name, self.namespace, {"status": status}
                     )
 
     def take_name(self, member: str) -> None:
-        """By a pod that is none of the service's."""
+        """Create a pod with the member's name that the service does not own."""
         spec = {"containers": [{"name": "x", "image": "x"}]}
         self.cluster.core.create_namespaced_pod(
             self.namespace, {"metadata": {"name": f"{SERVICE}-{member}"}, "spec": spec}
         )
 
     def reason(self) -> str:
-        """Why it is not ready."""
+        """Return the reason of the Ready condition."""
         conditions = self.get().get("status", {}).get("conditions", [])
         return str(next((c["reason"] for c in conditions if c["type"] == "Ready"), ""))
 
     def newest_record(self) -> int | None:
-        """maxNumSeqs of the spec that was recorded last."""
+        """Return maxNumSeqs of the newest recorded spec."""
         found = self.cluster.apps.list_namespaced_controller_revision(self.namespace).items
         newest = max(found, key=lambda each: each.revision, default=None)
         return (
@@ -193,8 +196,8 @@ class Services:
         eventually(same, timeout_s=TIMEOUT_S, what=str(wanted))
 
 
-def a_services_life(services: Services, log: Path) -> None:
-    """Every kind of thing that the operator does, once."""
+def run_all_actions(services: Services, log: Path) -> None:
+    """Make the operator perform every kind of action once."""
     beside = {"policy members", *(f"budget {role}" for role in ("prefill", "decode", "gateway"))}
     services.until(services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1"}, log)
     services.until(services.beside, {*beside, "ingress gateway"}, log)
@@ -207,8 +210,8 @@ def a_services_life(services: Services, log: Path) -> None:
     services.until(services.beside, {*beside, "route gateway"}, log)
     services.until(services.secrets, {f"{SERVICE}-key"}, log)
 
-    # The same thing happens twice: one event, counted. A pod's successor has its name, or the next one if it comes sooner than the
-    # pod goes; after two deletions one name has come twice.
+    # Two deletions, so that one Event is counted twice. A replacement has the name of the deleted
+    # pod, or the next name if it is created before the pod is gone.
     for _ in range(2):
         name, uid = max(services.uids("prefill").items())
         services.cluster.core.delete_namespaced_pod(
@@ -216,7 +219,7 @@ def a_services_life(services: Services, log: Path) -> None:
         )
         services.until(functools.partial(services.has_another, uid), True, log)
 
-    # Somebody else's pod has the name that is wanted.
+    # Another client's pod has the name of the next member.
     services.take_name("decode-2")
     services.patch(decode={"replicas": 3})
     services.until(services.reason, "NameConflict", log)
@@ -227,7 +230,7 @@ def a_services_life(services: Services, log: Path) -> None:
         services.members, {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}, log
     )
 
-    # Smaller, without anything that can be done without.
+    # The smallest service, without optional objects.
     services.patch(
         prefill={"replicas": 1},
         decode={"replicas": 1},
@@ -237,11 +240,11 @@ def a_services_life(services: Services, log: Path) -> None:
     services.until(services.members, {"prefill-0", "decode-0"}, log)
     services.until(services.beside, set(), log)
 
-    # Another configuration, then another shape, and back.
+    # Another configuration, then an expert-parallel group and back.
     before = services.config_maps("decode")
     services.patch(engine={"maxNumSeqs": 7})
     services.until(lambda: set(services.config_maps("decode")) & set(before), set(), log)
-    for number in range(8, 8 + LIMIT):  # more specs than are remembered
+    for number in range(8, 8 + LIMIT):  # more specs than the history keeps
         services.patch(engine={"maxNumSeqs": number})
         services.until(services.newest_record, number, log)
     services.patch(decode={"parallelism": {"expert": True}})
@@ -252,7 +255,7 @@ def a_services_life(services: Services, log: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scope", ["cluster", "namespace"])
-def test_every_right_that_the_chart_grants_is_used_and_none_is_missing(
+def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(
     scope: str, audited_plane: RealControlPlane, audit_log: Path, tmp_path: Path
 ) -> None:
     cluster = Cluster(audited_plane.kubeconfig, tmp_path)
@@ -280,7 +283,7 @@ def test_every_right_that_the_chart_grants_is_used_and_none_is_missing(
                 drainTimeoutSeconds=0,
             )
             with cluster.operator("--leader-elect", "--lease-namespace", cluster.namespace) as log:
-                a_services_life(services, log)
+                run_all_actions(services, log)
             if scope == "namespace":
                 assert not [
                     r

@@ -1,4 +1,4 @@
-"""One local cluster per control plane and session, with the service `demo` on it."""
+"""One local cluster per control plane and session, with the service `demo`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def cluster(
 
 @pytest.fixture
 def demo(cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]) -> str:
-    """Name of a Ready service with one prefill and one decode pod, whatever the test before did to it."""
+    """Return the name of a Ready service with one prefill and one decode pod.
+
+    Earlier tests may have changed it, so the manifest is applied again.
+    """
     cluster.apply(
         manifest("demo", checkpoints["qwen3"], gateway={"ingress": {"host": "demo.localhost"}})
     )

@@ -1,7 +1,7 @@
-"""A service whose decode pods are one expert-parallel group, from `kubectl apply` to `kubectl delete`: it grows, shrinks and loses
-a rank while streams run, and no stream notices.
+"""A service with an expert-parallel decode group, from `kubectl apply` to `kubectl delete`.
 
-A minute for each control plane, so the real one's turn comes with `make elastic`.
+The group grows, shrinks and loses a rank under streams, whose tokens stay correct. A run takes a
+minute, so the real control plane is tested by `make elastic` only.
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ async def test_a_group_grows_shrinks_and_loses_ranks_under_streams(
         await asyncio.to_thread(service.wait_at_rest, 0, 1)
         endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
         async with under_load(endpoint, model, width=STREAMS, vocab_size=VOCAB_SIZE):
-            await asyncio.to_thread(
-                a_failing_operation_leaves_the_old_topology, cluster, service, checkpoint
-            )
-            await asyncio.to_thread(it_grows_though_the_coordinator_dies, service)
-            await asyncio.to_thread(it_shrinks_though_the_coordinator_dies, service)
-            await asyncio.to_thread(a_killed_rank_comes_back, service)
-        await asyncio.to_thread(deleted_idle_nothing_is_left, cluster)
+            await asyncio.to_thread(check_failing_operation, cluster, service, checkpoint)
+            await asyncio.to_thread(grow_while_the_coordinator_dies, service)
+            await asyncio.to_thread(shrink_while_the_coordinator_dies, service)
+            await asyncio.to_thread(kill_a_rank, service)
+        await asyncio.to_thread(check_deletion_of_an_idle_service, cluster)
 
 
-def a_failing_operation_leaves_the_old_topology(
+def check_failing_operation(
     cluster: LocalClusterUnderTest, service: ExpertService, checkpoint: Path
 ) -> None:
-    """Somebody changed the checkpoint: a new pod has another one than the ranks, so it cannot be one of them.
+    """Let an operation fail: the new pod reads another checkpoint than the ranks.
 
-    Then the checkpoint is put right, and the pod's process killed, so that it reads it.
+    The old topology must stay. Afterwards the checkpoint is restored and the pod's process is
+    killed, so that it reads the checkpoint again.
     """
     before = service.recorded()
     config = (checkpoint / "config.json").read_bytes()
@@ -80,8 +79,8 @@ def a_failing_operation_leaves_the_old_topology(
     service.kill(f"{NAME}-decode-2")
 
 
-def it_grows_though_the_coordinator_dies(service: ExpertService) -> None:
-    """While the operation waits for the new pod."""
+def grow_while_the_coordinator_dies(service: ExpertService) -> None:
+    """Kill the coordinator while the operation waits for the new pod."""
     eventually(
         lambda: (
             (operation := service.topology().operation)
@@ -95,7 +94,7 @@ def it_grows_though_the_coordinator_dies(service: ExpertService) -> None:
     service.wait_at_rest(0, 1, 2)
 
 
-def it_shrinks_though_the_coordinator_dies(service: ExpertService) -> None:
+def shrink_while_the_coordinator_dies(service: ExpertService) -> None:
     with service.watching_deletions() as deleted:
         service.scale(2)
         asked = eventually(
@@ -106,15 +105,16 @@ def it_shrinks_though_the_coordinator_dies(service: ExpertService) -> None:
         )
         service.kill_coordinator()
         print(
-            f"the coordinator died when the operation was {asked.operation and asked.operation.phase}"
+            "phase of the operation when the coordinator died:",
+            asked.operation and asked.operation.phase,
         )
         service.wait_at_rest(0, 1)
         eventually(lambda: deleted, timeout_s=30, what="the deletion of the pod that left")
     assert deleted == {f"{NAME}-decode-2": False}, "a pod was deleted while it was a rank"
 
 
-def a_killed_rank_comes_back(service: ExpertService) -> None:
-    """Its pod's container is restarted, and is another process of the same rank."""
+def kill_a_rank(service: ExpertService) -> None:
+    """Kill a rank's process. The kubelet restarts the container, and the new process rejoins."""
     pod, before = f"{NAME}-decode-0", service.recorded()["generation"]
     restarts = service.restarts(pod)
     service.kill(pod)
@@ -128,10 +128,13 @@ def a_killed_rank_comes_back(service: ExpertService) -> None:
     assert service.restarts(pod) == restarts + 1
 
 
-def deleted_idle_nothing_is_left(cluster: LocalClusterUnderTest) -> None:
+def check_deletion_of_an_idle_service(cluster: LocalClusterUnderTest) -> None:
     began = time.monotonic()
     cluster.kubectl("delete", "llms", NAME, "--wait=true")
-    kinds = "pods,services,deployments,replicasets,configmaps,secrets,serviceaccounts,roles,rolebindings,ingresses"
+    kinds = (
+        "pods,services,deployments,replicasets,configmaps,secrets,serviceaccounts,roles,"
+        "rolebindings,ingresses"
+    )
     selector = f"serving.baton.dev/service={NAME}"
 
     def nothing_left() -> bool:

@@ -1,4 +1,4 @@
-"""A service for clients with a key, over HTTPS, from `kubectl apply` to a key that is replaced while it serves."""
+"""A service with API keys and TLS: access, key rotation, and the switch back to HTTP."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
 
-        # Without TLS again: its clients are served by one or the other gateway all the while.
+        # TLS is switched off. At any time the old or the new gateway must respond.
         plain = endpoint.replace("https://", "http://")
         cluster.kubectl(
             "patch", "llms", NAME, "--type=merge", "-p", '{"spec": {"gateway": {"tls": null}}}'
@@ -95,8 +95,8 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
                 return False
 
         def switched() -> bool:
-            # The new one first: the old one stays until that is there.
-            assert answers(plain) or answers(endpoint), "nobody serves"
+            # The new endpoint first: the old gateway stays until the new one serves.
+            assert answers(plain) or answers(endpoint), "neither gateway serves"
             return bool(
                 cluster.get("llms", NAME)["status"]["endpoint"] == plain and not answers(endpoint)
             )

@@ -1,6 +1,6 @@
-"""Kubernetes' own HorizontalPodAutoscaler sizes the decode group through the scale subresource, and the operator leaves that be.
+"""A HorizontalPodAutoscaler sizes the decode group through the scale subresource.
 
-No server of metrics is here, so it is the bounds of the HPA that decide: below its minimum it needs no metrics to act.
+There is no metrics server, so the HPA acts on its minimum only, which needs no metrics.
 """
 
 from __future__ import annotations

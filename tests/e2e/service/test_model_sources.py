@@ -1,6 +1,6 @@
-"""A service whose model lies on a hub: fetched by init containers with the credentials of a Secret, kept in a cache of the node.
+"""Services whose model comes from a hub, with credentials from a Secret and a cache on the node.
 
-On the embedded control plane: what is new here is the pods', which come from the same kubelet on either.
+These run on the embedded control plane only: both control planes use the same kubelet.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def complete(cluster: LocalClusterUnderTest, name: str) -> str:
         return str(json.load(response)["choices"][0]["finish_reason"])
 
 
-def test_a_model_of_a_private_hub_is_fetched_once_for_all_engines_of_a_node_and_served(
+def test_a_model_of_a_private_hub_is_fetched_once_per_node_and_served(
     embedded: LocalClusterUnderTest, hub: FakeHub, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     embedded.apply(secret(HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN))
@@ -95,7 +95,7 @@ def test_a_model_of_a_private_hub_is_fetched_once_for_all_engines_of_a_node_and_
         (URI, "hf_of_someone_else", "ModelAccessDenied"),
     ],
 )
-def test_why_a_model_cannot_be_had_is_in_the_conditions(
+def test_conditions_say_why_a_model_cannot_be_fetched(
     embedded: LocalClusterUnderTest,
     hub: FakeHub,
     checkpoints: dict[str, Path],
@@ -108,38 +108,40 @@ def test_why_a_model_cannot_be_had_is_in_the_conditions(
     embedded.apply(service(name, checkpoints["qwen3"], uri))
     try:
 
-        def told() -> bool:
+        def is_reported() -> bool:
             for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
                 found = embedded.condition(name, type_)
                 assert (found["status"], found["reason"]) == ("False", reason), found
             return True
 
-        eventually(told, timeout_s=90, what=f"conditions with the reason {reason}")
+        eventually(is_reported, timeout_s=90, what=f"conditions with the reason {reason}")
     finally:
         embedded.kubectl("delete", "llms", name, "--wait=false")
 
 
-def test_a_hub_that_does_not_answer_is_told_while_it_is_tried_again(
+def test_conditions_report_a_hub_that_does_not_respond_during_retries(
     embedded: LocalClusterUnderTest, checkpoints: dict[str, Path]
 ) -> None:
-    (nobody,) = free_ports(1)
-    embedded.apply(secret(HF_ENDPOINT=f"http://127.0.0.1:{nobody}"))
+    (unused_port,) = free_ports(1)
+    embedded.apply(secret(HF_ENDPOINT=f"http://127.0.0.1:{unused_port}"))
     embedded.apply(service("refused", checkpoints["qwen3"], URI))
     try:
 
-        def told() -> bool:
+        def is_reported() -> bool:
             for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
                 found = embedded.condition("refused", type_)
                 assert (found["status"], found["reason"]) == ("False", "Fetching"), found
                 assert "Connection refused; it tries again" in found["message"]
             return True
 
-        eventually(told, timeout_s=60, what="the error of the last attempt in the conditions")
+        eventually(
+            is_reported, timeout_s=60, what="the error of the last attempt in the conditions"
+        )
     finally:
         embedded.kubectl("delete", "llms", "refused", "--wait=false")
 
 
-def test_a_model_that_does_not_exist_is_told_through_all_restarts(
+def test_conditions_report_a_missing_model_through_all_restarts(
     embedded: LocalClusterUnderTest, checkpoints: dict[str, Path]
 ) -> None:
     wanted = manifest("lost", checkpoints["qwen3"], prefill=0)
@@ -147,7 +149,7 @@ def test_a_model_that_does_not_exist_is_told_through_all_restarts(
     embedded.apply(wanted)
     try:
 
-        def told() -> bool:
+        def is_reported() -> bool:
             return all(
                 (found["status"], found["reason"]) == ("False", "ModelNotFound")
                 for found in (
@@ -159,13 +161,13 @@ def test_a_model_that_does_not_exist_is_told_through_all_restarts(
             (member,) = embedded.pods("lost", "decode")
             return int(member["status"]["containerStatuses"][0]["restartCount"])
 
-        eventually(told, timeout_s=60, what="the conditions with the reason ModelNotFound")
+        eventually(is_reported, timeout_s=60, what="the conditions with the reason ModelNotFound")
         before = restarts()
 
         def restarted_twice() -> bool:
-            if not told():
+            if not is_reported():
                 raise RuntimeError(
-                    f"forgotten while it starts again: {embedded.get('llms', 'lost')['status']}"
+                    f"lost during a restart: {embedded.get('llms', 'lost')['status']}"
                 )
             return restarts() >= before + 2
 
@@ -174,22 +176,22 @@ def test_a_model_that_does_not_exist_is_told_through_all_restarts(
         embedded.kubectl("delete", "llms", "lost", "--wait=false")
 
 
-def test_a_control_plane_without_image_volumes_says_so(
+def test_the_condition_reports_a_control_plane_without_image_volumes(
     cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]
 ) -> None:
-    """1.20 has none."""
+    """Kubernetes 1.20 has no image volumes."""
     if cluster.control_plane != "real" or "v1.20" not in cluster.kubectl("version", "-o", "json"):
-        pytest.skip("the embedded control plane takes any volume, and newer ones know this one")
+        pytest.skip("the embedded control plane and newer servers accept image volumes")
     wanted = manifest("imaged", checkpoints["qwen3"])
     wanted["spec"]["model"] |= {"uri": "image://registry.example/models/small:v1"}
     cluster.apply(wanted)
     try:
 
-        def told() -> bool:
+        def is_reported() -> bool:
             found = cluster.condition("imaged", "ModelAvailable")
             assert (found["status"], found["reason"]) == ("False", "ImageVolumeUnsupported"), found
             return True
 
-        eventually(told, timeout_s=90, what="the condition")
+        eventually(is_reported, timeout_s=90, what="the condition")
     finally:
         cluster.kubectl("delete", "llms", "imaged", "--wait=false")

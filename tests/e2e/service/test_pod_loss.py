@@ -1,6 +1,6 @@
-"""Pods of a running service that somebody deletes or evicts, under load. No request fails, every token is right.
+"""Pods of a running service are deleted or evicted under load: no request fails.
 
-Minutes for each control plane, so they wait for `make chaos`.
+Every token must be right. These take minutes, so they run with `make chaos` only.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from support.service.pod_loss import delete_pod, lose_pod, uids
 from support.under_load import fresh_connections, under_load
 from support.waiting import eventually
 
-NAME = "bereaved"
+NAME = "pod-loss"
 ROLES = ("prefill", "decode", "gateway")
 VOCAB_SIZE = 512
 WIDTH = 3
 FORCE = ("--force", "--grace-period=0")
 NODE = "baton-local"
 BUDGET_S = 60.0
-"""The controller manager has seen which pods are ready."""
+"""Time for the controller manager to observe which pods are ready."""
 
 
 @pytest.mark.chaos
@@ -52,7 +52,7 @@ async def test_a_deleted_pod_of_each_role_fails_no_request(
                 await asyncio.to_thread(lose, cluster, role)
             for role in ("prefill", "decode"):
                 await asyncio.to_thread(lose, cluster, role, *FORCE)
-        # A gateway that is killed takes its connections with it, and nothing else.
+        # Killing a gateway breaks only its own connections.
         async with (
             under_load(
                 endpoint,
@@ -65,7 +65,7 @@ async def test_a_deleted_pod_of_each_role_fails_no_request(
         ):
             await asyncio.to_thread(lose, cluster, "gateway", *FORCE)
         print(f"{len(load.failed)} of {len(load.streams)} streams were cut off with their gateway")
-        assert len(load.failed) <= WIDTH, "no more were open at the time"
+        assert len(load.failed) <= WIDTH, "more streams failed than were open"
         again = await load.replay([stream.number for stream in load.failed])
         assert not [stream.error for stream in again.values() if stream.error]
 
@@ -92,7 +92,7 @@ async def test_a_deleted_rank_of_an_expert_group_fails_no_request(
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 async def test_evictions_fail_no_request_and_stay_within_the_budgets(tmp_path: Path) -> None:
-    """The embedded control plane evicts nobody."""
+    """Only on the real control plane: the embedded one has no evictions."""
     checkpoint = create_checkpoint(tmp_path / "model", "qwen3", seed=5, vocab_size=VOCAB_SIZE)
     with local_cluster("real") as cluster:
         await asyncio.to_thread(cluster.up, service_of(checkpoint))
@@ -102,12 +102,12 @@ async def test_evictions_fail_no_request_and_stay_within_the_budgets(tmp_path: P
             fresh_connections(endpoint),
         ):
             for role in ("decode", "gateway"):
-                await asyncio.to_thread(one_of_two_is_evicted, cluster, role)
-            await asyncio.to_thread(the_node_is_drained, cluster)
+                await asyncio.to_thread(evict_one_of_two, cluster, role)
+            await asyncio.to_thread(drain_the_node, cluster)
 
 
 def service_of(checkpoint: Path) -> dict[str, Any]:
-    """Its served name is what `Load` asks for."""
+    """Return a service whose served name is the one that `Load` requests."""
     service = manifest(NAME, checkpoint, prefill=1, decode=2, gateway={"replicas": 2})
     service["spec"]["model"]["servedName"] = "m"
     return service
@@ -122,7 +122,7 @@ def lose(cluster: LocalClusterUnderTest, role: str, *flags: str) -> None:
     )
     cluster.wait_ready(NAME)
     assert {each: uids(cluster, NAME, each) for each in others} == others, (
-        "pods of other roles were replaced, too"
+        "pods of other roles were also replaced"
     )
 
 
@@ -143,8 +143,8 @@ def lose_rank(
     service.wait_at_rest(*(ordinal_of(pod["metadata"]["name"]) for pod in pods))
 
 
-def one_of_two_is_evicted(cluster: LocalClusterUnderTest, role: str) -> None:
-    """And the other one is not."""
+def evict_one_of_two(cluster: LocalClusterUnderTest, role: str) -> None:
+    """Evict one pod. The eviction of the other one must be refused."""
     wait_for_budget(cluster, role)
     names = [pod["metadata"]["name"] for pod in cluster.pods(NAME, role)]
 
@@ -159,8 +159,8 @@ def one_of_two_is_evicted(cluster: LocalClusterUnderTest, role: str) -> None:
     cluster.wait_ready(NAME)
 
 
-def the_node_is_drained(cluster: LocalClusterUnderTest) -> None:
-    """The only one: what is evicted finds no other, so that of two pods one has to stay until the node takes pods again."""
+def drain_the_node(cluster: LocalClusterUnderTest) -> None:
+    """Drain the only node. Evicted pods find no node, so the budget keeps one pod of two."""
     for role in ("decode", "gateway"):
         wait_for_budget(cluster, role)
     before = {role: uids(cluster, NAME, role) for role in ROLES}
@@ -184,7 +184,7 @@ def wait_for_budget(cluster: LocalClusterUnderTest, role: str) -> None:
 
 
 def evict(cluster: LocalClusterUnderTest, pod: str) -> str:
-    """What the eviction API says."""
+    """Evict the pod. Return kubectl's output."""
     served = cluster.kubectl("api-versions").split()
     body = {
         "apiVersion": "policy/v1beta1" if "policy/v1beta1" in served else "policy/v1",

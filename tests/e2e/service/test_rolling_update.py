@@ -1,6 +1,7 @@
-"""Rolling updates under load: of each role in turn, and of the operator. No request fails, and no other role is restarted.
+"""Rolling updates of each role and of the operator under load.
 
-Two minutes for each control plane, so both wait for `make chaos`.
+No request fails and no other role is restarted. A run takes two minutes, so these run with
+`make chaos` only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from support.service.local_cluster import (
     manifest,
     processes_with_home,
 )
+from support.service.pod_loss import uids
 from support.under_load import fresh_connections, under_load
 from support.waiting import eventually
 
@@ -28,7 +30,7 @@ NAME = "rolling"
 ROLES = ("prefill", "decode", "gateway")
 VOCAB_SIZE = 512
 UPDATED_S = 150.0
-"""Two pods after each other, each of which imports torch and loads, beside the load and other tests on two cores."""
+"""Two pods start one after the other on two busy cores. Each imports torch and loads a model."""
 
 
 @pytest.mark.chaos
@@ -39,7 +41,7 @@ async def test_a_rolling_update_of_each_role_and_of_the_operator_fails_no_reques
 ) -> None:
     checkpoint = create_checkpoint(tmp_path / "model", "qwen3", seed=5, vocab_size=VOCAB_SIZE)
     service = manifest(NAME, checkpoint, prefill=1, decode=2, gateway={"replicas": 2})
-    service["spec"]["model"]["servedName"] = "m"  # what `Load` asks for
+    service["spec"]["model"]["servedName"] = "m"  # the name that `Load` requests
     with local_cluster(control_plane) as cluster:
         await asyncio.to_thread(cluster.up, service)
         endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
@@ -48,12 +50,12 @@ async def test_a_rolling_update_of_each_role_and_of_the_operator_fails_no_reques
             fresh_connections(endpoint),
         ):
             for role in ROLES:
-                await asyncio.to_thread(a_new_template_replaces_only_this_role, cluster, role)
-            await asyncio.to_thread(the_operator_is_replaced, cluster)
+                await asyncio.to_thread(update_template, cluster, role)
+            await asyncio.to_thread(replace_operator, cluster)
 
 
-def a_new_template_replaces_only_this_role(cluster: LocalClusterUnderTest, role: str) -> None:
-    before = {each: uids(cluster, each) for each in ROLES}
+def update_template(cluster: LocalClusterUnderTest, role: str) -> None:
+    before = {each: uids(cluster, NAME, each) for each in ROLES}
     template = {
         "spec": {role: {"template": {"metadata": {"annotations": {"example.com/release": "2"}}}}}
     }
@@ -74,14 +76,17 @@ def a_new_template_replaces_only_this_role(cluster: LocalClusterUnderTest, role:
         replaced, timeout_s=UPDATED_S, what=f"only {role} pods of the new revision", every_s=0.5
     )
     cluster.wait_ready(NAME)
-    assert not uids(cluster, role) & before[role]
+    assert not uids(cluster, NAME, role) & before[role]
     for other in set(ROLES) - {role}:
-        assert uids(cluster, other) == before[other], f"{other} pods were replaced, too"
+        assert uids(cluster, NAME, other) == before[other], f"{other} pods were also replaced"
 
 
-def the_operator_is_replaced(cluster: LocalClusterUnderTest) -> None:
-    """As an update of its Deployment does: SIGTERM to the one, then another comes. Meanwhile a decode pod is killed."""
-    before = {each: uids(cluster, each) for each in ROLES}
+def replace_operator(cluster: LocalClusterUnderTest) -> None:
+    """Restart the operator with SIGTERM, as an update of its Deployment does.
+
+    A decode pod is killed at the same time.
+    """
+    before = {each: uids(cluster, NAME, each) for each in ROLES}
     old = operator_of(cluster)
     assert old is not None
     old.send_signal(signal.SIGTERM)
@@ -95,7 +100,7 @@ def the_operator_is_replaced(cluster: LocalClusterUnderTest) -> None:
 
     eventually(another, timeout_s=60, what="another operator")
     cluster.wait_ready(NAME)
-    assert {each: uids(cluster, each) for each in ROLES} == before, (
+    assert {each: uids(cluster, NAME, each) for each in ROLES} == before, (
         "an operator's restart replaces no pod"
     )
 
@@ -108,7 +113,3 @@ def operator_of(cluster: LocalClusterUnderTest) -> psutil.Process | None:
         except psutil.Error:
             continue
     return None
-
-
-def uids(cluster: LocalClusterUnderTest, role: str) -> set[str]:
-    return {pod["metadata"]["uid"] for pod in cluster.pods(NAME, role)}

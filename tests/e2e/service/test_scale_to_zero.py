@@ -1,4 +1,4 @@
-"""A service that sleeps while nobody wants it: one request wakes it and is answered, and when nobody asks any more it goes."""
+"""Scale to zero: a request scales the service up, and it scales down after the idle time."""
 
 from __future__ import annotations
 
@@ -43,19 +43,21 @@ def decode_status(cluster: LocalClusterUnderTest) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, checkpoints):
-    # It began without decode pods. The question that `baton up` asks of every service was the first request.
+def test_a_request_scales_up_from_zero_and_the_idle_time_scales_down_again(cluster, checkpoints):
+    # The service starts without decode pods. `baton up` sends the first request.
     eventually(
-        lambda: "lastScaleTime" in decode_status(cluster)["autoscaling"], timeout_s=60, what="awake"
+        lambda: "lastScaleTime" in decode_status(cluster)["autoscaling"],
+        timeout_s=60,
+        what="a scale-up",
     )
     eventually(
         lambda: decode_status(cluster)["desired"] == 0,
         timeout_s=90,
-        what=f"asleep after {IDLE_S} s",
+        what=f"zero replicas after {IDLE_S} s",
     )
     eventually(lambda: not cluster.pods(NAME, "decode"), timeout_s=60, what="no decode pods")
     assert "tokens/s" in (cluster.home / "logs" / "supervisor.log").read_text(), (
-        "the question was answered"
+        "the request of `baton up` got no response"
     )
     status = cluster.wait_ready(NAME)
     assert (status["decode"]["autoscaling"]["size"], status["decode"]["autoscaling"]["reason"]) == (
@@ -64,7 +66,7 @@ def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, c
     )
     assert cluster.condition(NAME, "DecodeReady")["reason"] == "ScaledToZero"
     assert cluster.condition(NAME, "ModelAvailable")["status"] == "True", (
-        "it had the model when it was awake"
+        "the model was available before the scale-down"
     )
 
     client = openai.OpenAI(
@@ -76,7 +78,7 @@ def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, c
     )
     assert answer.usage.completion_tokens > 0
     assert decode_status(cluster)["autoscaling"]["size"] == 1
-    # What the user applied says 0, and to apply it again is no decision on the size.
+    # Applying the manifest with `replicas: 0` again does not change the size.
     cluster.apply(sleeper(checkpoints["qwen3"]))
     assert cluster.wait_ready(NAME)["decode"]["desired"] == 1
 
@@ -90,7 +92,7 @@ def test_a_request_wakes_the_service_and_without_more_it_sleeps_again(cluster, c
     ), told
 
 
-def test_what_can_never_work_is_refused(cluster, checkpoints):
+def test_invalid_bounds_are_refused_with_a_message(cluster, checkpoints):
     for wrong, why in (
         ({"minReplicas": 3}, "minReplicas must not be greater than maxReplicas"),
         ({"minReplicas": 1}, "idleSeconds belongs to minReplicas 0"),

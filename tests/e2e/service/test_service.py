@@ -1,4 +1,4 @@
-"""From `kubectl apply` to tokens: the whole product on a local cluster, with an embedded and with a real control plane."""
+"""A service on a local cluster from `kubectl apply` to tokens, on both control planes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import urllib.request
 from pathlib import Path
 
 import aiohttp
@@ -27,10 +28,21 @@ def client_of(cluster: LocalClusterUnderTest, name: str, **options: object) -> o
     return openai.OpenAI(base_url=f"{endpoint}/v1", api_key="unused", **options)
 
 
-def metric(cluster: LocalClusterUnderTest, name: str, role: str, metric_name: str) -> float:
-    """Sum of an engine metric over a role's pods."""
-    import urllib.request
+def wait_until_answered(cluster: LocalClusterUnderTest, name: str, what: str) -> None:
+    def is_answered() -> bool:
+        try:
+            answer = client_of(cluster, name).completions.create(
+                model=name, prompt="again", max_tokens=8, temperature=0
+            )
+        except openai.OpenAIError as error:
+            raise AssertionError(repr(error)) from error
+        return answer.usage.completion_tokens > 0
 
+    eventually(is_answered, timeout_s=30, what=what)
+
+
+def metric(cluster: LocalClusterUnderTest, name: str, role: str, metric_name: str) -> float:
+    """Return the sum of an engine metric over a role's pods."""
     total = 0.0
     for pod in cluster.pods(name, role):
         with urllib.request.urlopen(
@@ -90,12 +102,12 @@ def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(
         )
 
 
-def test_ucx_moves_all_kv_and_names_its_lane(cluster, demo):
+def test_all_kv_moves_over_ucx_and_the_status_names_the_transport(cluster, demo):
     def moved() -> dict[str, dict[str, int]]:
         status = json.loads(cluster.baton("status", "-o", "json").stdout)
         return {pod["name"]: pod["kv_bytes"] for pod in status["pods"] if pod["role"] != "gateway"}
 
-    prompt = "No other request has these words, so decode pods have no block of them: who carries the baton now?"
+    prompt = "No other request has these words, so no block is cached: who carries the baton now?"
     received = metric(cluster, demo, "decode", "baton:kv_transfer_bytes_received_total")
     before = moved()["demo-decode-0"].get("ucx tcp/lo", 0)
     client_of(cluster, demo).completions.create(model=demo, prompt=prompt, max_tokens=4)
@@ -103,8 +115,8 @@ def test_ucx_moves_all_kv_and_names_its_lane(cluster, demo):
     now = moved()
     assert received > 0
     assert now["demo-decode-0"]["ucx tcp/lo"] - before == received
-    assert all(lanes.keys() == {"ucx tcp/lo"} for lanes in now.values()), (
-        "UCX names the lane of its endpoints"
+    assert all(by_transport.keys() == {"ucx tcp/lo"} for by_transport in now.values()), (
+        "the status names the transport of the UCX endpoints"
     )
     assert (
         metric(cluster, demo, "decode", "baton:kv_transfer_bytes_total")
@@ -147,7 +159,7 @@ def test_openai_client_streams_through_the_service_and_through_the_ingress(clust
         assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1
 
 
-def test_scaling_decode_while_requests_run_loses_none(cluster, demo):
+def test_scaling_decode_loses_no_running_request(cluster, demo):
     client = client_of(cluster, demo)
     stop = threading.Event()
     done: list[int] = []
@@ -192,7 +204,7 @@ def test_scaling_decode_while_requests_run_loses_none(cluster, demo):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "gateway"])
-def test_a_killed_pod_process_is_restarted_and_conditions_tell(cluster, demo, role):
+def test_a_killed_pod_process_is_restarted_and_reported_in_conditions(cluster, demo, role):
     pod = cluster.pods(demo, role)[0]["metadata"]["name"]
     process = cluster.process_of(pod)
     ready = '.status.conditions[?(@.type=="Ready")]'
@@ -209,17 +221,7 @@ def test_a_killed_pod_process_is_restarted_and_conditions_tell(cluster, demo, ro
     cluster.wait_ready(demo)
     restarted = next(p for p in cluster.pods(demo, role) if p["metadata"]["name"] == pod)
     assert restarted["status"]["containerStatuses"][0]["restartCount"] >= 1
-
-    def answers() -> bool:
-        try:
-            answer = client_of(cluster, demo).completions.create(
-                model=demo, prompt="again", max_tokens=8, temperature=0
-            )
-        except openai.OpenAIError as error:
-            raise AssertionError(repr(error)) from error
-        return answer.usage.completion_tokens > 0
-
-    eventually(answers, timeout_s=30, what="an answer after the restart")
+    wait_until_answered(cluster, demo, "an answer after the restart")
 
 
 @pytest.mark.parametrize("component", ["operator", "proxy", "kubelet"])
@@ -250,17 +252,7 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
         timeout_s=90,
         what="2 decode pods ready",
     )
-
-    def answers() -> bool:
-        try:
-            answer = client_of(cluster, demo).completions.create(
-                model=demo, prompt="again", max_tokens=8, temperature=0
-            )
-        except openai.OpenAIError as error:
-            raise AssertionError(repr(error)) from error
-        return answer.usage.completion_tokens > 0
-
-    eventually(answers, timeout_s=30, what=f"an answer after the {component}'s death")
+    wait_until_answered(cluster, demo, f"an answer after the {component}'s death")
 
 
 def test_an_invalid_service_is_refused_with_the_fields_name(cluster, checkpoints):
@@ -276,23 +268,23 @@ def test_an_invalid_service_is_refused_with_the_fields_name(cluster, checkpoints
     )
     del bad["spec"]["model"]
     refused = cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
-    # kubectl's own check, where the server publishes schemas, words it like the second.
+    # The second is kubectl's own check, if the server publishes schemas.
     assert (
         "spec.model: Required value" in refused
         or '(LLMService.spec): missing required field "model"' in refused
     )
 
 
-def test_a_missing_model_is_told_and_heals_when_it_appears(cluster, checkpoints, tmp_path):
+def test_a_missing_model_is_reported_until_it_exists(cluster, checkpoints, tmp_path):
     path = tmp_path / "later"
     cluster.apply(manifest("late", path, prefill=0))
 
-    def told() -> bool:
+    def is_reported() -> bool:
         condition = cluster.condition("late")
         assert condition["reason"] == "ModelNotFound", condition
         return condition["status"] == "False" and str(path) in condition["message"]
 
-    eventually(told, timeout_s=90, what="Ready=False, ModelNotFound with the path")
+    eventually(is_reported, timeout_s=90, what="Ready=False, ModelNotFound with the path")
     path.symlink_to(checkpoints["llama"])
     cluster.wait_ready("late")
     answer = client_of(cluster, "late").completions.create(
@@ -336,7 +328,7 @@ async def test_bad_requests_get_openai_errors(cluster, demo, path, body, status,
             assert error["param"] == param
 
 
-def test_kubectl_works_as_people_use_it(cluster, demo):
+def test_common_kubectl_commands_work(cluster, demo):
     table = cluster.kubectl("get", "llms")
     assert table.split()[0] == "NAME"
     assert "demo" in table
@@ -374,7 +366,7 @@ def test_kubectl_follows_services_and_logs(cluster, demo):
         eventually(
             lambda: len(logged()) > length,
             timeout_s=60,
-            what="the engine's last words in `kubectl logs -f`",
+            what="the engine's last log lines in `kubectl logs -f`",
         )
 
 

@@ -1,4 +1,4 @@
-"""What `kubectl get llms` says of things that do not stop requests, or that nobody made yet: from the real engines and kubelet."""
+"""Conditions for incompatible peers and missing Secrets, from real engines and the kubelet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.service.local_cluster import LocalClusterUnderTest, manifest
 from support.waiting import eventually
 
-NAME = "telling"
+NAME = "status"
 OTHER_BLOCKS = {"spec": {"containers": [{"name": "engine", "args": ["--block-size", "32"]}]}}
 
 
@@ -33,14 +33,14 @@ def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
     cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]
 ) -> None:
     service = manifest(
-        NAME, checkpoints["qwen3"], gateway={"apiKeys": {"secretName": "telling-clients"}}
+        NAME, checkpoints["qwen3"], gateway={"apiKeys": {"secretName": "status-clients"}}
     )
     service["spec"]["decode"]["template"] = OTHER_BLOCKS
     cluster.apply(service)
     try:
         message = wait_condition(cluster, "GatewayReady", "False", "SecretNotFound")
-        assert "Secret telling-clients does not exist" in message
-        metadata = {"name": "telling-clients", "namespace": "default"}
+        assert "Secret status-clients does not exist" in message
+        metadata = {"name": "status-clients", "namespace": "default"}
         cluster.apply(
             {
                 "apiVersion": "v1",
@@ -74,7 +74,7 @@ def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
         assert cluster.condition(NAME, "PrefillReady")["reason"] == "PodsReady"
     finally:
         cluster.kubectl("delete", "llms", NAME, "--wait=true")
-        cluster.kubectl("delete", "secret", "telling-clients", "--ignore-not-found")
+        cluster.kubectl("delete", "secret", "status-clients", "--ignore-not-found")
     eventually(
         lambda: not cluster.pods(NAME, "decode"),
         timeout_s=60,

@@ -1,4 +1,4 @@
-"""The `baton` command: one answer and out, and nothing left behind however it ends."""
+"""The `baton up` command: its output, and no process is left however it ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkp
     assert_nothing_left(home)
 
 
-def test_failure_is_said_and_exits_non_zero(home, tmp_path):
+def test_a_failure_is_printed_and_the_exit_code_is_1(home, tmp_path):
     path = tmp_path / "missing.yaml"
     path.write_text(yaml.safe_dump(manifest("demo", tmp_path / "no-model")))
     done = home.baton("up", "-f", str(path), "--once", "--timeout", "30")
@@ -73,7 +73,7 @@ def test_failure_is_said_and_exits_non_zero(home, tmp_path):
     assert_nothing_left(home)
 
 
-def test_detach_status_logs_down(home, checkpoints):
+def test_up_detached_then_status_logs_and_down(home, checkpoints):
     done = home.baton("up", "-f", demo_file(home, checkpoints), "--detach")
     assert done.returncode == 0, done.stdout + home.component_logs()
     status = msgspec.json.decode(home.baton("status", "-o", "json").stdout)
@@ -91,7 +91,7 @@ def test_detach_status_logs_down(home, checkpoints):
     assert home.baton("status").returncode == 1
 
 
-def test_the_file_it_names_can_be_edited_and_applied(home, checkpoints):
+def test_the_printed_manifest_can_be_edited_and_applied(home, checkpoints):
     require_control_plane("embedded")
     bounds = {"decode": {"surgeTimeoutSeconds": 40}}
     service = manifest(
@@ -119,7 +119,7 @@ def test_the_file_it_names_can_be_edited_and_applied(home, checkpoints):
     spec = home.get("llms", "demo")["spec"]
     assert spec["updateStrategy"]["decode"]["surgeTimeoutSeconds"] == 60
     assert spec["progressDeadlineSeconds"] == 600, (
-        "what was taken out of the file has its default again"
+        "a field removed from the file must have its default again"
     )
     assert spec["model"]["uri"] == service["spec"]["model"]["uri"]
     home.baton("down")
