@@ -37,7 +37,7 @@ class Asked:
 class ApiServer:
     """Replies with `handler`, which tests replace."""
 
-    handler: Handler = None  # type: ignore[assignment]
+    handler: Handler = None
     asked: list[Asked] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The chart, rendered by the real Helm engine: the defaults equal manifests/, and each value's effect."""
+"""The chart rendered by Helm's engine: its defaults equal manifests/, and each value's effect."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def container(values: Object | None = None) -> Object:
     return found
 
 
-def test_lint_has_nothing_to_say_but_that_an_icon_is_missing() -> None:
+def test_lint_reports_only_the_missing_icon() -> None:
     for values in (None, ALL_OPTIONS, {"watchNamespaces": ["a"]}):
         report = helm.lint(CHART, values, strict=True)
         assert report["errors"] == []
         assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
 
 
-def test_the_chart_is_of_the_same_version_as_the_package() -> None:
+def test_the_chart_has_the_version_of_the_package() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     metadata = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (metadata["version"], metadata["appVersion"]) == (version, version)
 
 
-def test_by_default_it_renders_what_kubectl_applies() -> None:
+def test_by_default_the_chart_renders_the_plain_manifests() -> None:
     objects = render()
     assert kinds(objects) == [
         "ClusterRole",
@@ -104,7 +104,7 @@ def selected_labels(deployment: Object) -> Object:
     return labels
 
 
-def test_the_deployment_is_that_of_the_plain_manifests() -> None:
+def test_the_deployment_equals_that_of_the_plain_manifests() -> None:
     rendered, plain = one(render(), "Deployment"), manifest("operator.yaml")
     assert rendered["metadata"]["name"] == plain["metadata"]["name"]
     assert rendered["spec"]["replicas"] == plain["spec"]["replicas"] == 2
@@ -131,7 +131,7 @@ def test_the_deployment_is_that_of_the_plain_manifests() -> None:
 @pytest.mark.parametrize(
     "values", [{}, ALL_OPTIONS, {**ALL_OPTIONS, "watchNamespaces": ["a", "b"]}]
 )
-def test_every_object_is_labelled_and_in_its_place(values: Object) -> None:
+def test_every_object_has_the_labels_and_its_namespace(values: Object) -> None:
     for obj in render(values):
         assert SELECTOR.items() <= obj["metadata"]["labels"].items(), obj["kind"]
         assert obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
@@ -151,7 +151,7 @@ def test_no_two_objects_have_the_same_name() -> None:
     assert len(set(identities)) == len(identities)
 
 
-def test_the_pod_is_restricted_as_pod_security_wants_it() -> None:
+def test_the_pod_has_a_restricted_security_context() -> None:
     spec = pod_spec()
     assert spec["securityContext"] == {
         "runAsNonRoot": True,
@@ -190,7 +190,7 @@ def test_the_selector_finds_the_operator_and_not_the_pods_of_services() -> None:
     assert SELECTOR.items() <= labels.items(), "podLabels must not take the selector's labels away"
     assert labels["team"] == "ml"
     for role in ("prefill", "decode", "gateway", "coordinator"):
-        assert not SELECTOR.items() <= names.labels("baton", role).items()  # type: ignore[arg-type]
+        assert not SELECTOR.items() <= names.labels("baton", role).items()
 
 
 TERM = {"key": "pool", "operator": "Exists"}
@@ -216,12 +216,12 @@ AFFINITY = {
         ({"serviceAccount": {"create": False, "name": "mine"}}, "serviceAccountName", "mine"),
     ],
 )
-def test_an_option_of_the_pod(values: Object, field: str, expected: Any) -> None:
+def test_values_set_fields_of_the_pod(values: Object, field: str, expected: Any) -> None:
     assert pod_spec(values)[field] == expected
     assert field in ("serviceAccountName", "affinity") or field not in pod_spec()
 
 
-def test_annotations_of_the_pod() -> None:
+def test_values_set_annotations_of_the_pod() -> None:
     template = one(render({"podAnnotations": {"a": "b"}}), "Deployment")["spec"]["template"]
     assert template["metadata"]["annotations"] == {"a": "b"}
 
@@ -234,11 +234,11 @@ def test_annotations_of_the_pod() -> None:
         ({"tag": "v2", "digest": "sha256:" + "a" * 64}, "baton-operator@sha256:" + "a" * 64),
     ],
 )
-def test_the_image(values: Object, expected: str) -> None:
+def test_values_set_the_image(values: Object, expected: str) -> None:
     assert container({"image": values})["image"] == expected
 
 
-def test_options_of_the_container() -> None:
+def test_values_set_options_of_the_container() -> None:
     values = {
         "logLevel": "debug",
         "logFormat": "text",
@@ -264,7 +264,7 @@ def test_options_of_the_container() -> None:
         ("prod", {"fullnameOverride": "llm"}, "llm"),
     ],
 )
-def test_names_follow_the_release(release: str, values: Object, expected: str) -> None:
+def test_object_names_follow_the_release(release: str, values: Object, expected: str) -> None:
     objects = [
         obj for obj in render(values, release=release) if obj["kind"] != "CustomResourceDefinition"
     ]
@@ -278,7 +278,7 @@ def test_names_follow_the_release(release: str, values: Object, expected: str) -
     assert len(expected) <= 63
 
 
-def test_with_namespaces_the_operator_has_no_right_beyond_them() -> None:
+def test_with_watch_namespaces_the_operator_has_no_rights_elsewhere() -> None:
     objects = render({"watchNamespaces": ["team-a", "team-b"]})
     assert not {"ClusterRole", "ClusterRoleBinding"} & set(kinds(objects))
     beyond = [
@@ -308,7 +308,7 @@ def test_with_namespaces_the_operator_has_no_right_beyond_them() -> None:
     assert args[-2:] == ["--namespace=team-a", "--namespace=team-b"]
 
 
-def test_what_others_bring_is_left_to_them() -> None:
+def test_objects_that_the_user_provides_are_not_rendered() -> None:
     values = {
         "crds": {"install": False},
         "rbac": {"create": False},
@@ -321,7 +321,7 @@ def test_what_others_bring_is_left_to_them() -> None:
     assert binding["subjects"][0]["name"] == "mine"
 
 
-def test_the_crd_is_kept_unless_told_otherwise() -> None:
+def test_the_crd_is_kept_unless_crds_keep_is_false() -> None:
     policy = "helm.sh/resource-policy"
     crd = one(render(), "CustomResourceDefinition")
     assert crd["metadata"]["annotations"] == {policy: "keep"}
@@ -331,12 +331,12 @@ def test_the_crd_is_kept_unless_told_otherwise() -> None:
     )
 
 
-def test_annotations_of_the_service_account() -> None:
+def test_values_set_annotations_of_the_service_account() -> None:
     account = one(render({"serviceAccount": {"annotations": {"role": "x"}}}), "ServiceAccount")
     assert account["metadata"]["annotations"] == {"role": "x"}
 
 
-def test_the_disruption_budget() -> None:
+def test_values_set_the_disruption_budget() -> None:
     budget = one(
         render({"podDisruptionBudget": {"enabled": True, "maxUnavailable": 2}}),
         "PodDisruptionBudget",
@@ -377,7 +377,7 @@ def test_the_pod_monitor_finds_the_pods_of_services() -> None:
     assert one(render(values), "PodMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["a"]}
 
 
-def test_the_network_policy_lets_out_what_the_operator_needs() -> None:
+def test_the_network_policy_allows_the_egress_that_the_operator_needs() -> None:
     plain = one(render({"networkPolicy": {"enabled": True}}), "NetworkPolicy")["spec"]
     assert plain["podSelector"]["matchLabels"] == SELECTOR
     assert plain["policyTypes"] == ["Ingress", "Egress"]
@@ -409,7 +409,7 @@ def test_the_network_policy_lets_out_what_the_operator_needs() -> None:
     }
 
 
-def test_the_notes_say_what_to_do_next() -> None:
+def test_the_notes_name_the_next_steps() -> None:
     text = notes()
     assert "rollout status deployment/baton-operator" in text
     assert "all namespaces" in text

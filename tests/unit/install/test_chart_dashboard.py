@@ -29,8 +29,8 @@ def exposed(families: Iterable[object]) -> set[str]:
     for family in families:
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(
             family.type, ("",)
-        )  # type: ignore[attr-defined]
-        found |= {family.name + suffix for suffix in suffixes}  # type: ignore[attr-defined]
+        )
+        found |= {family.name + suffix for suffix in suffixes}
     return found
 
 
@@ -62,7 +62,7 @@ def component_of(expression: str) -> set[str]:
     return {"operator"}
 
 
-def test_every_panel_asks_for_metrics_of_the_component_that_it_selects() -> None:
+def test_every_panel_queries_metrics_of_the_component_that_it_selects() -> None:
     registries: dict[str, Collector] = {
         "gateway": GatewayMetrics().registry,
         "prefill": engine(),
@@ -82,7 +82,7 @@ def test_every_panel_asks_for_metrics_of_the_component_that_it_selects() -> None
 
 
 def test_labels_that_panels_group_by_exist() -> None:
-    """`llmservice` and `component` are the PodMonitor's, `pod` and `le` Prometheus' own, the others the metrics'."""
+    """`llmservice` and `component` come from the PodMonitor, `pod` and `le` from Prometheus."""
     monitor = one(render({"podMonitor": {"enabled": True}}), "PodMonitor")
     added = {"llmservice", "component"}
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
@@ -108,7 +108,7 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_the_config_map_holds_it_whole() -> None:
+def test_the_config_map_contains_the_whole_dashboard() -> None:
     values = {"enabled": True, "labels": {"dash": "yes"}, "annotations": {"folder": "LLM"}}
     config_map = one(render({"dashboard": values}), "ConfigMap")
     assert json.loads(config_map["data"]["baton.json"]) == DASHBOARD

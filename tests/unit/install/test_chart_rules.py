@@ -12,12 +12,12 @@ from baton_operator.api.crd import custom_resource_definition
 from support.install.rendered_chart import CHART, NAMESPACE, RELEASE, one, render
 
 
-def test_before_1_25_the_rules_are_cut_out_and_nothing_else(tmp_path: Path) -> None:
+def test_before_kubernetes_1_25_the_crd_has_no_rules(tmp_path: Path) -> None:
     template = CHART / "templates/crd.yaml"
     bound = 'semverCompare "<1.25-0"'
     assert bound in template.read_text()
     shutil.copytree(CHART, tmp_path / "baton")
-    # The renderer assumes a new server, so the bound makes every version an old one.
+    # The renderer assumes a new server. With this bound every version is an old one.
     old = tmp_path / "baton/templates/crd.yaml"
     old.write_text(template.read_text().replace(bound, 'semverCompare "<99-0"'))
     with helm.Chart.load(tmp_path / "baton") as chart:
@@ -25,5 +25,5 @@ def test_before_1_25_the_rules_are_cut_out_and_nothing_else(tmp_path: Path) -> N
     assert yaml.safe_load(text)["spec"] == custom_resource_definition(rules=False)["spec"]
 
 
-def test_from_then_on_they_are_there() -> None:
+def test_from_kubernetes_1_25_on_the_crd_has_rules() -> None:
     assert one(render(), "CustomResourceDefinition")["spec"] == custom_resource_definition()["spec"]

@@ -54,13 +54,13 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
     ],
     ids=json.dumps,
 )
-def test_it_refuses(values: Object) -> None:
+def test_the_schema_refuses_invalid_values(values: Object) -> None:
     (option,) = values
     with pytest.raises(helm.HelmError, match=option):
         render(values)
 
 
-def test_it_lets_a_parent_chart_pass_its_globals() -> None:
+def test_a_parent_chart_may_pass_its_globals() -> None:
     assert render({"global": {"imageRegistry": "x"}}) == render()
 
 
@@ -80,7 +80,7 @@ def paths(node: Any, schema: Object, at: str = "") -> list[tuple[str, bool]]:
     return found
 
 
-def test_it_names_every_value_and_no_other() -> None:
+def test_the_schema_names_exactly_the_values() -> None:
     known = paths(VALUES, SCHEMA)
     assert [path for path, is_known in known if not is_known] == []
     assert set(SCHEMA["properties"]) == set(VALUES) | {"global"}

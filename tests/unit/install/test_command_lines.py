@@ -87,7 +87,7 @@ def serve() -> int:
         ),
     ],
 )
-def test_a_number_that_cannot_work_is_refused_by_its_flag(
+def test_an_invalid_number_is_refused_with_the_name_of_its_flag(
     main, argv, complaint, monkeypatch, capsys
 ):
     monkeypatch.setattr(sys, "argv", ["command", *argv])

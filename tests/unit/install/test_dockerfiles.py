@@ -1,4 +1,4 @@
-"""The Dockerfiles as text: nothing here builds an image."""
+"""Checks of the Dockerfiles' text. No image is built."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def in_context(source: str) -> bool:
     return included
 
 
-def test_there_is_one_for_every_component() -> None:
+def test_every_component_has_a_dockerfile() -> None:
     assert [path.name.removesuffix(".Dockerfile") for path in DOCKERFILES] == [
         "engine-cpu",
         "engine-cuda",
@@ -79,10 +79,10 @@ class TestDockerfile:
         last = stages(path)[-1][2]
         assert [arguments for name, arguments in last if name == "USER"] == [USER]
         assert [name for name, _ in last][-2:] == ["USER", "ENTRYPOINT"], (
-            "nothing is written as that user"
+            "the stage creates files as that user"
         )
 
-    def test_what_is_copied_exists(self, path: Path) -> None:
+    def test_copied_files_exist(self, path: Path) -> None:
         names = {alias for _, alias, _ in stages(path)}
         for _, _, lines in stages(path):
             for name, arguments in lines:
@@ -96,7 +96,7 @@ class TestDockerfile:
                     assert (ROOT / source).exists(), source
                     assert source == "." or in_context(source), f".dockerignore leaves {source} out"
 
-    def test_the_commands_exist(self, path: Path) -> None:
+    def test_entry_points_exist(self, path: Path) -> None:
         ((_, entrypoint),) = [
             (name, args) for name, args in stages(path)[-1][2] if name == "ENTRYPOINT"
         ]
@@ -108,7 +108,7 @@ class TestDockerfile:
                 .is_file()
             ), module
 
-    def test_versions_are_those_of_the_constraints(self, path: Path) -> None:
+    def test_versions_equal_the_constraints(self, path: Path) -> None:
         runs = [
             args
             for _, _, lines in stages(path)
@@ -121,7 +121,7 @@ class TestDockerfile:
                 assert "--no-cache-dir" in command
                 assert " -c constraints" in command or "--no-deps" in command, command
 
-    def test_extras_exist_and_packages_leave_no_lists(self, path: Path) -> None:
+    def test_extras_exist_and_package_lists_are_removed(self, path: Path) -> None:
         (line,) = re.findall(r"requirements\.py ([a-z ]+) >", path.read_text())
         assert set(line.split()) <= set(PROJECT["optional-dependencies"])
         for _, arguments in instructions(path):
@@ -139,7 +139,7 @@ def test_only_the_image_for_gpus_has_a_compiler() -> None:
     assert with_compiler == {"engine-cuda.Dockerfile"}
 
 
-def test_every_package_is_in_the_context_and_little_else() -> None:
+def test_the_build_context_has_every_package_and_few_other_files() -> None:
     where = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"][
         "find"
     ]["where"]
@@ -156,7 +156,7 @@ def test_every_package_is_in_the_context_and_little_else() -> None:
         assert not in_context(other), other
 
 
-def test_requirements_are_those_of_the_project() -> None:
+def test_requirements_equal_those_of_the_project() -> None:
     command = [sys.executable, "docker/requirements.py", "engine", "gateway"]
     printed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30

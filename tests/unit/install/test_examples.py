@@ -62,7 +62,7 @@ def as_service(document: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("document", examples())
-def test_it_is_taken_whole(document: dict[str, Any]) -> None:
+def test_an_example_is_accepted_without_pruning(document: dict[str, Any]) -> None:
     service = as_service(document)
     if service is None:
         pytest.skip("no LLMService")
@@ -74,7 +74,7 @@ def test_it_is_taken_whole(document: dict[str, Any]) -> None:
     assert violations(llmservice.decode_spec(stored["spec"])) == []
 
 
-def test_the_search_finds_them() -> None:
+def test_examples_are_found() -> None:
     whole = [example for example in examples() if as_service(example.values[0]) is not None]
     assert {"README.md", "NOTES.txt", "docs/reference/api.md"} <= {
         str(example.id).split(":")[0] for example in whole

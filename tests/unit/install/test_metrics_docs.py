@@ -46,7 +46,7 @@ def registered() -> Iterator[tuple[str, str]]:
                         yield name, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_the_tables_are_those_of_the_registries() -> None:
+def test_the_tables_are_generated_from_the_registries() -> None:
     command = [sys.executable, "hack/metrics_reference.py", str(PAGE), "--check"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
@@ -54,14 +54,14 @@ def test_the_tables_are_those_of_the_registries() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_no_metric_is_made_that_the_page_does_not_name() -> None:
+def test_every_metric_is_documented() -> None:
     found = dict(registered())
     assert len(found) > 40
     missing = {name: where for name, where in found.items() if name not in documented()}
     assert missing == {}
 
 
-def test_no_engine_registers_a_name_of_the_gateway() -> None:
+def test_engines_and_gateways_register_different_names() -> None:
     sections = PAGE.read_text().split("\n## ")
     engine, gateway = (
         {
@@ -77,7 +77,7 @@ def test_no_engine_registers_a_name_of_the_gateway() -> None:
     assert engine & gateway == set()
 
 
-def test_the_page_says_the_types_that_scrapes_say() -> None:
+def test_documented_types_equal_those_of_a_scrape() -> None:
     scraped = [
         GatewayMetrics().render(),
         CoordinatorMetrics().text(TopologyStatus(generation=0, desired=[], members=[])),
@@ -91,6 +91,6 @@ def test_the_page_says_the_types_that_scrapes_say() -> None:
             assert documented()[family.name] == family.type
 
 
-def test_the_dashboard_is_where_the_page_says() -> None:
+def test_the_dashboard_exists_at_the_documented_path() -> None:
     [link] = re.findall(r"\]\((\S+dashboard\.json)\)", PAGE.read_text())
     assert (PAGE.parent / link).resolve() == ROOT / "charts/baton/files/dashboard.json"

@@ -52,7 +52,7 @@ def gpus(pod: Object) -> int:
     )
 
 
-def test_there_is_one_for_each_way_to_start() -> None:
+def test_the_samples_have_different_service_names() -> None:
     assert set(SAMPLES) == {"demo", "experts", "cpu", "one-gpu", "one-node", "many-nodes"}
     service_names = [sample(name)["metadata"]["name"] for name in SAMPLES]
     assert len(set(service_names)) == len(service_names), (
@@ -61,7 +61,7 @@ def test_there_is_one_for_each_way_to_start() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_api_server_takes_it_whole(name: str) -> None:
+def test_a_sample_is_valid_and_has_no_unknown_field(name: str) -> None:
     document = sample(name)
     assert (document["apiVersion"], document["kind"]) == (names.API_VERSION, names.KIND)
     pruned, unknown = SCHEMA.prune(document)
@@ -69,7 +69,7 @@ def test_the_api_server_takes_it_whole(name: str) -> None:
     assert SCHEMA.validate(SCHEMA.default(pruned), None) == []
 
 
-def test_the_check_would_find_a_wrong_one() -> None:
+def test_the_check_finds_an_invalid_sample() -> None:
     document = sample("one-gpu")
     document["spec"]["decode"]["replica"] = 1
     document["spec"]["engine"]["device"] = "tpu"
@@ -78,7 +78,7 @@ def test_the_check_would_find_a_wrong_one() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_operator_builds_everything_from_it(name: str) -> None:
+def test_the_operator_builds_all_objects_of_a_sample(name: str) -> None:
     service = owner(name)
     roles: list[names.MemberRole] = ["decode", "prefill"] if service.has_prefill else ["decode"]
     for role in roles:
@@ -91,7 +91,7 @@ def test_the_operator_builds_everything_from_it(name: str) -> None:
         assert coordinator.deployment(service)["spec"]["replicas"] == 1
 
 
-def test_one_gpu_means_one() -> None:
+def test_the_sample_one_gpu_uses_one_gpu() -> None:
     service = owner("one-gpu")
     assert (service.has_prefill, service.replicas("decode"), gpus(member("one-gpu", "decode"))) == (
         False,
@@ -100,7 +100,7 @@ def test_one_gpu_means_one() -> None:
     )
 
 
-def test_one_node_takes_the_eight_gpus_of_one_host() -> None:
+def test_the_sample_one_node_uses_the_eight_gpus_of_one_host() -> None:
     service = owner("one-node")
     roles: tuple[names.MemberRole, ...] = ("prefill", "decode")
     assert sum(service.replicas(role) * gpus(member("one-node", role)) for role in roles) == 8
@@ -112,7 +112,7 @@ def test_one_node_takes_the_eight_gpus_of_one_host() -> None:
         assert term["topologyKey"] == "kubernetes.io/hostname"
         selected: dict[str, Any] = term["labelSelector"]["matchLabels"]
         assert selected.items() <= pod["metadata"]["labels"].items(), (
-            "the first pod waits for ever unless it is selected itself"
+            "the affinity must select the pod itself, or the first pod is never scheduled"
         )
         mounts = {
             mount["mountPath"]: mount["name"]
@@ -121,21 +121,21 @@ def test_one_node_takes_the_eight_gpus_of_one_host() -> None:
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert {"/etc/baton", "/models/models", "/tmp"} <= set(mounts), (
-            "the overlay adds to what the operator mounts"
+            "the overlay replaced mounts of the operator"
         )
 
 
-def test_many_nodes_are_one_group_spread_over_hosts() -> None:
+def test_the_sample_many_nodes_is_one_group_spread_over_hosts() -> None:
     service, pod = owner("many-nodes"), member("many-nodes", "decode")
     assert (service.is_expert_parallel, service.replicas("decode")) == (True, 16)
     (spread,) = pod["spec"]["topologySpreadConstraints"]
     assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    # An engine of a group on a GPU refuses to start without it.
+    # An engine of a group on GPUs refuses to start without num_blocks.
     assert config.engine_config(service, "decode").cache.num_blocks is not None
 
 
-def test_on_cpus_every_thread_has_a_cpu_of_its_own() -> None:
+def test_the_sample_cpu_requests_a_cpu_per_thread() -> None:
     service = owner("cpu")
     for role in ("prefill", "decode"):
-        resources = member("cpu", role)["spec"]["containers"][0]["resources"]  # type: ignore[arg-type]
+        resources = member("cpu", role)["spec"]["containers"][0]["resources"]
         assert int(resources["requests"]["cpu"]) == service.spec.engine.num_threads

@@ -1,4 +1,4 @@
-"""The requests that the client sends, and its results for each reply."""
+"""The requests that the client sends, and its results for each response."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def kube(server: ApiServer) -> AsyncIterator[KubeClient]:
 def answers(
     server: ApiServer, *bodies: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> None:
-    """Answer one request after the other with `bodies`, the last of them from then on."""
+    """Respond with one of `bodies` per request, and with the last one to all later requests."""
     left = list(bodies)
 
     async def handler(request: web.Request) -> web.Response:
@@ -63,7 +63,7 @@ async def watched(
     return seen
 
 
-# Requests ------------------------------------------------------------------------------------------------------------
+# Requests
 
 
 async def test_a_consistent_list_is_read_in_pages(server: ApiServer, kube: KubeClient) -> None:
@@ -92,7 +92,7 @@ async def test_a_list_from_the_watch_cache_has_no_limit_and_follows_pages(
     ]
 
 
-async def test_each_write_has_its_verb_type_and_options(
+async def test_each_write_sends_its_verb_content_type_and_options(
     server: ApiServer, kube: KubeClient
 ) -> None:
     answers(server, {"kind": "Pod"})
@@ -137,7 +137,9 @@ async def test_each_write_has_its_verb_type_and_options(
     assert verbs[0][1:] == (PODS, 200)
 
 
-async def test_a_refusal_has_code_reason_and_message(server: ApiServer, kube: KubeClient) -> None:
+async def test_an_error_has_the_code_the_reason_and_the_message(
+    server: ApiServer, kube: KubeClient
+) -> None:
     status = {"kind": "Status", "reason": "AlreadyExists", "message": 'pods "a" already exists'}
     answers(server, status, status=409)
     with pytest.raises(KubeError, match=r'^pods "a" already exists$') as caught:
@@ -165,7 +167,7 @@ async def test_a_refusal_has_code_reason_and_message(server: ApiServer, kube: Ku
         ("", {}, "HTTP 429", None),
     ],
 )
-async def test_any_refusal_can_be_read(
+async def test_error_bodies_of_any_form_are_read(
     server: ApiServer,
     kube: KubeClient,
     body: Any,
@@ -184,7 +186,7 @@ async def test_any_refusal_can_be_read(
 
 
 @pytest.mark.parametrize("body", ["<html>maintenance</html>", "[1]", ""])
-async def test_an_answer_that_is_no_object_counts_as_no_answer(
+async def test_a_response_that_is_no_json_object_is_a_connection_error(
     server: ApiServer, kube: KubeClient, body: str
 ) -> None:
     answers(server, body)
@@ -192,7 +194,7 @@ async def test_an_answer_that_is_no_object_counts_as_no_answer(
         await kube.get(PODS)
 
 
-async def test_a_server_that_is_away_is_a_connection_error() -> None:
+async def test_an_unreachable_server_is_a_connection_error() -> None:
     codes: list[int] = []
     async with serving(ApiServer()) as kube:
         kube.on_request = lambda verb, path, code: codes.append(code)
@@ -203,7 +205,7 @@ async def test_a_server_that_is_away_is_a_connection_error() -> None:
     assert codes == [0, 0]
 
 
-async def test_a_request_has_a_deadline(
+async def test_a_request_times_out(
     server: ApiServer, kube: KubeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 0.2)
@@ -212,7 +214,7 @@ async def test_a_request_has_a_deadline(
         await kube.get(PODS)
 
 
-async def test_writes_take_no_longer_than_allowed_and_are_not_sent_when_forbidden(
+async def test_writes_obey_the_write_timeout_and_fail_when_it_is_zero(
     server: ApiServer, kube: KubeClient
 ) -> None:
     hangs(server)
@@ -226,10 +228,10 @@ async def test_writes_take_no_longer_than_allowed_and_are_not_sent_when_forbidde
         with pytest.raises(WritesForbiddenError):
             await write
     assert len(server.asked) == asked
-    assert await kube.get(PODS) == {}, "reads are not writes"
+    assert await kube.get(PODS) == {}, "the write timeout applies to a read"
 
 
-# Watches -------------------------------------------------------------------------------------------------------------
+# Watches
 
 
 async def test_a_watch_yields_events_and_bookmarks_until_its_end(
@@ -251,7 +253,7 @@ async def test_a_watch_yields_events_and_bookmarks_until_its_end(
     assert seen == [("watch", PODS, 200)]
 
 
-async def test_an_error_event_and_a_refused_watch_are_refusals(
+async def test_an_error_event_and_a_refused_watch_are_kube_errors(
     server: ApiServer, kube: KubeClient
 ) -> None:
     gone = {
@@ -279,7 +281,7 @@ async def test_a_silent_watch_times_out(server: ApiServer, kube: KubeClient) -> 
 
 
 @pytest.mark.parametrize("cut", [False, True])
-async def test_half_an_event_is_a_broken_connection(
+async def test_an_incomplete_event_is_a_connection_error(
     server: ApiServer, kube: KubeClient, cut: bool
 ) -> None:
     line = event("ADDED", pod("a", 8))
@@ -294,7 +296,7 @@ async def test_an_event_may_be_as_large_as_an_object(server: ApiServer, kube: Ku
     assert await watched(kube) == [("ADDED", "8")]
 
 
-# Connections ---------------------------------------------------------------------------------------------------------
+# Connections
 
 
 async def test_rotated_tokens_are_used_by_requests_and_sessions(
@@ -324,11 +326,11 @@ async def test_rotated_tokens_are_used_by_requests_and_sessions(
                 assert response.status == 200
     assert [asked.token for asked in server.asked] == ["Bearer 1", "Bearer 2", "Bearer 3"]
     assert order == ["theirs", "theirs"], (
-        "the given middlewares are outside of the one that sets the token"
+        "the given middlewares run before the one that sets the token"
     )
 
 
-async def test_a_token_that_cannot_be_read_counts_as_no_answer(kube: KubeClient) -> None:
+async def test_a_token_that_cannot_be_read_is_a_connection_error(kube: KubeClient) -> None:
     def refresh(_: object) -> None:
         raise ConfigException("Token file exists but empty.")
 
@@ -365,7 +367,7 @@ async def test_the_proxy_of_the_environment_is_used_for_all_requests(
 
 
 @pytest.mark.parametrize("server", ["https://[::1]:6443", "https://10.96.0.1:443"])
-async def test_a_server_without_proxy_is_named_by_its_address(
+async def test_no_proxy_lists_servers_by_address(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy:3128")
@@ -375,7 +377,7 @@ async def test_a_server_without_proxy_is_named_by_its_address(
     assert client._environment_proxy(server) is None
 
 
-async def test_the_password_of_a_proxy_is_in_no_error(
+async def test_errors_do_not_contain_the_password_of_a_proxy(
     server: ApiServer, kube: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(server, {}, status=407)
@@ -398,7 +400,7 @@ async def test_the_password_of_a_proxy_is_in_no_error(
 @pytest.mark.parametrize(
     "content", [None, "", "[]", "{", "{clusters: 1}", "current-context: none\ncontexts: []"]
 )
-async def test_a_kubeconfig_that_is_missing_or_broken_is_named(
+async def test_a_missing_or_invalid_kubeconfig_is_a_config_exception(
     tmp_path: Path, content: str | None
 ) -> None:
     path = tmp_path / "kubeconfig"
@@ -409,7 +411,7 @@ async def test_a_kubeconfig_that_is_missing_or_broken_is_named(
             pass
 
 
-async def test_outside_of_a_cluster_there_is_no_service_account(
+async def test_outside_of_a_cluster_the_service_account_is_a_config_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

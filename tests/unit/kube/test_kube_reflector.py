@@ -1,4 +1,4 @@
-"""The mirror of a collection, on a server whose watches break as the tests say."""
+"""The reflector against a scripted server whose watches break."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from support.waiting import until
 
 
 class Pods:
-    """A collection with its history."""
+    """Serves a collection and its watch history."""
 
     def __init__(self) -> None:
         self.version = 1
         self.objects: dict[str, Object] = {}
         self.log: list[tuple[int, str, Object]] = []
         self.lists: list[dict[str, str]] = []
-        self.watches: list[int] = []  # the versions asked for
-        self.refusals: list[int] = []  # codes for the next requests
+        self.watches: list[int] = []  # versions from which watches started
+        self.refusals: list[int] = []  # status codes of the next responses
         self.retry_after = "0"
-        self.forgotten = 0  # watches from a version below this end with 410
+        self.forgotten = 0  # watches from versions below this end with 410
         self.cut = asyncio.Event()
         self.bookmarks = False
-        self.endless = False  # watches go on after their timeoutSeconds
+        self.endless = False  # watches continue after their timeoutSeconds
 
     def put(self, name: str) -> None:
         self.version += 1
@@ -93,8 +93,8 @@ class Mirror:
 
     def __init__(self, pods: Pods, mirror: Reflector) -> None:
         self.pods, self.mirror = pods, mirror
-        self.heard: list[tuple[str | None, str | None]] = []
-        mirror.subscribe(lambda old, new: self.heard.append((_version(old), _version(new))))
+        self.calls: list[tuple[str | None, str | None]] = []
+        mirror.subscribe(lambda old, new: self.calls.append((_version(old), _version(new))))
 
     async def shows(self, *names: str) -> None:
         await until(
@@ -127,22 +127,22 @@ async def mirrored(**settings: Any) -> AsyncIterator[Mirror]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_changes_arrive_and_listeners_get_each_once() -> None:
+async def test_listeners_are_called_once_per_change() -> None:
     async with mirrored(label_selector="x=y", field_selector="spec.nodeName=n") as mirror:
-        mirror.mirror.subscribe(lambda old, new: 1 / 0)  # a failing listener disturbs nothing
+        mirror.mirror.subscribe(lambda old, new: 1 / 0)  # a listener that raises
         mirror.pods.put("b")
         await mirror.shows("a", "b")
         mirror.pods.put("a")
         mirror.pods.delete("b")
         await mirror.shows("a")
-    assert mirror.heard == [(None, "2"), (None, "3"), ("2", "4"), ("3", None)]
+    assert mirror.calls == [(None, "2"), (None, "3"), ("2", "4"), ("3", None)]
     selectors = {"labelSelector": "x=y", "fieldSelector": "spec.nodeName=n"}
     assert mirror.pods.lists == [
         {**selectors, "resourceVersion": "0", "resourceVersionMatch": "NotOlderThan"}
     ]
 
 
-async def test_a_watch_that_is_cut_continues_from_the_last_version() -> None:
+async def test_a_broken_watch_is_resumed_from_the_last_version() -> None:
     async with mirrored() as mirror:
         mirror.pods.put("b")
         await mirror.shows("a", "b")
@@ -154,7 +154,7 @@ async def test_a_watch_that_is_cut_continues_from_the_last_version() -> None:
     assert len(mirror.pods.lists) == 1
 
 
-async def test_a_bookmark_moves_the_version_on() -> None:
+async def test_a_watch_is_resumed_from_the_version_of_a_bookmark() -> None:
     async with mirrored() as mirror:
         mirror.pods.bookmarks = True
         mirror.pods.version = 100
@@ -165,7 +165,7 @@ async def test_a_bookmark_moves_the_version_on() -> None:
     assert len(mirror.pods.lists) == 1
 
 
-async def test_a_deletion_that_the_server_has_forgotten_is_noticed_by_a_consistent_list() -> None:
+async def test_after_410_a_consistent_list_finds_lost_deletions() -> None:
     async with mirrored() as mirror:
         mirror.pods.put("b")
         await mirror.shows("a", "b")
@@ -173,19 +173,19 @@ async def test_a_deletion_that_the_server_has_forgotten_is_noticed_by_a_consiste
         mirror.pods.forgotten = mirror.pods.version
         mirror.pods.cut_watch()
         await mirror.shows("b")
-        assert mirror.heard[-1] == ("2", None)
+        assert mirror.calls[-1] == ("2", None)
     assert mirror.pods.lists[1:] == [{"limit": "500"}]
 
 
-async def test_a_lost_deletion_heals_at_the_relist() -> None:
+async def test_the_relist_finds_a_lost_deletion() -> None:
     async with mirrored(relist_s=1.0) as mirror:
         mirror.pods.delete("a", lost=True)
         await mirror.shows()
-        assert mirror.heard[-1] == ("2", None)
+        assert mirror.calls[-1] == ("2", None)
     assert mirror.pods.lists[1] == {"limit": "500"}
 
 
-async def test_a_server_that_never_ends_a_watch_cannot_stop_the_relist(
+async def test_the_relist_does_not_wait_for_the_end_of_a_watch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reflector, "END_GRACE_S", 0.1)
@@ -203,7 +203,7 @@ async def test_a_server_that_never_ends_a_watch_cannot_stop_the_relist(
         changing.cancel()
 
 
-async def test_a_silent_watch_is_replaced_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_watch_is_restarted_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reflector, "SILENCE_S", 0.2)
     async with mirrored() as mirror:
         await until(lambda: len(mirror.pods.watches) >= 3, "three watches")
@@ -213,7 +213,7 @@ async def test_a_silent_watch_is_replaced_without_a_list(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
-async def test_a_server_that_refuses_is_asked_again(status: int) -> None:
+async def test_refused_requests_are_retried(status: int) -> None:
     async with mirrored() as mirror:
         mirror.pods.refusals = [status] * 3
         mirror.pods.cut_watch()
@@ -222,7 +222,7 @@ async def test_a_server_that_refuses_is_asked_again(status: int) -> None:
         assert not mirror.pods.refusals
 
 
-async def test_the_server_says_how_long_to_wait() -> None:
+async def test_retries_obey_retry_after() -> None:
     async with mirrored() as mirror:
         mirror.pods.refusals, mirror.pods.retry_after = [429], "2"
         mirror.pods.cut_watch()
@@ -232,7 +232,7 @@ async def test_the_server_says_how_long_to_wait() -> None:
         assert asyncio.get_running_loop().time() - refused > 0.9
 
 
-async def test_the_whole_set_is_yielded_after_the_list_and_each_event() -> None:
+async def test_changes_yields_after_the_list_and_after_each_event() -> None:
     pods = Pods()
     pods.put("a")
     pods.put("b")

@@ -1,4 +1,4 @@
-"""What the commands apply to a cluster."""
+"""Objects that the commands apply to a cluster."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlP
     plane.stop()
 
 
-async def test_the_commands_name_a_kind_that_is_not_served_and_a_field_that_is_unknown(plane):
+async def test_apply_names_unknown_kinds_and_unknown_fields(plane):
     metadata = {"name": "x"}
     async with ClusterApi.connect(plane.kubeconfig) as api:
         for version, kind in (("v1", "Nonsense"), ("none.example/v1", "ConfigMap")):

@@ -1,4 +1,4 @@
-"""The `baton` command's own parts: the state folder's lock, manifests, and the measured answer."""
+"""Parts of the `baton` command: the lock of the state folder, manifests and the first request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def info(pid: int) -> ClusterInfo:
     return ClusterInfo(pid, "/k", "embedded", "default", "demo", "/f")
 
 
-def test_a_second_supervisor_is_refused_while_the_first_lives_however_it_ends(holder, tmp_path):
+def test_a_second_supervisor_is_refused_while_the_first_one_runs(holder, tmp_path):
     state = StateDir(tmp_path)
     assert state.supervisor() == holder.pid
     with pytest.raises(ClusterRunningError, match="baton down"):
@@ -73,16 +73,16 @@ def test_a_second_supervisor_is_refused_while_the_first_lives_however_it_ends(ho
     state.acquire()
 
 
-def test_whoever_asks_for_the_supervisor_is_not_taken_for_it(holder, tmp_path):
+def test_a_process_that_looks_up_the_supervisor_is_not_mistaken_for_it(holder, tmp_path):
     state = StateDir(tmp_path)
     holder.kill()
     holder.wait()
-    with open(tmp_path / "lock") as lock:  # it still has the pid of the one that is dead
-        fcntl.flock(lock, fcntl.LOCK_SH)  # somebody else asks
+    with open(tmp_path / "lock") as lock:  # it still contains the pid of the dead supervisor
+        fcntl.flock(lock, fcntl.LOCK_SH)  # another process looks up the supervisor
         assert state.supervisor() is None
 
 
-def test_what_a_dead_supervisor_wrote_is_not_believed(holder, tmp_path):
+def test_the_info_of_a_dead_supervisor_is_ignored(holder, tmp_path):
     state = StateDir(tmp_path)
     state.write_info(info(holder.pid))
     assert state.read_info() == info(holder.pid)
@@ -117,7 +117,7 @@ def test_stop_ends_the_supervisor_and_says_whether_there_was_one(holder, tmp_pat
         (SERVICE.replace("LLMService", "[]") % "{name: x}", r"kind must be a string, got \[\]"),
     ],
 )
-def test_a_bad_manifest_is_named_with_what_is_wrong(tmp_path, text, complaint):
+def test_an_invalid_manifest_is_refused_with_path_and_reason(tmp_path, text, complaint):
     path = tmp_path / "service.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint) as error:
@@ -127,7 +127,7 @@ def test_a_bad_manifest_is_named_with_what_is_wrong(tmp_path, text, complaint):
         load_documents(tmp_path / "nowhere.yaml")
 
 
-def test_a_manifest_that_is_no_text_is_named(tmp_path):
+def test_a_binary_manifest_is_refused_with_its_path(tmp_path):
     path = tmp_path / "service.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ValueError, match=r"service\.yaml is not valid YAML"):
@@ -142,9 +142,7 @@ def test_a_manifest_that_is_no_text_is_named(tmp_path):
         ("spec: {model: /models/demo}", "spec.model must be an object, got '/models/demo'"),
     ],
 )
-def test_up_names_what_is_wrong_with_the_spec_before_it_starts_anything(
-    tmp_path, capsys, spec, complaint
-):
+def test_up_refuses_an_invalid_spec_before_it_starts_a_process(tmp_path, capsys, spec, complaint):
     path = tmp_path / "service.yaml"
     path.write_text(f"{SERVICE % '{name: x}'}\n{spec}\n")
     options = UpOptions(
@@ -162,7 +160,7 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-async def test_up_links_the_model_at_the_path_of_the_uri_and_drops_earlier_links(tmp_path):
+async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_links(tmp_path):
     state = StateDir(tmp_path / "home")
     demo, other = model_folder(state.models / "demo"), model_folder(tmp_path / "other")
     links = {
@@ -180,7 +178,7 @@ async def test_up_links_the_model_at_the_path_of_the_uri_and_drops_earlier_links
 
 
 @pytest.mark.parametrize("uri", ["hf://owner/model", "file:///../../etc", "file:///", None])
-async def test_up_refuses_a_model_for_a_uri_that_is_no_folder(tmp_path, uri):
+async def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri):
     state = StateDir(tmp_path / "home")
     model = model_folder(tmp_path / "other")
     with pytest.raises(UpError, match=f"spec.model.uri is {uri}; write file:///models/demo"):
@@ -191,7 +189,7 @@ async def test_up_refuses_a_model_for_a_uri_that_is_no_folder(tmp_path, uri):
 @pytest.mark.parametrize(
     "command", ["status", "down", "logs", "up -f service.yaml", "up --detach -f service.yaml"]
 )
-def test_a_state_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys, command):
+def test_a_state_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys, command):
     home = tmp_path / "file"
     home.touch()
     (tmp_path / "service.yaml").write_text(f"{SERVICE % '{name: x}'}\nspec: {{}}\n")
@@ -201,15 +199,15 @@ def test_a_state_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys, com
     monkeypatch.setattr(sys, "argv", ["baton", *command.split()])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().out
+    output = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().out
     assert (
         f"cannot keep a local cluster in {home}: Not a directory; set BATON_HOME to another folder"
-        in said
+        in output
     )
     assert ended.value.code != 0
 
 
-def test_a_state_folder_that_cannot_be_made_is_named(monkeypatch, capsys):
+def test_a_state_folder_that_cannot_be_created_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("BATON_HOME", "/proc/self/nowhere")
     monkeypatch.setattr(sys, "argv", ["baton", "up", "--detach", "-f", "service.yaml"])
     with pytest.raises(SystemExit) as ended:
@@ -217,12 +215,12 @@ def test_a_state_folder_that_cannot_be_made_is_named(monkeypatch, capsys):
     assert "cannot keep a local cluster in /proc/self/nowhere: " in str(ended.value.code)
 
 
-def test_a_cluster_of_another_version_is_told_from_one_that_does_not_run(holder, tmp_path):
+def test_info_of_another_version_is_an_error_only_if_its_supervisor_runs(holder, tmp_path):
     (tmp_path / "cluster.json").write_text(json.dumps({"supervisor_pid": holder.pid}))
     with pytest.raises(StateDirError, match="another version of baton"):
         StateDir(tmp_path).read_info()
     (tmp_path / "cluster.json").write_text(json.dumps({"supervisor_pid": holder.pid + 1}))
-    assert StateDir(tmp_path).read_info() is None, "left by one that was killed"
+    assert StateDir(tmp_path).read_info() is None, "the info is of a killed supervisor"
 
 
 async def serve(handler) -> tuple[web.AppRunner, str]:
@@ -247,13 +245,13 @@ def stream(*events: object):
     return handler
 
 
-def piece(text: str) -> dict[str, object]:
+def chunk(text: str) -> dict[str, object]:
     return {"choices": [{"delta": {"content": text}}]}
 
 
-async def test_an_answer_is_printed_as_it_comes_and_measured():
+async def test_a_response_is_printed_while_it_is_streamed_and_measured():
     runner, url = await serve(
-        stream(piece("He"), piece("llo"), {"choices": [], "usage": {"completion_tokens": 2}}),
+        stream(chunk("He"), chunk("llo"), {"choices": [], "usage": {"completion_tokens": 2}}),
     )
     printed: list[str] = []
     answer = await ask(url, "m", "hi", max_tokens=2, on_text=printed.append, timeout_s=10)
@@ -266,25 +264,25 @@ async def test_an_answer_is_printed_as_it_comes_and_measured():
 @pytest.mark.parametrize(
     ("handler", "complaint"),
     [
-        (stream(piece("half")), "incomplete"),
-        (stream(piece("half"), {"error": {"message": "engine died"}}), "engine died"),
+        (stream(chunk("half")), "incomplete"),
+        (stream(chunk("half"), {"error": {"message": "engine died"}}), "engine died"),
     ],
 )
-async def test_a_broken_stream_is_a_failure(handler, complaint):
+async def test_an_incomplete_stream_is_an_error(handler, complaint):
     runner, url = await serve(handler)
     with pytest.raises(AskError, match=complaint):
         await ask(url, "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
     await runner.cleanup()
 
 
-async def test_nobody_there_is_a_failure():
+async def test_a_refused_connection_is_an_error_with_the_address():
     with pytest.raises(AskError, match=r"http://127\.0\.0\.1:9"):
         await ask(
             "http://127.0.0.1:9", "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10
         )
 
 
-def test_tables_show_brackets_as_they_are_and_whole_names():
+def test_tables_print_brackets_literally_and_do_not_truncate_names():
     name, message = "demo-gateway-" + "x" * 40, "unready: [engine] see [/var/log]"
     pods = [PodStatus(name, "gateway", "127.77.0.2", "Running", False, 1, message)]
     conditions = [Condition("Ready", "False", "PodsNotReady", message)]
@@ -331,7 +329,7 @@ def test_status_shows_the_pid_of_a_pods_container():
         process.wait()
 
 
-async def test_kv_bytes_of_engines_are_asked_of_them_and_a_silent_one_has_none(monkeypatch):
+async def test_kv_bytes_are_read_from_engines_that_respond(monkeypatch):
     async def health(request: web.Request) -> web.Response:
         return web.json_response(
             {"reason": "Serving", "message": "", "kv_bytes": {"ucx tcp/lo": 3 * 2**19}}
@@ -356,7 +354,7 @@ async def test_kv_bytes_of_engines_are_asked_of_them_and_a_silent_one_has_none(m
         await runner.cleanup()
     assert [bool(pod.kv_bytes) for pod in found.pods] == [True, True, False, False]
     received = kv_bytes_received(found.pods)
-    assert received == {"ucx tcp/lo": 3 * 2**19}, "of decode pods alone"
+    assert received == {"ucx tcp/lo": 3 * 2**19}, "only bytes of decode pods count"
     assert (
         format_kv_bytes(received | {"tcp sockets": 2**20})
         == "1.00 MiB over tcp sockets, 1.50 MiB over ucx tcp/lo"
@@ -364,9 +362,7 @@ async def test_kv_bytes_of_engines_are_asked_of_them_and_a_silent_one_has_none(m
 
 
 @pytest.mark.parametrize("output", ["json", "table"])
-def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(
-    monkeypatch, capsys, output
-):
+def test_status_of_a_deleted_service_names_the_kubeconfig(monkeypatch, capsys, output):
     async def deleted(info: ClusterInfo) -> None:
         return None
 
@@ -376,10 +372,10 @@ def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    told = capsys.readouterr()
-    assert "LLMService default/demo was deleted" in told.err
+    printed = capsys.readouterr()
+    assert "LLMService default/demo was deleted" in printed.err
     if output == "json":
-        status = json.loads(told.out)
+        status = json.loads(printed.out)
         assert (status["service"], status["kubeconfig"], status["exists"], status["pods"]) == (
             "demo",
             "/k",
@@ -387,12 +383,12 @@ def test_status_of_a_deleted_service_still_tells_the_way_into_the_cluster(
             [],
         )
     else:
-        assert "kubeconfig  /k" in told.out
+        assert "kubeconfig  /k" in printed.out
 
 
-def test_ctrl_c_at_a_detached_start_leaves_nothing_running(tmp_path):
+def test_ctrl_c_during_a_detached_start_stops_the_supervisor(tmp_path):
     file = tmp_path / "demo.yaml"
-    # It starts, and never becomes ready: however late the signal comes, there is something to end.
+    # A service that never becomes ready, so `up` still runs when the signal arrives.
     service = {
         "apiVersion": "serving.baton.dev/v1alpha1",
         "kind": "LLMService",
@@ -414,7 +410,7 @@ def test_ctrl_c_at_a_detached_start_leaves_nothing_running(tmp_path):
         state.stop_supervisor(20)
 
 
-def test_serve_without_a_model_names_what_is_missing():
+def test_serve_without_a_model_names_the_missing_argument():
     command = [sys.executable, "-m", "baton_local.cli", "serve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2

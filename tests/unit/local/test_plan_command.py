@@ -1,4 +1,4 @@
-"""`baton plan`: what it prints, where, and its exit code."""
+"""`baton plan`: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEMO = SAMPLES / "demo.yaml"
 
 @pytest.fixture
 def plan(monkeypatch, capsys):
-    """Run the command. Returns exit code, stdout and stderr."""
+    """Return a function that runs the command. It returns the exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["baton", "plan", *map(str, arguments)])
@@ -30,7 +30,7 @@ def plan(monkeypatch, capsys):
 
 @pytest.fixture
 def edited(tmp_path):
-    """Write a sample with texts replaced."""
+    """Return a function that writes a sample with replaced texts."""
 
     def write(name: str = "demo", **replaced: str) -> Path:
         text = (SAMPLES / f"{name}.yaml").read_text()
@@ -60,10 +60,10 @@ def test_a_rollout_is_printed_step_by_step(plan, edited) -> None:
         "  prefill: never fewer than 1 of 1 members served, at most 2 existed\n"
         "  decode: never fewer than 2 of 3 members served, at most 4 existed\n"
     )
-    assert "\x1b" not in out, "no colours where no terminal is"
+    assert "\x1b" not in out, "colours without a terminal"
 
 
-def test_one_file_is_a_creation(plan) -> None:
+def test_a_single_file_is_planned_as_a_creation(plan) -> None:
     code, out, _ = plan(SAMPLES / "experts.yaml", "--ready-after", "10")
     assert code == 0
     assert out.startswith("LLMService experts, created from nothing\n")
@@ -77,7 +77,7 @@ def test_no_line_is_wrapped(plan) -> None:
     assert max(map(len, out.splitlines())) > 200
 
 
-def test_a_rollout_that_stops_says_why(plan, edited) -> None:
+def test_a_rollout_that_stops_is_reported_with_the_reason(plan, edited) -> None:
     new = edited(**{"  prefill:": "  image: b:2\n  prefill:"})
     code, out, _ = plan(DEMO, new, "--never-ready")
     assert code == 2
@@ -90,7 +90,7 @@ def test_a_rollout_that_stops_says_why(plan, edited) -> None:
     assert "Waits for:\n  the bound of 2 steps is reached\n" in out
 
 
-def test_a_full_cluster_is_played(plan, edited) -> None:
+def test_a_full_cluster_is_simulated(plan, edited) -> None:
     code, out, _ = plan(DEMO, edited(**{"replicas: 2": "replicas: 4"}), "--capacity", 4)
     assert code == 2
     assert "demo-decode-3: no node has room" in out
@@ -135,7 +135,7 @@ def test_json_is_a_list_of_steps(plan, edited) -> None:
         ({"spec:": "spec: ["}, "is not valid YAML"),
     ],
 )
-def test_a_bad_manifest_is_refused_with_the_field_and_the_reason(
+def test_an_invalid_manifest_is_refused_with_the_field_and_the_reason(
     plan, edited, replaced, complaint
 ) -> None:
     code, out, err = plan(DEMO, edited(**replaced))
@@ -144,7 +144,7 @@ def test_a_bad_manifest_is_refused_with_the_field_and_the_reason(
     assert complaint in err
 
 
-def test_a_file_that_cannot_be_read_is_named(plan, tmp_path) -> None:
+def test_an_unreadable_file_is_refused_with_its_path(plan, tmp_path) -> None:
     code, _, err = plan(tmp_path / "nowhere.yaml")
     assert (code, err) == (
         1,
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_named(plan, tmp_path) -> None:
     )
 
 
-def test_two_services_in_a_file_are_too_many(plan, tmp_path) -> None:
+def test_a_file_with_two_services_is_refused(plan, tmp_path) -> None:
     both = tmp_path / "both.yaml"
     both.write_text("\n---\n".join(path.read_text() for path in (DEMO, SAMPLES / "experts.yaml")))
     assert "it holds 2" in plan(both)[2]

@@ -1,4 +1,4 @@
-"""Previews of the samples: the operator's own planner, and what it does to a simulated cluster within which bounds."""
+"""Previews of the samples: the operator's planner on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = Path(__file__).parents[3] / "manifests" / "samples"
 
 
 def sample(name: str, **fields: Any) -> Object:
-    """A sample with `fields` of its spec replaced; `a__b` is the field `b` of `a`."""
+    """Return a sample with `fields` of its spec replaced. `a__b` is the field `b` of `a`."""
     return edited(yaml.safe_load((SAMPLES / f"{name}.yaml").read_text()), fields)
 
 
@@ -40,7 +40,7 @@ def run(old: Object | None, new: Object, max_steps: int = 200, **conditions: Any
 
 
 def done(result: Preview, action: str, role: str = "decode") -> list[str]:
-    """Members to which the operator did this, in order."""
+    """Return the members to which the operator applied this action, in order."""
     found = [
         each
         for step in result.steps
@@ -55,7 +55,7 @@ def states(step: Step, role: str = "decode") -> list[str]:
 
 
 def number(result: Preview, action: str, role: str = "decode") -> int:
-    """Number of the first step with this action."""
+    """Return the number of the first step with this action."""
     return next(
         s.number
         for s in result.steps
@@ -72,7 +72,9 @@ SETTLING: dict[str, tuple[Object | None, Object, dict[str, Any]]] = {
     "scale to zero": (sample("demo"), sample("demo", decode__replicas=0), {}),
     "prefill is added": (sample("one-gpu"), sample("one-gpu", prefill__replicas=2), {}),
     "another image": (sample("demo"), sample("demo", image="b:2"), {}),
-    "engines drain too slowly": (sample("demo"), sample("demo", image="b:2"), {"drain_after_s": 500.0}),
+    "engines drain too slowly": (
+        sample("demo"), sample("demo", image="b:2"), {"drain_after_s": 500.0},
+    ),
     "everything is instantaneous": (
         sample("demo"), sample("demo", image="b:2"), {"ready_after_s": 0.0, "drain_after_s": 0.0},
     ),
@@ -86,13 +88,15 @@ SETTLING: dict[str, tuple[Object | None, Object, dict[str, Any]]] = {
     "another image of an expert group, on full nodes": (
         sample("experts"), sample("experts", image="b:2"), {"capacity": 2},
     ),
-    "another model of an expert group": (sample("experts"), sample("experts", model__uri="file:///models/y"), {}),
+    "another model of an expert group": (
+        sample("experts"), sample("experts", model__uri="file:///models/y"), {},
+    ),
     "many ranks": (sample("many-nodes"), sample("many-nodes", decode__replicas=24), {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "conditions"), SETTLING.values(), ids=SETTLING)
-def test_it_settles_with_the_members_of_the_new_spec(
+def test_a_preview_settles_with_the_members_of_the_new_spec(
     old: Object | None, new: Object, conditions: dict[str, Any]
 ) -> None:
     result = run(old, new, **conditions)
@@ -123,7 +127,7 @@ STRATEGIES = [{"maxSurge": s, "maxUnavailable": u} for s in (0, 1, 2, "50%") for
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("expert", [False, True], ids=["engines", "expert group"])
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (3, 5), (5, 3)])
-def test_a_rollout_keeps_its_bounds(
+def test_a_rollout_stays_within_its_bounds(
     strategy: Object, expert: bool, before: int, after: int
 ) -> None:
     fields = {"decode__parallelism": {"expert": expert}, "updateStrategy": {"decode": strategy}}
@@ -139,7 +143,7 @@ def test_a_rollout_keeps_its_bounds(
     assert (result.most_members(group), result.fewest_ready(group)) <= (most, before)
 
 
-def test_an_edit_of_one_role_leaves_the_others_alone() -> None:
+def test_an_edit_of_one_role_does_not_change_the_others() -> None:
     result = run(
         sample("demo"), sample("demo", prefill__template={"metadata": {"labels": {"a": "b"}}})
     )
@@ -147,7 +151,7 @@ def test_an_edit_of_one_role_leaves_the_others_alone() -> None:
     assert {action.role for step in result.steps for action in step.actions} == {"prefill"}
 
 
-def test_an_expert_group_grows_by_one_operation_when_the_members_have_started() -> None:
+def test_an_expert_group_grows_in_one_operation_after_the_members_started() -> None:
     result = run(sample("experts"), sample("experts", decode__replicas=4))
     first, started, prepared, committed = result.steps
     assert [action.action for action in first.actions] == ["create"]
@@ -170,7 +174,7 @@ def test_members_leave_an_expert_group_only_after_the_commit() -> None:
         assert states(step) == ["ready"] * 4
 
 
-def test_a_pause_holds_edits_back_but_not_sizes() -> None:
+def test_a_pause_delays_edits_but_not_sizes() -> None:
     old = sample("demo")
     result = run(old, sample("demo", image="b:2", paused=True, decode__replicas=3))
     assert result.held_back == ("image",)
@@ -190,7 +194,9 @@ def test_a_paused_service_is_not_created() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "experts"])
-def test_a_revision_that_is_never_ready_stops_while_the_earlier_one_serves(name: str) -> None:
+def test_a_rollout_to_a_revision_that_is_never_ready_stops_and_the_earlier_one_serves(
+    name: str,
+) -> None:
     result = run(sample(name), sample(name, image="b:2"), never_ready=True)
     assert done(result, "create") == [f"{name}-decode-2"]
     assert not done(result, "drain") + done(result, "delete")
@@ -201,7 +207,7 @@ def test_a_revision_that_is_never_ready_stops_while_the_earlier_one_serves(name:
     assert result.seconds >= 600
 
 
-def test_on_full_nodes_a_new_member_takes_the_place_of_an_old_one_after_a_while() -> None:
+def test_on_full_nodes_a_new_member_replaces_an_old_one_after_the_surge_timeout() -> None:
     old, new = (
         sample("one-gpu"),
         sample("one-gpu", image="b:2", updateStrategy__decode={"surgeTimeoutSeconds": 45}),
@@ -218,13 +224,13 @@ def test_a_member_without_room_is_named() -> None:
     assert result.waits_for == ["demo-decode-3: no node has room"]
 
 
-def test_the_bound_of_steps_ends_it() -> None:
+def test_a_preview_ends_after_max_steps() -> None:
     result = run(sample("demo"), sample("demo", image="b:2"), max_steps=3)
     assert len(result.steps) == 3
     assert result.waits_for[0] == "the bound of 3 steps is reached"
 
 
-def test_what_changes_is_told() -> None:
+def test_changed_fields_are_listed() -> None:
     result = run(sample("experts", decode__parallelism={}), sample("experts"))
     changed = {each.path: (each.before, each.after) for each in result.fields}
     assert changed == {

@@ -1,4 +1,4 @@
-"""`baton serve` with real processes on a tiny checkpoint: it answers, it ends in order, and nothing outlives it."""
+"""`baton serve` with real processes on a tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def stream(client: openai.OpenAI, max_tokens: int) -> openai.Stream:
     )
 
 
-def test_it_answers_and_sigterm_lets_running_requests_end(serve: Serve):
+def test_serve_answers_and_finishes_running_requests_after_sigterm(serve: Serve):
     client = client_of(serve.url)
     assert [model.id for model in client.models.list()] == ["m"]
     chunks = stream(client, 400)
@@ -139,7 +139,7 @@ def test_it_answers_and_sigterm_lets_running_requests_end(serve: Serve):
     assert "baton serve: ready: http://127.0.0.1:" in serve.log
 
 
-def test_a_killed_engine_ends_it_with_a_reason_and_waiting_clients_hear_of_it(serve: Serve):
+def test_serve_ends_with_a_reason_and_fails_requests_when_the_engine_is_killed(serve: Serve):
     client = client_of(serve.url)
     errors: list[Exception] = []
 
@@ -151,10 +151,10 @@ def test_a_killed_engine_ends_it_with_a_reason_and_waiting_clients_hear_of_it(se
 
     waiting = threading.Thread(target=ask)
     waiting.start()
-    eventually(lambda: running_requests(serve), timeout_s=60, what="a running request")
+    eventually(lambda: has_request_in_flight(serve), timeout_s=60, what="a running request")
     serve.child("baton_engine.cli").kill()
     waiting.join(5.0)
-    assert not waiting.is_alive(), "the client still waits"
+    assert not waiting.is_alive(), "the client got no error"
     assert len(errors) == 1
     assert isinstance(errors[0], openai.APIError)
     assert "shut down" in str(errors[0]) or "lost" in str(errors[0])
@@ -163,13 +163,13 @@ def test_a_killed_engine_ends_it_with_a_reason_and_waiting_clients_hear_of_it(se
     serve.assert_no_orphans()
 
 
-def running_requests(serve: Serve) -> bool:
-    """Whether the gateway is busy."""
+def has_request_in_flight(serve: Serve) -> bool:
+    """Return whether the gateway has a request in flight."""
     with urllib.request.urlopen(f"{serve.url}/metrics", timeout=5) as response:
         return "baton:requests_in_flight 1.0" in response.read().decode()
 
 
-def test_kill_9_leaves_no_child_behind(serve: Serve):
+def test_kill_9_leaves_no_child_process(serve: Serve):
     assert serve.url
     serve.process.kill()
     serve.process.wait()
@@ -197,7 +197,7 @@ def test_kill_9_leaves_no_child_behind(serve: Serve):
         ("", ["--engine-port", "5"], 2, r".*--engine-port cannot be given: baton serve sets it"),
     ],
 )
-def test_what_cannot_work_is_said_in_the_last_line(
+def test_the_last_log_line_names_an_invalid_argument(
     tmp_path: Path, checkpoint: Path, model: str, flags: list[str], code: int, last_line: str
 ):
     serving = Serve(tmp_path, checkpoint / model if model else checkpoint, *flags)
@@ -208,7 +208,7 @@ def test_what_cannot_work_is_said_in_the_last_line(
         serving.close()
 
 
-def test_it_does_not_wait_for_ever(tmp_path: Path, checkpoint: Path):
+def test_serve_ends_when_it_is_not_ready_within_the_timeout(tmp_path: Path, checkpoint: Path):
     serving = Serve(tmp_path, checkpoint, "--ready-timeout-s", "0.1")
     try:
         assert serving.wait(READY_S) == 1
@@ -217,7 +217,7 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, checkpoint: Path):
         serving.close()
 
 
-def test_what_the_endpoint_accepts_the_engine_does(serve: Serve):
+def test_request_parameters_reach_the_engine(serve: Serve):
     client = client_of(serve.url)
 
     def ask(**fields: object) -> openai.types.Completion:
@@ -228,7 +228,7 @@ def test_what_the_endpoint_accepts_the_engine_does(serve: Serve):
     assert len(set(samples)) == 4
     assert ask(n=4).choices[2].text == samples[2]
     alone = ask().choices[0].text
-    assert alone == samples[0], "a group changes nothing"
+    assert alone == samples[0], "a sample depends on the number of samples"
     assert ask(n=2, best_of=4).choices[0].text in samples
     best, second = ask(n=2, use_beam_search=True).choices
     assert best.text != second.text

@@ -7,7 +7,9 @@ import pytest
 from baton_local.state import ClusterInfo, StateDir
 
 
-def test_the_state_folder_is_absolute_its_owners_and_needs_no_home(monkeypatch, tmp_path) -> None:
+def test_the_state_folder_is_absolute_private_and_independent_of_home(
+    monkeypatch, tmp_path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BATON_HOME", "state")
     monkeypatch.setattr(
@@ -16,10 +18,10 @@ def test_the_state_folder_is_absolute_its_owners_and_needs_no_home(monkeypatch, 
     state = StateDir()
     state.acquire()
     assert state.root == tmp_path / "state"
-    assert state.root.stat().st_mode & 0o077 == 0, "pods' tokens lie in it"
+    assert state.root.stat().st_mode & 0o077 == 0, "others can read the pods' tokens"
 
 
-def test_what_a_killed_supervisor_wrote_is_not_its_successors(tmp_path) -> None:
+def test_a_supervisor_ignores_the_info_of_the_previous_one(tmp_path) -> None:
     state = StateDir(tmp_path)
     state.acquire()
     state.write_info(ClusterInfo(1, "/k", "embedded", "default", "demo", "/f"))

@@ -10,8 +10,11 @@ from pathlib import Path
 def test_a_component_ends_with_its_parent() -> None:
     child = "from pocketkube.lifecycle import die_with_parent; import time; die_with_parent(); "
     child += "print('up', flush=True); time.sleep(60)"
-    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
-    parent += "p.stdout.readline(); print(p.pid, flush=True)"
+    parent = (
+        "import subprocess, sys; "
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
+        "p.stdout.readline(); print(p.pid, flush=True)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", parent], capture_output=True, text=True, timeout=20, check=True
     )

@@ -17,7 +17,7 @@ CLAIM = "import sys, time; from pocketkube.networks import claim_networks\n"
 CLAIM += "held = claim_networks('embedded'); print(held.pods, flush=True); time.sleep(600)"
 
 
-def test_clusters_side_by_side_share_no_address() -> None:
+def test_clusters_on_one_machine_have_disjoint_ranges() -> None:
     with ExitStack() as stack:
         claims = [claim_networks(plane) for plane in ("embedded", "real", "embedded")]
         for claim in claims:
@@ -34,7 +34,7 @@ def test_more_clusters_than_ranges_are_refused(monkeypatch) -> None:
         claim_networks("embedded")
 
 
-def test_ranges_of_a_killed_cluster_are_free_again() -> None:
+def test_ranges_of_a_killed_cluster_are_reused() -> None:
     holder = subprocess.Popen([sys.executable, "-c", CLAIM], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     held = holder.stdout.readline().strip()
@@ -49,7 +49,7 @@ def test_ranges_of_a_killed_cluster_are_free_again() -> None:
 @pytest.mark.parametrize(
     ("user", "reserved", "port"), [(0, "1024", 80), (1000, "1024", 8080), (1000, "0", 80)]
 )
-def test_a_port_kept_for_root_is_served_above(monkeypatch, tmp_path, user, reserved, port) -> None:
+def test_a_privileged_port_is_served_at_8080(monkeypatch, tmp_path, user, reserved, port) -> None:
     setting = tmp_path / "ip_unprivileged_port_start"
     setting.write_text(reserved)
     monkeypatch.setattr(loopback, "_UNPRIVILEGED_PORTS", setting)

@@ -1,4 +1,4 @@
-"""Ports for processes that are about to start stay free until those have bound them."""
+"""Free ports for processes that are about to start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pocketkube import ports
 @pytest.mark.parametrize(
     ("handed_out", "end"), [("32768\t60999\n", 32768), ("1024 65535", 65536), ("none", 65536)]
 )
-def test_they_are_different_and_none_is_one_that_the_system_hands_out(
+def test_ports_are_distinct_and_outside_the_ephemeral_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_out: str, end: int
 ) -> None:
     (tmp_path / "range").write_text(handed_out)
@@ -23,11 +23,11 @@ def test_they_are_different_and_none_is_one_that_the_system_hands_out(
     assert max(found) < end
 
 
-def test_a_port_where_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_with_a_listener_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     [taken] = ports.free_ports(1)
     monkeypatch.setattr(ports, "_FIRST", taken)
     monkeypatch.setattr(
         ports, "_first_handed_out", lambda: taken + 50
-    )  # so that it is always a candidate
+    )  # makes `taken` always a candidate
     with socket.create_server((ports.LOOPBACK, taken)):
         assert all(taken not in ports.free_ports(1) for _ in range(10))

@@ -1,4 +1,4 @@
-"""The README repeats the table of kinds that the code has."""
+"""The README's table of kinds is the generated one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 README = Path(__file__).parents[3] / "local" / "pocketkube" / "README.md"
 
 
-def test_the_table_of_kinds_is_the_one_the_server_has():
+def test_the_readme_has_the_generated_table_of_kinds():
     command = [sys.executable, "-m", "pocketkube.apiserver.resources"]
     table = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=60

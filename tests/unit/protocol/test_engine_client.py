@@ -1,4 +1,4 @@
-"""EngineClient against a hand-driven ROUTER: what it says, and how it notices that an engine is gone."""
+"""EngineClient against a scripted ROUTER: its messages, and how it detects a lost engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEADLINE_S = 60.0
 
 
 class Router:
-    """The engine's end, one message at a time."""
+    """The engine's side of the connection, one message at a time."""
 
     def __init__(self, instance_id: str = "i1", version: int = PROTOCOL_VERSION) -> None:
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -46,7 +46,7 @@ class Router:
         self.peer = b""
 
     async def receive(self, kind: EngineCoreRequestType) -> tuple[str, bytes]:
-        """Next message of this kind (heartbeats in between are passed over): (instance id, payload)."""
+        """Return (instance id, payload) of the next message of this kind. Skip other messages."""
         while True:
             peer, got, identity, payload = await asyncio.wait_for(
                 self.socket.recv_multipart(), DEADLINE_S
@@ -100,7 +100,7 @@ async def test_outputs_reach_their_stream_in_order_and_the_stream_ends(router):
     await client.close()
 
 
-async def test_ready_and_status_come_with_their_messages(router):
+async def test_ready_and_status_follow_from_messages(router):
     client = await connected(router, heartbeat_interval_s=0.05)
     with pytest.raises(TimeoutError, match="not ready"):
         await client.wait_ready(0.05)
@@ -115,7 +115,7 @@ async def test_ready_and_status_come_with_their_messages(router):
     await client.close()
 
 
-async def test_the_latest_init_counts(router):
+async def test_a_later_init_replaces_the_first(router):
     client = await connected(router)
     assert client.init.config_hash == "hash"
     await router.send(EngineCoreResponseType.INIT, Init(PROTOCOL_VERSION, "i1", "loaded"))
@@ -125,7 +125,7 @@ async def test_the_latest_init_counts(router):
     await client.close()
 
 
-async def test_nobody_listening_is_an_error_at_once():
+async def test_a_refused_connection_is_an_error_at_once():
     with zmq.Context.instance().socket(zmq.ROUTER) as closed:
         port = closed.bind_to_random_port("tcp://127.0.0.1")
     async with asyncio.timeout(DEADLINE_S):
@@ -133,7 +133,7 @@ async def test_nobody_listening_is_an_error_at_once():
             await EngineClient("127.0.0.1", port, client_id="test").connect(DEADLINE_S)
 
 
-async def test_a_connection_that_goes_away_ends_every_request(router):
+async def test_a_lost_connection_fails_every_request(router):
     client = await connected(router)
     stream = client.add(request())
     await router.receive(EngineCoreRequestType.ADD)
@@ -146,7 +146,7 @@ async def test_a_connection_that_goes_away_ends_every_request(router):
     await client.close()
 
 
-async def test_what_an_engine_said_before_it_went_away_still_counts(router):
+async def test_outputs_sent_before_the_connection_is_lost_are_delivered(router):
     client = await connected(router)
     streams = [client.add(request(f"r{i}")) for i in range(50)]
     for _ in streams:
@@ -160,8 +160,8 @@ async def test_what_an_engine_said_before_it_went_away_still_counts(router):
     await client.close()
 
 
-async def test_what_is_left_in_the_socket_does_not_overtake_what_was_read(router, monkeypatch):
-    """The connection's end is noticed at the worst moment: a message was read, and the task that waits for it has not gone on."""
+async def test_outputs_keep_their_order_when_the_connection_is_lost(router, monkeypatch):
+    """The loss is detected after a message was read and before the waiting task has resumed."""
     client = await connected(router)
     stream = client.add(request())
     await router.receive(EngineCoreRequestType.ADD)
@@ -195,7 +195,7 @@ async def test_a_silent_engine_is_dead_after_the_heartbeat_timeout(router):
     await client.close()
 
 
-async def test_an_engine_that_loads_may_be_silent_for_longer(router):
+async def test_a_loading_engine_has_a_longer_heartbeat_timeout(router):
     client = await connected(router, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.2)
     began = asyncio.get_running_loop().time()
     assert "no sign of life" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
@@ -203,55 +203,55 @@ async def test_an_engine_that_loads_may_be_silent_for_longer(router):
     await client.close()
 
 
-async def test_a_silent_engine_accepts_no_requests_until_it_says_something(router):
-    told: list[bool] = []
+async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router):
+    calls: list[bool] = []
     client = await connected(
         router,
         heartbeat_interval_s=0.05,
         heartbeat_timeout_s=60.0,
-        on_available=lambda: told.append(client.accepts_requests),
+        on_available=lambda: calls.append(client.accepts_requests),
     )
     assert not client.accepts_requests
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
     await client.wait_ready(DEADLINE_S)
-    assert told == [True]
+    assert calls == [True]
     async with asyncio.timeout(DEADLINE_S):
         while client.accepts_requests:
             await asyncio.sleep(0.01)
     await router.send(EngineCoreResponseType.PONG, Pong(1))
     async with asyncio.timeout(DEADLINE_S):
-        while told != [True, True]:
+        while calls != [True, True]:
             await asyncio.sleep(0.01)
     assert client.dead_reason is None
     await client.close()
 
 
-async def test_an_engine_that_is_ready_again_is_another_one_for_who_it_sent_away(router):
-    told: list[int] = []
-    client = await connected(router, on_available=lambda: told.append(client.readiness))
+async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(router):
+    calls: list[int] = []
+    client = await connected(router, on_available=lambda: calls.append(client.readiness))
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16, 1, 4))
     await client.wait_ready(DEADLINE_S)
 
-    async def told_of(count: int) -> None:
+    async def wait_for_calls(count: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while len(told) < count:
+            while len(calls) < count:
                 await asyncio.sleep(0.01)
 
     await router.send(EngineCoreResponseType.PONG, Pong(1, draining=True))
     await router.send(EngineCoreResponseType.READY, Ready(2048, 100, 16, 0, 3))
-    await told_of(2)
-    assert client.accepts_requests, "what it said before does not count"
+    await wait_for_calls(2)
+    assert client.accepts_requests, "the earlier PONG still counts"
     ready = client.ready
     assert (ready.max_model_len, ready.data_parallel_rank, ready.data_parallel_size) == (2048, 0, 3)
     await router.send(EngineCoreResponseType.PONG, Pong(2, draining=True))
     await router.send(EngineCoreResponseType.PONG, Pong(3, draining=False))
     await router.send(EngineCoreResponseType.PONG, Pong(4, draining=False))
-    await told_of(3)
-    assert len(set(told)) == 3
+    await wait_for_calls(3)
+    assert len(set(calls)) == 3
     await client.close()
 
 
-async def test_an_event_loop_that_stood_still_blames_nobody(router):
+async def test_a_stalled_event_loop_does_not_count_as_silence_of_the_engine(router):
     client = await connected(router, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
     await client.wait_ready(DEADLINE_S)
@@ -263,7 +263,7 @@ async def test_an_event_loop_that_stood_still_blames_nobody(router):
     await client.close()
 
 
-async def test_dead_message_names_the_engines_reason(router):
+async def test_the_error_has_the_reason_of_the_dead_message(router):
     client = await connected(router)
     stream = client.add(request())
     await router.send(EngineCoreResponseType.DEAD, Dead("out of memory"))
@@ -272,7 +272,7 @@ async def test_dead_message_names_the_engines_reason(router):
     await client.close()
 
 
-async def test_another_instance_behind_the_same_address_is_not_listened_to(router):
+async def test_messages_of_another_instance_at_the_address_are_ignored(router):
     client = await connected(router)
     router.instance_id = "i2"
     await router.send(EngineCoreResponseType.READY, Ready(1, 1, 1))
@@ -295,7 +295,7 @@ async def test_a_refused_request_ends_with_an_error_output(router):
     await client.close()
 
 
-async def test_version_mismatch_is_refused_with_both_versions():
+async def test_another_protocol_version_is_refused_with_both_versions():
     router = Router(version=PROTOCOL_VERSION + 1)
     client = EngineClient("127.0.0.1", router.port, client_id="test")
     accept = asyncio.create_task(router.accept())

@@ -1,4 +1,4 @@
-"""Heartbeats: silence is counted in whole intervals of our own, and load is what was said plus what was sent since."""
+"""Heartbeats: silence in whole intervals, and the load from PONGs and own requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def silent_intervals(heartbeat: Heartbeat, count: int, *, elapsed_s: float = 0.5
         heartbeat.waited(elapsed_s)
 
 
-def test_silence_makes_suspect_then_dead():
+def test_a_silent_engine_is_suspect_and_later_dead():
     heartbeat = Heartbeat(0.5, 3.0)
     silent_intervals(heartbeat, 1)
     assert not heartbeat.suspect
@@ -31,24 +31,26 @@ def test_silence_makes_suspect_then_dead():
     assert heartbeat.is_dead(loading=True)
 
 
-def test_any_word_ends_the_silence_and_tells_whether_it_was_suspect():
+def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect():
     heartbeat = Heartbeat(0.5, 3.0)
     assert not heartbeat.heard()
     silent_intervals(heartbeat, 5)
     assert heartbeat.heard()
     assert not heartbeat.heard()
-    heartbeat.waited(0.5)  # heard in this interval
+    heartbeat.waited(0.5)  # the message arrived in this interval
     assert heartbeat.silence_s == 0.0
 
 
-def test_time_in_which_we_did_not_run_counts_little():
+def test_long_gaps_between_pings_count_as_single_intervals():
     heartbeat = Heartbeat(0.5, 3.0)
     silent_intervals(heartbeat, 2, elapsed_s=60.0)
     assert not heartbeat.is_dead(loading=False)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.5, 30.0)), max_size=40))
-def test_who_answers_in_one_of_three_intervals_never_dies(intervals: list[tuple[bool, float]]):
+def test_an_engine_that_responds_in_one_of_three_intervals_is_never_dead(
+    intervals: list[tuple[bool, float]],
+):
     heartbeat = Heartbeat(0.5, 3.0)
     silent = 0
     for answers, elapsed_s in intervals:
@@ -63,15 +65,17 @@ def test_who_answers_in_one_of_three_intervals_never_dies(intervals: list[tuple[
 @pytest.mark.parametrize(
     ("at_ping", "now", "running", "waiting", "expected"),
     [
-        (0, 0, 5, 2, 7),  # all are those of others
-        (3, 3, 3, 0, 3),  # all are ours
-        (3, 5, 10, 0, 12),  # and two were sent since
+        (0, 0, 5, 2, 7),  # all are requests of other clients
+        (3, 3, 3, 0, 3),  # all are requests of this client
+        (3, 5, 10, 0, 12),  # two were sent since
         (5, 1, 10, 0, 6),  # four have ended since
         (0, 4, 0, 0, 4),
-        (9, 9, 2, 0, 9),  # an engine's word is older than what we know
+        (9, 9, 2, 0, 9),  # the PONG is older than the own count
     ],
 )
-def test_load_is_what_was_said_and_what_was_sent_since(at_ping, now, running, waiting, expected):
+def test_the_load_is_the_pongs_count_plus_requests_sent_since(
+    at_ping, now, running, waiting, expected
+):
     heartbeat = Heartbeat(0.5, 3.0)
     assert heartbeat.num_requests(now) == now
     ping = heartbeat.ping(at_ping)
@@ -79,9 +83,11 @@ def test_load_is_what_was_said_and_what_was_sent_since(at_ping, now, running, wa
     assert heartbeat.num_requests(now) == expected
 
 
-def test_a_late_answer_is_not_taken_for_that_to_a_later_question():
+def test_a_late_pong_is_matched_to_its_ping():
     heartbeat = Heartbeat(0.5, 3.0)
     first = heartbeat.ping(0)
     heartbeat.ping(7)
     heartbeat.pong(Pong(first.sequence, num_running=3))
-    assert heartbeat.num_requests(7) == 10, "none of the seven may be among the three"
+    assert heartbeat.num_requests(7) == 10, (
+        "the three do not include the seven sent after the first ping"
+    )

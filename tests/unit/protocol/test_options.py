@@ -1,4 +1,4 @@
-"""Options: fields of nested structs, as their annotations declare them."""
+"""Options declared by the annotations of nested structs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Config(msgspec.Struct):
     device: Annotated[str, choice("auto", "cpu", "cuda")] = "auto"
 
 
-def test_options_are_the_fields_of_all_sections_in_their_order():
+def test_options_are_the_annotated_fields_of_all_sections_in_order():
     assert [option[:1] + option[2:] for option in options(Config)] == [
         ("tokens per block", "--block-size", "cache.block_size", int),
         ("blocks", "--num-blocks", "cache.blocks", int | None),
@@ -46,14 +46,14 @@ def test_a_value_out_of_bounds_is_a_problem(config: Config, problems: list[str |
     assert [option.problem(config) for option in options(Config)] == problems
 
 
-def test_a_choice_may_have_help_of_its_own():
+def test_a_choice_may_have_its_own_help_text():
     option = choice("pull", "push", help="who copies", flag="--kv-mode")
     assert (option.help, option.flag) == ("who copies", "--kv-mode")
     assert isinstance(option.bound, Bound)
     assert option.bound.text == "pull or push"
 
 
-def test_a_field_is_set_in_content_without_its_section():
+def test_setting_a_field_creates_its_section():
     content = {"cache": {"blocks": 3}}
     set_field(content, "cache.block_size", 8)
     set_field(content, "scheduler.policy", "fcfs")

@@ -1,4 +1,4 @@
-"""The service's key at ZeroMQ's doors: who is let in, whatever else this process has open, and what is left behind."""
+"""The service key on ZeroMQ sockets: only clients with the key are accepted."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ DEADLINE_MS = 30_000
 OURS, THEIRS = ServiceKey(b"the key of one service"), ServiceKey(b"the key of another one")
 
 
-class Strangers:
-    """Ways to knock: each sets a client's socket up."""
+class UntrustedClients:
+    """Configure a client's socket without the right key, in several ways."""
 
     @staticmethod
     def without_key(client: zmq.Socket[Any]) -> None:
@@ -46,7 +46,7 @@ class Strangers:
 
     @staticmethod
     def with_the_servers_public_key(client: zmq.Socket[Any]) -> None:
-        OURS.protect_client(client)  # for its public key alone
+        OURS.protect_client(client)  # only for the server's public key
         client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
 
     @staticmethod
@@ -54,14 +54,14 @@ class Strangers:
         client.plain_username, client.plain_password = b"baton", b"the key of one service"
 
 
-WAYS = [name for name in vars(Strangers) if name.startswith("with")]
+WAYS = [name for name in vars(UntrustedClients) if name.startswith("with")]
 
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[Any]]:
-    """Ended within the deadline, with all that ZAP has open in it."""
+    """A context that must end within the deadline, with all sockets of ZAP."""
     context = zmq.Context()
-    context.linger = 0  # of its sockets
+    context.linger = 0  # default of its sockets
     yield context
     ending = threading.Thread(target=context.destroy, daemon=True)
     ending.start()
@@ -80,46 +80,46 @@ def make_server(context: zmq.Context[Any], key: ServiceKey | None) -> tuple[zmq.
 def make_client(
     context: zmq.Context[Any], address: str, protect: Callable[[zmq.Socket[Any]], None]
 ) -> zmq.Socket[bytes]:
-    """Connected, and has said `hello`."""
+    """Return a client that connects and sends `hello`."""
     client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     client.setsockopt(zmq.RECONNECT_IVL, -1)
     protect(client)
     client.connect(address)
-    with contextlib.suppress(zmq.Again):  # turned away already
+    with contextlib.suppress(zmq.Again):  # already refused
         client.send(b"hello", zmq.NOBLOCK)
     return client
 
 
-def talk(server: zmq.Socket[bytes], client: zmq.Socket[bytes]) -> None:
-    """The client's `hello` comes, and an answer goes back."""
+def exchange_messages(server: zmq.Socket[bytes], client: zmq.Socket[bytes]) -> None:
+    """Receive the client's `hello` and send a response to it."""
     assert server.poll(DEADLINE_MS), "nothing came from the client"
-    identity, said = server.recv_multipart()
-    assert said == b"hello"
+    identity, message = server.recv_multipart()
+    assert message == b"hello"
     server.send_multipart([identity, b"welcome"])
     assert client.poll(DEADLINE_MS), "nothing came from the server"
     assert client.recv() == b"welcome"
 
 
-def test_who_has_the_key_is_heard_and_answered(context):
+def test_a_client_with_the_key_exchanges_messages(context):
     server, address = make_server(context, OURS)
-    talk(
+    exchange_messages(
         server, make_client(context, address, ServiceKey(b"the key of one service").protect_client)
     )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_who_has_not_is_turned_away_and_both_sides_learn_of_it(context, way):
+def test_a_client_without_the_key_is_refused_and_both_sides_report_it(context, way):
     server: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     OURS.protect_server(server)
     handshakes = watch_handshakes(server)
     port = server.bind_to_random_port("tcp://127.0.0.1")
     client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     client.setsockopt(zmq.RECONNECT_IVL, -1)
-    getattr(Strangers, way)(client)
+    getattr(UntrustedClients, way)(client)
     monitor = client.get_monitor_socket(HANDSHAKE_FAILED)
     client.connect(f"tcp://127.0.0.1:{port}")
-    assert handshakes.poll(DEADLINE_MS), "the server did not notice"
-    assert monitor.poll(DEADLINE_MS), "the client did not notice"
+    assert handshakes.poll(DEADLINE_MS), "the server reported no failed handshake"
+    assert monitor.poll(DEADLINE_MS), "the client reported no failed handshake"
     assert count_refused(handshakes) == 1
     assert count_refused(handshakes) == 0
     ours = None if way == "without_key" else THEIRS
@@ -129,21 +129,21 @@ def test_who_has_not_is_turned_away_and_both_sides_learn_of_it(context, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_strangers_do_not_disturb_who_has_the_key(context, way):
+def test_untrusted_clients_do_not_affect_clients_with_the_key(context, way):
     server, address = make_server(context, OURS)
     for _ in range(20):
-        make_client(context, address, getattr(Strangers, way))
-    friends = [make_client(context, address, OURS.protect_client) for _ in range(3)]
-    for _ in friends:
-        assert server.poll(DEADLINE_MS), "a friend was not heard"
-        identity, said = server.recv_multipart()
-        server.send_multipart([identity, said])
-    for friend in friends:
-        assert friend.poll(DEADLINE_MS), "a friend was not answered"
-    assert not server.poll(0), "one of the others was heard, too"
+        make_client(context, address, getattr(UntrustedClients, way))
+    trusted = [make_client(context, address, OURS.protect_client) for _ in range(3)]
+    for _ in trusted:
+        assert server.poll(DEADLINE_MS), "no message of a client with the key arrived"
+        identity, message = server.recv_multipart()
+        server.send_multipart([identity, message])
+    for client in trusted:
+        assert client.poll(DEADLINE_MS), "a client with the key got no response"
+    assert not server.poll(0), "a message of an untrusted client arrived"
 
 
-def test_a_client_with_a_key_does_not_speak_with_a_server_that_has_none(context):
+def test_a_client_with_a_key_refuses_a_server_without_one(context):
     server, address = make_server(context, None)
     handshakes = watch_handshakes(server)
     client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -157,64 +157,68 @@ def test_a_client_with_a_key_does_not_speak_with_a_server_that_has_none(context)
     handshakes.close()
 
 
-def test_several_keys_in_one_process_and_context_keep_to_their_own(context):
-    """Each client knows the other server's public key: only the domain tells them apart."""
-    doors = {key: make_server(context, key) for key in (OURS, THEIRS)}
+def test_servers_with_different_keys_in_one_context_accept_their_own_clients(context):
+    """Each client has the other server's public key, so only the ZAP domain separates them."""
+    servers = {key: make_server(context, key) for key in (OURS, THEIRS)}
     for key, other in ((OURS, THEIRS), (THEIRS, OURS)):
 
-        def half(client: zmq.Socket[Any], key: ServiceKey = key, other: ServiceKey = other) -> None:
+        def protect(
+            client: zmq.Socket[Any], key: ServiceKey = key, other: ServiceKey = other
+        ) -> None:
             key.protect_client(client)
             client.curve_serverkey = other._curve_keys("server")[0]
 
-        server, address = doors[other]
+        server, address = servers[other]
         handshakes = watch_handshakes(server)
-        stranger = make_client(context, address, half)
-        assert handshakes.poll(DEADLINE_MS), "the half-known client was not turned away"
+        untrusted = make_client(context, address, protect)
+        assert handshakes.poll(DEADLINE_MS), "the client with the other key was not refused"
         assert not server.poll(0)
-        stranger.close()
+        untrusted.close()
         handshakes.close()
-        talk(doors[key][0], make_client(context, doors[key][1], key.protect_client))
+        exchange_messages(
+            servers[key][0], make_client(context, servers[key][1], key.protect_client)
+        )
 
 
-def test_every_context_has_its_own_handler_and_sockets_of_one_share_it(context):
+def test_every_context_has_one_zap_handler_for_its_sockets(context):
     others = [zmq.Context(), zmq.Context()]
-    before = set(threading.enumerate())  # some may be of earlier tests, and end meanwhile
+    before = set(threading.enumerate())  # threads of earlier tests may still be running
     servers = [make_server(each, OURS) for each in (context, context, *others)]
     assert len(set(threading.enumerate()) - before) == 3
     for server, address in servers:
-        talk(server, make_client(context, address, OURS.protect_client))
+        exchange_messages(server, make_client(context, address, OURS.protect_client))
     for other in others:
         other.destroy()
-    talk(servers[0][0], make_client(context, servers[0][1], OURS.protect_client))
+    exchange_messages(servers[0][0], make_client(context, servers[0][1], OURS.protect_client))
 
 
-async def test_a_server_of_asyncio_is_protected_as_well():
+async def test_an_asyncio_server_is_protected():
     context = zmq.asyncio.Context()
     context.linger = 0
     server = context.socket(zmq.ROUTER)
     OURS.protect_server(server)
     address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
-    stranger, friend = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-    Strangers.with_the_servers_public_key(stranger)
-    OURS.protect_client(friend)
-    for client, text in ((stranger, b"stranger"), (friend, b"friend")):
+    untrusted, trusted = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    UntrustedClients.with_the_servers_public_key(untrusted)
+    OURS.protect_client(trusted)
+    for client, text in ((untrusted, b"untrusted"), (trusted, b"trusted")):
         client.connect(address)
         await client.send(text)
     async with asyncio.timeout(DEADLINE_MS / 1000):
-        assert (await server.recv_multipart())[1] == b"friend"
+        assert (await server.recv_multipart())[1] == b"trusted"
     assert not await server.poll(0)
-    for socket in (server, stranger, friend):
-        socket.close()  # on their own loop: from another thread it is not safe
+    for socket in (server, untrusted, trusted):
+        socket.close()  # in their event loop: not thread-safe
     await asyncio.to_thread(context.term)
 
 
-def test_a_context_may_end_and_another_begin_many_times():
+def test_contexts_can_be_created_and_ended_many_times():
     before = set(threading.enumerate())
     for _ in range(50):
         context = zmq.Context()
         context.linger = 0
         server, address = make_server(context, OURS)
-        talk(server, make_client(context, address, OURS.protect_client))
+        exchange_messages(server, make_client(context, address, OURS.protect_client))
         context.destroy()
         assert context.closed
     eventually(
@@ -227,8 +231,8 @@ def test_a_context_may_end_and_another_begin_many_times():
     ]
 
 
-def test_nobody_is_let_in_when_no_handler_answers(context, monkeypatch):
-    """By itself ZeroMQ would let in all who know the server's public key."""
+def test_every_client_is_refused_when_the_zap_handler_has_ended(context, monkeypatch):
+    """Without a handler ZeroMQ accepts every client that has the server's public key."""
 
     class Gone:
         def __init__(self, context: zmq.Context[Any]) -> None: ...
@@ -239,8 +243,8 @@ def test_nobody_is_let_in_when_no_handler_answers(context, monkeypatch):
     monkeypatch.setattr(zap, "_handlers", {})
     server, address = make_server(context, OURS)
     handshakes = watch_handshakes(server)
-    make_client(context, address, Strangers.with_the_servers_public_key)
-    assert handshakes.poll(DEADLINE_MS), "the stranger was not turned away"
+    make_client(context, address, UntrustedClients.with_the_servers_public_key)
+    assert handshakes.poll(DEADLINE_MS), "the untrusted client was not refused"
     assert not server.poll(0)
     handshakes.close()
 
@@ -248,13 +252,13 @@ def test_nobody_is_let_in_when_no_handler_answers(context, monkeypatch):
 def child(queue: Any) -> None:
     context = zmq.Context.instance()
     server, address = make_server(context, OURS)
-    talk(server, make_client(context, address, OURS.protect_client))
+    exchange_messages(server, make_client(context, address, OURS.protect_client))
     queue.put("talked")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_child_process_protects_its_own_sockets(method):
-    """Forked in the worst moment: another thread is about to protect a socket."""
+    """The process forks while another thread holds the lock that protects a socket."""
     server, address = make_server(zmq.Context.instance(), OURS)
     processes = multiprocessing.get_context(method)
     queue = processes.Queue()
@@ -267,7 +271,7 @@ def test_a_child_process_protects_its_own_sockets(method):
         assert process.exitcode == 0
     finally:
         process.kill()
-    talk(server, make_client(zmq.Context.instance(), address, OURS.protect_client))
+    exchange_messages(server, make_client(zmq.Context.instance(), address, OURS.protect_client))
     server.close()
 
 
@@ -293,7 +297,7 @@ def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_pat
 # The key and what is derived from it
 
 
-def test_secrets_of_purposes_and_keys_are_unrelated_and_the_same_everywhere():
+def test_secrets_differ_by_key_and_purpose_and_are_deterministic():
     secrets = {
         (name, purpose): key.secret(purpose)
         for name, key in (("a", OURS), ("b", THEIRS))
@@ -304,7 +308,7 @@ def test_secrets_of_purposes_and_keys_are_unrelated_and_the_same_everywhere():
     assert ServiceKey(b"0" * 32).secret("kv").hex().startswith("34e2dd6d140834728ba75520")
 
 
-def test_a_file_is_read_where_a_pod_has_its_volumes_and_without_white_space(tmp_path, monkeypatch):
+def test_a_key_file_is_read_below_the_pod_root_and_stripped(tmp_path, monkeypatch):
     mounted = tmp_path / "etc/baton/service-key/key"
     mounted.parent.mkdir(parents=True)
     mounted.write_text("  the key of one service\n")
@@ -318,7 +322,7 @@ def test_a_file_is_read_where_a_pod_has_its_volumes_and_without_white_space(tmp_
 @pytest.mark.parametrize(
     "content", [None, b"", b" \n", b"fifteen bytes..", b"     12 bytes        "]
 )
-def test_a_file_without_a_key_is_refused_by_its_name(tmp_path: Path, content: bytes | None):
+def test_a_file_without_a_key_is_refused_with_its_path(tmp_path: Path, content: bytes | None):
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)
@@ -327,7 +331,7 @@ def test_a_file_without_a_key_is_refused_by_its_name(tmp_path: Path, content: by
 
 
 @pytest.mark.parametrize("file", ["/", "/nowhere/key", "a\0b"])
-def test_what_is_no_file_is_refused(file):
+def test_a_path_that_is_no_file_is_refused(file):
     with pytest.raises(ServiceKeyError, match="cannot be read"):
         ServiceKey.load(file)
 
@@ -335,7 +339,7 @@ def test_what_is_no_file_is_refused(file):
 def test_only_the_bearer_is_admitted():
     good = OURS.bearer
     assert OURS.admits(good)
-    strangers = [
+    refused = [
         None,
         "",
         "Bearer",
@@ -347,9 +351,9 @@ def test_only_the_bearer_is_admitted():
         "Bearer \ud800",
         "ü",
     ]
-    assert not any(OURS.admits(each) for each in strangers)
+    assert not any(OURS.admits(each) for each in refused)
 
 
-def test_the_key_shows_in_no_text():
+def test_the_key_is_not_in_the_repr():
     assert "key of" not in f"{OURS} {OURS!r} {[OURS]}"
     assert OURS.secret("http").hex() not in repr(OURS)

@@ -1,4 +1,4 @@
-"""Wire structs, block hashes and configuration: what both sides of a connection rely on."""
+"""Wire structs, block hashes and configuration that both sides of a connection share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_model_and_salt_separate_caches():
 
 
 @given(TOKENS, TOKENS, st.integers(0, 2**64 - 1))
-def test_requests_survive_the_wire(prompt, generated, seed):
+def test_requests_are_unchanged_by_encoding_and_decoding(prompt, generated, seed):
     request = EngineCoreRequest(
         "r", prompt, SamplingParams(seed=seed, logit_bias={3: 1.5}), generated, sample_index=2
     )
@@ -86,12 +86,12 @@ def test_message_types_are_one_byte_and_distinct():
         ({"seed": 2**64}, "seed"),
     ],
 )
-def test_bad_sampling_params_name_their_field(params, field):
+def test_invalid_sampling_params_are_refused_with_the_fields_name(params, field):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**params).validate()
 
 
-def test_configuration_survives_json_and_refuses_unknown_fields():
+def test_configuration_round_trips_through_json_and_refuses_unknown_fields():
     config = EngineConfig(model=ModelConfig(path="/m"), cache=CacheConfig(num_blocks=7))
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     with pytest.raises(msgspec.ValidationError, match="blok_size"):
@@ -100,7 +100,7 @@ def test_configuration_survives_json_and_refuses_unknown_fields():
         )
 
 
-def test_compatibility_hash_depends_on_everything_pods_must_share():
+def test_the_compatibility_hash_depends_on_everything_that_pods_share():
     files = {"config.json": b"{}", "index.json": b"1"}
     base = compatibility_hash(files, "float32", "L")
     assert base == compatibility_hash(dict(reversed(files.items())), "float32", "L")

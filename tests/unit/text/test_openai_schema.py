@@ -1,4 +1,4 @@
-"""OpenAI request structs: defaults, and the sampling parameters they become."""
+"""OpenAI request structs: defaults, and their sampling parameters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def completion(**fields: object) -> CompletionRequest:
     )
 
 
-def test_what_is_not_said_has_the_engines_default():
+def test_missing_fields_have_the_engines_defaults():
     assert chat().sampling_params(seed=0, max_tokens=5) == SamplingParams(max_tokens=5)
 
 
-def test_everything_a_client_says_reaches_the_engine():
+def test_all_sampling_fields_reach_the_engine():
     params = chat(
         temperature=0,
         top_p=0.5,
@@ -63,14 +63,14 @@ def test_everything_a_client_says_reaches_the_engine():
     )
 
 
-def test_logprobs_mean_different_things_in_the_two_endpoints():
+def test_logprobs_of_chats_and_completions():
     assert chat().requested_logprobs() is None
     assert chat(logprobs=True).requested_logprobs() == 0
     assert completion(logprobs=0).requested_logprobs() == 0
     assert completion().requested_logprobs() is None
 
 
-def test_max_completion_tokens_wins_and_completions_default_to_sixteen():
+def test_max_completion_tokens_takes_precedence_and_completions_default_to_sixteen():
     assert chat(max_tokens=5, max_completion_tokens=7).requested_max_tokens() == 7
     assert chat().requested_max_tokens() is None
     assert completion().requested_max_tokens() == 16
@@ -80,11 +80,11 @@ def test_max_completion_tokens_wins_and_completions_default_to_sixteen():
     ("prompt", "expected"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
-def test_prompts_come_in_four_shapes(prompt: object, expected: object):
+def test_prompts_of_all_four_shapes(prompt: object, expected: object):
     assert completion(prompt=prompt).prompts() == expected
 
 
-def test_text_parts_become_one_text():
+def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "user", "name": "n", "content": parts}])
     assert template_messages(request.messages) == [{"role": "user", "content": "a\nb", "name": "n"}]
@@ -98,7 +98,7 @@ def test_an_error_names_the_field_even_inside_lists():
     assert caught.value.param == "messages[1].content[0].type"
 
 
-def test_searches_and_structures_reach_the_engine():
+def test_beam_search_and_structured_outputs_reach_the_engine():
     beams = completion(n=4, use_beam_search=True, length_penalty=2, early_stopping=True)
     assert beams.sampling_params(seed=0, max_tokens=5) == SamplingParams(
         max_tokens=5, beam_width=4, length_penalty=2.0, early_stopping=True
@@ -116,7 +116,7 @@ def test_searches_and_structures_reach_the_engine():
     assert chat(response_format={"type": "text"}, structured_outputs={}).structured_output() is None
 
 
-def test_what_the_engine_refuses_is_said_in_the_requests_own_names():
+def test_refusals_of_the_engine_name_the_requests_fields():
     cases = [
         (
             chat(guided_json={}),

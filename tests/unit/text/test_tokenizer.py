@@ -1,4 +1,4 @@
-"""Tokenizer, chat template, detokenizer and stop strings: equal to transformers, whatever the pieces."""
+"""Tokenizer, chat template, detokenizer and stop strings, compared with transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{% endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+    {{- '<think></think>' }}
+    {%- endif %}
 {% endif %}
 {{ messages | tojson }}"""
 
@@ -51,7 +53,7 @@ def byte_level() -> Backend:
 
 
 def byte_fallback() -> Backend:
-    """As Llama 2: spaces are ▁, unknown characters become <0xXX> tokens."""
+    """Return a backend like Llama 2's: spaces are ▁, unknown characters become <0xXX> tokens."""
     pieces = [
         "<unk>",
         "<s>",
@@ -156,7 +158,7 @@ def test_chat_templates_render_as_in_transformers(tmp_path: Path, in_file: bool)
             assert ours.render(MESSAGES, add_generation_prompt=generation, **extra) == expected
 
 
-def test_a_template_may_refuse_and_may_not_escape():
+def test_a_template_may_raise_an_exception_but_not_leave_the_sandbox():
     refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         refusing.render(MESSAGES)
@@ -170,7 +172,7 @@ def test_a_template_may_refuse_and_may_not_escape():
     assert ChatTemplate("{% generation %}a{% endgeneration %}", {}).render([]) == "a"
 
 
-def test_missing_and_broken_folders_are_told_apart(tmp_path: Path):
+def test_missing_and_invalid_folders_raise_different_errors(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -204,10 +206,8 @@ def pieces_of(kind: str, ids: list[int], cuts: list[int], *, skip: bool = True) 
     cuts=st.lists(st.integers(0, 40), max_size=40),
     skip=st.booleans(),
 )
-def test_pieces_of_any_tokens_add_up_to_the_full_decode(
-    ids: list[int], cuts: list[int], skip: bool
-):
-    """Random tokens of a byte-level vocabulary are mostly broken UTF-8."""
+def test_pieces_of_any_tokens_add_up_to_the_whole_text(ids: list[int], cuts: list[int], skip: bool):
+    """Random tokens of a byte-level vocabulary are mostly invalid UTF-8."""
     whole = tokenizer("byte_level").decode(ids, skip_special_tokens=skip)
     assert "".join(pieces_of("byte_level", ids, cuts, skip=skip)) == whole
     assert "".join(pieces_of("byte_level", ids, list(range(len(ids))), skip=skip)) == whole
@@ -218,7 +218,7 @@ def test_pieces_of_any_tokens_add_up_to_the_full_decode(
     ids=st.lists(st.integers(0, 274), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=30)
 )
 @example(ids=[3, 270, 131], cuts=[2])  # an id without a token inside a run of bytes
-def test_pieces_of_byte_fallback_tokens_add_up_too(ids: list[int], cuts: list[int]):
+def test_pieces_of_byte_fallback_tokens_add_up_to_the_whole_text(ids: list[int], cuts: list[int]):
     whole = tokenizer("byte_fallback").decode(ids)
     assert "".join(pieces_of("byte_fallback", ids, cuts)) == whole
 
@@ -233,7 +233,7 @@ def test_no_piece_ends_inside_a_character(text: str, kind: str):
     assert sum(piece.count("\ufffd") for piece in pieces) == whole.count("\ufffd")
 
 
-def test_endless_broken_bytes_stay_cheap():
+def test_the_window_stays_small_for_invalid_bytes():
     kind = tokenizer("byte_level")
     broken = next(i for i in range(kind.vocab_size) if kind.token_bytes(i) == b"\x80")
     detokenizer = IncrementalDetokenizer(kind)
@@ -243,7 +243,10 @@ def test_endless_broken_bytes_stay_cheap():
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The stop string that ends first, the longest of those that end together."""
+    """Return the text up to the stop string that ends first, and this stop string.
+
+    Of stop strings that end together the longest counts.
+    """
     for end in range(1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
@@ -268,12 +271,12 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(
     expected, stop = reference(text, stops, include)
     for start, end in itertools.pairwise(bounds):
         sent += scanner.push(text[start:end])
-        assert expected.startswith(sent), "nothing is sent that the stop string takes back"
+        assert expected.startswith(sent), "a part of the stop string was sent"
     sent += scanner.flush()
     assert (sent, scanner.matched) == (expected, stop)
 
 
-def test_only_what_may_become_a_stop_string_is_held_back():
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
     scanner = StopScanner(["</end>"])
     assert scanner.push("text </e") == "text "
     assert scanner.push("x") == "</ex"
@@ -286,7 +289,7 @@ def test_only_what_may_become_a_stop_string_is_held_back():
     text=st.text(max_size=200) | st.text(alphabet="hello wrd▁", max_size=200),
     kind=st.sampled_from(["byte_level", "byte_fallback"]),
 )
-def test_the_fewest_tokens_of_a_text_are_never_more_than_it_has(text: str, kind: str):
+def test_fewest_tokens_is_a_lower_bound_of_the_number_of_tokens(text: str, kind: str):
     assert tokenizer(kind).fewest_tokens(text) <= len(
         tokenizer(kind).encode(text, add_special_tokens=False)
     )

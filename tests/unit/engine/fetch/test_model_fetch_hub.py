@@ -1,4 +1,4 @@
-"""hf:// against a hub on loopback: what lies in the folder, what is said when it cannot, and what a death in the middle costs."""
+"""Fetching hf:// models from a hub on loopback: files, errors, retries and restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ URI = "hf://org/model"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 HELD_BYTES = 12 * 2**20
 WRITTEN_BYTES = 10 * 2**20
-"""Whole pieces of huggingface_hub in HELD_BYTES."""
+"""The part of HELD_BYTES that huggingface_hub writes, in whole chunks."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def large_hub(hub: FakeHub) -> FakeHub:
-    """Its weights come in several pieces."""
+    """Return the hub with weights of several chunks."""
     hub.files |= {FIRST: fetcher.LARGE_WEIGHTS, SECOND: fetcher.LARGE_WEIGHTS[::-1]}
     return hub
 
@@ -57,7 +57,7 @@ def assert_complete(hub: FakeHub, target: Path) -> None:
     assert fetcher.left_behind(target) == set()
 
 
-def test_weights_json_and_tokenizer_are_taken_and_code_and_pickles_are_not(
+def test_weights_json_and_tokenizer_are_fetched_but_no_code_and_no_pickles(
     hub: FakeHub, target: Path
 ) -> None:
     log = target.parent / "termination-log"
@@ -69,7 +69,7 @@ def test_weights_json_and_tokenizer_are_taken_and_code_and_pickles_are_not(
     assert log_content == {"revision": hub.commit}
 
 
-def test_a_gateway_takes_no_weights(hub: FakeHub, target: Path) -> None:
+def test_a_gateway_fetches_no_weights(hub: FakeHub, target: Path) -> None:
     code, stderr = fetch(hub, target, "--only", "tokenizer")
     assert code == 0, stderr
     assert {path.name for path in target.iterdir()} == {
@@ -80,7 +80,7 @@ def test_a_gateway_takes_no_weights(hub: FakeHub, target: Path) -> None:
     }
 
 
-def test_a_complete_folder_asks_nobody(hub: FakeHub, target: Path) -> None:
+def test_a_complete_folder_is_used_without_a_download(hub: FakeHub, target: Path) -> None:
     assert fetch(hub, target)[0] == 0
     hub.private = True
     code, stderr = fetch(hub, target)
@@ -88,14 +88,14 @@ def test_a_complete_folder_asks_nobody(hub: FakeHub, target: Path) -> None:
     assert hub.downloads.total() == len(fetcher.TAKEN)
 
 
-def test_a_folder_that_lost_a_file_is_fetched_anew(hub: FakeHub, target: Path) -> None:
+def test_a_folder_with_a_damaged_file_is_fetched_again(hub: FakeHub, target: Path) -> None:
     assert fetch(hub, target)[0] == 0
     (target / FIRST).write_bytes(b"short")
     assert fetch(hub, target)[0] == 0
     assert_complete(hub, target)
 
 
-def test_the_branch_may_be_named_and_the_commit_is_what_is_kept(hub: FakeHub, target: Path) -> None:
+def test_a_branch_is_resolved_to_its_commit(hub: FakeHub, target: Path) -> None:
     hub.branch = "v1.0"
     code, stderr = fetch(hub, target, uri=f"{URI}@v1.0")
     assert code == 0, stderr
@@ -111,13 +111,15 @@ def test_the_branch_may_be_named_and_the_commit_is_what_is_kept(hub: FakeHub, ta
         ("ftp://host/model", "ModelUriInvalid"),
     ],
 )
-def test_what_is_not_there_ends_at_once(hub: FakeHub, target: Path, uri: str, reason: str) -> None:
+def test_a_missing_model_or_an_invalid_uri_is_a_fatal_error(
+    hub: FakeHub, target: Path, uri: str, reason: str
+) -> None:
     code, stderr = fetch(hub, target, uri=uri)
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, f"FATAL {reason}"), stderr
     assert not target.exists()
 
 
-def test_a_private_model_needs_its_token(hub: FakeHub, target: Path) -> None:
+def test_a_private_model_requires_its_token(hub: FakeHub, target: Path) -> None:
     hub.private = True
     for env in ({}, {"HF_TOKEN": "hf_wrong"}):
         code, stderr = fetch(hub, target, **env)
@@ -129,7 +131,7 @@ def test_a_private_model_needs_its_token(hub: FakeHub, target: Path) -> None:
     assert_complete(hub, target)
 
 
-def test_busy_hub_and_broken_connections_are_tried_again_and_resumed(
+def test_downloads_are_retried_and_resumed_after_503_and_broken_connections(
     large_hub: FakeHub, target: Path
 ) -> None:
     hub = large_hub
@@ -149,7 +151,7 @@ def test_damaged_bytes_are_fetched_again(hub: FakeHub, target: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [FIRST, "tokenizer.json"])
-def test_bytes_that_are_always_damaged_are_never_kept(
+def test_a_file_that_is_always_damaged_is_a_fatal_error(
     hub: FakeHub, target: Path, name: str
 ) -> None:
     hub.damage = {name: 1000}
@@ -159,7 +161,7 @@ def test_bytes_that_are_always_damaged_are_never_kept(
 
 
 @pytest.mark.parametrize("difference", [-1, 1])
-def test_a_size_that_is_not_what_the_hub_said_is_refused(
+def test_a_file_of_another_size_than_listed_is_refused(
     hub: FakeHub, target: Path, difference: int
 ) -> None:
     hub.claimed_sizes = {FIRST: len(fetcher.WEIGHTS) + difference}
@@ -171,7 +173,7 @@ def test_a_size_that_is_not_what_the_hub_said_is_refused(
     assert not target.exists()
 
 
-def test_a_hub_that_is_gone_is_given_up_on(hub: FakeHub, target: Path) -> None:
+def test_an_unreachable_hub_is_a_fatal_error_after_the_deadline(hub: FakeHub, target: Path) -> None:
     code, stderr = fetcher.run(
         URI, target, "--give-up-after", "2", HF_ENDPOINT="http://127.0.0.1:9"
     )
@@ -184,7 +186,7 @@ def test_a_hub_that_is_gone_is_given_up_on(hub: FakeHub, target: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../evil.json", "/etc/evil.json", "a/../../evil.json", "..\\evil.json", "a//b.json"]
 )
-def test_a_name_that_leaves_the_folder_is_refused(hub: FakeHub, target: Path, name: str) -> None:
+def test_a_file_name_outside_the_folder_is_refused(hub: FakeHub, target: Path, name: str) -> None:
     hub.files[name] = b"{}"
     code, stderr = fetch(hub, target)
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL ModelInvalid"), stderr
@@ -192,7 +194,7 @@ def test_a_name_that_leaves_the_folder_is_refused(hub: FakeHub, target: Path, na
 
 
 @pytest.mark.parametrize("missing", [{"config.json"}, {FIRST, SECOND}])
-def test_a_repository_that_cannot_be_served_is_not_fetched(
+def test_a_repository_without_config_or_weights_is_not_fetched(
     hub: FakeHub, target: Path, missing: set[str]
 ) -> None:
     hub.files = {name: content for name, content in hub.files.items() if name not in missing}
@@ -201,7 +203,7 @@ def test_a_repository_that_cannot_be_served_is_not_fetched(
     assert hub.downloads.total() == 0
 
 
-def test_a_folder_of_someone_else_is_left_alone(hub: FakeHub, target: Path) -> None:
+def test_a_folder_with_other_files_is_not_changed(hub: FakeHub, target: Path) -> None:
     target.mkdir()
     (target / "thesis.txt").write_text("the only copy")
     code, stderr = fetch(hub, target)
@@ -211,7 +213,7 @@ def test_a_folder_of_someone_else_is_left_alone(hub: FakeHub, target: Path) -> N
     assert (target / "thesis.txt").read_text() == "the only copy"
 
 
-def test_a_link_in_place_of_a_file_is_not_followed(
+def test_a_symlink_at_the_target_is_not_followed(
     hub: FakeHub, target: Path, tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"
@@ -224,7 +226,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(
     assert victim.read_bytes() == b"precious"
 
 
-def test_a_model_larger_than_the_limit_is_not_begun(hub: FakeHub, target: Path) -> None:
+def test_a_model_larger_than_the_limit_is_not_fetched(hub: FakeHub, target: Path) -> None:
     code, stderr = fetch(hub, target, "--max-bytes", str(len(fetcher.WEIGHTS)))
     assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL NoSpace"), stderr
     assert hub.downloads.total() == 0
@@ -233,12 +235,12 @@ def test_a_model_larger_than_the_limit_is_not_begun(hub: FakeHub, target: Path) 
 def partial_bytes(target: Path) -> int:
     num_bytes = 0
     for path in target.parent.glob(f"{target.name}.partial-*/*{INCOMPLETE}"):
-        with suppress(FileNotFoundError):  # a file that is complete is renamed at once
+        with suppress(FileNotFoundError):  # a complete file is renamed immediately
             num_bytes += path.stat().st_size
     return num_bytes
 
 
-def test_a_fetcher_that_was_killed_is_continued_by_the_next(
+def test_the_next_fetcher_resumes_the_download_of_a_killed_one(
     large_hub: FakeHub, target: Path
 ) -> None:
     hub = large_hub
@@ -258,11 +260,11 @@ def test_a_fetcher_that_was_killed_is_continued_by_the_next(
     assert code == 0, stderr
     assert_complete(hub, target)
     again = hub.downloads - before
-    assert set(again) <= {FIRST, SECOND}, "small files were there already"
+    assert set(again) <= {FIRST, SECOND}, "complete files were fetched again"
     assert {start for _, start in hub.ranges[-2:]} == {WRITTEN_BYTES}, hub.ranges
 
 
-def test_two_fetchers_of_one_cache_fetch_once(large_hub: FakeHub, target: Path) -> None:
+def test_concurrent_fetchers_of_one_cache_download_once(large_hub: FakeHub, target: Path) -> None:
     hub = large_hub
     hub.hold_after = HELD_BYTES
     first = begin(hub, target)
@@ -276,9 +278,7 @@ def test_two_fetchers_of_one_cache_fetch_once(large_hub: FakeHub, target: Path) 
     assert dict(hub.downloads) == dict.fromkeys(fetcher.TAKEN, 1)
 
 
-def test_one_who_waits_takes_over_when_the_other_is_killed(
-    large_hub: FakeHub, target: Path
-) -> None:
+def test_a_waiting_fetcher_takes_over_from_a_killed_one(large_hub: FakeHub, target: Path) -> None:
     hub = large_hub
     hub.hold_after = HELD_BYTES
     first = begin(hub, target)
@@ -292,7 +292,7 @@ def test_one_who_waits_takes_over_when_the_other_is_killed(
     assert_complete(hub, target)
 
 
-def test_progress_is_told_over_http(large_hub: FakeHub, target: Path, free_port: int) -> None:
+def test_progress_is_reported_over_http(large_hub: FakeHub, target: Path, free_port: int) -> None:
     hub = large_hub
     hub.hold_after = HELD_BYTES
     process = fetcher.start(
@@ -300,7 +300,7 @@ def test_progress_is_told_over_http(large_hub: FakeHub, target: Path, free_port:
     )
     total = sum(len(content) for name, content in hub.files.items() if name in fetcher.TAKEN)
 
-    def half_way() -> bool:
+    def is_half_fetched() -> bool:
         try:
             with urllib.request.urlopen(
                 f"http://127.0.0.1:{free_port}/health", timeout=5
@@ -313,7 +313,7 @@ def test_progress_is_told_over_http(large_hub: FakeHub, target: Path, free_port:
         assert progress.get("total_bytes") == total, health
         return 2 * WRITTEN_BYTES <= progress["done_bytes"] < total
 
-    eventually(half_way, timeout_s=60, what="progress of both weight files")
+    eventually(is_half_fetched, timeout_s=60, what="progress of both weight files")
     hub.release.set()
     code, stderr = fetcher.finish(process)
     assert code == 0, stderr

@@ -1,4 +1,4 @@
-"""The fetcher's parts: the lock, partial folders, and a disk that is full."""
+"""Parts of the fetcher: file selection, the lock, partial folders, and a full disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ URI = "hf://org/model"
 
 
 @given(st.lists(st.text(max_size=20)))
-def test_whatever_a_source_names_what_is_taken_stays_in_the_folder(names: list[str]) -> None:
+def test_selected_files_stay_in_the_folder_for_any_names(names: list[str]) -> None:
     try:
         taken = select([*names, "config.json", "x.safetensors"], "all")
     except FetchError:
@@ -38,7 +38,7 @@ def test_whatever_a_source_names_what_is_taken_stays_in_the_folder(names: list[s
         assert name.endswith((".json", ".safetensors", ".jinja", ".txt", ".model"))
 
 
-def test_one_of_two_holds_the_lock_and_the_other_gets_it_when_it_is_released(
+def test_a_lock_has_one_holder_until_it_is_released(
     tmp_path: Path,
 ) -> None:
     first, second = FetchLock(tmp_path / "lock"), FetchLock(tmp_path / "lock")
@@ -53,27 +53,27 @@ def write_beat(path: Path, machine: str, count: int = 7) -> None:
     path.write_bytes(msgspec.json.encode({"holder": "x", "machine": machine, "count": count}))
 
 
-def test_a_holder_of_this_machine_that_died_is_replaced_at_once(tmp_path: Path) -> None:
+def test_the_lock_of_a_dead_process_on_this_machine_is_taken_at_once(tmp_path: Path) -> None:
     write_beat(tmp_path / "lock", boot_id())
     lock = FetchLock(tmp_path / "lock", dead_after_s=3600)
     assert lock.try_acquire()
     lock.release()
 
 
-def test_a_holder_of_another_machine_lives_as_long_as_it_beats(tmp_path: Path) -> None:
-    """As on a file system whose flock does not reach the other machine."""
+def test_the_lock_of_another_machine_is_held_while_its_heartbeat_changes(tmp_path: Path) -> None:
+    """Some shared file systems do not share flock between machines."""
     path = tmp_path / "lock"
     write_beat(path, "another machine")
     patient, quick = FetchLock(path, dead_after_s=3600), FetchLock(path, dead_after_s=0.2)
     assert not patient.try_acquire()
     for count in range(3):
         write_beat(path, "another machine", count)
-        assert not quick.try_acquire(), "it has just beaten"
-    eventually(quick.try_acquire, timeout_s=30, what="the lock of a holder that is silent")
+        assert not quick.try_acquire(), "the heartbeat has just changed"
+    eventually(quick.try_acquire, timeout_s=30, what="the lock of a holder without heartbeats")
     quick.release()
 
 
-def test_a_frozen_holder_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+def test_the_lock_of_a_frozen_holder_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     frozen = FetchLock(path, beat_s=3600)
     assert frozen.try_acquire()
@@ -81,7 +81,7 @@ def test_a_frozen_holder_does_not_keep_the_others_waiting(tmp_path: Path) -> Non
     eventually(other.try_acquire, timeout_s=30, what="the lock of a frozen holder")
     frozen.release()
     third = FetchLock(path, dead_after_s=3600)
-    assert not third.try_acquire(), "the frozen one's end does not free what is another's now"
+    assert not third.try_acquire(), "the frozen holder released the lock of another process"
     other.release()
 
 
@@ -89,8 +89,8 @@ FILE = RemoteFile("config.json", 2, "")
 WEIGHTS = RemoteFile("x.safetensors", 4, "")
 
 
-def begun(target: Path, revision: str = "r1") -> Partial:
-    """With one file proved and half of another."""
+def partial_fetch(target: Path, revision: str = "r1") -> Partial:
+    """Return a partial folder with one verified file and half of another."""
     partial = Partial(target, URI, revision)
     partial.incomplete(FILE).write_bytes(b"{}")
     partial.accept(FILE)
@@ -103,9 +103,9 @@ def partials(target: Path) -> set[Path]:
     return set(target.parent.glob(f"{target.name}.partial-*"))
 
 
-def test_what_a_dead_fetcher_left_is_taken_over(tmp_path: Path) -> None:
+def test_files_of_a_dead_fetcher_are_reused(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    begun(target).close()  # as the kernel does when the process dies
+    partial_fetch(target).close()  # as the kernel does when the process dies
     mine = Partial(target, URI, "r1")
     mine.reuse_leftovers()
     assert mine.has(FILE)
@@ -114,7 +114,7 @@ def test_what_a_dead_fetcher_left_is_taken_over(tmp_path: Path) -> None:
     mine.close()
 
 
-def test_what_a_fetcher_died_removing_is_removed(tmp_path: Path) -> None:
+def test_folders_that_a_dead_fetcher_was_removing_are_removed(tmp_path: Path) -> None:
     target = tmp_path / "model"
     half_removed = target.with_name(f"{target.name}.discarded-0123456789ab")
     half_removed.mkdir()
@@ -128,9 +128,9 @@ def test_what_a_fetcher_died_removing_is_removed(tmp_path: Path) -> None:
     mine.close()
 
 
-def test_what_a_living_fetcher_has_is_its_own(tmp_path: Path) -> None:
+def test_files_of_a_running_fetcher_are_not_reused(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    living, mine = begun(target), Partial(target, URI, "r1")
+    living, mine = partial_fetch(target), Partial(target, URI, "r1")
     mine.reuse_leftovers()
     assert not mine.has(FILE)
     assert living.has(FILE)
@@ -138,10 +138,10 @@ def test_what_a_living_fetcher_has_is_its_own(tmp_path: Path) -> None:
     mine.close()
 
 
-def test_of_a_fetcher_on_another_machine_only_what_was_proved_is_taken(tmp_path: Path) -> None:
-    """It may live, and write on in what is incomplete."""
+def test_only_verified_files_of_a_fetcher_on_another_machine_are_reused(tmp_path: Path) -> None:
+    """It may still be running and writing to the incomplete files."""
     target = tmp_path / "model"
-    other = begun(target)
+    other = partial_fetch(target)
     other._state.machine = "another"
     other.save()
     other.close()
@@ -152,20 +152,20 @@ def test_of_a_fetcher_on_another_machine_only_what_was_proved_is_taken(tmp_path:
     mine.close()
 
 
-def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:
+def test_files_of_another_revision_are_not_reused(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    begun(target, "r0").close()
+    partial_fetch(target, "r0").close()
     mine = Partial(target, URI, "r1")
     mine.reuse_leftovers()
     assert not mine.has(FILE)
     assert not list(mine.path.glob(f"*{INCOMPLETE}"))
-    assert partials(target) == {mine.path}, "it is of no use to anyone"
+    assert partials(target) == {mine.path}, "the partial folder of another revision was kept"
     mine.close()
 
 
-def test_of_two_that_finish_the_first_wins_and_both_are_content(tmp_path: Path) -> None:
+def test_two_fetchers_that_finish_together_both_succeed(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    first, second = begun(target), begun(target)
+    first, second = partial_fetch(target), partial_fetch(target)
     assert first.commit("all", [FILE]) == second.commit("all", [FILE])
     assert partials(target) == set()
     assert (target / "config.json").read_bytes() == b"{}"
@@ -180,13 +180,13 @@ def test_of_two_that_finish_the_first_wins_and_both_are_content(tmp_path: Path) 
         (2**20, 2**20, "100 % of 1.0 MiB"),
     ],
 )
-def test_progress_in_words(done: int, total: int, text: str) -> None:
+def test_progress_as_text(done: int, total: int, text: str) -> None:
     assert str(LoadProgress(done, total)) == text
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Mount a file system of 1 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     folder = tmp_path / "disk"
@@ -203,7 +203,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(small_disk: Path) -> None:
+def test_a_disk_that_is_too_small_fails_before_the_download(small_disk: Path) -> None:
     with fake_hub({**fetcher.MODEL_FILES, "big.safetensors": bytes(2**20)}) as hub:
         code, stderr = fetcher.run(
             URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf")
@@ -212,15 +212,17 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(small_disk:
     assert hub.downloads.total() == 0
 
 
-def test_a_disk_that_fills_meanwhile_ends_the_fetch(small_disk: Path) -> None:
+def test_a_disk_that_fills_up_during_the_download_ends_the_fetch(small_disk: Path) -> None:
     with fake_hub(dict(fetcher.MODEL_FILES)) as hub:
         hub.hold_after = 1000
         process = fetcher.start(
             URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf")
         )
-        assert hub.held.wait(60), "it never asked for weights"
+        assert hub.held.wait(60), "the fetcher requested no weights"
         free = os.statvfs(small_disk)
-        with contextlib.suppress(OSError):  # the fetcher writes, too: it is full all the same
+        with contextlib.suppress(
+            OSError
+        ):  # the fetcher also writes, so the disk may be full earlier
             (small_disk / "of-another").write_bytes(bytes(free.f_bavail * free.f_frsize))
         hub.release.set()
         code, stderr = fetcher.finish(process)

@@ -1,4 +1,4 @@
-"""What the fetcher says of itself while it works, and while it does not get on."""
+"""The progress and errors that the fetcher reports over HTTP."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from support.waiting import eventually
 URI = "hf://org/model"
 
 
-def test_an_error_is_told_until_more_of_the_model_is_there() -> None:
+def test_an_error_is_reported_until_more_bytes_are_fetched() -> None:
     done = 4
     progress = Progress()
     progress.set_step("fetching", lambda: LoadProgress(done, 10))
     assert progress.health().error == ""
     progress.fail("x.safetensors:\n  connection reset")
     assert progress.health().error == "x.safetensors: connection reset"
-    assert progress.health().error, "to ask does not change it"
+    assert progress.health().error, "reading the error cleared it"
     done = 5
     assert progress.health().error == ""
 
 
-def test_an_error_is_told_through_attempts_at_the_same_and_not_of_what_comes_next() -> None:
+def test_an_error_is_reported_until_the_next_step() -> None:
     progress = Progress()
     progress.set_step("listing the files")
     progress.fail("connection refused")
@@ -39,14 +39,14 @@ def test_an_error_is_told_through_attempts_at_the_same_and_not_of_what_comes_nex
     assert progress.health().error == ""
 
 
-def test_a_long_error_is_cut() -> None:
+def test_a_long_error_is_truncated() -> None:
     progress = Progress()
     progress.fail("x" * 2**20)
     assert len(progress.health().error) == MAX_ERROR_CHARS
 
 
 def health(port: int) -> dict[str, Any]:
-    """Empty while nothing answers."""
+    """Return GET /health, or an empty dictionary if the request fails."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
             return dict(json.load(response))
@@ -54,10 +54,10 @@ def health(port: int) -> dict[str, Any]:
         return {}
 
 
-def test_a_hub_that_refuses_connections_is_told_over_http(tmp_path: Path) -> None:
-    port, nobody = free_ports(2)
+def test_a_hub_that_refuses_connections_is_reported_over_http(tmp_path: Path) -> None:
+    port, unused = free_ports(2)
     flags = ("--http-port", str(port))
-    hub = f"http://127.0.0.1:{nobody}"
+    hub = f"http://127.0.0.1:{unused}"
     process = fetcher.start(URI, tmp_path / "model", *flags, HF_ENDPOINT=hub, POD_IP="127.0.0.1")
     try:
         eventually(
@@ -72,7 +72,7 @@ def test_a_hub_that_refuses_connections_is_told_over_http(tmp_path: Path) -> Non
         fetcher.finish(process)
 
 
-def test_a_file_that_does_not_come_is_told_over_http(tmp_path: Path) -> None:
+def test_a_file_that_is_too_short_is_reported_over_http(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with fake_hub(dict(fetcher.MODEL_FILES)) as hub:
         name = "model-00001-of-00002.safetensors"
@@ -85,8 +85,8 @@ def test_a_file_that_does_not_come_is_told_over_http(tmp_path: Path) -> None:
             eventually(
                 lambda: health(port).get("error"), timeout_s=60, what="the file that is too short"
             )
-            told = health(port)
-            assert told["progress"]["done_bytes"] < told["progress"]["total_bytes"]
+            report = health(port)
+            assert report["progress"]["done_bytes"] < report["progress"]["total_bytes"]
         finally:
             process.kill()
             fetcher.finish(process)

@@ -1,4 +1,4 @@
-"""s3:// against a store on loopback: the same promises as for a hub, but that an object is known by its ETag alone."""
+"""Fetching s3:// models from an object store on loopback: files, errors, retries and restarts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_complete(store: FakeStore, target: Path) -> None:
     assert fetcher.left_behind(target) == set()
 
 
-def test_what_lies_right_below_the_prefix_is_fetched_and_its_revision_follows_the_content(
+def test_objects_directly_below_the_prefix_are_fetched_and_define_the_revision(
     store: FakeStore, tmp_path: Path
 ) -> None:
     for name in ("one", "two"):
@@ -56,7 +56,7 @@ def test_what_lies_right_below_the_prefix_is_fetched_and_its_revision_follows_th
     assert revision(tmp_path / "one" / "model") != revision(tmp_path / "two" / "model")
 
 
-def test_busy_stores_and_broken_connections_are_tried_again_and_resumed(
+def test_downloads_are_retried_and_resumed_after_503_and_broken_connections(
     store: FakeStore, tmp_path: Path
 ) -> None:
     store.unavailable, store.truncate = 2, 3
@@ -66,7 +66,7 @@ def test_busy_stores_and_broken_connections_are_tried_again_and_resumed(
     assert max(first for key, first in store.offsets if key == LARGE) > 0, store.offsets
 
 
-def test_an_object_that_is_replaced_meanwhile_is_not_mixed_with_its_successor(
+def test_an_object_replaced_during_the_download_is_a_fatal_error(
     store: FakeStore, tmp_path: Path
 ) -> None:
     store.replace_on_read = LARGE
@@ -83,10 +83,10 @@ def test_an_object_that_is_replaced_meanwhile_is_not_mixed_with_its_successor(
     [
         ("s3://models/team/none", ACCESS_KEY, "ModelMissing"),
         ("s3://no-such-bucket/x", ACCESS_KEY, "ModelMissing"),
-        (URI, "AKIDSTRANGER", "ModelAccessDenied"),
+        (URI, "AKIDUNKNOWN", "ModelAccessDenied"),
     ],
 )
-def test_what_cannot_be_had_ends_at_once(
+def test_a_missing_model_or_wrong_credentials_are_a_fatal_error(
     store: FakeStore, tmp_path: Path, uri: str, key: str, reason: str
 ) -> None:
     code, stderr = fetch(store, tmp_path / "model", uri, key)
@@ -106,7 +106,7 @@ def test_what_cannot_be_had_ends_at_once(
         "ftp://x",
     ],
 )
-def test_an_endpoint_that_is_none_is_named(tmp_path: Path, endpoint: str) -> None:
+def test_an_invalid_endpoint_is_refused_with_its_value(tmp_path: Path, endpoint: str) -> None:
     env = {
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -128,7 +128,7 @@ def test_an_endpoint_that_is_none_is_named(tmp_path: Path, endpoint: str) -> Non
         ("gs://models/team", {"GOOGLE_SERVICE_ACCOUNT_KEY": "{}"}),
     ],
 )
-def test_settings_that_the_library_cannot_take_end_at_once(
+def test_settings_that_the_library_refuses_are_a_fatal_error(
     tmp_path: Path, uri: str, env: dict[str, str]
 ) -> None:
     code, stderr = fetcher.run(uri, tmp_path / "model", "--give-up-after", "60", **env)

@@ -1,4 +1,4 @@
-"""What the collector deletes: old events, and objects whose owners are gone."""
+"""The garbage collector deletes old events and objects whose owners are gone."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def test_events_expire_while_the_cluster_is_busy(monkeypatch):
         collector = asyncio.create_task(cluster.collector.run())
         deadline = asyncio.get_running_loop().time() + 60
         while cluster.store.list("events"):
-            assert asyncio.get_running_loop().time() < deadline, "the event is still there"
+            assert asyncio.get_running_loop().time() < deadline, "the event was not deleted"
             cluster.registry.create(maps, "default", {"metadata": {"name": "m"}}, options)
             cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
             await asyncio.sleep(0.01)
@@ -33,8 +33,8 @@ def test_events_expire_while_the_cluster_is_busy(monkeypatch):
     asyncio.run(run())
 
 
-def test_collecting_works_on_objects_as_they_are_by_now():
-    """An object with a missing owner is deleted before the collector looks at it: it must not come back."""
+def test_the_collector_does_not_restore_a_deleted_object():
+    """An object with a missing owner is deleted before the collector processes it."""
     cluster = ClusterState("token", "127.96.0.0/24")
     options = WriteOptions("test")
     maps = cluster.catalog.find("", "v1", "configmaps")

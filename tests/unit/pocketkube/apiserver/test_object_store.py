@@ -7,7 +7,7 @@ from pocketkube.apiserver.serving.selectors import label_selector, required_labe
 from pocketkube.apiserver.store import Store
 
 
-def test_a_list_by_labels_follows_what_was_written():
+def test_a_list_by_labels_reflects_creations_updates_and_deletions():
     cluster = ClusterState("token", "127.96.0.0/24")
     options = WriteOptions("test")
     maps = cluster.catalog.find("", "v1", "configmaps")
@@ -32,7 +32,7 @@ def test_a_list_by_labels_follows_what_was_written():
     assert (names("a=1"), names("b=2")) == (["b"], ["b", "c"])
 
 
-async def test_a_watch_nobody_reads_does_not_hoard_events():
+async def test_a_watch_that_is_not_read_is_ended():
     store = Store(window=10)
     store.open("configmaps")
     queue = store.subscribe("configmaps", None)
@@ -40,4 +40,4 @@ async def test_a_watch_nobody_reads_does_not_hoard_events():
         metadata = {"name": "m", "namespace": "default", "uid": "1"}
         store.put("configmaps", {"metadata": metadata, "n": number})
     assert queue.qsize() == 1
-    assert queue.get_nowait() is None, "the watch ends, and its client lists again"
+    assert queue.get_nowait() is None, "the watch did not end"

@@ -1,4 +1,4 @@
-"""Server-side apply as a state machine: whatever managers do, ownership and content stay consistent."""
+"""Server-side apply by several managers: ownership and content stay consistent."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ def _owners(obj):
 
 @given(STEPS)
 @settings(max_examples=60, deadline=None)
-def test_what_was_applied_last_without_conflict_is_there(steps):
+def test_applied_fields_are_stored_and_owned_by_their_managers(steps):
     cluster = ClusterState("token", "127.96.0.0/24")
     maps = cluster.catalog.find("", "v1", "configmaps")
     for manager, how, data in steps:
@@ -48,7 +48,7 @@ def test_what_was_applied_last_without_conflict_is_there(steps):
         if refused:
             assert refused == (409, "apply")
             assert cluster.store.get("configmaps", "default", "m") == before, (
-                "a refused apply leaves no trace"
+                "a refused apply changed the object"
             )
             continue
         stored = after.get("data", {})
@@ -64,7 +64,7 @@ def test_what_was_applied_last_without_conflict_is_there(steps):
                     for field in entry["fieldsV1"].get("f:data", {})
                 }
                 assert not {f"f:{key}" for key in stored} & (dropped - held), (
-                    "fields nobody wants any more are removed"
+                    "a field without owners was kept"
                 )
         for fields in _owners(after).values():
-            assert fields <= {f"f:{key}" for key in stored}, "nobody owns a field that is not there"
+            assert fields <= {f"f:{key}" for key in stored}, "a missing field has an owner"

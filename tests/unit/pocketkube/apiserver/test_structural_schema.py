@@ -1,4 +1,4 @@
-"""Schema handling of the embedded control plane beyond what the conformance cases (tests/e2e) reach."""
+"""Schemas of the embedded control plane, beyond the conformance tests (tests/e2e)."""
 
 import pytest
 
@@ -15,14 +15,14 @@ def _errors(schema: StructuralSchema, spec: dict, old: dict | None = None) -> di
     return {error.field: error.message for error in found}
 
 
-def test_int_or_string_takes_both_and_nothing_else():
+def test_int_or_string_accepts_integers_and_strings_only():
     schema = _schema({"properties": {"timeout": {"x-kubernetes-int-or-string": True}}})
     assert not _errors(schema, {"timeout": 5})
     assert not _errors(schema, {"timeout": "5s"})
     assert "spec.timeout" in _errors(schema, {"timeout": True})
 
 
-def test_defaults_reach_into_items_and_replace_nulls_of_fields_that_take_none():
+def test_defaults_are_set_in_items_and_replace_nulls_of_fields_that_are_not_nullable():
     item = {"type": "object", "properties": {"port": {"type": "integer", "default": 80}}}
     fields = {
         "ports": {"type": "array", "items": item},
@@ -36,7 +36,7 @@ def test_defaults_reach_into_items_and_replace_nulls_of_fields_that_take_none():
     assert filled == {"spec": {"ports": [{"port": 80}], "size": 1, "note": None}}
 
 
-def test_defaulting_leaves_its_argument_alone():
+def test_defaulting_does_not_change_its_argument():
     given = {"spec": {}}
     _schema({"properties": {"size": {"type": "integer", "default": 1}}}).default(given)
     assert given == {"spec": {}}
@@ -69,7 +69,7 @@ def test_a_message_expression_is_computed():
     assert _errors(schema, {"n": 7})["spec"].endswith("n is 7")
 
 
-def test_transition_rules_wait_for_an_old_value():
+def test_transition_rules_need_an_old_value():
     rule = {"rule": "self == oldSelf", "message": "immutable"}
     schema = _schema(
         {"properties": {"uri": {"type": "string", "x-kubernetes-validations": [rule]}}}
@@ -96,7 +96,7 @@ def test_an_unchanged_value_is_not_checked_again_except_by_transition_rules():
     assert "must grow" in _errors(schema, {"part": {"n": 7}}, {"part": {"n": 7}})["spec.part"]
 
 
-def test_items_of_keyed_lists_are_compared_with_their_former_selves():
+def test_items_of_keyed_lists_are_compared_with_the_old_item_of_the_same_key():
     rule = {"rule": "self.port >= oldSelf.port", "message": "ports only grow"}
     fields = {"name": {"type": "string"}, "port": {"type": "integer"}}
     items = {"type": "object", "properties": fields, "x-kubernetes-validations": [rule]}
@@ -112,6 +112,6 @@ def test_items_of_keyed_lists_are_compared_with_their_former_selves():
     assert "spec.ports[0]" in _errors(schema, {"ports": [{"name": "b", "port": 4}]}, old)
 
 
-def test_a_rule_that_does_not_compile_is_refused_with_its_place():
+def test_a_rule_that_does_not_compile_is_refused_with_its_path():
     with pytest.raises(RuleSyntaxError, match=r"openAPIV3Schema\.spec"):
         _schema({"x-kubernetes-validations": [{"rule": "self.x <"}]})

@@ -8,13 +8,13 @@ from pocketkube.containers.container_log import ContainerLog, stream_log
 
 
 async def read(path: Path, log: ContainerLog | None, **options: object) -> bytes:
-    return b"".join([chunk async for chunk in stream_log(path, log, **options)])  # type: ignore[arg-type]
+    return b"".join([chunk async for chunk in stream_log(path, log, **options)])
 
 
-async def test_a_log_gives_back_what_was_written_and_stays_small(tmp_path: Path) -> None:
+async def test_a_log_returns_what_was_written_and_stays_within_its_size(tmp_path: Path) -> None:
     log = ContainerLog(tmp_path / "0.log", max_bytes=2000)
     text = b"".join(b"line %03d\n" % n for n in range(100))
-    for start in range(0, len(text), 7):  # pieces that respect no line
+    for start in range(0, len(text), 7):  # chunks that split lines
         log.feed("stdout", text[start : start + 7])
     log.feed("stdout", b"no newline")
     log.close()

@@ -11,27 +11,15 @@ from pocketkube.containers.environment import (
     field_value,
 )
 from pocketkube.kubelet.kubelet import _lookup
-
-POD = {
-    "metadata": {
-        "name": "p",
-        "namespace": "ns",
-        "uid": "0123456789",
-        "labels": {"b": "2", "a": '1"'},
-    },
-    "spec": {"containers": [{"name": "main", "command": ["x"]}], "nodeName": "n"},
-}
+from support.pocketkube.sample_pod import ADDRESSES, POD
 
 
-ADDRESSES = {"status.podIP": "127.77.0.2", "status.hostIP": "127.77.0.1"}
-
-
-def test_expansion_knows_escapes_and_leaves_unknown_names() -> None:
+def test_expansion_resolves_escapes_and_keeps_unknown_names() -> None:
     variables = {"A": "1", "B_2": "two"}
     assert expand("$(A)-$(B_2)-$(C)-$$(A)-$A-$", variables) == "1-two-$(C)-$(A)-$A-$"
 
 
-async def test_environment_entries_build_on_each_other_and_missing_keys_are_errors() -> None:
+async def test_environment_entries_refer_to_earlier_ones_and_missing_keys_are_errors() -> None:
     objects = {("ConfigMap", "c"): {"data": {"k": "v"}}, ("Secret", "s"): {"data": {"t": "aGk="}}}
 
     async def lookup(kind: str, namespace: str, name: str) -> dict[str, object] | None:
@@ -65,7 +53,7 @@ def test_a_container_without_command_is_refused() -> None:
         command_line({"name": "main", "args": ["x"]}, {})
 
 
-def test_downward_fields() -> None:
+def test_fields_of_the_downward_api() -> None:
     assert field_value("metadata.labels['b']", POD, ADDRESSES) == "2"
     assert field_value("metadata.labels", POD, ADDRESSES) == 'a="1\\""\nb="2"'
     assert field_value("status.podIP", POD, ADDRESSES) == "127.77.0.2"
@@ -73,8 +61,8 @@ def test_downward_fields() -> None:
         field_value("spec.nothing", POD, ADDRESSES)
 
 
-async def test_an_object_that_cannot_be_read_is_an_error_of_the_configuration() -> None:
-    """The container waits with CreateContainerConfigError, whether the API server refuses or is away."""
+async def test_an_object_that_cannot_be_read_is_a_config_error() -> None:
+    """The container then waits with the reason CreateContainerConfigError."""
 
     class Failing:
         def __init__(self, error: Exception) -> None:
@@ -85,5 +73,5 @@ async def test_an_object_that_cannot_be_read_is_an_error_of_the_configuration() 
 
     for error in (KubeError(403, "Forbidden", "not allowed"), ConnectionError("refused")):
         with pytest.raises(ConfigError, match=f"configmaps ns/m: {error}"):
-            await _lookup(Failing(error))("ConfigMap", "ns", "m")  # type: ignore[arg-type]
-    assert await _lookup(Failing(KubeError(404, "NotFound", "")))("ConfigMap", "ns", "m") is None  # type: ignore[arg-type]
+            await _lookup(Failing(error))("ConfigMap", "ns", "m")
+    assert await _lookup(Failing(KubeError(404, "NotFound", "")))("ConfigMap", "ns", "m") is None

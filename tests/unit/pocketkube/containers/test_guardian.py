@@ -13,7 +13,7 @@ from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.process import Guard, Process
 
 
-async def test_the_guardian_kills_what_escaped_its_session(tmp_path: Path) -> None:
+async def test_the_guardian_kills_processes_that_left_their_session(tmp_path: Path) -> None:
     guard = Guard(tmp_path)
     await guard.start()
     log = ContainerLog(tmp_path / "0.log")
@@ -37,11 +37,11 @@ async def test_the_guardian_kills_what_escaped_its_session(tmp_path: Path) -> No
     await process.finish()
 
 
-async def test_a_killed_guardian_is_replaced_by_one_that_knows_everything(tmp_path: Path) -> None:
+async def test_a_killed_guardian_is_replaced_and_kills_all_processes(tmp_path: Path) -> None:
     guard = Guard(tmp_path)
     await guard.start()
     log = ContainerLog(tmp_path / "0.log")
-    # It clears its environment, so only its session gives it away.
+    # It has no environment, so only its session identifies it.
     process = Process.start(
         ["env", "-i", "sleep", "1000"], dict(os.environ), tmp_path, guard, "c1", log
     )
@@ -57,8 +57,8 @@ async def test_a_killed_guardian_is_replaced_by_one_that_knows_everything(tmp_pa
     await process.finish()
 
 
-def test_a_second_kubelet_is_refused_the_state_folder(tmp_path: Path) -> None:
-    async def contend() -> None:
+def test_a_second_kubelet_with_the_same_state_folder_is_refused(tmp_path: Path) -> None:
+    async def start_both() -> None:
         first = Guard(tmp_path)
         await first.start()
         try:
@@ -67,4 +67,4 @@ def test_a_second_kubelet_is_refused_the_state_folder(tmp_path: Path) -> None:
         finally:
             await first.stop()
 
-    asyncio.run(contend())
+    asyncio.run(start_both())

@@ -1,4 +1,4 @@
-"""Restart backoff, the verdicts of probes, and handlers that are refused."""
+"""The restart backoff, the results of probes, and handlers that are refused."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from pocketkube.containers.probes import ProbeVerdict, check_handlers
 
 
 @given(runs=st.lists(st.floats(0, 200), max_size=30))
-def test_backoff_stays_in_bounds_and_forgets_after_a_long_run(runs: list[float]) -> None:
+def test_the_backoff_stays_in_bounds_and_resets_after_a_long_run(runs: list[float]) -> None:
     policy = BackoffPolicy(base_s=1, cap_s=30, reset_after_s=60)
     delay = 0.0
     for ran in runs:
@@ -20,7 +20,7 @@ def test_backoff_stays_in_bounds_and_forgets_after_a_long_run(runs: list[float])
         delay = after
 
 
-def test_a_probe_verdict_needs_its_threshold_in_a_row() -> None:
+def test_a_probe_changes_after_as_many_equal_results_as_its_threshold() -> None:
     verdict = ProbeVerdict(success_threshold=2, failure_threshold=3)
     seen = [
         verdict.observe(result) for result in (True, True, False, False, True, False, False, False)

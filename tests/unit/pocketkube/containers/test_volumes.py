@@ -10,19 +10,7 @@ from pocketkube.containers.volumes import (
     PodVolumes,
     with_service_account_token,
 )
-
-POD = {
-    "metadata": {
-        "name": "p",
-        "namespace": "ns",
-        "uid": "0123456789",
-        "labels": {"b": "2", "a": '1"'},
-    },
-    "spec": {"containers": [{"name": "main", "command": ["x"]}], "nodeName": "n"},
-}
-
-
-ADDRESSES = {"status.podIP": "127.77.0.2", "status.hostIP": "127.77.0.1"}
+from support.pocketkube.sample_pod import ADDRESSES, POD
 
 
 def test_a_token_volume_is_added_only_where_it_is_missing() -> None:
@@ -36,11 +24,11 @@ def test_a_token_volume_is_added_only_where_it_is_missing() -> None:
     assert with_service_account_token(POD, None) is POD
 
 
-async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
+async def test_nested_mounts_and_sub_paths_outside_the_volume_are_refused(tmp_path: Path) -> None:
     async def lookup(kind: str, namespace: str, name: str) -> None:
         return None
 
-    volumes = PodVolumes({**POD}, tmp_path, None, b"", lookup, ADDRESSES)  # type: ignore[arg-type]
+    volumes = PodVolumes({**POD}, tmp_path, None, b"", lookup, ADDRESSES)
     nested = [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/a/b"}]
     with pytest.raises(MountError, match="lies inside mountPath /a"):
         volumes.mount({"name": "main", "volumeMounts": nested})
@@ -62,7 +50,7 @@ async def test_mounts_that_nest_or_climb_are_refused(tmp_path: Path) -> None:
         ("/gone", "/gone"),
     ],
 )
-async def test_a_host_path_is_looked_for_below_the_host_root_and_never_outside_it(
+async def test_a_host_path_that_exists_below_the_host_root_is_taken_from_there(
     tmp_path: Path, path: str, found: str
 ) -> None:
     async def lookup(kind: str, namespace: str, name: str) -> None:
@@ -75,7 +63,7 @@ async def test_a_host_path_is_looked_for_below_the_host_root_and_never_outside_i
     volumes = PodVolumes(
         pod,
         tmp_path / "pod",
-        None,  # type: ignore[arg-type]
+        None,
         b"",
         lookup,
         ADDRESSES,
@@ -85,7 +73,7 @@ async def test_a_host_path_is_looked_for_below_the_host_root_and_never_outside_i
     assert (tmp_path / "pod/volumes/v").readlink() == tmp_path / found
 
 
-async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_changes(
+async def test_a_secret_mounted_inside_a_config_map_stays_when_the_config_map_changes(
     tmp_path: Path,
 ) -> None:
     config = {"old.json": "{}"}
@@ -100,7 +88,7 @@ async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_c
         ]
     }
     pod = {**POD, "spec": {**POD["spec"], **spec}}
-    volumes = PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES)  # type: ignore[arg-type]
+    volumes = PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES)
     mounts = [{"name": "c", "mountPath": "/etc/x"}, {"name": "s", "mountPath": "/etc/x/s"}]
     await volumes.make()
     root = volumes.mount({"name": "main", "volumeMounts": mounts})
@@ -113,7 +101,7 @@ async def test_a_secret_may_be_mounted_inside_a_config_map_and_stays_when_that_c
     assert (root / "etc/x/s/key").read_text() == "secret"
 
 
-async def test_files_are_written_although_a_kubelet_was_killed_while_switching(
+async def test_files_are_written_after_a_kubelet_was_killed_during_an_update(
     tmp_path: Path,
 ) -> None:
     async def lookup(kind: str, namespace: str, name: str) -> dict[str, object]:
@@ -124,5 +112,5 @@ async def test_files_are_written_although_a_kubelet_was_killed_while_switching(
     left = tmp_path / "volumes" / "v" / "..data_new"
     left.parent.mkdir(parents=True)
     left.symlink_to("..gone")
-    await PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES).make()  # type: ignore[arg-type]
+    await PodVolumes(pod, tmp_path, None, b"", lookup, ADDRESSES).make()
     assert (left.parent / "key").read_text() == "value"

@@ -1,10 +1,9 @@
-"""The embedded control plane as a process, and its start."""
+"""The embedded control plane as a process, and errors of its start."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,7 @@ from pocketkube.children import ComponentError
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 
 
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
-    plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"), event_window=20)
-    plane.start(90)
-    yield plane
-    plane.stop()
-
-
-def test_it_runs_as_a_process_and_ends_on_sigterm(tmp_path):
+def test_the_control_plane_runs_as_a_process_and_ends_on_sigterm(tmp_path):
     command = [
         sys.executable,
         "-m",

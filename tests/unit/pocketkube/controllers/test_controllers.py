@@ -1,4 +1,4 @@
-"""Deployment and ReplicaSet plans: what a rollout may do at every step, checked over whole rollouts."""
+"""Plans of the Deployment and ReplicaSet controllers, checked over whole rollouts."""
 
 import copy
 from datetime import UTC, datetime, timedelta
@@ -41,15 +41,15 @@ def pod(
     }
 
 
-class World:
-    """A cluster in which ReplicaSets get their pods at once and pods turn ready one at a time."""
+class SimulatedCluster:
+    """A cluster that creates pods at once and makes one pod ready per step."""
 
     def __init__(self) -> None:
         self.sets: dict[str, Json] = {}
         self.unready_images: set[str] = set()
 
     def step(self, owner: Json) -> bool:
-        """Plan and apply once; False if nothing is left to do."""
+        """Plan and apply once. Return whether anything changed."""
         plan = plan_deployment(owner, list(self.sets.values()), NOW)
         before = copy.deepcopy(self.sets)
         if plan.create is not None:
@@ -99,7 +99,7 @@ def test_a_rolling_update_stays_within_its_limits_and_ends(
         "type": "RollingUpdate",
         "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable},
     }
-    world = World()
+    world = SimulatedCluster()
     world.settle(deployment(replicas, strategy=strategy))
     owner = deployment(replicas, "2", strategy=strategy)
     most, least = rolling_limits(owner)
@@ -116,18 +116,18 @@ def test_a_rolling_update_stays_within_its_limits_and_ends(
     assert sizes == {"1": 0, "2": replicas}
 
 
-def test_a_broken_template_leaves_the_old_pods_serving() -> None:
-    world = World()
+def test_old_pods_keep_serving_when_the_new_template_never_becomes_ready() -> None:
+    world = SimulatedCluster()
     world.settle(deployment(4))
     world.unready_images = {"2"}
     world.settle(deployment(4, "2"))
     assert world.available() >= 3
-    world.settle(deployment(4, "1"))  # rolled back
+    world.settle(deployment(4, "1"))  # the user rolls back
     assert world.available() == world.total() == 4
 
 
 def test_recreate_waits_until_the_old_pods_are_gone() -> None:
-    world = World()
+    world = SimulatedCluster()
     owner = deployment(2, strategy={"type": "Recreate"})
     world.settle(owner)
     owner = deployment(2, "2", strategy={"type": "Recreate"})
@@ -148,7 +148,7 @@ def test_the_template_hash_ignores_its_own_label_and_key_order() -> None:
 
 
 def test_the_status_follows_the_rollout() -> None:
-    world = World()
+    world = SimulatedCluster()
     owner = deployment(2)
     first = plan_deployment(owner, [], NOW).status
     [condition] = first["conditions"]
@@ -161,7 +161,7 @@ def test_the_status_follows_the_rollout() -> None:
     assert done["updatedReplicas"] == done["availableReplicas"] == 2
 
 
-def test_a_replica_set_fills_up_and_removes_the_least_useful_first() -> None:
+def test_a_replica_set_creates_missing_pods_and_deletes_unready_ones_first() -> None:
     replica_set = {
         "metadata": {"name": "web-1", "uid": "r", "generation": 2},
         "spec": {"replicas": 2},

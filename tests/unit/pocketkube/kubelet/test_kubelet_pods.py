@@ -1,4 +1,4 @@
-"""The kubelet against a real kube-apiserver: pods run, restart, get ready, log and end as their users expect."""
+"""The kubelet against a real kube-apiserver: life cycle, probes, volumes and logs of pods."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from support.pocketkube.kubelet_cluster import ApiServer, Json, KubeletProcess
 from support.waiting import eventually
 
 PODS = "/api/v1/namespaces/default/pods"
-# Of this process alone, so that two runs on one machine do not share addresses.
+# Random, so that test runs on the same machine use different addresses.
 POOLS = [f"127.{octet}.0.0/16" for octet in random.sample(range(100, 250), 2)]
 
 assets = find_assets()
@@ -56,7 +56,7 @@ def container(script: str, **more: Any) -> Json:
 
 
 def run_pod(kubelet: KubeletProcess, *containers: Json, **spec: Any) -> str:
-    """Create a pod on the kubelet's node; returns its name."""
+    """Create a pod on the kubelet's node. Return its name."""
     name = f"pod-{uuid.uuid4().hex[:8]}"
     body = {
         "nodeName": kubelet.node,
@@ -107,7 +107,7 @@ def processes_with(text: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_pod_runs_at_its_own_address_and_its_log_is_followed(kubelet: KubeletProcess) -> None:
+def test_a_pod_has_its_own_address_and_its_log_can_be_followed(kubelet: KubeletProcess) -> None:
     name = run_pod(
         kubelet,
         container("echo hello from $POD_IP; sleep 0.5; echo again; echo oops >&2"),
@@ -124,7 +124,10 @@ def test_a_pod_runs_at_its_own_address_and_its_log_is_followed(kubelet: KubeletP
 
 
 def test_following_a_log_ends_with_the_container(kubelet: KubeletProcess, tmp_path: Path) -> None:
-    script = f"echo line 1; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; for i in 2 3; do echo line $i; sleep 0.3; done"
+    script = (
+        f"echo line 1; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; "
+        "for i in 2 3; do echo line $i; sleep 0.3; done"
+    )
     name = run_pod(kubelet, container(script), restartPolicy="Never")
     eventually(lambda: main_status(kubelet, name).get("state", {}).get("running"), "running")
     command = ["kubectl", "--kubeconfig", str(kubelet.server.kubeconfig), "logs", name, "-f"]
@@ -146,10 +149,12 @@ def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Pa
             "/api/v1/namespaces/default/serviceaccounts", {"metadata": {"name": "default"}}
         )
     script = (
-        "cd $POCKETKUBE_POD_ROOT; cat etc/conf/a.json models/weights var/run/secrets/kubernetes.io/serviceaccount/namespace; "
-        "echo; echo token $(wc -c < var/run/secrets/kubernetes.io/serviceaccount/token); echo $PLAIN $FROM_MAP $0 $1; "
+        "cd $POCKETKUBE_POD_ROOT; account=var/run/secrets/kubernetes.io/serviceaccount; "
+        "cat etc/conf/a.json models/weights $account/namespace; echo; "
+        "echo token $(wc -c < $account/token); echo $PLAIN $FROM_MAP $0 $1; "
         "echo x > scratch/file; "
-        "while [ $(cat etc/conf/a.json) = one ]; do sleep 0.1; done; echo now $(cat etc/conf/a.json); sleep 100"
+        "while [ $(cat etc/conf/a.json) = one ]; do sleep 0.1; done; "
+        "echo now $(cat etc/conf/a.json); sleep 100"
     )
     name = run_pod(
         kubelet,
@@ -185,7 +190,7 @@ def test_volumes_appear_below_the_pod_root(kubelet: KubeletProcess, tmp_path: Pa
     eventually(lambda: "now two" in logs(kubelet, name), "the refreshed ConfigMap", 30)
 
 
-def test_a_killed_container_restarts_and_says_why(kubelet: KubeletProcess) -> None:
+def test_a_killed_container_restarts_and_reports_exit_code_and_log(kubelet: KubeletProcess) -> None:
     mark = f"31{uuid.uuid4().int % 10**8}"
     name = run_pod(
         kubelet,
@@ -194,7 +199,7 @@ def test_a_killed_container_restarts_and_says_why(kubelet: KubeletProcess) -> No
         ),
     )
     eventually(lambda: is_ready(kubelet, name), "Ready")
-    eventually(lambda: "to the log" in logs(kubelet, name), "its words in the log")
+    eventually(lambda: "to the log" in logs(kubelet, name), "its output in the log")
     since = condition(kubelet, name)["lastTransitionTime"]
     (process,) = processes_with(mark)
     process.kill()
@@ -230,7 +235,7 @@ def test_a_crashing_container_backs_off(kubelet: KubeletProcess) -> None:
     assert "back-off" in entry["state"]["waiting"]["message"]
 
 
-def test_a_missing_command_is_a_clear_waiting_reason(kubelet: KubeletProcess) -> None:
+def test_a_missing_command_is_named_in_the_waiting_reason(kubelet: KubeletProcess) -> None:
     name = run_pod(kubelet, {"name": "main", "image": "none", "command": ["no-such-command"]})
     waiting = eventually(
         lambda: main_status(kubelet, name).get("state", {}).get("waiting", {}).get("message"),
@@ -247,7 +252,7 @@ def test_a_missing_command_is_a_clear_waiting_reason(kubelet: KubeletProcess) ->
         ({"secret": {"secretName": "absent"}}, 'secret "absent" not found'),
     ],
 )
-def test_a_pod_waits_for_what_its_volumes_are_made_of(
+def test_a_pod_waits_for_config_maps_and_secrets_of_its_volumes(
     kubelet: KubeletProcess, volume: Json, message: str
 ) -> None:
     name = run_pod(kubelet, container("sleep 100"), volumes=[{"name": "v", **volume}])
@@ -264,10 +269,12 @@ def test_a_pod_waits_for_what_its_volumes_are_made_of(
     assert event["message"] == f'MountVolume.SetUp failed for volume "v" : {message}'
     assert status(kubelet, name)["phase"] == "Pending"
     assert main_status(kubelet, name)["state"]["waiting"]["reason"] == "ContainerCreating"
-    assert "podIP" not in status(kubelet, name), "it has no address before it has its volumes"
+    assert "podIP" not in status(kubelet, name), (
+        "the pod has an address before its volumes are mounted"
+    )
 
 
-def test_a_container_waits_for_what_its_environment_is_made_of(kubelet: KubeletProcess) -> None:
+def test_a_container_waits_for_secrets_of_its_environment(kubelet: KubeletProcess) -> None:
     secret = f"later-{uuid.uuid4().hex[:8]}"
     reference = {"secretKeyRef": {"name": secret, "key": "token"}}
     name = run_pod(kubelet, container("sleep 100", env=[{"name": "TOKEN", "valueFrom": reference}]))
@@ -292,7 +299,7 @@ def test_a_container_waits_for_what_its_environment_is_made_of(kubelet: KubeletP
     eventually(lambda: is_ready(kubelet, name), "the pod to run")
 
 
-def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Path) -> None:
+def test_probes_control_readiness_and_restarts(kubelet: KubeletProcess, tmp_path: Path) -> None:
     (tmp_path / "ready").touch()
     (tmp_path / "alive").touch()
     probe = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 30}
@@ -335,7 +342,7 @@ def test_probes_decide_readiness_and_life(kubelet: KubeletProcess, tmp_path: Pat
     )
 
 
-def test_init_containers_run_first_and_in_order(kubelet: KubeletProcess) -> None:
+def test_init_containers_run_first_in_order(kubelet: KubeletProcess) -> None:
     mounts = [{"name": "scratch", "mountPath": "/scratch"}]
     steps = [
         {
@@ -355,15 +362,18 @@ def test_init_containers_run_first_and_in_order(kubelet: KubeletProcess) -> None
     assert logs(kubelet, name, "-c", "main").splitlines() == ["first", "second"]
 
 
-def test_deletion_is_graceful_and_then_certain(kubelet: KubeletProcess, tmp_path: Path) -> None:
+def test_a_deleted_pod_gets_sigterm_and_then_sigkill(
+    kubelet: KubeletProcess, tmp_path: Path
+) -> None:
     mark = f"32{uuid.uuid4().int % 10**8}"
     polite = run_pod(
         kubelet,
         container(
-            f"trap 'echo term >> {tmp_path}/said; exit 0' TERM; echo up > {tmp_path}/up; while true; do sleep 0.1; done",
+            f"trap 'echo term >> {tmp_path}/said; exit 0' TERM; echo up > {tmp_path}/up; "
+            "while true; do sleep 0.1; done",
         ),
     )
-    # Ignores SIGTERM, and has a child that left its session.
+    # Ignores SIGTERM and has a child in another session.
     stubborn = run_pod(
         kubelet,
         container(f"trap '' TERM; setsid sleep {mark} & echo up > {tmp_path}/up2; sleep {mark}"),
@@ -378,7 +388,7 @@ def test_deletion_is_graceful_and_then_certain(kubelet: KubeletProcess, tmp_path
     assert not processes_with(mark)
 
 
-def test_a_force_deleted_pod_is_told_and_soon_leaves_no_process(
+def test_a_force_deleted_pod_gets_sigterm_and_soon_has_no_process(
     kubelet: KubeletProcess, tmp_path: Path
 ) -> None:
     mark = f"33{uuid.uuid4().int % 10**8}"
@@ -395,7 +405,7 @@ def test_a_force_deleted_pod_is_told_and_soon_leaves_no_process(
     assert (tmp_path / "said").read_text() == "term\n"
 
 
-def test_nothing_survives_a_killed_kubelet_and_its_successor_restarts_the_pods(
+def test_a_killed_kubelet_leaves_no_process_and_the_next_one_restarts_the_pods(
     server: ApiServer, tmp_path: Path
 ) -> None:
     mark = f"34{uuid.uuid4().int % 10**8}"
@@ -407,7 +417,7 @@ def test_nothing_survives_a_killed_kubelet_and_its_successor_restarts_the_pods(
         eventually(lambda: len(processes_with(f"sleep {mark}")) >= 2, "its processes")
         before = main_status(kubelet, name)["containerID"]
         kubelet.kill()
-        eventually(lambda: not processes_with(mark), "every process gone with the kubelet", 5)
+        eventually(lambda: not processes_with(mark), "no process left after the kubelet", 5)
         kubelet.start()
         eventually(
             lambda: main_status(kubelet, name).get("restartCount") == 1, "the container restarted"

@@ -1,4 +1,4 @@
-"""The status of a pod follows from the states of its containers."""
+"""The status of a pod, from the states of its containers."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -14,19 +14,9 @@ from pocketkube.kubelet.pod_status import (
     pod_phase,
     pod_status,
 )
+from support.pocketkube.sample_pod import POD
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-POD = {
-    "metadata": {
-        "name": "p",
-        "namespace": "ns",
-        "uid": "0123456789",
-        "labels": {"b": "2", "a": '1"'},
-    },
-    "spec": {"containers": [{"name": "main", "command": ["x"]}], "nodeName": "n"},
-}
 
 
 def ended(code: int) -> Terminated:
@@ -54,13 +44,13 @@ def runtime(state: Waiting | Running | Terminated, *, ready: bool = False) -> Po
         (ended(0), "Always", "Running"),
     ],
 )
-def test_phase_follows_states_and_restart_policy(
+def test_the_phase_follows_from_states_and_restart_policy(
     state: Waiting | Running | Terminated, policy: str, phase: str
 ) -> None:
     assert pod_phase({"spec": {"restartPolicy": policy}}, runtime(state)) == phase
 
 
-def test_a_condition_keeps_its_transition_time_until_it_flips() -> None:
+def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> None:
     first = pod_status(POD, runtime(Running(NOW), ready=True), {}, NOW)
     later = pod_status(POD, runtime(Running(NOW), ready=True), first, NOW + timedelta(minutes=1))
     assert later == first
@@ -70,7 +60,7 @@ def test_a_condition_keeps_its_transition_time_until_it_flips() -> None:
     assert times["Initialized"] == "2026-01-01T00:00:00Z"
 
 
-def test_conditions_of_others_pass_through() -> None:
+def test_conditions_of_other_components_are_kept() -> None:
     foreign = {
         "type": "DisruptionTarget",
         "status": "True",
@@ -82,7 +72,7 @@ def test_conditions_of_others_pass_through() -> None:
     )
 
 
-def test_a_new_kubelet_counts_what_ran_as_ended() -> None:
+def test_a_new_kubelet_treats_running_containers_as_terminated() -> None:
     before = {
         "restartCount": 3,
         "containerID": "process://old",

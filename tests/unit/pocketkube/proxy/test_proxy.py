@@ -1,8 +1,8 @@
-"""The proxy: which pods and which Service a connection is for, and bytes that pass at once in both directions."""
+"""The Service and ingress proxies: endpoints, routes, streaming and connection life cycle."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pocketkube.loopback import LoopbackAddresses
 from pocketkube.proxy.ingress_proxy import IngressProxy
 from pocketkube.proxy.routes import Backend, endpoints, match_route, routes
 from pocketkube.proxy.service_proxy import ServiceProxy
+from support.waiting import until
 
 Json = dict[str, Any]
 
@@ -55,7 +56,7 @@ def ingress(*paths: tuple[str, str, str], host: str = "web.test") -> Json:
 
 
 class Cache:
-    """What the proxies use of a Reflector, filled by hand."""
+    """The part of a Reflector that the proxies use, with fixed objects."""
 
     def __init__(self, *objects: Json) -> None:
         self.objects = {
@@ -75,23 +76,23 @@ class Cache:
 
 
 class Addresses:
-    """Stands in for LoopbackAddresses: what is there, without the device."""
+    """Replaces LoopbackAddresses without changing the device."""
 
     def __init__(self) -> None:
-        self.there: set[str] = set()
+        self.assigned: set[str] = set()
 
     def add(self, address: str) -> None:
-        self.there.add(address)
+        self.assigned.add(address)
 
     def keep_only(self, addresses: Collection[str]) -> None:
-        self.there &= set(addresses)
+        self.assigned &= set(addresses)
 
     def remove_all(self) -> None:
-        self.there.clear()
+        self.assigned.clear()
 
 
 class Events:
-    """Keeps what was recorded."""
+    """Collects the reasons of recorded events."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -100,7 +101,7 @@ class Events:
         self.reasons.append(reason)
 
 
-def test_only_ready_selected_pods_that_stay_are_endpoints() -> None:
+def test_endpoints_are_ready_selected_pods_that_do_not_terminate() -> None:
     pods = [
         pod("a", "127.1.1.1"),
         pod("unready", "127.1.1.2", ready=False),
@@ -133,7 +134,7 @@ def test_only_ready_selected_pods_that_stay_are_endpoints() -> None:
         ("web.test", "/v1/exact", "exact"),
         ("a.wild.test", "/", "wild"),
         ("a.b.wild.test", "/", None),
-        ("nobody.test", "/", None),
+        ("unknown.test", "/", None),
     ],
 )
 def test_an_ingress_route_prefers_host_then_exact_then_longest_prefix(
@@ -146,22 +147,36 @@ def test_an_ingress_route_prefers_host_then_exact_then_longest_prefix(
     assert match_route(table, host, path) == (Backend("ns", name, "web") if name else None)
 
 
-async def serve(app: web.Application, address: str) -> tuple[web.AppRunner, int]:
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, address, 0).start()
-    return runner, runner.addresses[0][1]
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[..., Awaitable[int]]]:
+    """Start an app at an address. Return its port."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(app: web.Application, address: str, **options: Any) -> int:
+            runner = web.AppRunner(app, shutdown_timeout=0.1, **options)
+            stack.push_async_callback(runner.cleanup)
+            await runner.setup()
+            await web.TCPSite(runner, address, 0).start()
+            return runner.addresses[0][1]
+
+        yield start
 
 
-async def settled(condition: Any, missing: str) -> None:
-    deadline = asyncio.get_running_loop().time() + 60
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, missing
-        await asyncio.sleep(0.01)
+@contextlib.asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def streaming_app(more: asyncio.Event, ended: asyncio.Event) -> web.Application:
-    """Sends one chunk, then a second one once `more` is set; `ended` when the handler is over."""
+    """Return an app that sends a chunk, and another one after `more`.
+
+    It sets `ended` when the handler ends.
+    """
 
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -179,115 +194,95 @@ def streaming_app(more: asyncio.Event, ended: asyncio.Event) -> web.Application:
     return app
 
 
-async def test_a_service_skips_dead_pods_and_streams_unbuffered(tmp_path: Path) -> None:
+async def test_a_service_skips_unreachable_pods_and_streams_unbuffered(
+    serve, tmp_path: Path
+) -> None:
     more, ended = asyncio.Event(), asyncio.Event()
-    runner, port = await serve(streaming_app(more, ended), "127.97.1.2")
+    port = await serve(streaming_app(more, ended), "127.97.1.2")
     pods = Cache(pod("dead", "127.97.1.1", port=port), pod("alive", "127.97.1.2", port=port))
     services, events = Cache(service("127.97.0.7", 8080)), Events()
-    proxy = ServiceProxy(services, pods, events, LoopbackAddresses(tmp_path / "a.json"))  # type: ignore[arg-type]
-    task = asyncio.create_task(proxy.run())
-    try:
-        await settled(lambda: proxy._listeners, "the listener")
+    proxy = ServiceProxy(services, pods, events, LoopbackAddresses(tmp_path / "a.json"))
+    async with running(proxy.run()):
+        await until(lambda: proxy._listeners, "the listener")
         async with aiohttp.ClientSession() as http:
-            for _ in range(2):  # round robin begins with either pod
+            for _ in range(2):  # round robin may start with either pod
                 more.clear()
                 async with http.post("http://127.97.0.7:8080/stream", data=b"in ") as response:
                     assert await asyncio.wait_for(response.content.readany(), 60) == b"in one\n\n"
                     more.set()
                     assert await response.content.read() == b"none"
         assert events.reasons == []
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await runner.cleanup()
 
 
-async def test_connections_of_a_deleted_service_go_on_and_then_its_address_goes() -> None:
+async def test_connections_of_a_deleted_service_continue_until_they_end(serve) -> None:
     more, ended = asyncio.Event(), asyncio.Event()
-    runner, port = await serve(streaming_app(more, ended), "127.97.1.3")
+    port = await serve(streaming_app(more, ended), "127.97.1.3")
     services, pods, addresses = (
         Cache(service("127.97.0.9", 8080)),
         Cache(pod("alive", "127.97.1.3", port=port)),
         Addresses(),
     )
-    proxy = ServiceProxy(services, pods, Events(), addresses)  # type: ignore[arg-type]
-    task = asyncio.create_task(proxy.run())
-    try:
-        await settled(lambda: proxy._listeners, "the listener")
+    proxy = ServiceProxy(services, pods, Events(), addresses)
+    async with running(proxy.run()):
+        await until(lambda: proxy._listeners, "the listener")
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
             async with http.post("http://127.97.0.9:8080/stream", data=b"") as response:
                 assert await asyncio.wait_for(response.content.readany(), 60) == b"one\n\n"
                 services.remove("ns/web")
-                await settled(lambda: not proxy._listeners, "the listener closed")
-                assert addresses.there == {"127.97.0.9"}
+                await until(lambda: not proxy._listeners, "the listener closed")
+                assert addresses.assigned == {"127.97.0.9"}
                 more.set()
                 assert await response.content.read() == b"none"
             with pytest.raises(aiohttp.ClientConnectionError):
                 await http.post("http://127.97.0.9:8080/stream", data=b"")
-        await settled(lambda: not addresses.there, "the address taken away")
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await runner.cleanup()
+        await until(lambda: not addresses.assigned, "the address removed")
 
 
 @pytest.mark.parametrize("ticks", range(10))
-async def test_whoever_connects_while_a_service_is_deleted_is_not_left_waiting(ticks: int) -> None:
+async def test_a_connection_made_while_a_service_is_deleted_is_closed(ticks: int) -> None:
     services = Cache(service("127.97.0.10", 8080))
-    proxy = ServiceProxy(services, Cache(), Events(), Addresses())  # type: ignore[arg-type]
-    task = asyncio.create_task(proxy.run())
+    proxy = ServiceProxy(services, Cache(), Events(), Addresses())
 
-    async def wait_for_an_end() -> bytes:
+    async def read_until_closed() -> bytes:
         reader, writer = await asyncio.open_connection("127.97.0.10", 8080)
         try:
             return await reader.read()
         finally:
             writer.close()
 
-    try:
-        await settled(lambda: proxy._listeners, "the listener")
-        connecting = asyncio.create_task(wait_for_an_end())
+    async with running(proxy.run()):
+        await until(lambda: proxy._listeners, "the listener")
+        connecting = asyncio.create_task(read_until_closed())
         for _ in range(ticks):
             await asyncio.sleep(0)
         services.remove("ns/web")
         async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionError):
                 assert await connecting == b""
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_port_that_is_taken_is_an_event(tmp_path: Path) -> None:
-    runner, port = await serve(web.Application(), "127.97.0.8")
+async def test_a_port_in_use_is_reported_as_an_event(serve, tmp_path: Path) -> None:
+    port = await serve(web.Application(), "127.97.0.8")
     services, events = Cache(service("127.97.0.8", port)), Events()
-    proxy = ServiceProxy(services, Cache(), events, LoopbackAddresses(tmp_path / "a.json"))  # type: ignore[arg-type]
-    task = asyncio.create_task(proxy.run())
-    try:
-        await settled(lambda: events.reasons == ["BindFailed"], "the event BindFailed")
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await runner.cleanup()
+    proxy = ServiceProxy(services, Cache(), events, LoopbackAddresses(tmp_path / "a.json"))
+    async with running(proxy.run()):
+        await until(lambda: events.reasons == ["BindFailed"], "the event BindFailed")
 
 
-async def test_the_ingress_streams_and_lets_go_when_the_client_leaves(tmp_path: Path) -> None:
+async def test_the_ingress_streams_and_cancels_when_the_client_disconnects(
+    serve, tmp_path: Path
+) -> None:
     more, ended = asyncio.Event(), asyncio.Event()
-    upstream_app = streaming_app(more, ended)
-    runner = web.AppRunner(upstream_app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.97.2.2", 0).start()
-    port = runner.addresses[0][1]
+    port = await serve(streaming_app(more, ended), "127.97.2.2", handler_cancellation=True)
     services = Cache(service("127.97.0.9"))
     pods = Cache(pod("dead", "127.97.2.1", port=port), pod("alive", "127.97.2.2", port=port))
-    proxy = ServiceProxy(services, pods, Events(), LoopbackAddresses(tmp_path / "a.json"))  # type: ignore[arg-type]
+    proxy = ServiceProxy(services, pods, Events(), LoopbackAddresses(tmp_path / "a.json"))
     rules = ingress(("/", "Prefix", "web"))
     rules["status"] = {"loadBalancer": {"ingress": [{"ip": "127.97.2.9"}]}}
-    front = IngressProxy(None, Cache(rules), Cache(), services, proxy)  # type: ignore[arg-type]
-    task = asyncio.create_task(front.run("127.97.2.9", 18080))
+    front = IngressProxy(None, Cache(rules), Cache(), services, proxy)
     url, headers = "http://127.97.2.9:18080/stream", {"Host": "web.test"}
-    try:
-        await settled(lambda: front._table, "the routes")
+    async with running(front.run("127.97.2.9", 18080)):
+        await until(lambda: front._table, "the routes")
         async with aiohttp.ClientSession() as http:
             for _ in range(2):
                 more.clear()
@@ -306,7 +301,3 @@ async def test_the_ingress_streams_and_lets_go_when_the_client_leaves(tmp_path: 
             pods.objects.clear()
             async with http.get(url, headers=headers) as response:
                 assert (response.status, response.headers["Retry-After"]) == (503, "1")
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await runner.cleanup()
