@@ -1,4 +1,4 @@
-"""`baton-coordinator` as a process, and simulated ranks that talk to it over ZMQ."""
+"""`baton-coordinator` as a process, and simulated ranks that are connected to it over ZMQ."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ FLAGS = (
 
 
 class CoordinatorProcess:
-    """The same ports after every start."""
+    """A coordinator process. It keeps its ports when it is started again."""
 
     def __init__(self, tmp_path: Path, key_file: Path | None = None) -> None:
-        """`key_file`: of a service key."""
         self._folder = tmp_path
         self._key_file = key_file
         self.key = ServiceKey.load(str(key_file)) if key_file else None
@@ -66,7 +65,6 @@ class CoordinatorProcess:
             what="the ports in the log",
             every_s=0.02,
         )
-        assert found is not None
         self.port, self.http_port = int(found[1]), int(found[2])
 
     def kill(self) -> None:
@@ -76,7 +74,7 @@ class CoordinatorProcess:
     def http(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, str]:
-        """`headers`: None: those of someone with the key."""
+        """Send a request. Without `headers` it has the coordinator's key."""
         if headers is None:
             headers = {} if self.key is None else {"Authorization": self.key.bearer}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -99,7 +97,7 @@ class CoordinatorProcess:
 
 
 class LiveRanks(SimulatedRanks):
-    """Simulated ranks with a DEALER each, as the ranks' links have."""
+    """Simulated ranks, each with a DEALER like a rank's link."""
 
     def __init__(self, coordinator: CoordinatorProcess) -> None:
         super().__init__()
@@ -121,7 +119,7 @@ class LiveRanks(SimulatedRanks):
         return self._links[rank.id]
 
     def report(self, rank: SimulatedRank) -> None:
-        with contextlib.suppress(zmq.Again):  # nobody has been there for a while
+        with contextlib.suppress(zmq.Again):  # the coordinator is away
             self.link(rank).send(msgspec.msgpack.encode(rank.status()), zmq.NOBLOCK)
 
     def until(
@@ -142,7 +140,7 @@ class LiveRanks(SimulatedRanks):
             while rank.runs and link.poll(0):
                 rank.inbox.append(msgspec.msgpack.decode(link.recv(), type=Directive))
         self.step_ranks()
-        time.sleep(REAL_STEP_S)  # the pace of the simulated ranks
+        time.sleep(REAL_STEP_S)  # interval of the simulated ranks
 
     def serve_together(self, *names: str) -> bool:
         serving = [rank for rank in self.alive().values() if rank.generation is not None]

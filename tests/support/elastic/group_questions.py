@@ -1,4 +1,4 @@
-"""What tests of the controller ask a simulated group."""
+"""Queries of the controller's tests to a simulated group."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from support.elastic.simulated_group import SimulatedGroup
 from support.elastic.simulated_rank import SimulatedRank
 
 
-def told(group: SimulatedGroup, rank: SimulatedRank) -> Directive:
-    directive = group.controller.directive_for(rank.id)
-    assert directive is not None
-    return directive
+def directive_of(group: SimulatedGroup, rank: SimulatedRank) -> Directive:
+    return group.controller.directive_for(rank.id)
 
 
 def operation(group: SimulatedGroup) -> OperationStatus:
-    found = group.status().operation
-    assert found is not None
-    return found
+    return group.status().operation
 
 
 def recovered(group: SimulatedGroup) -> bool:
@@ -26,7 +22,6 @@ def recovered(group: SimulatedGroup) -> bool:
 
 
 def generation_of(rank: SimulatedRank) -> Generation:
-    assert rank.generation is not None
     return rank.generation
 
 

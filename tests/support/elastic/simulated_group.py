@@ -1,6 +1,7 @@
-"""A controller with simulated ranks: they do with directives what `protocol.topology` says, over a network that may lose messages.
+"""A controller and simulated ranks, over a network that may lose messages.
 
-Time goes in steps of STEP_S. A rank dies, freezes, wakes up or fails when it is told to; everything else follows from the messages.
+Time advances in steps of STEP_S. Tests let ranks die, freeze, wake up or fail. Everything else
+follows from the messages, as `protocol.topology` describes.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ CONFIG = ControllerConfig(
 
 
 class SimulatedRanks:
-    """Ranks, and what they do together. How they talk to a coordinator is for subclasses."""
+    """Ranks and their exchanges. Subclasses connect them to a coordinator."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.ranks: dict[str, SimulatedRank] = {}
 
     def report(self, rank: SimulatedRank) -> None:
-        """Sends its status."""
+        """Send the rank's status."""
         raise NotImplementedError
 
     def add(self, name: str, **state: object) -> SimulatedRank:
-        """A process starts. One of the same name that is there stays as it is."""
+        """Start a process. An earlier process of the same name keeps running."""
         number = len(self.ranks)
         member = Member(name, f"{name}#{number}", f"10.0.0.{number}", 5555, 5561, 29500)
-        rank = self.ranks[member.instance_id] = replace(SimulatedRank(member), **state)  # type: ignore[arg-type]
+        rank = self.ranks[member.instance_id] = replace(SimulatedRank(member), **state)
         return rank
 
     def alive(self) -> dict[str, SimulatedRank]:
         return {rank.id: rank for rank in self.ranks.values() if rank.alive}
 
     def step_ranks(self) -> None:
-        """All go on by STEP_S with what is in their inboxes."""
+        """Advance all ranks by STEP_S, with the messages in their inboxes."""
         self.steps += 1
         alive = self.alive()
         running = {each: rank for each, rank in alive.items() if rank.runs}
@@ -77,14 +78,14 @@ class SimulatedRanks:
         }.values():
             self._vote(generation)
         for rank in obeying.values():
-            self._notice_the_missing(rank)
+            self._detect_lost_members(rank)
             rank.activity = self._activity(rank)
         for index, rank in enumerate(running.values()):
             if (self.steps + index) % STATUS_STEPS == 0:
                 self.report(rank)
 
     def _vote(self, generation: Generation) -> None:
-        """Adopts the next generation in one step, if all members of this one vote for it."""
+        """Commit the next generation in one step, if all members of this one vote for it."""
         voters = [self.ranks.get(member.instance_id) for member in generation.members]
         if any(each is None or not each.obeys or each.generation != generation for each in voters):
             return
@@ -107,21 +108,24 @@ class SimulatedRanks:
                 each.commit()
 
     def _activity(self, rank: SimulatedRank) -> Activity:
-        """It has work all the time: who hangs before a step is waited for there, who hangs in a step in that."""
+        """Return the activity of a rank that always has work.
+
+        The others wait for a stalled rank: before the step or in it, depending on where it stalls.
+        """
         if rank.generation is None or rank.phase is not RankPhase.SERVING:
             return Activity.RESTS
         others = [self.ranks[member.instance_id] for member in rank.generation.members]
         hung = [
-            each.hangs
+            each.stalled_in
             for each in others
-            if each.hangs is not None and each.generation == rank.generation
+            if each.stalled_in is not None and each.generation == rank.generation
         ]
         if not hung:
             rank.step += 1
             return Activity.RESTS
         return Activity.RUNS if Activity.RUNS in hung else Activity.WAITS
 
-    def _notice_the_missing(self, rank: SimulatedRank) -> None:
+    def _detect_lost_members(self, rank: SimulatedRank) -> None:
         generation = rank.generation
         if generation is None or rank.phase is not RankPhase.SERVING:
             return
@@ -140,7 +144,7 @@ class SimulatedRanks:
 
 
 class SimulatedGroup(SimulatedRanks):
-    """The world: ranks, network, one controller at a time."""
+    """Ranks, a network, and one controller at a time."""
 
     def __init__(self, config: ControllerConfig = CONFIG, seed: int = 0) -> None:
         super().__init__()
@@ -153,22 +157,22 @@ class SimulatedGroup(SimulatedRanks):
         self._to_ranks: list[tuple[int, str, Directive]] = []
         self._last_due: dict[tuple[int, str], int] = {}
         self._nonces = 0
-        self._told: dict[str, Directive] = {}
+        self._sent: dict[str, Directive] = {}
         self.committed: set[str] = set()
+        #: Target of the last commit, until its operation is done.
         self.open_commit: Generation | None = None
-        """That was shown, of an operation that is not done."""
         self.highest_target = 0
+        #: All targets in directives, by nonce.
         self.targets: dict[str, Generation] = {}
-        """All that were ever shown, by nonce."""
         self.ended: list[Ended] = []
         self.start_controller()
 
     # Disturbances
 
     def start_controller(self) -> None:
-        """Another one, which knows nothing."""
+        """Start another controller, without state."""
         self.controller = Controller(self._draw_nonce, self.config)
-        self._told.clear()
+        self._sent.clear()
         self.highest_target = 0
         self.open_commit = None
 
@@ -195,7 +199,7 @@ class SimulatedGroup(SimulatedRanks):
     def until(
         self, condition: Callable[[], bool], seconds: float = 20.0, what: str = "it"
     ) -> float:
-        """Seconds it took."""
+        """Step until `condition` holds. Return the simulated seconds."""
         start = self.now
         while not condition():
             if self.now - start > seconds:
@@ -209,7 +213,7 @@ class SimulatedGroup(SimulatedRanks):
         return self.controller.status(self.now)
 
     def serving_together(self, *names: str) -> bool:
-        """Exactly these serve, in one generation with nobody else, and the operation is over."""
+        """Return whether exactly these serve in one generation and the operation has ended."""
         serving = [rank for rank in self.alive().values() if rank.generation is not None]
         operation = self.status().operation
         return (
@@ -225,7 +229,7 @@ class SimulatedGroup(SimulatedRanks):
         )
 
     def form(self, *names: str) -> dict[str, SimulatedRank]:
-        """A group of new ranks that serves."""
+        """Start new ranks and form a serving group of them."""
         ranks = {name: self.add(name) for name in names}
         self.ask("first", *names)
         self.until(lambda: self.serving_together(*names), what="the first generation")
@@ -234,15 +238,16 @@ class SimulatedGroup(SimulatedRanks):
     def picture(self) -> str:
         lines = [f"{self.now:.1f}: {self.status()}"]
         lines += [
-            f"  {rank.id} {rank.phase} alive={rank.alive} frozen={rank.frozen} leaving={rank.leaving} "
-            f"hangs={rank.hangs} {rank.activity} {rank.step} "
-            f"in={_short(rank.generation)} target={_short(rank.target)} prepared={rank.prepared} seen={rank.commit_seen} "
-            f"told={self._told.get(rank.id) and _told(self._told[rank.id])}"
+            f"  {rank.id} {rank.phase} alive={rank.alive} frozen={rank.frozen} "
+            f"leaving={rank.leaving} stalls={rank.stalled_in} {rank.activity} {rank.step} "
+            f"in={_short(rank.generation)} target={_short(rank.target)} "
+            f"prepared={rank.prepared} seen={rank.commit_seen} "
+            f"directive={_format_directive(self._sent.get(rank.id))}"
             for rank in self.ranks.values()
         ]
         return "\n".join(lines)
 
-    # How it goes on
+    # Steps of the controller and the network
 
     def _draw_nonce(self) -> str:
         self._nonces += 1
@@ -264,17 +269,17 @@ class SimulatedGroup(SimulatedRanks):
             if directive is None:
                 continue
             self._check(directive)
-            if instance_id in reported or self._told.get(instance_id) != directive:
-                self._told[instance_id] = directive
+            if instance_id in reported or self._sent.get(instance_id) != directive:
+                self._sent[instance_id] = directive
                 self._send(self._to_ranks, (instance_id, directive), instance_id)
 
     def _check(self, directive: Directive) -> None:
         target = directive.target
-        assert target is not None or not directive.commit
         if target is None:
+            assert not directive.commit
             return
         self.targets[target.nonce] = target
-        assert target.number >= self.highest_target, "numbers only grow"
+        assert target.number >= self.highest_target, "the number of the target decreased"
         self.highest_target = target.number
         assert directive.commit or target.nonce not in self.committed, "a commit was taken back"
         if (
@@ -282,13 +287,13 @@ class SimulatedGroup(SimulatedRanks):
             and target.nonce != self.open_commit.nonce
             and self.status().generation
         ):
-            assert target.urgent, "what follows a commit that was not completed is urgent"
+            assert target.urgent, "a generation after an incomplete commit is not urgent"
         if directive.commit:
             self.committed.add(target.nonce)
             self.open_commit = target
 
-    def _send(self, queue: list, message: tuple, instance_id: str) -> None:  # type: ignore[type-arg]
-        """Messages of one rank, in one direction, do not overtake each other: they go over one connection."""
+    def _send(self, queue: list, message: tuple, instance_id: str) -> None:
+        """Queue a message. Messages of a rank in one direction keep their order."""
         link = (id(queue), instance_id)
         copies = 2 if self.random.random() < self.duplicates else 1
         delivered = sum(self.random.random() >= self.loss for _ in range(copies))
@@ -297,7 +302,7 @@ class SimulatedGroup(SimulatedRanks):
             self._last_due[link] = max(due, self._last_due.get(link, 0))
             queue.append((self._last_due[link], *message))
 
-    def _due(self, queue: list) -> list:  # type: ignore[type-arg]
+    def _due(self, queue: list) -> list:
         due = [each for each in queue if each[0] <= self.steps]
         queue[:] = [each for each in queue if each[0] > self.steps]
         return sorted(due, key=lambda each: each[0])
@@ -310,7 +315,9 @@ def _short(generation: Generation | None) -> str:
     return f"{generation.number}/{generation.nonce}({names}){'!' if generation.urgent else ''}"
 
 
-def _told(directive: Directive) -> str:
+def _format_directive(directive: Directive | None) -> str:
+    if directive is None:
+        return "-"
     if directive.dismissed:
         return "dismissed"
     return f"{'commit ' if directive.commit else ''}{_short(directive.target)}"

@@ -1,4 +1,4 @@
-"""A rank as a controller sees it: it does with directives what `protocol.topology` says."""
+"""A simulated rank that follows directives as `protocol.topology` describes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NUM_LAYERS, NUM_EXPERTS = 2, 4
 
 @dataclass
 class SimulatedRank:
-    """One process."""
+    """One process of a rank."""
 
     member: Member
     phase: RankPhase = RankPhase.STANDBY
     generation: Generation | None = None
+    #: The generation that it prepares or has prepared. Another target replaces it.
     target: Generation | None = None
-    """That it prepares or has prepared; of another one it is told it drops this one."""
     prepared: bool = False
     votes_for: Generation | None = None
     commit_seen: str = ""
@@ -36,18 +36,18 @@ class SimulatedRank:
     num_requests: int = 0
     step: int = 0
     activity: Activity = Activity.RESTS
-    hangs: Activity | None = None
-    """Its loop stands still, in the middle of this; its link goes on."""
+    #: The activity in which its loop is stalled. Its link still works.
+    stalled_in: Activity | None = None
     alive: bool = True
     frozen: bool = False
     cannot_prepare: bool = False
+    #: Its rendezvous store does not respond.
     store_is_dead: bool = False
-    """Nobody can meet in it."""
     never_finishes_preparing: bool = False
     never_commits: bool = False
     steps_to_prepare: int = 2
+    #: Steps since another member of its generation was lost.
     steps_alone: int = 0
-    """Since another member of its generation was gone."""
     committed: list[Generation] = field(default_factory=list)
     loads: ExpertLoads | None = None
     num_experts: int = NUM_EXPERTS
@@ -63,7 +63,7 @@ class SimulatedRank:
 
     @property
     def obeys(self) -> bool:
-        return self.runs and self.hangs is None
+        return self.runs and self.stalled_in is None
 
     def status(self) -> Status:
         return Status(
@@ -119,7 +119,7 @@ class SimulatedRank:
                 self.leave()
 
     def advance(self, others: dict[str, SimulatedRank]) -> None:
-        """Goes on with the preparation; adopts at once where that is allowed."""
+        """Advance the preparation. Commit at once if the target is urgent or the rank is new."""
         target = self.target
         if target is None:
             return
@@ -154,10 +154,9 @@ class SimulatedRank:
     def commit(self) -> None:
         if self.never_commits:
             return
-        assert self.target is not None
         assert self.prepared
         assert all(self.target.number > before.number for before in self.committed), (
-            "numbers only grow"
+            "a generation's number decreased"
         )
         self.generation, self.target, self.prepared, self.votes_for = self.target, None, False, None
         self.committed.append(self.generation)

@@ -1,4 +1,7 @@
-"""All interleavings of a few ranks, breadth first: states are explored once each, a fault comes with the moves that lead to it."""
+"""A model checker for waves: it explores all interleavings of a few ranks, breadth first.
+
+Each state is explored once. A fault is reported with the moves that lead to it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ class State(NamedTuple):
     ranks: tuple[Key, ...]
     begun: frozenset[tuple[int, int]]
     unassigned: int
+    #: The coordinator's decision about generation 1: "", commit, abort, forgotten (it committed and
+    #: was replaced by one that does not know it) or urgent (a generation without the dead rank).
     decision: str
-    """Of the coordinator about generation 1: "", commit or abort; forgotten: it committed, and the one that has started since does
-    not know; or urgent: there is another generation without the dead rank."""
+    #: The generation of the decision `urgent`.
     urgent: int
-    """That generation."""
+    #: Pauses of ranks that may still happen.
     pauses: int
-    """How often somebody may still be paused."""
+    #: Replacements of the coordinator that may still happen.
     restarts: int = 0
-    """How often the coordinator may still be replaced by another one."""
 
 
 class Move(NamedTuple):
@@ -32,8 +35,9 @@ class Move(NamedTuple):
     index: int = NONE
     generation: int = NONE
     wave: int = NONE
+    #: Whether the move must happen eventually. Moves of users and of the coordinator need not
+    #: happen, nor the arrival of a StartWave that is not repeated.
     sure: bool = True
-    """It happens by itself if nothing else does. Not so: what users and the coordinator do, and StartWaves that nobody repeats."""
     from_outside: bool = False
 
 
@@ -43,22 +47,22 @@ class FaultError(AssertionError):
 
 @dataclass
 class Model:
+    #: One generation, or two. With two, the first changes to the second unless it is aborted.
     generations: list[tuple[int, ...]]
-    """One, or two: the first changes to the second unless the coordinator aborts."""
+    #: Number of requests of one token each. They arrive at any rank at any time.
     num_tokens: int
-    """Requests of one token each, which arrive anywhere at any time."""
     num_pauses: int = 0
+    #: Restarts of the coordinator during a commit.
     num_restarts: int = 0
-    """Of the coordinator, while a commit is under way."""
+    #: Whether a new coordinator finds commits that ranks received but have not completed.
     learns: bool = True
-    """Another coordinator sees what ranks were told to adopt, and not only what they have adopted, and shows it again."""
     rank_class: type[Rank] = Rank
+    #: One of these ranks dies at any time. Then there is an urgent generation of the others.
     mortals: tuple[int, ...] = ()
-    """One of these ranks dies at any time. The coordinator then makes an urgent generation of the others."""
+    #: A rank dies only after the commit of a generation without it. None is urgent.
     waits_for_commit: bool = False
-    """A rank dies only once the change is committed, it is not of the new generation, and there is no urgent one."""
+    #: Ranks begin empty waves until all have voted for the commit, not only once.
     may_repeat_votes: bool = False
-    """Ranks begin an empty wave again and again until the commit is voted by all, and not once only."""
     parents: dict[State, tuple[State, Move] | None] = field(default_factory=dict)
     edges: dict[State, list[tuple[Move, State]]] = field(default_factory=dict)
 
@@ -68,8 +72,8 @@ class Model:
             self.generations.append(tuple(member for member in members if member != dead))
 
     def explore(self) -> int:
-        """Returns the number of states. Raises FaultError."""
-        # Hundreds of thousands of tuples, none of them garbage: looking for it takes a third of the time.
+        """Return the number of states. Raise FaultError if one breaks an invariant."""
+        # None of the many tuples is garbage, but collection would take a third of the time.
         gc.disable()
         try:
             return self._explore()
@@ -95,7 +99,7 @@ class Model:
                 self._check_rest(state)
         if not self.may_repeat_votes:
             self._check_every_run_ends()
-        self._check_all_is_served_in_the_end()
+        self._check_all_requests_are_served()
         return len(self.parents)
 
     # -- states and moves
@@ -116,7 +120,10 @@ class Model:
         return ranks
 
     def _state(self, ranks: Ranks, decision: str, urgent: int, pauses: int, restarts: int) -> State:
-        """Wave numbers only matter relative to each other: those that have ended everywhere become 0, the others follow."""
+        """Return a state with small wave numbers, because only their differences matter.
+
+        Numbers of waves that have ended on all ranks become 0.
+        """
         keys = [rank.key() for rank in ranks.ranks]
         begun = ranks.begun
         for generation in range(len(self.generations)):
@@ -147,7 +154,7 @@ class Model:
                 if state.decision in ("commit", "abort") and not key.told:
                     yield Move(state.decision, index)
                 if state.decision == "forgotten" and not key.told:
-                    yield Move("commit", index, sure=False)  # of the old coordinator, under way
+                    yield Move("commit", index, sure=False)  # in flight from the old coordinator
                 for generation, wave in state.begun:
                     if generation not in (key.current, key.target):
                         continue
@@ -156,7 +163,7 @@ class Model:
             elif key.votes is not None:
                 yield Move("finish", index)
             if not (key.vote is None and key.votes is None) and ranks.has_lost(index):
-                # A frozen member is not noticed.
+                # The loss of a frozen member is not detected.
                 yield Move("break", index, sure=self.waits_for_commit)
                 yield Move("lose votes", index, sure=False)
             if state.decision == "urgent" and not key.told:
@@ -255,27 +262,27 @@ class Model:
     def _check(self, state: State) -> None:
         for key in state.ranks:
             if key.running and (key.current, key.wave) not in state.begun:
-                self._fail("a wave runs that nobody has begun", state)
+                self._fail("a wave runs that no rank has begun", state)
         if self._num_planned == 1 or any(key.dead for key in state.ranks):
             return
         old, new = (set(members) for members in self.generations[:2])
-        adopted = {index for index in old if state.ranks[index].current != 0}
-        for index in old - adopted if adopted else ():
+        moved = {index for index in old if state.ranks[index].current != 0}
+        for index in old - moved if moved else ():
             votes = state.ranks[index].votes
             if votes is None or not all(vote.commit for vote in votes):
                 self._fail("a rank is left behind in the old generation", state)
         if state.decision not in ("commit", "forgotten") and (
-            adopted or any(state.ranks[index].current == 1 for index in new)
+            moved or any(state.ranks[index].current == 1 for index in new)
         ):
-            self._fail("a generation is adopted that was not committed", state)
+            self._fail("a rank is in a generation that was not committed", state)
 
     def _check_rest(self, state: State) -> None:
-        """Nothing happens any more unless from outside: then nothing may be left to do."""
+        """Check a state in which only external moves are left: all work must be done."""
         for index, key in enumerate(state.ranks):
             if key.vote is not None:
-                self._fail(f"rank {index} waits in an exchange that is never done", state)
+                self._fail(f"rank {index} waits in an exchange that never completes", state)
             if key.running:
-                self._fail(f"rank {index} is in a wave that does not go on", state)
+                self._fail(f"rank {index} is in a wave that does not continue", state)
             if key.tokens and not key.paused:
                 self._fail(f"rank {index} does not run its tokens", state)
             if key.dead:
@@ -285,9 +292,9 @@ class Model:
                 self._fail(f"rank {index} is not in the generation that was decided", state)
 
     def _check_every_run_ends(self) -> None:
-        """Whatever the order, ranks to whom nothing comes from outside come to rest: no circle of moves."""
+        """Check that ranks come to rest without external moves: no cycle of moves exists."""
+        #: False: on the stack; True: known to end.
         colors: dict[State, bool] = {}
-        """False: on the way; True: seen to end."""
         for root in self.edges:
             if root in colors:
                 continue
@@ -303,12 +310,12 @@ class Model:
                     colors[after] = False
                     stack.append((after, self._inner(after)))
                 elif not colors[after]:
-                    self._fail("the ranks step for ever without a reason", after)
+                    self._fail("the ranks never stop stepping without work", after)
 
     def _inner(self, state: State) -> Iterator[State]:
         return iter([after for move, after in self.edges[state] if not move.from_outside])
 
-    def _check_all_is_served_in_the_end(self) -> None:
+    def _check_all_requests_are_served(self) -> None:
         before: dict[State, list[State]] = {}
         for state, edges in self.edges.items():
             for move, after in edges:
@@ -323,7 +330,7 @@ class Model:
                     todo.append(state)
         for state in self.edges:
             if state not in good:
-                self._fail("from here some request is never served", state)
+                self._fail("a request is never served from this state on", state)
 
     def _is_served(self, state: State) -> bool:
         return not state.unassigned and all(

@@ -1,8 +1,8 @@
-"""Ranks that go round their loops with the real Waves, without sockets, threads or clocks: every move is one call.
+"""Ranks' loops with the real Waves, without sockets, threads or clocks: every move is one call.
 
-A rank's turn is `take_*` for what has arrived, then `enter` for the exchange before a step. The exchange is done once every member
-of the generation has entered; each then ends its own step (`finish`), early or late. Of requests only their tokens are left, and a
-step runs one.
+A rank calls `take_*` for messages that arrived, then `enter` for the exchange before a step. The
+exchange completes when every member of the generation has entered. Each member then ends its own
+step (`finish`) at any time. Requests are only counts of tokens, and a step runs one token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NONE = -1
 
 
 class Key(NamedTuple):
-    """All that a rank's future depends on."""
+    """The whole state of a rank."""
 
     current: int
     wave: int
@@ -42,35 +42,35 @@ def nonce(generation: int) -> str:
 
 
 class Rank:
-    """Its loop's state. Generations are named by their index in `Ranks.generations`."""
+    """The state of a rank's loop. Generations are indices in `Ranks.generations`."""
 
     waves_class = Waves
 
     def __init__(self) -> None:
+        #: The generation that it serves in. NONE: it is new or STANDBY.
         self.current = NONE
-        """The generation it lives in; NONE: a newcomer, or STANDBY."""
         self.waves: Waves | None = None
+        #: The prepared generation.
         self.target = NONE
-        """Prepared beside it."""
+        #: It received the commit of the target and votes for it.
         self.committed = False
-        """It knows that the target is adopted by all, and votes for it."""
+        #: Its vote for the target was in an exchange.
         self.voted = False
-        """A vote of its own for the target has been in an exchange."""
+        #: The latest wave of the target of which it received a StartWave.
         self.kept = NONE
-        """The latest wave of the target that it was told of."""
+        #: Tokens left to run.
         self.tokens = 0
-        """Left to run."""
         self.paused = False
+        #: Its vote, while it waits in the exchange.
         self.vote: StepVote | None = None
-        """It waits in the exchange."""
+        #: All votes, from the end of the exchange to the end of the step.
         self.votes: tuple[StepVote, ...] | None = None
-        """The exchange is done; the step is to be run."""
+        #: Its link repeats the StartWave of the running wave.
         self.repeats = False
-        """Its link sends the StartWave of the running wave again and again."""
+        #: It received the latest commit or abort.
         self.told = False
-        """It has taken the latest commit, or abort, in."""
+        #: Its generation lost a member: it keeps its requests and has no waves.
         self.broken = False
-        """Its generation lost a member: it keeps its requests and has no waves."""
         self.dead = False
 
     @property
@@ -82,7 +82,7 @@ class Rank:
         return self.committed and not self.voted
 
     def num_tokens(self) -> int:
-        """Of the next step."""
+        """Return the number of tokens of the next step."""
         return 0 if self.paused else min(self.tokens, 1)
 
     def has_work(self, num_tokens: int) -> bool:
@@ -93,7 +93,7 @@ class Rank:
             return False
         return self.waves.running or self.num_tokens() > 0 or self.wants_vote
 
-    def live_in(self, generation: int) -> None:
+    def join(self, generation: int) -> None:
         self.current = generation
         self.waves = self.waves_class(generation, nonce(generation))
 
@@ -119,7 +119,7 @@ class Rank:
     def from_key(cls, key: Key) -> Rank:
         rank = cls()
         if key.current != NONE:
-            rank.live_in(key.current)
+            rank.join(key.current)
         if key.broken:
             rank.waves = None
         if rank.waves is not None:
@@ -150,29 +150,30 @@ class Rank:
 
 
 class Ranks:
-    """All that ever lived, and what is under way between them."""
+    """All ranks, and the messages between them."""
 
     def __init__(self, generations: list[tuple[int, ...]], ranks: list[Rank]) -> None:
+        #: Members of each generation, in rank order.
         self.generations = generations
-        """Their members, in rank order."""
         self.ranks = ranks
+        #: (generation, wave) of every StartWave that was sent. Each may arrive at any rank, at any
+        #: time, any number of times.
         self.begun: set[tuple[int, int]] = set()
-        """(generation, wave) of every StartWave ever sent: each may arrive anywhere, at any time, any number of times."""
+        #: Tokens of requests that the gateway holds or got back.
         self.unassigned = 0
-        """Tokens that no rank has: of requests the gateway holds, or has been given back."""
         self.num_exchanges = 0
 
     def members(self, rank: Rank) -> list[Rank]:
         return [self.ranks[member] for member in self.generations[rank.current]]
 
-    # -- what a loop takes in while it is settled
+    # -- messages that a loop processes between steps
 
     def take_start(self, index: int, generation: int, wave: int) -> None:
         rank = self.ranks[index]
         if rank.waves is not None and generation == rank.current:
             rank.waves.on_start(StartWave(generation, nonce(generation), wave))
         elif generation == rank.target:
-            # Its sender lives there, so it is as good as the commit.
+            # Its sender is in the target, so the target is committed.
             rank.kept = max(rank.kept, wave)
             self._commit(index)
 
@@ -196,14 +197,13 @@ class Ranks:
     def _commit(self, index: int) -> None:
         self.ranks[index].committed = True
         if self.ranks[index].waves is None:
-            self._adopt(index)
+            self._move_to_target(index)
 
     # -- a step
 
     def enter(self, index: int) -> None:
-        """The exchange before a step."""
+        """Enter the exchange before a step."""
         rank = self.ranks[index]
-        assert rank.waves is not None
         assert rank.settled
         num_tokens = rank.num_tokens()
         if not rank.waves.running:
@@ -225,18 +225,16 @@ class Ranks:
             member.repeats = False
 
     def finish(self, index: int) -> None:
-        """The step is run, and what the votes decided is done."""
+        """End the step and apply the decision of the votes."""
         rank = self.ranks[index]
-        assert rank.waves is not None
-        assert rank.votes is not None
         own = rank.votes[self.generations[rank.current].index(index)]
         decision = rank.waves.decide(rank.votes)
         rank.votes = None
         rank.tokens -= own.num_tokens
         if decision.commit:
-            self._adopt(index)
+            self._move_to_target(index)
 
-    def _adopt(self, index: int) -> None:
+    def _move_to_target(self, index: int) -> None:
         rank = self.ranks[index]
         assert rank.committed
         assert rank.settled
@@ -244,7 +242,7 @@ class Ranks:
         rank.target = rank.kept = NONE
         rank.committed = rank.voted = rank.repeats = rank.broken = False
         if index in self.generations[target]:
-            rank.live_in(target)
+            rank.join(target)
             if kept != NONE:
                 self.take_start(index, target, kept)
         else:
@@ -259,7 +257,7 @@ class Ranks:
         rank.dead = True
 
     def has_lost(self, index: int) -> bool:
-        """A member of the rank's generation is gone from it, so that its exchanges and steps fail."""
+        """Return whether the rank's generation lost a member. Its exchanges and steps then fail."""
         generation = self.ranks[index].current
         return any(
             member.dead
@@ -270,28 +268,27 @@ class Ranks:
         )
 
     def break_(self, index: int, knows_votes: bool = True) -> None:
-        """The exchange raises, or the step does. What the votes decided is done all the same, if they have arrived."""
+        """Fail the exchange or the step. A decision of votes that arrived is applied anyway."""
         rank = self.ranks[index]
         votes, rank.vote, rank.votes = rank.votes, None, None
-        assert rank.waves is not None
         if votes is not None and knows_votes and rank.waves.decide(votes).commit:
-            self._adopt(index)
+            self._move_to_target(index)
             return
         rank.waves = None
         rank.broken, rank.repeats = True, False
         if rank.committed:
-            self._adopt(index)
+            self._move_to_target(index)
 
     def take_urgent(self, index: int, generation: int) -> None:
-        """Interrupts whatever is under way."""
+        """Move to an urgent generation. It interrupts exchanges and steps."""
         rank = self.ranks[index]
         rank.told = True
         rank.vote = rank.votes = None
         rank.target, rank.kept = generation, NONE
         rank.committed = True
-        self._adopt(index)
+        self._move_to_target(index)
 
-    # -- for tests that want one order, not all
+    # -- for tests of a single order
 
     def deliver(self, generation: int, wave: int) -> None:
         for index in range(len(self.ranks)):
@@ -299,7 +296,7 @@ class Ranks:
                 self.take_start(index, generation, wave)
 
     def run(self, max_turns: int = 1000) -> None:
-        """Until nobody has anything to do. StartWaves that are repeated arrive."""
+        """Run until no rank has work. Repeated StartWaves arrive."""
         for _ in range(max_turns):
             for rank in list(self.ranks):
                 if rank.repeats and rank.waves:
@@ -320,8 +317,8 @@ class Ranks:
 def new_ranks(
     generations: list[tuple[int, ...]], num_ranks: int, rank_class: type[Rank] = Rank
 ) -> Ranks:
-    """The members of generation 0 live in it."""
+    """Return ranks of which the members of generation 0 serve in it."""
     ranks = Ranks(generations, [rank_class() for _ in range(num_ranks)])
     for member in generations[0]:
-        ranks.ranks[member].live_in(0)
+        ranks.ranks[member].join(0)
     return ranks

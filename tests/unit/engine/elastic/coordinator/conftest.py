@@ -1,4 +1,4 @@
-"""What tests of the controller begin with."""
+"""The simulated group of the controller's tests."""
 
 from __future__ import annotations
 

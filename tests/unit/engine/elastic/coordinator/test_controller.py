@@ -1,4 +1,4 @@
-"""The rules of the controller, one by one: what it does about which ranks say what they are."""
+"""The controller's rules for forming, scaling, requests and rebalancing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
-from support.elastic.group_questions import generation_of, names_of, operation, told
+from support.elastic.group_questions import directive_of, generation_of, names_of, operation
 from support.elastic.simulated_group import CONFIG, SimulatedGroup
 from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 
 
 class TestForming:
-    def test_waits_for_all_that_are_asked_for(self, group: SimulatedGroup) -> None:
+    def test_waits_for_all_requested_members(self, group: SimulatedGroup) -> None:
         group.add("a")
         group.ask("o", "a", "b")
         group.run(CONFIG.settle_s + 1.0)
@@ -26,22 +26,24 @@ class TestForming:
         group.until(lambda: group.serving_together("a", "b"), seconds=1.0)
         assert operation(group).kind == "form"
 
-    def test_goes_with_those_that_are_there_after_a_while(self, group: SimulatedGroup) -> None:
+    def test_forms_with_the_registered_members_after_form_after_s(
+        self, group: SimulatedGroup
+    ) -> None:
         group.ask("o", "a", "b", "c")
-        group.run(2 * CONFIG.form_after_s)  # nobody is there: the time to wait has not begun
+        group.run(2 * CONFIG.form_after_s)  # without registered ranks the time has not begun
         group.add("a")
         group.run(CONFIG.form_after_s - 0.5)
         assert group.status().generation == 0
         group.add("b")
         group.until(lambda: group.serving_together("a", "b"), seconds=3.0)
 
-    def test_nothing_happens_unless_asked(self, group: SimulatedGroup) -> None:
+    def test_without_a_request_nothing_happens(self, group: SimulatedGroup) -> None:
         group.add("a")
         group.run(5.0)
         assert group.status().generation == 0
         assert group.status().operation is None
 
-    def test_members_are_in_order_of_names_and_meet_in_the_store_of_the_first(
+    def test_members_are_ordered_by_name_and_use_the_store_of_the_first(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("b", "a")
@@ -56,7 +58,7 @@ class TestForming:
             for layer in generation.placement
         )
 
-    def test_ranks_of_another_model_are_left_out_and_named(self, group: SimulatedGroup) -> None:
+    def test_ranks_of_another_model_are_excluded_with_a_reason(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
         group.add("c", num_experts=NUM_EXPERTS + 1)
         group.ask("more", "a", "b", "c")
@@ -67,7 +69,7 @@ class TestForming:
 
 
 class TestScaling:
-    def test_survivors_keep_their_order_and_newcomers_follow_by_name(
+    def test_remaining_ranks_keep_their_order_and_new_ones_follow_by_name(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("b", "d")
@@ -81,7 +83,7 @@ class TestScaling:
         assert operation(group).kind == "scale"
         assert set(operation(group).seconds) == {"waiting", "preparing", "committing"}
 
-    def test_any_member_may_leave_and_is_standby_before_the_operation_is_done(
+    def test_a_removed_member_votes_and_is_standby_before_the_operation_is_done(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
@@ -89,29 +91,31 @@ class TestScaling:
         group.until(lambda: ranks["b"].committed[-1].number == 2)
         assert names_of(generation_of(ranks["b"])) == ["b", "c"]
         assert ranks["a"].commit_seen == generation_of(ranks["b"]).nonce, (
-            "it takes part in the vote"
+            "the removed rank did not vote"
         )
         group.until(lambda: operation(group).phase is OperationPhase.DONE, seconds=1.0)
         assert ranks["a"].phase is RankPhase.STANDBY
-        assert told(group, ranks["a"]).target is None
+        assert directive_of(group, ranks["a"]).target is None
 
-    def test_waits_for_a_newcomer_only_so_long(self, group: SimulatedGroup) -> None:
+    def test_waits_for_a_new_rank_no_longer_than_wait_s(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
         group.ask("swap", "a", "c")
         group.run(CONFIG.wait_s - 0.5)
         assert group.serving_together("a", "b")
         assert operation(group).phase is OperationPhase.WAITING
         group.until(lambda: group.serving_together("a"), seconds=2.0)
-        group.add("c")  # late, and there at last
+        group.add("c")  # it registers late
         group.until(lambda: group.serving_together("a", "c"), seconds=2.0)
 
-    def test_a_topology_of_nobody_that_exists_is_not_adopted(self, group: SimulatedGroup) -> None:
+    def test_a_topology_without_registered_members_is_not_committed(
+        self, group: SimulatedGroup
+    ) -> None:
         group.form("a")
         group.ask("away", "x")
         group.run(3 * CONFIG.wait_s)
         assert group.serving_together("a")
 
-    def test_the_target_is_shown_uncommitted_until_all_have_prepared_it(
+    def test_directives_carry_the_target_without_commit_until_all_have_prepared_it(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a")
@@ -120,12 +124,14 @@ class TestScaling:
         group.ask("more", "a", "b")
         group.until(lambda: ranks["b"].prepared)
         group.run(0.3)
-        directives = [told(group, rank) for rank in ranks.values()]
+        directives = [directive_of(group, rank) for rank in ranks.values()]
         assert all(each.target is not None and not each.commit for each in directives)
         assert ranks["a"].phase is RankPhase.SERVING
         group.until(lambda: group.serving_together("a", "b"))
 
-    def test_a_newer_request_supersedes_what_is_not_committed(self, group: SimulatedGroup) -> None:
+    def test_a_newer_request_supersedes_an_uncommitted_operation(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a")
         ranks["b"] = group.add("b", never_finishes_preparing=True)
         ranks["c"] = group.add("c")
@@ -133,7 +139,7 @@ class TestScaling:
         group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
         group.ask("two", "a", "c")
         group.step()
-        target = told(group, ranks["a"]).target
+        target = directive_of(group, ranks["a"]).target
         assert target is not None
         assert (names_of(target), target.number, target.operation_id) == (["a", "c"], 3, "two")
         group.until(lambda: group.serving_together("a", "c"))
@@ -143,14 +149,14 @@ class TestScaling:
             ("scale", "done"),
         ]
 
-    def test_a_newer_request_waits_for_what_is_committed(self, group: SimulatedGroup) -> None:
+    def test_a_newer_request_waits_for_the_end_of_a_commit(self, group: SimulatedGroup) -> None:
         ranks = group.form("a")
         ranks["b"] = group.add("b", never_commits=True)
         group.ask("one", "a", "b")
         group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
         group.ask("two", "a")
         group.step()
-        assert told(group, ranks["b"]).commit
+        assert directive_of(group, ranks["b"]).commit
         ranks["b"].never_commits = False
         group.until(lambda: group.serving_together("a"))
         assert [generation.operation_id for generation in ranks["a"].committed] == [
@@ -159,7 +165,7 @@ class TestScaling:
             "two",
         ]
 
-    def test_a_failed_preparation_leaves_the_old_generation_and_is_tried_again_ever_later(
+    def test_a_failed_preparation_keeps_the_old_generation_and_is_retried_with_backoff(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a")
@@ -178,9 +184,9 @@ class TestScaling:
         assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.11)
         b.cannot_prepare = False
         group.until(lambda: group.serving_together("a", "b"))
-        assert len(ranks["a"].committed) == 2, "it served in its generation meanwhile"
+        assert len(ranks["a"].committed) == 2, "the old generation did not serve during the retries"
 
-    def test_a_preparation_that_takes_too_long_fails_and_says_of_whom(
+    def test_a_preparation_that_times_out_fails_with_the_name_of_the_rank(
         self, group: SimulatedGroup
     ) -> None:
         group.form("a")
@@ -190,7 +196,7 @@ class TestScaling:
         assert took > CONFIG.prepare_timeout_s
         assert operation(group).reason == "b did not prepare it within 3 s"
 
-    def test_a_newcomer_that_dies_while_preparing_is_waited_for_again(
+    def test_a_new_rank_that_dies_during_preparation_is_waited_for_again(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a")
@@ -214,7 +220,7 @@ class TestRequests:
             (["a"], "", "operation_id"),
         ],
     )
-    def test_wrong_ones_are_refused_by_field(
+    def test_invalid_requests_are_refused_with_the_field(
         self, group: SimulatedGroup, members: list[str], operation_id: str, field: str
     ) -> None:
         refusal = group.controller.on_request(
@@ -224,7 +230,9 @@ class TestRequests:
         assert refusal.field == field
         assert group.status().desired == []
 
-    def test_an_operation_id_stands_for_one_set_of_members(self, group: SimulatedGroup) -> None:
+    def test_an_operation_id_cannot_be_reused_for_other_members(
+        self, group: SimulatedGroup
+    ) -> None:
         group.ask("o", "a", "b")
         assert (
             group.controller.on_request(TopologyRequest(operation_id="o", members=["b", "a"]))
@@ -234,7 +242,7 @@ class TestRequests:
         assert refusal is not None
         assert refusal.field == "operation_id"
 
-    def test_what_is_there_already_is_done_at_once(self, group: SimulatedGroup) -> None:
+    def test_a_request_for_the_present_members_is_done_at_once(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
         group.ask("same", "b", "a")
         group.step()
@@ -246,10 +254,10 @@ class TestRequests:
 
 
 class TestRebalance:
-    def uneven(
+    def load_first_rank(
         self, group: SimulatedGroup, ranks: dict[str, SimulatedRank], tokens: int
     ) -> set[int]:
-        """All tokens of the first layer go to the first rank's experts, which are returned."""
+        """Send all tokens of the first layer to the first rank's experts. Return these."""
         hot = set(generation_of(ranks["a"]).placement[0][0])
         loads = [
             [tokens if expert in hot else 0 for expert in range(NUM_EXPERTS)],
@@ -261,7 +269,7 @@ class TestRebalance:
 
     def test_experts_move_on_request(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
-        hot = self.uneven(group, ranks, 100)
+        hot = self.load_first_rank(group, ranks, 100)
         group.run(0.5)
         before = generation_of(ranks["a"])
         group.controller.on_rebalance()
@@ -273,7 +281,7 @@ class TestRebalance:
         assert group.ended[-1].kind == "rebalance"
         assert group.ended[-1].moves == 2
 
-    def test_experts_that_are_well_placed_stay(self, group: SimulatedGroup) -> None:
+    def test_balanced_experts_are_not_moved(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         group.controller.on_rebalance()
         group.run(2.0)
@@ -281,14 +289,14 @@ class TestRebalance:
         assert len(ranks["a"].committed) == 1
 
     @pytest.mark.parametrize(("threshold", "generations"), [(1.2, 2), (0.0, 1)])
-    def test_by_itself_only_if_configured_and_once(
+    def test_rebalances_automatically_once_if_configured(
         self, threshold: float, generations: int
     ) -> None:
         group = SimulatedGroup(
             dataclasses.replace(CONFIG, rebalance_threshold=threshold, rebalance_window_s=2.0)
         )
         ranks = group.form("a", "b")
-        hot = self.uneven(group, ranks, 0)
+        hot = self.load_first_rank(group, ranks, 0)
         for tokens in range(150):
             loads = tuple(100 * tokens if expert in hot else 0 for expert in range(NUM_EXPERTS))
             for rank in ranks.values():

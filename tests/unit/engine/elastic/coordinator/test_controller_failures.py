@@ -1,18 +1,24 @@
-"""What the controller does about ranks that die, freeze or stand still, also in the middle of a commit."""
+"""How the controller handles ranks that die, freeze or stall, also during a commit."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton_protocol.topology import Activity, OperationPhase, RankPhase
-from support.elastic.group_questions import generation_of, names_of, operation, recovered, told
+from support.elastic.group_questions import (
+    directive_of,
+    generation_of,
+    names_of,
+    operation,
+    recovered,
+)
 from support.elastic.simulated_group import CONFIG, SimulatedGroup
 from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 
 
 class TestRecovery:
     @pytest.mark.parametrize("how", ["alive", "frozen"])
-    def test_survivors_go_on_in_their_order(self, group: SimulatedGroup, how: str) -> None:
+    def test_survivors_continue_in_their_order(self, group: SimulatedGroup, how: str) -> None:
         ranks = group.form("a", "b", "c")
         setattr(ranks["b"], how, how == "frozen")
         took = group.until(
@@ -27,7 +33,7 @@ class TestRecovery:
             for layer in generation.placement
         )
 
-    def test_whom_others_miss_is_dead_sooner(self, group: SimulatedGroup) -> None:
+    def test_a_suspected_rank_is_dead_sooner(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         ranks["b"].frozen = True
         group.run(0.3)
@@ -35,14 +41,14 @@ class TestRecovery:
         took = group.until(lambda: generation_of(ranks["a"]).size == 1)
         assert took < CONFIG.dead_after_s - 0.3
 
-    def test_whom_others_miss_lives_while_it_reports(self, group: SimulatedGroup) -> None:
+    def test_a_suspected_rank_that_reports_is_kept(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         ranks["a"].phase, ranks["a"].suspects = RankPhase.BROKEN, (ranks["b"].id,)
         group.until(lambda: len(ranks["a"].committed) == 2)
         assert names_of(generation_of(ranks["a"])) == ["a", "b"]
         assert generation_of(ranks["a"]).urgent
 
-    def test_a_spare_rank_that_is_ready_comes_in_at_once(self, group: SimulatedGroup) -> None:
+    def test_a_recovery_includes_a_new_rank_that_is_ready(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         ranks["c"] = group.add("c", phase=RankPhase.LOADING)
         group.ask("more", "a", "b", "c")
@@ -58,11 +64,9 @@ class TestRecovery:
         )
         assert names_of(generation_of(ranks["b"])) == ["b", "c"]
 
-    def test_another_process_of_the_name_replaces_the_one_before(
-        self, group: SimulatedGroup
-    ) -> None:
+    def test_a_new_process_of_a_name_replaces_the_earlier_one(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
-        successor = group.add("b")  # the older one still answers
+        successor = group.add("b")  # the earlier one still responds
         group.until(lambda: successor.generation is not None)
         group.until(lambda: ranks["b"].generation is None)
         assert [each.instance_id for each in generation_of(successor).members] == [
@@ -74,7 +78,7 @@ class TestRecovery:
         ]
         assert old.reason == "another process of this name has registered"
 
-    def test_one_that_slept_through_is_dismissed_and_comes_back_as_a_newcomer(
+    def test_a_rank_frozen_during_a_recovery_is_dismissed_and_rejoins_as_new(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
@@ -84,9 +88,11 @@ class TestRecovery:
         ranks["a"].frozen = False
         group.until(lambda: ranks["a"].generation is None, seconds=1.0)
         group.until(lambda: group.serving_together("a", "b", "c"))
-        assert names_of(generation_of(ranks["a"])) == ["b", "c", "a"], "its place is gone"
+        assert names_of(generation_of(ranks["a"])) == ["b", "c", "a"], (
+            "it did not rejoin as the last rank"
+        )
 
-    def test_nobody_is_left(self, group: SimulatedGroup) -> None:
+    def test_a_group_without_living_ranks_forms_again(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         for rank in ranks.values():
             rank.alive = False
@@ -95,9 +101,9 @@ class TestRecovery:
         group.add("a")
         group.add("b")
         group.until(lambda: group.serving_together("a", "b"))
-        assert group.status().generation > 1, "numbers do not begin anew"
+        assert group.status().generation > 1, "the generation numbers restarted"
 
-    def test_newcomers_that_fail_do_not_hold_up_survivors(self, group: SimulatedGroup) -> None:
+    def test_a_recovery_does_not_wait_for_new_ranks_that_fail(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         group.add("c", cannot_prepare=True)
         group.ask("more", "a", "b", "c")
@@ -106,22 +112,24 @@ class TestRecovery:
         took = group.until(lambda: generation_of(ranks["a"]).size == 1)
         assert took < 1.0
 
-    def test_a_survivor_that_can_never_prepare_is_left_out_in_the_end(
-        self, group: SimulatedGroup
-    ) -> None:
+    def test_a_survivor_that_cannot_prepare_is_excluded(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b", "c")
         ranks["b"].cannot_prepare = True
         ranks["c"].alive = False
         group.until(lambda: generation_of(ranks["a"]).size == 1)
         group.until(lambda: ranks["b"].phase is RankPhase.STANDBY)
 
-    def test_a_member_that_lost_its_generation_is_missed(self, group: SimulatedGroup) -> None:
+    def test_a_member_that_left_its_generation_causes_a_recovery(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b")
         ranks["b"].leave()
         group.until(lambda: group.serving_together("a", "b"))
         assert generation_of(ranks["a"]).urgent
 
-    def test_a_pause_of_the_coordinator_kills_nobody(self, group: SimulatedGroup) -> None:
+    def test_ranks_are_not_dead_after_a_pause_of_the_coordinator(
+        self, group: SimulatedGroup
+    ) -> None:
         group.form("a", "b")
         group.now += 60.0
         group.run(2.0)
@@ -134,7 +142,7 @@ def _only_frozen_is_left(group: SimulatedGroup, ranks: dict[str, SimulatedRank])
 
 class TestDuringACommit:
     def committed(self, group: SimulatedGroup, *blocked: str) -> dict[str, SimulatedRank]:
-        """a, b -> b, c, committed; `blocked` ones do not adopt."""
+        """Commit a change from (a, b) to (b, c), which the `blocked` ranks do not complete."""
         ranks = group.form("a", "b")
         ranks["c"] = group.add("c")
         for name in blocked:
@@ -144,46 +152,39 @@ class TestDuringACommit:
         return ranks
 
     @pytest.mark.parametrize("victim", ["a", "b", "c"])
-    def test_a_death_leads_to_an_urgent_generation_above(
+    def test_a_death_leads_to_an_urgent_generation_with_a_higher_number(
         self, group: SimulatedGroup, victim: str
     ) -> None:
         ranks = self.committed(group, "b")
-        committed = told(group, ranks["b"]).target
-        assert committed is not None
+        committed = directive_of(group, ranks["b"]).target
         ranks[victim].alive = False
         ranks["b"].never_commits = False
         survivors = [name for name in ("b", "c") if name != victim]
         group.until(lambda: group.serving_together(*survivors))
         last = generation_of(ranks[survivors[0]])
-        # Without the vote of a retiring rank nobody adopts what was committed.
+        # Without the vote of the leaving rank the commit cannot be completed.
         assert last.number > committed.number or victim == "a"
 
-    def test_ranks_that_answer_and_hang_get_an_urgent_generation(
-        self, group: SimulatedGroup
-    ) -> None:
+    def test_a_stalled_commit_leads_to_an_urgent_generation(self, group: SimulatedGroup) -> None:
         ranks = self.committed(group, "b")
-        committed = told(group, ranks["b"]).target
-        assert committed is not None
+        committed = directive_of(group, ranks["b"]).target
         took = group.until(lambda: operation(group).kind == "recover")
         assert took > CONFIG.commit_timeout_s
         ranks["b"].never_commits = False
         group.until(lambda: group.serving_together("b", "c"))
         assert generation_of(ranks["b"]).number == committed.number + 1
 
-    def test_a_commit_that_hangs_before_anybody_adopted_it_is_not_taken_back(
-        self, group: SimulatedGroup
-    ) -> None:
+    def test_a_commit_that_no_rank_completed_is_not_taken_back(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         ranks["b"].never_commits = True
         group.ask("less", "b")
         group.until(lambda: operation(group).kind == "recover")
-        target = told(group, ranks["b"]).target
-        assert target is not None
+        target = directive_of(group, ranks["b"]).target
         assert (target.number, target.urgent) == (3, True)
         ranks["b"].never_commits = False
         group.until(lambda: group.serving_together("b"))
 
-    def test_a_rank_that_hangs_for_good_is_left_behind(self, group: SimulatedGroup) -> None:
+    def test_a_rank_that_never_completes_a_commit_is_excluded(self, group: SimulatedGroup) -> None:
         ranks = self.committed(group, "b")
         group.until(
             lambda: ranks["c"].generation is not None and ranks["c"].generation.size == 1,
@@ -191,38 +192,38 @@ class TestDuringACommit:
         )
         assert ranks["b"].phase is RankPhase.STANDBY
 
-    def test_old_and_new_ranks_side_by_side_are_joined_above_both(
+    def test_ranks_of_two_generations_are_joined_in_a_higher_one(
         self, group: SimulatedGroup
     ) -> None:
         ranks = self.committed(group, "b")
-        group.until(lambda: ranks["c"].generation is not None)  # newcomers do not wait for the vote
+        group.until(lambda: ranks["c"].generation is not None)  # new ranks do not wait for the vote
         ranks["a"].phase = RankPhase.BROKEN
         ranks["b"].never_commits = False
         group.until(lambda: group.serving_together("b", "c"))
         assert generation_of(ranks["b"]).number > ranks["c"].committed[0].number
 
 
-class TestStandingStill:
-    """The process answers, the loop does not."""
+class TestStalls:
+    """The process sends statuses, but its loop is stalled."""
 
-    def test_who_alone_does_not_come_to_an_exchange_is_left_out(
-        self, group: SimulatedGroup
-    ) -> None:
+    def test_the_only_rank_missing_in_an_exchange_is_excluded(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b", "c")
-        ranks["b"].hangs = Activity.RESTS
+        ranks["b"].stalled_in = Activity.RESTS
         took = group.until(lambda: generation_of(ranks["a"]).size == 2)
         assert CONFIG.stall_after_s < took < CONFIG.stall_after_s + 1.5
         assert generation_of(ranks["a"]).urgent
         group.until(lambda: recovered(group), seconds=1.0)
-        assert told(group, ranks["b"]).dismissed
+        assert directive_of(group, ranks["b"]).dismissed
         (b,) = [member for member in group.status().members if member.name == "b"]
         assert "its loop is stalled" in b.reason
-        ranks["b"].hangs = None
+        ranks["b"].stalled_in = None
         group.until(lambda: group.serving_together("a", "b", "c"))
 
-    def test_who_hangs_in_a_step_is_found_by_an_interruption(self, group: SimulatedGroup) -> None:
+    def test_a_rank_stalled_in_a_step_is_found_by_an_interruption(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b", "c")
-        ranks["b"].hangs = ranks["b"].activity = Activity.RUNS
+        ranks["b"].stalled_in = ranks["b"].activity = Activity.RUNS
         took = group.until(lambda: generation_of(ranks["a"]).size == 2)
         assert (
             CONFIG.step_stall_after_s
@@ -232,62 +233,62 @@ class TestStandingStill:
         group.until(lambda: recovered(group), seconds=1.0)
         assert [member.name for member in generation_of(ranks["c"]).members] == ["a", "c"]
 
-    def test_two_that_hang_are_both_left_out(self, group: SimulatedGroup) -> None:
+    def test_two_stalled_ranks_are_both_excluded(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b", "c", "d")
         for name in ("b", "c"):
-            ranks[name].hangs = Activity.RESTS
+            ranks[name].stalled_in = Activity.RESTS
         took = group.until(lambda: generation_of(ranks["a"]).size == 2)
         assert took < 2 * CONFIG.stall_after_s + 1.5
 
-    def test_who_hangs_at_its_death_bed_is_left_out_of_the_recovery(
+    def test_a_rank_that_is_stalled_during_a_recovery_is_excluded(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
-        ranks["b"].hangs = Activity.RESTS
+        ranks["b"].stalled_in = Activity.RESTS
         ranks["c"].alive = False
         took = group.until(lambda: generation_of(ranks["a"]).size == 1)
         assert took < CONFIG.dead_after_s + CONFIG.stall_after_s + 1.5
 
-    def test_a_slow_step_is_run_again_with_more_time_and_costs_nobody_its_place(
+    def test_a_slow_step_is_repeated_with_more_time_and_excludes_no_rank(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b")
         slow = ranks["b"]
 
         def run_slowly(seconds: float) -> None:
-            """Both run a step that ends after `seconds`, or is interrupted."""
+            """Let both run a step that ends after `seconds` or is interrupted."""
             start = group.now
-            slow.hangs = slow.activity = Activity.RUNS
-            while group.now - start < seconds and told(group, slow).target is None:
+            slow.stalled_in = slow.activity = Activity.RUNS
+            while group.now - start < seconds and directive_of(group, slow).target is None:
                 group.step()
-            slow.hangs = None
+            slow.stalled_in = None
             group.until(
-                lambda: told(group, slow).target is None and slow.phase is RankPhase.SERVING
+                lambda: directive_of(group, slow).target is None and slow.phase is RankPhase.SERVING
             )
 
         run_slowly(CONFIG.step_stall_after_s + 1.0)
-        assert generation_of(slow).number == 2, "asked in vain"
+        assert generation_of(slow).number == 2, "the first slow step was not interrupted"
         assert generation_of(slow).placement == ranks["a"].committed[0].placement
         run_slowly(CONFIG.step_stall_after_s + 1.0)
-        assert generation_of(slow).number == 2, "it had twice the time"
+        assert generation_of(slow).number == 2, "the second slow step was interrupted"
         assert group.serving_together("a", "b")
 
-    def test_idle_ranks_and_a_pause_of_the_coordinator_are_no_stall(
+    def test_idle_ranks_and_pauses_of_the_coordinator_are_not_stalls(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b")
         group.run(10 * CONFIG.step_stall_after_s)
-        ranks["b"].hangs = Activity.RESTS
+        ranks["b"].stalled_in = Activity.RESTS
         group.run(CONFIG.stall_after_s - 0.5)
         group.now += 60.0
         group.step()
         assert group.status().generation == 1
-        ranks["b"].hangs = None
+        ranks["b"].stalled_in = None
         group.run(2 * CONFIG.stall_after_s)
         assert generation_of(ranks["a"]).number == 1
 
-    def test_nobody_waits_for_the_only_rank(self, group: SimulatedGroup) -> None:
+    def test_a_group_of_one_rank_is_never_stalled(self, group: SimulatedGroup) -> None:
         a = group.form("a")["a"]
-        a.hangs = a.activity = Activity.RUNS
+        a.stalled_in = a.activity = Activity.RUNS
         group.run(3 * CONFIG.step_stall_after_s)
-        assert told(group, a).target is None
+        assert directive_of(group, a).target is None

@@ -1,4 +1,4 @@
-"""What the controller does about ranks that were told to shut down: one of them, or all."""
+"""How the controller handles the graceful shutdown of one rank or of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.elastic.simulated_group import CONFIG, SimulatedGroup
 
 
 class TestLeaving:
-    def test_a_leaving_member_is_let_go_without_waiting_for_a_successor(
+    def test_a_leaving_member_is_removed_without_waiting_for_a_successor(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b")
@@ -18,13 +18,13 @@ class TestLeaving:
         assert not generation_of(ranks["b"]).urgent
         group.ask("again", "a", "b")
         group.run(CONFIG.wait_s + 1.0)
-        assert ranks["a"].generation is None, "a process that leaves does not return"
+        assert ranks["a"].generation is None, "a leaving process rejoined"
         ranks["a"].alive = False
         successor = group.add("a")
         group.until(lambda: group.serving_together("a", "b"))
         assert generation_of(ranks["b"]).rank_of(successor.id) == 1
 
-    def test_if_all_leave_they_are_let_go_when_the_last_request_has_ended(
+    def test_if_all_leave_they_are_dismissed_after_the_last_request(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b")
@@ -33,7 +33,7 @@ class TestLeaving:
             rank.leaving = True
         group.run(5.0)
         assert all(rank.phase is RankPhase.SERVING for rank in ranks.values()), (
-            "b needs the experts of a"
+            "b has a request, which needs the experts of a"
         )
         ranks["b"].num_requests = 0
         group.until(
@@ -43,7 +43,7 @@ class TestLeaving:
         assert all(len(rank.committed) == 1 for rank in ranks.values())
         assert group.status().generation == 0
 
-    def test_if_all_leave_but_one_that_is_dead_the_others_are_let_go(
+    def test_if_all_leave_but_a_dead_one_the_others_are_dismissed(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
@@ -55,7 +55,7 @@ class TestLeaving:
         )
         assert all(len(rank.committed) == 1 for rank in ranks.values())
 
-    def test_if_all_leave_and_one_dies_requests_end_in_a_generation_of_the_others(
+    def test_if_all_leave_and_one_dies_the_others_finish_the_requests(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
@@ -69,9 +69,7 @@ class TestLeaving:
             lambda: all(ranks[name].phase is RankPhase.STANDBY for name in ("a", "b")), seconds=2.0
         )
 
-    def test_if_all_leave_for_names_that_nobody_has_yet_they_do_not_wait_for_them(
-        self, group: SimulatedGroup
-    ) -> None:
+    def test_if_all_leave_they_do_not_wait_for_new_members(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         group.ask("others", "c", "d")
         for rank in ranks.values():
@@ -83,7 +81,7 @@ class TestLeaving:
         group.add("d")
         group.until(lambda: group.serving_together("c", "d"))
 
-    def test_if_all_leave_a_successor_takes_over_from_them(self, group: SimulatedGroup) -> None:
+    def test_if_all_leave_a_preparing_successor_takes_over(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         group.ask("others", "c")
         c = group.add("c", steps_to_prepare=20)

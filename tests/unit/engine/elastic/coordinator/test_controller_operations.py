@@ -1,4 +1,4 @@
-"""What operations are called, whose store their generations meet in, and what GET /topology says of both."""
+"""Ids of operations and rendezvous stores of generations, and GET /topology."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ def outcomes(group: SimulatedGroup, kind: str) -> list[OperationPhase]:
 
 
 class TestStores:
-    def test_the_topology_says_which_store_its_generation_met_in(
-        self, group: SimulatedGroup
-    ) -> None:
+    def test_the_topology_names_the_store_of_its_generation(self, group: SimulatedGroup) -> None:
         group.add("a")
         assert group.status().store == ""
         ranks = group.form("b", "c")
@@ -29,7 +27,7 @@ class TestStores:
         group.until(lambda: group.serving_together("c", "d"))
         assert group.status().store == store_of(ranks["c"])
 
-    def test_after_a_dead_store_the_next_members_is_taken(self, group: SimulatedGroup) -> None:
+    def test_after_a_dead_store_the_next_members_store_is_used(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         ranks["c"] = group.add("c")
         ranks["a"].store_is_dead = True
@@ -38,7 +36,7 @@ class TestStores:
         assert group.status().store == store_of(ranks["b"])
         assert outcomes(group, "scale") == [OperationPhase.FAILED, OperationPhase.DONE]
 
-    def test_a_store_that_was_dead_is_not_tried_first_again(self, group: SimulatedGroup) -> None:
+    def test_a_store_that_failed_is_not_tried_first(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         ranks["a"].store_is_dead = True
         for names in (("a", "b", "c"), ("a", "b"), ("a", "b", "c")):
@@ -47,7 +45,7 @@ class TestStores:
             group.until(lambda names=names: group.serving_together(*names))
         assert outcomes(group, "scale").count(OperationPhase.FAILED) == 1
 
-    def test_all_are_tried_until_one_answers(self, group: SimulatedGroup) -> None:
+    def test_all_stores_are_tried_until_one_responds(self, group: SimulatedGroup) -> None:
         ranks = {name: group.add(name) for name in ("a", "b", "c")}
         ranks["a"].store_is_dead = ranks["b"].store_is_dead = True
         group.ask("first", *ranks)
@@ -60,7 +58,7 @@ class TestStores:
         group.until(lambda: group.serving_together("a", "b"))
         assert group.status().store == store_of(ranks["a"])
 
-    def test_a_recovery_finds_a_store_that_answers(self, group: SimulatedGroup) -> None:
+    def test_a_recovery_finds_a_store_that_responds(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b", "c")
         ranks["a"].store_is_dead = True
         ranks["b"].alive = False
@@ -72,7 +70,7 @@ class TestStores:
 
 
 class TestIds:
-    def test_a_recovery_does_not_carry_the_id_of_what_was_asked_for_before(
+    def test_a_recovery_does_not_have_the_id_of_the_earlier_request(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
@@ -86,22 +84,24 @@ class TestIds:
             for each in group.alive().values()
         )
         assert (operation(group).kind, operation(group).operation_id) == ("scale", "first"), (
-            "the lost one is waited for"
+            "the operation does not wait for the lost member"
         )
 
-    def test_a_recovery_is_not_followed_by_an_acknowledgement_of_what_was_fulfilled_before(
+    def test_a_recovery_is_not_followed_by_an_operation_of_a_fulfilled_request(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b")
         ranks["b"].alive = False
-        ranks["b2"] = group.add("b")  # its successor is there before it is missed
+        ranks["b2"] = group.add("b")  # its successor registers before the loss is detected
         group.until(lambda: operation(group).kind == "recover")
         group.until(lambda: group.serving_together("a", "b"))
         group.run(CONFIG.wait_s)
         assert (operation(group).kind, operation(group).operation_id) == ("recover", "")
 
-    def test_what_is_waited_for_after_a_recovery_was_asked_for(self, group: SimulatedGroup) -> None:
-        """The lost member's place is still wanted: to fill it is the request's again."""
+    def test_after_a_recovery_the_request_waits_for_the_lost_member(
+        self, group: SimulatedGroup
+    ) -> None:
+        """The operation that replaces the lost member has the request's id."""
         ranks = group.form("a", "b")
         ranks["b"].alive = False
         group.until(lambda: group.serving_together("a"))
@@ -109,7 +109,7 @@ class TestIds:
         group.until(lambda: group.serving_together("a", "b"))
         assert (operation(group).kind, operation(group).operation_id) == ("scale", "first")
 
-    def test_a_request_that_a_recovery_overtook_is_acknowledged_once(
+    def test_a_request_fulfilled_by_a_recovery_is_acknowledged_once(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
@@ -124,7 +124,7 @@ class TestIds:
         group.until(lambda: operation(group).kind == "recover")
         assert operation(group).operation_id == ""
 
-    def test_to_place_experts_anew_has_no_id(self, group: SimulatedGroup) -> None:
+    def test_a_rebalance_has_no_id(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
         group.controller.on_rebalance()
         group.until(
@@ -135,7 +135,7 @@ class TestIds:
         )
         assert operation(group).operation_id == ""
 
-    def test_a_restarted_controller_acknowledges_what_is_asked_again(
+    def test_a_restarted_controller_acknowledges_a_repeated_request(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")

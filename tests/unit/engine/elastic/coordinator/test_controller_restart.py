@@ -1,4 +1,4 @@
-"""What a controller that knows nothing makes of the ranks that another one led."""
+"""How a restarted controller recovers its state from the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from support.elastic.simulated_rank import SimulatedRank
 
 
 class TestRestartedCoordinator:
-    def test_knows_from_the_ranks_what_is_and_changes_nothing(self, group: SimulatedGroup) -> None:
+    def test_recovers_the_topology_from_the_ranks_and_changes_nothing(
+        self, group: SimulatedGroup
+    ) -> None:
         group.form("a", "b")
         group.start_controller()
         group.run(5.0)
@@ -19,7 +21,7 @@ class TestRestartedCoordinator:
         assert group.status().desired == ["a", "b"]
         assert group.status().operation is None
 
-    def test_counts_generations_on(self, group: SimulatedGroup) -> None:
+    def test_continues_the_generation_numbers(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         group.start_controller()
         group.ask("less", "a")
@@ -27,7 +29,7 @@ class TestRestartedCoordinator:
         assert generation_of(ranks["a"]).number == 2
         assert all(number <= 2 for number in (target.number for target in group.targets.values()))
 
-    def test_counts_on_from_what_standby_ranks_were_told(self, group: SimulatedGroup) -> None:
+    def test_continues_the_numbers_that_standby_ranks_received(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         group.ask("less", "a")
         group.until(lambda: group.serving_together("a"))
@@ -37,21 +39,21 @@ class TestRestartedCoordinator:
         group.until(lambda: group.serving_together("b"))
         assert generation_of(ranks["b"]).number == 3
 
-    def test_a_target_that_ranks_refuse_is_replaced_by_one_above(
+    def test_a_target_that_ranks_refuse_is_replaced_by_a_higher_one(
         self, group: SimulatedGroup
     ) -> None:
         a = group.form("a")["a"]
         b = group.add("b", never_finishes_preparing=True)
         group.ask("more", "a", "b")
         group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
-        # What a coordinator before this one had committed.
+        # An earlier coordinator had committed this generation.
         a.generation = msgspec.structs.replace(generation_of(a), number=7, nonce="7.x")
         b.never_finishes_preparing = False
         b.steps_to_prepare = 100
         group.until(lambda: operation(group).generation == 8, seconds=1.0)
         group.until(lambda: group.serving_together("a", "b"))
 
-    def test_says_nothing_before_all_had_time_to_report(self, group: SimulatedGroup) -> None:
+    def test_sends_no_directive_before_all_had_time_to_report(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b")
         group.start_controller()
         group.step()
@@ -69,13 +71,15 @@ class TestRestartedCoordinator:
         )
         assert len(ranks["a"].committed) == 1
 
-    def test_a_member_that_died_meanwhile_is_missed(self, group: SimulatedGroup) -> None:
+    def test_a_member_that_died_during_the_restart_causes_a_recovery(
+        self, group: SimulatedGroup
+    ) -> None:
         ranks = group.form("a", "b")
         ranks["b"].alive = False
         group.start_controller()
         group.until(lambda: generation_of(ranks["a"]).size == 1, seconds=4.0)
 
-    def test_what_was_prepared_only_is_dropped(self, group: SimulatedGroup) -> None:
+    def test_a_target_that_was_only_prepared_is_dropped(self, group: SimulatedGroup) -> None:
         ranks = group.form("a")
         ranks["b"] = group.add("b")
         ranks["a"].never_finishes_preparing = True
@@ -87,7 +91,7 @@ class TestRestartedCoordinator:
         assert group.serving_together("a") or group.status().operation is None
         assert len(ranks["a"].committed) == 1
 
-    def test_a_commit_that_somebody_acted_on_is_shown_again(self, group: SimulatedGroup) -> None:
+    def test_a_commit_that_a_rank_completed_is_sent_again(self, group: SimulatedGroup) -> None:
         ranks = group.form("a")
         ranks["a"].never_commits = True
         ranks["b"] = group.add("b")
@@ -103,41 +107,41 @@ class TestRestartedCoordinator:
         group.until(lambda: group.serving_together("a", "b"))
         assert generation_of(ranks["a"]).number == 2
 
-    def heard_by_some(self, group: SimulatedGroup) -> dict[str, SimulatedRank]:
-        """a, b, c -> a, b, committed; b has not heard of it when another coordinator starts."""
+    def commit_received_by_some(self, group: SimulatedGroup) -> dict[str, SimulatedRank]:
+        """Commit a change of (a, b, c) to (a, b). Restart the controller before b receives it."""
         ranks = group.form("a", "b", "c")
         group.ask("less", "a", "b")
         group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
         ranks["b"].frozen = True
         group.until(lambda: ranks["a"].commit_seen == ranks["c"].commit_seen == "2.n2")
         group.start_controller()
-        ranks["b"].inbox.clear()  # its connection is gone, with what it had not read
+        ranks["b"].inbox.clear()  # the unread messages are lost with its connection
         ranks["b"].frozen = False
         return ranks
 
-    def test_a_commit_that_some_heard_of_is_finished(self, group: SimulatedGroup) -> None:
-        ranks = self.heard_by_some(group)
+    def test_a_commit_that_some_received_is_completed(self, group: SimulatedGroup) -> None:
+        ranks = self.commit_received_by_some(group)
         group.until(lambda: len(ranks["a"].committed) == 2)
         generation = generation_of(ranks["a"])
         assert (generation.number, generation.urgent) == (2, False)
         group.run(5.0)
         assert group.serving_together("a", "b")
-        assert group.status().desired == ["a", "b"], "what was committed is what should be"
-        assert len(ranks["a"].committed) == 2, "once"
+        assert group.status().desired == ["a", "b"]
+        assert len(ranks["a"].committed) == 2, "more than one commit"
 
-    def test_a_commit_that_some_heard_of_and_not_all_can_adopt_is_replaced_by_one_above(
+    def test_a_commit_that_some_received_and_not_all_can_complete_is_replaced_by_a_higher_one(
         self, group: SimulatedGroup
     ) -> None:
-        ranks = self.heard_by_some(group)
+        ranks = self.commit_received_by_some(group)
         ranks["b"].target, ranks["b"].prepared = None, False
         group.until(lambda: len(ranks["a"].committed) == 2)
         assert generation_of(ranks["a"]).number == 3
         assert ranks["a"].target is None
         group.until(lambda: group.serving_together("a", "b"))
         group.run(5.0)
-        assert len(ranks["a"].committed) == 2, "once"
+        assert len(ranks["a"].committed) == 2, "more than one commit"
 
-    def test_all_heard_of_a_commit(self, group: SimulatedGroup) -> None:
+    def test_a_commit_that_all_received_is_completed(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b", "c")
         group.ask("less", "a", "b")
         group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)

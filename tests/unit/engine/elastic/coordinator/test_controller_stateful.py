@@ -1,6 +1,6 @@
-"""Deaths, freezes, wake-ups, failures, restarts of the coordinator, lost and late messages, requests: at any moment, in any order.
+"""Random deaths, freezes, failures, restarts of the coordinator, network faults and requests.
 
-Whatever happened, once it stops the group comes to rest as it is asked to be, within a bounded time.
+After the disturbances end, the group reaches the requested state within a bounded time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from support.elastic.simulated_group import SimulatedGroup
 from support.elastic.simulated_rank import SimulatedRank
 
 NAMES = ["a", "b", "c", "d"]
+#: Several times longer than every deadline and backoff of the simulation.
 REST_S = 60.0
-"""Longer than every deadline and backoff of the simulation, several times over."""
 
 
 class DisturbedGroup(RuleBasedStateMachine):
@@ -50,7 +50,7 @@ class DisturbedGroup(RuleBasedStateMachine):
                 self.group.add(name)
 
     @rule(name=st.sampled_from(NAMES))
-    def a_process_starts_beside_what_is_there(self, name: str) -> None:
+    def another_process_starts(self, name: str) -> None:
         self.group.add(name)
 
     @rule(name=st.sampled_from(NAMES))
@@ -66,12 +66,12 @@ class DisturbedGroup(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def wakes_up(self, name: str) -> None:
         for rank in self._running(name):
-            rank.frozen, rank.hangs = False, None
+            rank.frozen, rank.stalled_in = False, None
 
     @rule(name=st.sampled_from(NAMES), how=st.sampled_from([Activity.RESTS, Activity.RUNS]))
-    def hangs(self, name: str, how: Activity) -> None:
+    def stalls(self, name: str, how: Activity) -> None:
         for rank in self._running(name):
-            rank.hangs = rank.activity = how
+            rank.stalled_in = rank.activity = how
 
     @rule(name=st.sampled_from(NAMES), num_requests=st.integers(0, 2))
     def requests_come_and_end(self, name: str, num_requests: int) -> None:
@@ -92,7 +92,7 @@ class DisturbedGroup(RuleBasedStateMachine):
             setattr(rank, how, True)
 
     @rule(name=st.sampled_from(NAMES))
-    def loses_the_others(self, name: str) -> None:
+    def generation_breaks(self, name: str) -> None:
         for rank in self._running(name):
             if rank.phase is RankPhase.SERVING:
                 rank.phase = RankPhase.BROKEN
@@ -125,14 +125,14 @@ class DisturbedGroup(RuleBasedStateMachine):
             self._check_rest()
 
     def _calm_down(self) -> None:
-        """No disturbance any more: every process runs and works, one per name; the network delivers."""
+        """End all disturbances. One process per name runs, and the network delivers."""
         group = self.group
         group.loss = group.duplicates = 0.0
         group.most_delay_steps = 0
         latest = {rank.member.name: rank for rank in group.ranks.values() if rank.alive}
         for rank in group.alive().values():
             rank.alive = rank is latest[rank.member.name]
-            rank.hangs, rank.num_requests = None, 0
+            rank.stalled_in, rank.num_requests = None, 0
             rank.frozen = rank.cannot_prepare = rank.never_finishes_preparing = (
                 rank.never_commits
             ) = False
@@ -153,14 +153,13 @@ class DisturbedGroup(RuleBasedStateMachine):
         if not wanted:
             return
         (generation,) = generations.values() or [None]
-        assert generation is not None, picture
         assert {member.instance_id for member in generation.members} == wanted, picture
         for rank in alive:
             assert rank.phase is (RankPhase.SERVING if rank.id in wanted else RankPhase.STANDBY), (
                 picture
             )
             assert rank.target is None or rank.id not in wanted, (
-                f"still prepares, or votes\n{picture}"
+                f"still prepares or votes\n{picture}"
             )
         assert status.operation is None or status.operation.phase in (
             "done",
@@ -173,12 +172,12 @@ class DisturbedGroup(RuleBasedStateMachine):
         self.group.ask(f"operation-{self.operations}", *sorted(names))
 
     def _running(self, name: str) -> list[SimulatedRank]:
-        """The latest process of this name, if it is alive."""
+        """Return the latest process of this name, if it is alive."""
         ranks = [rank for rank in self.group.ranks.values() if rank.member.name == name]
         return [rank for rank in ranks[-1:] if rank.alive]
 
 
-def test_comes_to_rest_as_it_should_be_after_any_disturbance() -> None:
+def test_the_group_reaches_the_requested_state_after_any_disturbance() -> None:
     run_state_machine_as_test(
         DisturbedGroup,
         settings=settings(

@@ -1,4 +1,4 @@
-"""The coordinator's process: what it answers ranks and HTTP, and that killing it at any moment loses nothing."""
+"""The coordinator's process: ranks, HTTP, metrics, and kills at any time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ranks(coordinator: CoordinatorProcess) -> Iterator[LiveRanks]:
     live.close()
 
 
-def test_forms_grows_shrinks_and_recovers(
+def test_a_group_forms_grows_shrinks_and_recovers(
     coordinator: CoordinatorProcess, ranks: LiveRanks
 ) -> None:
     group = ranks.form("a", "b")
@@ -63,7 +63,7 @@ def test_a_coordinator_that_is_deleted_with_its_ranks_ends_after_them(
     for rank in group.values():
         rank.leaving = True
     deadline = time.monotonic() + 2 * LINGER_S
-    ranks.until(lambda: time.monotonic() > deadline, "a request takes its time")
+    ranks.until(lambda: time.monotonic() > deadline, "a request that is still running")
     assert coordinator.process.poll() is None
     assert all(rank.phase is RankPhase.SERVING for rank in group.values())
     group["b"].num_requests = 0
@@ -89,7 +89,7 @@ def test_a_coordinator_that_is_deleted_alone_does_not_wait_for_its_ranks(
     "phase", [OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING]
 )
 @pytest.mark.parametrize("asked_again", [True, False], ids=["asked again", "not asked again"])
-def test_kill_and_restart_in_the_middle_of(
+def test_a_coordinator_killed_in_this_phase_loses_nothing(
     coordinator: CoordinatorProcess, ranks: LiveRanks, phase: OperationPhase, asked_again: bool
 ) -> None:
     group = ranks.form("a", "b")
@@ -108,7 +108,7 @@ def test_kill_and_restart_in_the_middle_of(
     coordinator.kill()
     for _ in range(20):
         ranks.step_live()
-    assert a.phase is RankPhase.SERVING, "nobody needs the coordinator to serve"
+    assert a.phase is RankPhase.SERVING, "the rank stopped serving without the coordinator"
     coordinator.start()
     a.never_finishes_preparing = a.never_commits = False
     if phase is OperationPhase.WAITING:
@@ -122,16 +122,18 @@ def test_kill_and_restart_in_the_middle_of(
     else:
         ranks.until(
             lambda: coordinator.topology().desired == ["a", "b"],
-            "what ranks say is what is asked for",
+            "the desired members from the ranks' reports",
         )
         ranks.until(
-            lambda: all(rank.target is None for rank in (a, b)), "what was prepared is dropped"
+            lambda: all(rank.target is None for rank in (a, b)), "the prepared target to be dropped"
         )
         assert ranks.serve_together("a", "b")
     assert all(rank.phase is not RankPhase.BROKEN for rank in group.values())
 
 
-def test_kill_together_with_a_rank(coordinator: CoordinatorProcess, ranks: LiveRanks) -> None:
+def test_a_coordinator_killed_together_with_a_rank_recovers_the_group(
+    coordinator: CoordinatorProcess, ranks: LiveRanks
+) -> None:
     group = ranks.form("a", "b", "c")
     coordinator.kill()
     group["b"].alive = False
@@ -139,7 +141,9 @@ def test_kill_together_with_a_rank(coordinator: CoordinatorProcess, ranks: LiveR
     ranks.until(lambda: ranks.serve_together("a", "c"), "the survivors", timeout_s=10.0)
 
 
-def test_sigterm_ends_it_at_once(coordinator: CoordinatorProcess) -> None:
+def test_a_coordinator_without_ranks_ends_on_sigterm_at_once(
+    coordinator: CoordinatorProcess,
+) -> None:
     start = time.monotonic()
     coordinator.process.send_signal(signal.SIGTERM)
     assert coordinator.process.wait(timeout=DEADLINE_S) == 0
@@ -160,7 +164,7 @@ def test_sigterm_ends_it_at_once(coordinator: CoordinatorProcess) -> None:
         (b"\xff\xff", "the body"),
     ],
 )
-def test_wrong_requests_are_refused_with_the_field(
+def test_invalid_requests_are_refused_with_the_field(
     coordinator: CoordinatorProcess, body: object, field: str
 ) -> None:
     code, text = coordinator.http("PUT", "/topology", body)
@@ -169,7 +173,7 @@ def test_wrong_requests_are_refused_with_the_field(
     assert coordinator.topology().desired == []
 
 
-def test_http_resources(coordinator: CoordinatorProcess) -> None:
+def test_http_paths_and_their_status_codes(coordinator: CoordinatorProcess) -> None:
     assert [
         coordinator.http("GET", path)[0] for path in ("/healthz", "/readyz", "/metrics", "/nothing")
     ] == [*(200, 200, 200, 404)]
@@ -177,7 +181,7 @@ def test_http_resources(coordinator: CoordinatorProcess) -> None:
     assert coordinator.http("PUT", "/nothing", {})[0] == 404
 
 
-def test_messages_that_are_no_status_are_counted_and_harm_nobody(
+def test_invalid_messages_are_counted_and_dropped(
     coordinator: CoordinatorProcess, ranks: LiveRanks
 ) -> None:
     group = ranks.form("a", "b")
@@ -194,9 +198,9 @@ def test_messages_that_are_no_status_are_counted_and_harm_nobody(
     for message in (b"", b"\xc1", *map(msgspec.msgpack.encode, ({"a": 1}, wrong, huge)), deep):
         ranks.link(a).send(message)
     ranks.link(a).send_multipart([b"two", b"frames"])
-    for digits in (20, 5000):  # of a generation that cannot be: as if it named none
-        strange = msgspec.structs.replace(a.status(), prepared="9" * digits + ".x")
-        ranks.link(a).send(msgspec.msgpack.encode(strange))
+    for digits in (20, 5000):  # an impossible generation is ignored
+        impossible = msgspec.structs.replace(a.status(), prepared="9" * digits + ".x")
+        ranks.link(a).send(msgspec.msgpack.encode(impossible))
     ranks.until(
         lambda: "baton:topology_bad_messages_total 7.0" in coordinator.http("GET", "/metrics")[1],
         "the count",
@@ -206,7 +210,7 @@ def test_messages_that_are_no_status_are_counted_and_harm_nobody(
     ranks.until(lambda: ranks.serve_together("a", "b", "c"), "three ranks")
 
 
-def test_metrics_tell_operations_and_their_phases(
+def test_metrics_count_operations_and_their_phases(
     coordinator: CoordinatorProcess, ranks: LiveRanks
 ) -> None:
     assert (
@@ -227,7 +231,7 @@ def test_metrics_tell_operations_and_their_phases(
     assert f"baton:topology_generation {group['a'].committed[-1].number:.1f}" in text
 
 
-def test_a_taken_port_is_named(coordinator: CoordinatorProcess) -> None:
+def test_a_port_in_use_is_named(coordinator: CoordinatorProcess) -> None:
     command = [
         sys.executable,
         "-m",
@@ -242,8 +246,11 @@ def test_a_taken_port_is_named(coordinator: CoordinatorProcess) -> None:
     assert f"cannot bind ports {coordinator.port}" in ended.stderr
 
 
-def test_starts_without_torch() -> None:
-    program = "import sys, baton_engine.elastic.coordinator.coordinator_cli; print({'torch', 'numpy'} & set(sys.modules))"
+def test_the_coordinator_does_not_import_torch_or_numpy() -> None:
+    program = (
+        "import sys, baton_engine.elastic.coordinator.coordinator_cli; "
+        "print({'torch', 'numpy'} & set(sys.modules))"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S
     )

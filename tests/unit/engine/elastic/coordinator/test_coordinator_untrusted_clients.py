@@ -1,4 +1,4 @@
-"""A coordinator among strangers: bytes that are no requests, too much of everything, names that forge log lines."""
+"""A coordinator with untrusted clients: invalid requests, floods, and forged log lines."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def connect(port: int) -> socket.socket:
     return connection
 
 
-def say(coordinator: CoordinatorProcess, request: bytes) -> tuple[int, dict[str, str]]:
-    """The answer's status and JSON. Raises if it is anything else, or the connection stays open."""
+def send_request(coordinator: CoordinatorProcess, request: bytes) -> tuple[int, dict[str, str]]:
+    """Return the response's status and JSON. The server must close the connection."""
     with connect(coordinator.http_port) as connection:
         connection.sendall(request)
         answer = b""
@@ -63,7 +63,7 @@ def say(coordinator: CoordinatorProcess, request: bytes) -> tuple[int, dict[str,
             answer += data
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"application/json" in head, answer[:300]
-    assert answer.count(b"HTTP/1.1") == 1, "one answer"
+    assert answer.count(b"HTTP/1.1") == 1, "several responses"
     return int(head.split()[1]), json.loads(body)
 
 
@@ -93,10 +93,10 @@ def put(*headers: bytes, body: bytes = b"") -> bytes:
         (b"GET /nothing HTTP/1.1\r\nContent-Length: 5\r\n\r\nGET /", 404),
     ],
 )
-def test_what_is_no_request_is_answered_in_json_and_ended(
+def test_an_invalid_request_gets_a_json_error_and_its_connection_is_closed(
     request_: bytes, status: int, coordinator: CoordinatorProcess
 ) -> None:
-    answered, body = say(coordinator, request_)
+    answered, body = send_request(coordinator, request_)
     assert answered == status, body
     assert body.keys() == {"reason", "message"}
 
@@ -120,17 +120,15 @@ def test_what_is_no_request_is_answered_in_json_and_ended(
         ).encode(),
     ],
 )
-def test_a_topology_that_cannot_be_asked_for_is_refused(
-    body: bytes, coordinator: CoordinatorProcess
-) -> None:
+def test_an_invalid_topology_is_refused(body: bytes, coordinator: CoordinatorProcess) -> None:
     length = b"Content-Length: %d" % len(body)
-    answered, said = say(coordinator, put(length, b"Connection: close", body=body))
+    answered, said = send_request(coordinator, put(length, b"Connection: close", body=body))
     assert (answered, said["reason"]) == (400, "BadRequest")
     assert said["message"].isprintable()
     assert coordinator.topology().desired == []
 
 
-def test_what_can_be_asked_for_is_not_refused() -> None:
+def test_the_largest_valid_topology_is_accepted() -> None:
     members = ["a" * 63, "0", *(f"service-decode-{n}" for n in range(MAX_MEMBERS - 2))]
     assert (
         check_request(TopologyRequest(operation_id="Az0._:-" + "x" * 57, members=members), None)
@@ -138,7 +136,9 @@ def test_what_can_be_asked_for_is_not_refused() -> None:
     )
 
 
-def test_clients_that_go_in_the_middle_leave_no_traceback(coordinator: CoordinatorProcess) -> None:
+def test_clients_that_disconnect_during_a_request_cause_no_traceback(
+    coordinator: CoordinatorProcess,
+) -> None:
     for said in (
         put(b"Content-Length: 500", body=b'{"op'),
         b"GET /metrics HTTP/1.1\r\n\r\n" * 50,
@@ -159,10 +159,10 @@ def test_clients_that_go_in_the_middle_leave_no_traceback(coordinator: Coordinat
     assert "\x1b" not in log
 
 
-def test_one_request_after_the_other_does_not_wait_for_acknowledgements(
+def test_requests_on_one_connection_do_not_wait_for_acknowledgements(
     coordinator: CoordinatorProcess,
 ) -> None:
-    """Without TCP_NODELAY an answer of two parts takes 40 ms."""
+    """Without TCP_NODELAY a response of two parts takes 40 ms."""
     took_s = []
     with connect(coordinator.http_port) as connection:
         for _ in range(50):
@@ -172,16 +172,14 @@ def test_one_request_after_the_other_does_not_wait_for_acknowledgements(
             while b"loop that answers ranks is running" not in answer:
                 answer += connection.recv(2**16)
             took_s.append(time.monotonic() - started)
-    assert min(took_s[-25:]) < 0.03, (
-        "a busy machine slows down some of them, the other thing all but the first"
-    )
+    assert min(took_s[-25:]) < 0.03, "all requests are slow, not only some as on a busy machine"
 
 
-# The server by itself, with less patience
+# The HTTP server alone, with shorter timeouts
 
 
 class Admin:
-    """Nothing to administer."""
+    """An empty group."""
 
     def admits(self, authorization: str | None) -> bool:
         return True
@@ -214,8 +212,10 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_request_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though something comes all the time."""
+def test_a_request_that_never_ends_is_aborted_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes arrive all the time, so no read times out."""
     monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 1.0)
     server = CoordinatorServer(HOST, 0, Admin())
     server.start()
@@ -236,11 +236,13 @@ def test_a_request_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch)
     assert get(server.port) == b"HTTP/1.1 200"
 
 
-def test_when_too_many_are_there_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_connection_is_closed_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bounded_server, "MAX_CONNECTIONS", 5)
     monkeypatch.setattr(
         bounded_server.BoundedHandler, "timeout", 10 * DEADLINE_S
-    )  # nor do they go by themselves
+    )  # idle connections are not closed
     monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 10 * DEADLINE_S)
     server = CoordinatorServer(HOST, 0, Admin())
     server.start()
@@ -251,13 +253,13 @@ def test_when_too_many_are_there_the_oldest_goes(monkeypatch: pytest.MonkeyPatch
         assert is_closed(silent[15])
 
 
-def test_many_clients_at_once_are_all_answered() -> None:
-    """Their connections wait in the backlog, which must be larger than five."""
+def test_many_simultaneous_clients_get_responses() -> None:
+    """Their connections wait in the backlog, which must be larger than the default of 5."""
     server = CoordinatorServer(HOST, 0, Admin())
     with contextlib.ExitStack() as stack:
         waiting = [
             stack.enter_context(connect(server.port)) for _ in range(100)
-        ]  # before anybody accepts
+        ]  # before the server accepts
         server.start()
         for each in waiting:
             each.sendall(b"GET /topology HTTP/1.1\r\nConnection: close\r\n\r\n")
@@ -296,7 +298,7 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
         ),
     ],
 )
-def test_a_status_with_names_that_are_none_is_refused(wrong: Status) -> None:
+def test_a_status_with_invalid_names_is_refused(wrong: Status) -> None:
     with pytest.raises(
         ValueError, match=r"generation|invalid port|invalid instance id|a DNS label|suspects"
     ) as refused:
@@ -304,7 +306,7 @@ def test_a_status_with_names_that_are_none_is_refused(wrong: Status) -> None:
     assert str(refused.value).isprintable()
 
 
-def test_a_status_with_long_reasons_is_shortened_not_refused() -> None:
+def test_a_status_with_a_long_reason_is_truncated() -> None:
     check_status(status(generation=GENERATION, committed=GENERATION))
     long = status(failure="x" * 10**6)
     check_status(long)
@@ -312,7 +314,7 @@ def test_a_status_with_long_reasons_is_shortened_not_refused() -> None:
     assert truncate_failure(status(failure="why")) == status(failure="why")
 
 
-def test_a_turn_ends_however_much_there_is_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_reads_a_bounded_number_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = Coordinator(HOST, 0, 0, ControllerConfig())
     link = RankLink(HOST, f"{HOST}:{coordinator.port}", deliver=lambda message: None)
     monkeypatch.setattr(coordinator, "_receive", lambda: False)
@@ -323,7 +325,7 @@ def test_a_turn_ends_however_much_there_is_to_read(monkeypatch: pytest.MonkeyPat
 
     def take_turns() -> None:
         coordinator._turn()
-        link._receive(Endless(), msgspec.msgpack.Decoder(StartWave))  # type: ignore[arg-type]
+        link._receive(Endless(), msgspec.msgpack.Decoder(StartWave))
 
     turns = threading.Thread(target=take_turns, daemon=True)
     turns.start()
@@ -333,10 +335,10 @@ def test_a_turn_ends_however_much_there_is_to_read(monkeypatch: pytest.MonkeyPat
     coordinator._close_sockets()
 
 
-def test_a_rank_that_sends_without_end_does_not_keep_the_others_waiting(
+def test_a_rank_that_floods_the_coordinator_does_not_delay_the_others(
     coordinator: CoordinatorProcess,
 ) -> None:
-    """Nor does it fill the log."""
+    """The flood does not fill the log."""
     ranks = LiveRanks(coordinator)
     stop = threading.Event()
 
@@ -349,10 +351,10 @@ def test_a_rank_that_sends_without_end_does_not_keep_the_others_waiting(
                 sender.send(message, zmq.NOBLOCK)
         sender.close()
 
-    evil = msgspec.msgpack.encode(
-        status(member=Member("evil\n2026 ERROR forged", "e#0", HOST, 1, 2, 3))
+    forged = msgspec.msgpack.encode(
+        status(member=Member("forged\n2026 ERROR forged", "e#0", HOST, 1, 2, 3))
     )
-    flooding = threading.Thread(target=flood, args=(evil,))
+    flooding = threading.Thread(target=flood, args=(forged,))
     flooding.start()
     try:
         ranks.form("a", "b")

@@ -1,4 +1,4 @@
-"""With a service key nobody else is heard by a coordinator or by ranks, and nobody speaks with a coordinator that is none."""
+"""With a service key, coordinators and ranks accept only messages with this key."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def key(key_file: Path) -> ServiceKey:
-    key = ServiceKey.load(str(key_file))
-    assert key is not None
-    return key
+    return ServiceKey.load(str(key_file))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def metric(coordinator: CoordinatorProcess, name: str) -> float:
 @pytest.mark.parametrize(
     "authorization", [{}, {"Authorization": "Bearer x"}, {"Authorization": WRONG.bearer}]
 )
-def test_who_lacks_the_bearer_can_look_and_change_nothing(
+def test_a_client_without_the_bearer_token_can_only_read(
     authorization: dict[str, str], coordinator: CoordinatorProcess
 ) -> None:
     before = metric(coordinator, 'baton:topology_refused_total{door="http"}')
@@ -78,14 +76,14 @@ def test_who_lacks_the_bearer_can_look_and_change_nothing(
 
 
 @pytest.mark.parametrize("theirs", [None, WRONG], ids=["no key", "another key"])
-def test_a_rank_that_lacks_the_key_is_not_heard_and_says_why(
+def test_a_rank_without_the_key_is_refused_and_both_sides_log_it(
     theirs: ServiceKey | None, coordinator: CoordinatorProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     before = metric(coordinator, 'baton:topology_refused_total{door="ranks"}')
     received: queue.SimpleQueue[Directive | StartWave] = queue.SimpleQueue()
     link = RankLink(HOST, f"{HOST}:{coordinator.port}", deliver=received.put, key=theirs)
-    link.publish(status("stranger", link.port))
+    link.publish(status("untrusted", link.port))
     link.start()
     try:
         eventually(
@@ -105,7 +103,7 @@ def test_a_rank_that_lacks_the_key_is_not_heard_and_says_why(
     eventually(
         lambda: "refused" in coordinator.log.read_text(),
         timeout_s=DEADLINE_S,
-        what="a line in its log",
+        what="a line in the coordinator's log",
     )
 
 
@@ -122,8 +120,8 @@ def test_ranks_with_the_key_form_grow_and_recover(coordinator: CoordinatorProces
         ranks.close()
 
 
-class Stranger:
-    """A DEALER to a rank's link."""
+class UntrustedPeer:
+    """A DEALER connected to a rank's link."""
 
     def __init__(self, port: int, key: ServiceKey | None) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -132,34 +130,34 @@ class Stranger:
             key.protect_client(self.socket)
         self.socket.connect(f"tcp://{HOST}:{port}")
 
-    def say(self, start: StartWave) -> None:
+    def send(self, start: StartWave) -> None:
         self.socket.send(msgspec.msgpack.encode(start))
 
 
-def test_a_rank_hears_of_waves_only_from_who_has_the_key(key: ServiceKey) -> None:
+def test_a_rank_accepts_waves_only_from_peers_with_the_key(key: ServiceKey) -> None:
     received: queue.SimpleQueue[Directive | StartWave] = queue.SimpleQueue()
     listener = RankLink(HOST, f"{HOST}:9", deliver=received.put, key=key)
-    friend = RankLink(HOST, f"{HOST}:9", deliver=lambda message: None, key=key)
+    trusted = RankLink(HOST, f"{HOST}:9", deliver=lambda message: None, key=key)
     listener.start()
-    friend.start()
-    strangers = [Stranger(listener.port, None), Stranger(listener.port, WRONG)]
+    trusted.start()
+    untrusted = [UntrustedPeer(listener.port, None), UntrustedPeer(listener.port, WRONG)]
     try:
-        for stranger in strangers:
-            stranger.say(StartWave(9, "forged", 9))
-        friend.set_peers([status("listener", listener.port).member])
+        for peer in untrusted:
+            peer.send(StartWave(9, "forged", 9))
+        trusted.set_peers([status("listener", listener.port).member])
         for wave in range(3):
-            friend.start_wave(StartWave(1, "1.x", wave))
-            while (heard := received.get(timeout=DEADLINE_S)) != StartWave(1, "1.x", wave):
-                assert isinstance(heard, StartWave)
-                assert heard.generation == 1, "a stranger was heard"
+            trusted.start_wave(StartWave(1, "1.x", wave))
+            while (start := received.get(timeout=DEADLINE_S)) != StartWave(1, "1.x", wave):
+                assert isinstance(start, StartWave)
+                assert start.generation == 1, "a wave without the key was accepted"
     finally:
-        for stranger in strangers:
-            stranger.socket.close()
+        for peer in untrusted:
+            peer.socket.close()
         listener.close()
-        friend.close()
+        trusted.close()
 
 
-def test_a_rank_with_a_key_does_not_obey_a_coordinator_without(
+def test_a_rank_with_a_key_refuses_a_coordinator_without_one(
     tmp_path: Path, key: ServiceKey
 ) -> None:
     coordinator = CoordinatorProcess(tmp_path)
@@ -173,7 +171,7 @@ def test_a_rank_with_a_key_does_not_obey_a_coordinator_without(
         eventually(
             lambda: coordinator.topology().members,
             timeout_s=DEADLINE_S,
-            what="the one without a key",
+            what="the rank without a key",
         )
         assert isinstance(received.get(timeout=DEADLINE_S), Directive)
         assert [member.name for member in coordinator.topology().members] == ["open"]
@@ -184,7 +182,9 @@ def test_a_rank_with_a_key_does_not_obey_a_coordinator_without(
 
 
 @pytest.mark.parametrize("content", [None, "", "too short"])
-def test_a_key_that_cannot_be_had_ends_the_coordinator(content: str | None, tmp_path: Path) -> None:
+def test_a_missing_or_invalid_key_file_ends_the_coordinator(
+    content: str | None, tmp_path: Path
+) -> None:
     file = tmp_path / "key"
     if content is not None:
         file.write_text(content)

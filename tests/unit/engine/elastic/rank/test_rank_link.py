@@ -1,4 +1,4 @@
-"""The rank's link: whole states to the coordinator, StartWaves to the others until they are heard, nothing that breaks it."""
+"""A rank's link: statuses to the coordinator, StartWaves to peers, and invalid messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def member(name: str, link_port: int) -> Member:
 
 
 class Coordinator:
-    """A ROUTER and what came to it."""
+    """A ROUTER that receives statuses."""
 
     def __init__(self, port: int = 0) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -37,22 +37,22 @@ class Coordinator:
     def _bind(self, port: int) -> bool:
         try:
             self.socket.bind(f"tcp://{HOST}:{port}")
-        except zmq.ZMQError as error:  # the one before is closed by a thread of its own
+        except zmq.ZMQError as error:  # a thread of ZMQ closes the earlier socket later
             raise AssertionError(str(error)) from error
         return True
 
-    def hear(self) -> Status:
+    def receive(self) -> Status:
         assert self.socket.poll(DEADLINE_S * 1000), "no status"
         self.route, payload = self.socket.recv_multipart()
         return msgspec.msgpack.decode(payload, type=Status)
 
-    def hear_until(self, condition: Callable[[Status], bool]) -> Status:
+    def receive_until(self, condition: Callable[[Status], bool]) -> Status:
         for _ in range(1000):
-            if condition(status := self.hear()):
+            if condition(status := self.receive()):
                 return status
-        raise AssertionError("it was never said")
+        raise AssertionError("no such status arrived")
 
-    def say(self, payload: bytes) -> None:
+    def send(self, payload: bytes) -> None:
         self.socket.send_multipart([self.route, payload])
 
 
@@ -91,63 +91,61 @@ def link(coordinator: Coordinator) -> Iterator[Start]:
         each.close()
 
 
-def test_every_status_says_what_is_true_when_it_is_sent(
-    link: Start, coordinator: Coordinator
-) -> None:
-    """Also while nothing is published, because the loop stands still."""
+def test_a_status_is_amended_when_it_is_sent(link: Start, coordinator: Coordinator) -> None:
+    """This also holds while the loop is stalled and publishes nothing."""
     now = {"step": 1, "activity": Activity.RUNS}
     own, _ = link(amend=lambda status: msgspec.structs.replace(status, **now))
     own.publish(Status(member("a", own.port), RankPhase.SERVING))
-    assert coordinator.hear_until(lambda status: status.step == 1).activity is Activity.RUNS
+    assert coordinator.receive_until(lambda status: status.step == 1).activity is Activity.RUNS
     now.update(step=2, activity=Activity.WAITS)
-    assert coordinator.hear_until(lambda status: status.step == 2).activity is Activity.WAITS
+    assert coordinator.receive_until(lambda status: status.step == 2).activity is Activity.WAITS
 
 
-def test_the_latest_status_is_said_again_and_again_and_what_it_is_answered_is_delivered(
-    link, coordinator
-):
+def test_the_latest_status_is_repeated_and_directives_are_delivered(link, coordinator):
     rank, received = link()
     rank.publish(Status(member("a", rank.port), RankPhase.LOADING))
     for _ in range(3):
-        assert coordinator.hear().phase is RankPhase.LOADING
+        assert coordinator.receive().phase is RankPhase.LOADING
     rank.publish(Status(member("a", rank.port), RankPhase.STANDBY, num_running=3))
-    assert coordinator.hear_until(lambda status: status.phase is RankPhase.STANDBY).num_running == 3
+    assert (
+        coordinator.receive_until(lambda status: status.phase is RankPhase.STANDBY).num_running == 3
+    )
     directive = Directive(dismissed=True)
-    coordinator.say(msgspec.msgpack.encode(directive))
+    coordinator.send(msgspec.msgpack.encode(directive))
     assert received.get(timeout=DEADLINE_S) == directive
 
 
-def test_news_are_said_at_once_and_numbers_when_their_time_comes(link, coordinator):
+def test_changes_are_sent_at_once_and_numbers_at_the_next_interval(link, coordinator):
     rank, _ = link(interval_s=30.0)
     status = Status(member("a", rank.port), RankPhase.STANDBY)
-    for attempt in range(200):  # what is said before the connection is made is not heard
+    for attempt in range(200):  # statuses sent before the connection exists are lost
         status = msgspec.structs.replace(status, prepared=f"attempt {attempt}")
         rank.publish(status)
         if coordinator.socket.poll(50):
             break
-    coordinator.hear_until(lambda heard: heard == status)
+    coordinator.receive_until(lambda received: received == status)
     status = msgspec.structs.replace(status, num_running=99)
     rank.publish(status)
-    assert not coordinator.socket.poll(200), "a number is no news"
+    assert not coordinator.socket.poll(200), "a changed number was sent at once"
     rank.publish(msgspec.structs.replace(status, leaving=True))
-    assert coordinator.hear_until(lambda heard: heard.leaving).num_running == 99
+    assert coordinator.receive_until(lambda received: received.leaving).num_running == 99
 
 
-def test_a_coordinator_that_was_restarted_hears_the_rank_again(link, coordinator):
+def test_a_restarted_coordinator_receives_statuses_again(link, coordinator):
     rank, received = link()
     rank.publish(Status(member("a", rank.port), RankPhase.STANDBY))
-    coordinator.hear()
+    coordinator.receive()
     coordinator.socket.close()
     again = Coordinator(coordinator.port)
     try:
-        assert again.hear().phase is RankPhase.STANDBY
-        again.say(msgspec.msgpack.encode(Directive(dismissed=True)))
+        assert again.receive().phase is RankPhase.STANDBY
+        again.send(msgspec.msgpack.encode(Directive(dismissed=True)))
         assert received.get(timeout=DEADLINE_S) == Directive(dismissed=True)
     finally:
         again.socket.close()
 
 
-def test_a_wave_is_told_to_all_peers_until_it_has_begun(link):
+def test_a_start_wave_is_repeated_to_all_peers_until_it_has_begun(link):
     rank, _ = link()
     others = [link() for _ in range(2)]
     rank.set_peers([member(str(index), other.port) for index, (other, _) in enumerate(others)])
@@ -165,7 +163,7 @@ def test_a_wave_is_told_to_all_peers_until_it_has_begun(link):
     assert_next(others[1][1], 4)
     rank.end_start()
     while not others[0][1].empty():
-        assert others[0][1].get().generation == 3, "it is no peer any more"
+        assert others[0][1].get().generation == 3, "a start_wave arrived at a former peer"
 
 
 def assert_next(received: queue.SimpleQueue[StartWave], generation: int) -> None:
@@ -173,40 +171,40 @@ def assert_next(received: queue.SimpleQueue[StartWave], generation: int) -> None
         pass
 
 
-def test_what_cannot_be_read_is_dropped_from_whomever_it_comes(link, coordinator):
+def test_invalid_messages_of_the_coordinator_and_of_peers_are_dropped(link, coordinator):
     rank, received = link()
     rank.publish(Status(member("a", rank.port), RankPhase.STANDBY))
-    coordinator.hear()
+    coordinator.receive()
     peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     peer.setsockopt(zmq.LINGER, 0)
     peer.connect(f"tcp://{HOST}:{rank.port}")
     try:
         for junk in (b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode([1])):
-            coordinator.say(junk)
+            coordinator.send(junk)
             peer.send(junk)
         peer.send_multipart([b"a", b"b", b"c"])
         peer.send(msgspec.msgpack.encode(START))
         assert received.get(timeout=DEADLINE_S) == START
-        coordinator.say(msgspec.msgpack.encode(Directive(dismissed=True)))
+        coordinator.send(msgspec.msgpack.encode(Directive(dismissed=True)))
         assert received.get(timeout=DEADLINE_S) == Directive(dismissed=True)
     finally:
         peer.close()
 
 
-def test_a_process_that_is_gone_is_unreachable(link):
+def test_a_closed_link_is_unreachable(link):
     rank, _ = link()
     gone, _ = link()
     members = [member("here", rank.port), member("gone", gone.port)]
     assert unreachable(members) == ()
     gone.close()
-    # Its sockets are closed by a thread of ZMQ's own.
+    # A thread of ZMQ closes its sockets later.
     eventually(
         lambda: unreachable(members) == ("instance-gone",),
         timeout_s=DEADLINE_S,
-        what="it is missed",
+        what="the closed link to be unreachable",
     )
 
 
-def test_an_address_that_cannot_be_connected_to_is_an_error_at_once():
+def test_an_invalid_address_is_an_error_at_once():
     with pytest.raises(zmq.ZMQError):
         RankLink(HOST, "not an address", deliver=lambda message: None)

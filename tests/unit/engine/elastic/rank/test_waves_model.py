@@ -1,5 +1,7 @@
-"""Every interleaving of a few ranks that go round their loops with the real Waves: StartWaves late, lost, twice and in any order,
-directives at any time, pauses, a rank that joins, one that leaves, one that dies. Loops and machines with a known fault are caught.
+"""Every interleaving of a few ranks' loops with the real Waves.
+
+StartWaves arrive late, twice, in any order or not at all. Directives arrive at any time. Ranks
+pause, join, leave and die. The model checker also finds known faults in loops and in Waves.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ THREE_CHANGE = [(0, 1, 2), (0, 1, 3)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_ranks_of_one_generation_run_all_requests_and_rest(num_ranks: int) -> None:
+def test_ranks_of_one_generation_run_all_requests_and_come_to_rest(num_ranks: int) -> None:
     assert Model([tuple(range(num_ranks))], num_tokens=2, num_pauses=1).explore() > 30
 
 
@@ -39,14 +41,12 @@ def test_votes_may_be_repeated() -> None:
     Model(TWO_CHANGE[:], num_tokens=1, num_pauses=1, may_repeat_votes=True).explore()
 
 
-def test_all_go_on_without_a_rank_that_dies_at_any_time() -> None:
+def test_the_other_ranks_continue_when_one_dies_at_any_time() -> None:
     Model(TWO_CHANGE[:], num_tokens=1, mortals=(0, 1, 2), may_repeat_votes=True).explore()
     Model(THREE_CHANGE[:], num_tokens=0, mortals=(0, 2, 3)).explore()
 
 
-def test_another_coordinator_finishes_a_commit_that_some_have_heard_of_and_may_drop_one_that_nobody_has() -> (
-    None
-):
+def test_a_new_coordinator_completes_a_commit_that_ranks_have_received() -> None:
     Model(TWO_CHANGE[:], num_tokens=1, num_restarts=2).explore()
     Model(THREE_CHANGE[:], num_tokens=0, num_restarts=1).explore()
     Model(
@@ -54,12 +54,12 @@ def test_another_coordinator_finishes_a_commit_that_some_have_heard_of_and_may_d
     ).explore()
 
 
-def test_another_coordinator_must_learn_what_ranks_were_told() -> None:
+def test_a_new_coordinator_must_find_commits_that_ranks_have_received() -> None:
     with pytest.raises(FaultError, match="not committed"):
         Model(TWO_CHANGE[:], num_tokens=0, num_restarts=1, learns=False).explore()
 
 
-def test_the_change_is_done_though_the_rank_that_leaves_dies_on_its_way_out() -> None:
+def test_a_change_completes_although_the_leaving_rank_dies() -> None:
     Model(
         TWO_CHANGE[:], num_tokens=1, mortals=(1,), waits_for_commit=True, may_repeat_votes=True
     ).explore()
@@ -68,16 +68,16 @@ def test_the_change_is_done_though_the_rank_that_leaves_dies_on_its_way_out() ->
     ).explore()
 
 
-def test_votes_must_be_repeated_for_the_sake_of_a_rank_that_dies_before_it_is_told() -> None:
+def test_without_repeated_votes_a_rank_that_dies_before_the_commit_blocks_the_change() -> None:
     with pytest.raises(FaultError, match="not in the generation that was decided"):
         Model(TWO_CHANGE[:], num_tokens=0, mortals=(1,), waits_for_commit=True).explore()
 
 
-# What is wrong is found
+# The model checker finds faults
 
 
 class JoinsLateWaves(Waves):
-    """A StartWave wakes, whatever wave it is of."""
+    """A fault: every StartWave wakes the rank, also that of an ended wave."""
 
     def on_start(self, start: StartWave) -> None:
         if (start.generation, start.nonce) == (self.generation, self.nonce):
@@ -85,7 +85,7 @@ class JoinsLateWaves(Waves):
 
 
 class KeepsTheNumber(Waves):
-    """A wave without tokens leaves the number as it is."""
+    """A fault: a wave without tokens does not increase the number."""
 
     def decide(self, votes: Sequence[StepVote]) -> StepDecision:
         wave = self.wave
@@ -94,8 +94,8 @@ class KeepsTheNumber(Waves):
         return decision
 
 
-class AdoptsForOne(Waves):
-    """One vote is enough."""
+class CommitsForOneVote(Waves):
+    """A fault: one vote is enough for a commit."""
 
     def decide(self, votes: Sequence[StepVote]) -> StepDecision:
         decision = super().decide(votes)
@@ -103,14 +103,14 @@ class AdoptsForOne(Waves):
 
 
 class StepsForUnfinishedRequests(Rank):
-    """Work is what is there, and not what can run."""
+    """A fault: paused requests count as work."""
 
     def has_work(self, num_tokens: int) -> bool:
         return self.tokens > 0
 
 
 class WaitsToBeWoken(Rank):
-    """Tokens of its own begin no wave."""
+    """A fault: the rank's own tokens begin no wave."""
 
     def may_enter(self) -> bool:
         return super().may_enter() and (self.wants_vote or bool(self.waves and self.waves.running))
@@ -130,27 +130,29 @@ def rank_with(machine: type[Waves]) -> type[Rank]:
 @pytest.mark.parametrize(
     ("rank_class", "generations", "fault"),
     [
-        (rank_with(JoinsLateWaves), [(0, 1)], "nobody has begun"),
-        (rank_with(KeepsTheNumber), [(0, 1)], "never done"),
-        (rank_with(AdoptsForOne), TWO_CHANGE, "finish"),
-        (StepsForUnfinishedRequests, [(0, 1)], "for ever without a reason"),
+        (rank_with(JoinsLateWaves), [(0, 1)], "no rank has begun"),
+        (rank_with(KeepsTheNumber), [(0, 1)], "never completes"),
+        (rank_with(CommitsForOneVote), TWO_CHANGE, "finish"),
+        (StepsForUnfinishedRequests, [(0, 1)], "never stop stepping"),
         (WaitsToBeWoken, [(0, 1)], "does not run its tokens"),
         (VotesInsideWavesOnly, TWO_CHANGE, "not in the generation that was decided"),
     ],
 )
-def test_the_checker_finds(
+def test_the_model_checker_finds_the_fault(
     rank_class: type[Rank], generations: list[tuple[int, ...]], fault: str
 ) -> None:
     with pytest.raises(FaultError, match=fault):
         Model(generations[:], num_tokens=2, num_pauses=1, rank_class=rank_class).explore()
 
 
-# The same faults in other engines (vLLM), by the number of the report, in order
+# The same faults in vLLM, by the number of the issue
 
 
 def test_36594_a_late_start_does_not_wake_ranks_that_have_paused() -> None:
-    """There: START_DP_WAVE of a wave that was over reached a rank that had paused; it stepped again and waited for the others for
-    ever."""
+    """In vLLM a START_DP_WAVE of an ended wave reached a paused rank.
+
+    The rank stepped again and waited for the others without end.
+    """
     ranks = new_ranks([(0, 1, 2)], 3)
     ranks.ranks[0].tokens = 2
     ranks.enter(0)
@@ -158,7 +160,6 @@ def test_36594_a_late_start_does_not_wake_ranks_that_have_paused() -> None:
     ranks.run()
     for rank in ranks.ranks:
         rank.paused = True
-        assert rank.waves is not None
         rank.waves.on_start(late)
         assert not rank.may_enter()
     ranks.ranks[1].tokens, ranks.ranks[1].paused = 1, False
@@ -167,14 +168,13 @@ def test_36594_a_late_start_does_not_wake_ranks_that_have_paused() -> None:
 
 
 def test_51476_a_request_that_comes_during_a_pause_does_not_keep_the_wave_running() -> None:
-    """There: a rank was running from the moment a request came, and stopped only after it had seen none unfinished; a request that
-    came to a paused rank never ran, so the group stepped for ever."""
+    """In vLLM a request to a paused rank never ran, but kept the wave running without end."""
     ranks = new_ranks([(0, 1)], 2)
     ranks.ranks[1].paused = True
     ranks.ranks[1].tokens = 1
     ranks.ranks[0].tokens = 3
     ranks.run()
-    assert ranks.num_exchanges == 4, "three steps with tokens, and the one that ends the wave"
+    assert ranks.num_exchanges == 4, "expected three steps with tokens and one that ends the wave"
     assert not any(rank.may_enter() for rank in ranks.ranks)
     assert ranks.ranks[1].tokens == 1
     ranks.ranks[1].paused = False
@@ -183,7 +183,7 @@ def test_51476_a_request_that_comes_during_a_pause_does_not_keep_the_wave_runnin
 
 
 def test_52957_a_pause_costs_one_exchange_and_no_forward() -> None:
-    """There: whether to stop was agreed on every 32 steps, so each pause cost up to 32 dummy forwards."""
+    """In vLLM ranks agreed to stop every 32 steps, so a pause cost up to 32 dummy batches."""
     ranks = new_ranks([(0, 1)], 2)
     ranks.ranks[0].tokens = 100
     for _ in range(10):
@@ -200,15 +200,14 @@ def test_52957_a_pause_costs_one_exchange_and_no_forward() -> None:
     ranks.enter(0)
     ranks.enter(1)
     votes = ranks.ranks[0].votes
-    assert votes is not None
-    assert [vote.num_tokens for vote in votes] == [0, 0], "nobody runs the model"
+    assert [vote.num_tokens for vote in votes] == [0, 0], "a rank runs the model"
     ranks.run()
     assert ranks.num_exchanges == 11
     assert not any(rank.may_enter() for rank in ranks.ranks)
 
 
 def test_55229_resuming_twice_changes_nothing() -> None:
-    """There: the second resume began a wave on ranks of which some ran one, and the group waited for itself."""
+    """In vLLM a second resume began a wave while some ranks ran one, and the group deadlocked."""
     for first, second in itertools.product(range(2), repeat=2):
         ranks = new_ranks([(0, 1)], 2)
         for rank in ranks.ranks:
@@ -228,7 +227,7 @@ def test_55229_resuming_twice_changes_nothing() -> None:
 
 @pytest.mark.parametrize("woken_by", range(4))
 def test_54762_any_rank_begins_the_first_wave(woken_by: int) -> None:
-    """There: the first wave was begun by the front end of rank 0; ranks without one of their own never started."""
+    """In vLLM only the front end of rank 0 began the first wave, so other ranks never started."""
     ranks = new_ranks([(0, 1, 2, 3)], 4)
     ranks.ranks[woken_by].tokens = 1
     ranks.run()
@@ -243,7 +242,7 @@ def test_an_idle_group_exchanges_nothing() -> None:
     assert not ranks.num_exchanges
 
 
-def test_a_change_of_an_idle_group_costs_one_exchange_per_rank_at_most() -> None:
+def test_a_change_of_an_idle_group_takes_at_most_one_exchange_per_rank() -> None:
     for order in itertools.permutations(range(4)):
         ranks = new_ranks([(0, 1, 2), (0, 1, 3)], 4)
         for index in range(4):

@@ -1,4 +1,4 @@
-"""Many ranks and many generations, random ways through them: at the end all requests are served, by ranks that agree."""
+"""Random runs of many ranks through many generations: in the end all requests are served."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class WavesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ranks: Ranks
+        #: The latest committed generation.
         self.committed = 0
-        """The generation that all are to end in."""
+        #: The prepared generation, which may still be aborted.
         self.proposed = NONE
-        """The one that may still be aborted."""
+        #: Ranks that have received the commit.
         self.told: set[int] = set()
-        """Who has taken the commit in."""
 
     @initialize(size=st.integers(4, 8))
     def form(self, size: int) -> None:
@@ -35,7 +35,7 @@ class WavesMachine(RuleBasedStateMachine):
         generations = self.ranks.generations
         generations.append(tuple(members))
         self.proposed = len(generations) - 1
-        # Directives are whole states: nobody is told of an earlier commit any more.
+        # Directives are whole states, so an earlier commit is not sent any more.
         self.told = set(range(NUM_PODS))
         for index in {*members, *generations[self.committed]}:
             self.ranks.take_target(index, self.proposed)
@@ -93,7 +93,7 @@ class WavesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ranks.begun)
     @rule(index=st.integers(0, NUM_PODS - 1), data=st.data())
     def start_arrives(self, index: int, data: st.DataObject) -> None:
-        """Any that was ever sent."""
+        """Deliver any StartWave that was sent."""
         if self.ranks.ranks[index].settled:
             self.ranks.take_start(index, *data.draw(st.sampled_from(sorted(self.ranks.begun))))
 
@@ -105,7 +105,7 @@ class WavesMachine(RuleBasedStateMachine):
 
     @rule()
     def come_to_rest(self) -> None:
-        """Nothing from outside but what the coordinator has still to tell: then all is done, and nobody exchanges anything."""
+        """Deliver all commits. Then all work is done and no rank exchanges votes."""
         self.ranks.run()
         for rank in self.ranks.ranks:
             rank.paused = False
@@ -116,7 +116,7 @@ class WavesMachine(RuleBasedStateMachine):
         members = self.ranks.generations[self.committed]
         for index, rank in enumerate(self.ranks.ranks):
             assert rank.current == (self.committed if index in members else NONE), (
-                f"rank {index} is left behind"
+                f"rank {index} is in the wrong generation"
             )
             assert rank.settled
             assert not rank.tokens
@@ -127,27 +127,27 @@ class WavesMachine(RuleBasedStateMachine):
     # -- what always holds
 
     @invariant()
-    def nobody_runs_a_wave_that_nobody_began(self) -> None:
+    def only_begun_waves_run(self) -> None:
         for rank in self.ranks.ranks if hasattr(self, "ranks") else ():
             if rank.waves is not None and rank.waves.running:
                 assert (rank.current, rank.waves.wave) in self.ranks.begun
 
     @invariant()
-    def all_adopt_or_none(self) -> None:
+    def all_members_move_or_none(self) -> None:
         if not hasattr(self, "ranks"):
             return
-        living = {rank.current for rank in self.ranks.ranks if rank.waves is not None}
-        assert max(living) <= self.committed
+        serving = {rank.current for rank in self.ranks.ranks if rank.waves is not None}
+        assert max(serving) <= self.committed
         for rank in self.ranks.ranks:
             if (
                 rank.waves is not None
                 and rank.current < self.committed
-                and self._somebody_left(rank)
+                and self._has_lost_member(rank)
             ):
-                assert rank.votes is not None, "left behind"
+                assert rank.votes is not None, "a rank was left behind"
                 assert all(vote.commit for vote in rank.votes)
 
-    def _somebody_left(self, rank: Rank) -> bool:
+    def _has_lost_member(self, rank: Rank) -> bool:
         return any(member.current != rank.current for member in self.ranks.members(rank))
 
     def teardown(self) -> None:
