@@ -1,1 +1,1 @@
-"""What the gateway's tests share: scripted engines and a gateway in front of them."""
+"""Scripted engines and a gateway in front of them, for the gateway's tests."""

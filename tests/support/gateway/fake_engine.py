@@ -1,4 +1,4 @@
-"""A scripted engine that speaks the real protocol on a real ROUTER socket."""
+"""A scripted engine with the real protocol on a real ROUTER socket."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ EOS_ID = 1
 
 
 class FakeEngine:
-    """Answers every request with the tokens of `answer`, whatever the prompt, honouring the protocol's life cycle.
-
-    Script it through the attributes: tests set what is to go wrong.
-    """
+    """Answers every request with the tokens of `answer`. Tests set attributes to script faults."""
 
     def __init__(
         self, name: str, role: str, answer: list[int], *, port: int = 0, config_hash: str = "h"
@@ -55,19 +52,20 @@ class FakeEngine:
         self.max_model_len = 256
         self.refuse: tuple[ErrorCode, str] | None = None
         self.die_on_add = False
+        #: After this many tokens it sends no more until `released` is set.
         self.hold_after: int | None = None
-        """No more tokens come once this many exist, until `released` is set."""
         self.released = asyncio.Event()
         self.offset_error = 0
+        #: Requests end with REPETITION instead of LENGTH.
         self.repeats = False
-        """Ends with REPETITION instead of LENGTH."""
         self.tokens_per_output = 1
-        self.seams: deque[tuple[int, ErrorCode]] = deque()
-        """Engines may share them: a request takes the next one and ends with the error once so many tokens exist."""
+        #: (number of tokens, error). Each request takes the next one, and fails with the error
+        #: after so many tokens. Engines may share them.
+        self.planned_errors: deque[tuple[int, ErrorCode]] = deque()
         self.rank, self.size = 0, 1
         self.draining = False
+        #: Reported in PONGs.
         self.num_running = 0
-        """As told in heartbeats."""
         self.num_hellos = 0
         self.cached_tokens: Callable[[EngineCoreRequest], int] = lambda _: 0
         self.adds: list[EngineCoreRequest] = []
@@ -75,8 +73,8 @@ class FakeEngine:
         self.prefill_results: dict[str, PrefillResult] = {}
         self._results: dict[str, asyncio.Future[PrefillResult]] = {}
         self._work: dict[str, asyncio.Task[None]] = {}
+        #: Peer by request id.
         self._peers: dict[str, bytes] = {}
-        """Of requests."""
         self._last_peer = b""
         self._thawed = asyncio.Event()
         self._thawed.set()
@@ -87,7 +85,7 @@ class FakeEngine:
         self._task = asyncio.create_task(self._serve())
 
     def _bind(self, address: str) -> None:
-        """A predecessor's port is free only when ZMQ's own thread has closed it, a moment after `die`."""
+        """Bind the socket. A thread of ZMQ frees the port of a dead engine only after a moment."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -104,21 +102,21 @@ class FakeEngine:
         )
 
     def die(self) -> None:
-        """As kill -9: the connection goes, nothing more is said."""
+        """Simulate kill -9: the connection is closed and nothing more is sent."""
         for task in [self._task, *self._work.values()]:
             task.cancel()
         if not self._socket.closed:
             self._socket.close(linger=0)
 
     def freeze(self) -> None:
-        """As SIGSTOP: connected, but nothing is heard, computed or said until `thaw`."""
+        """Simulate SIGSTOP: stay connected without receiving, computing or sending until `thaw`."""
         self._thawed.clear()
 
     def thaw(self) -> None:
         self._thawed.set()
 
     def retire(self) -> None:
-        """Leaves its generation: ends what it runs, and says in heartbeats that it drains."""
+        """Leave the generation: fail running requests and report draining in heartbeats."""
         self.draining = True
         for request_id, task in self._work.items():
             if not task.done():
@@ -128,7 +126,7 @@ class FakeEngine:
                 self._output(self._peers[request_id], output)
 
     def admit(self, rank: int, size: int) -> None:
-        """Is part of a generation (again)."""
+        """Join a generation and send READY."""
         self.rank, self.size, self.draining = rank, size, False
         self._send(self._last_peer, EngineCoreResponseType.READY, self._ready)
 
@@ -172,9 +170,7 @@ class FakeEngine:
                     self._abort(peer, request_id)
             elif kind == EngineCoreRequestType.PREFILL_RESULT.value:
                 result = msgspec.msgpack.decode(payload, type=PrefillResult)
-                assert result.request_id not in self.prefill_results, (
-                    "PREFILL_RESULT must come once"
-                )
+                assert result.request_id not in self.prefill_results, "a second PREFILL_RESULT"
                 self.prefill_results[result.request_id] = result
                 self._result(result.request_id).set_result(result)
 
@@ -206,7 +202,7 @@ class FakeEngine:
             self._output(peer, self._beams(request))
             return
         done = len(request.generated_token_ids)
-        seam = self.seams.popleft() if self.seams else None
+        planned_error = self.planned_errors.popleft() if self.planned_errors else None
         if request.kv_transfer is not None and request.kv_transfer.side is KVSide.CONSUME:
             result = await self._result(request.request_id)
             done += len(result.token_ids)
@@ -216,27 +212,26 @@ class FakeEngine:
                 await self.released.wait()
             await self._thawed.wait()
             end = min(done + self.tokens_per_output, limit)
-            if seam is not None:
-                if done >= seam[0]:
+            if planned_error is not None:
+                if done >= planned_error[0]:
                     output = EngineCoreOutput(
                         request.request_id, [], finish_reason=FinishReason.ERROR
                     )
-                    output.error, output.error_code = "a seam", seam[1]
+                    output.error, output.error_code = "a planned error", planned_error[1]
                     self._output(peer, output)
                     return
-                end = min(end, seam[0])
+                end = min(end, planned_error[0])
             tokens = self.answer[done:end]
             stop = self._stop_token(request, tokens)
             finish = FinishReason.STOP if stop is not None else None
-            lost_at_end = (
-                seam is not None and seam[0] == end
-            )  # the word that it was the last token is lost, too
+            # The finish reason of the last token is also lost.
+            lost_at_end = planned_error is not None and planned_error[0] == end
             if finish is None and done + len(tokens) >= limit and not lost_at_end:
                 finish = FinishReason.REPETITION if self.repeats else FinishReason.LENGTH
             logprobs = None
             if request.sampling_params.logprobs is not None:
                 top = [(token, -0.5) for token in range(request.sampling_params.logprobs)]
-                # Samples differ in their probability: the higher the index, the likelier.
+                # The probability of samples increases with their index.
                 logprob = -0.25 / (request.sample_index + 1)
                 logprobs = [TokenLogprobs(token, logprob, 1, top) for token in tokens]
             offset = done + self.offset_error
@@ -254,7 +249,7 @@ class FakeEngine:
             await asyncio.sleep(0)
 
     def _beams(self, request: EngineCoreRequest) -> EngineCoreOutput:
-        """Beam i is the answer without its last i tokens."""
+        """Return beams. Beam i is the answer without its last i tokens."""
         beams = [
             BeamOutput(
                 self.answer[: len(self.answer) - index],

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +29,7 @@ from support.waiting import until
 
 
 def http_session() -> aiohttp.ClientSession:
-    """One whose requests fail when they have no answer in time."""
+    """Return a session whose requests time out."""
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
 
 
@@ -64,38 +69,38 @@ class GatewayRig:
         self._clients: list[openai.AsyncOpenAI] = []
 
     def engine(self, name: str, role: str, text: str = "hello world", **options: Any) -> FakeEngine:
-        """An engine that answers `text`."""
+        """Start an engine that answers `text`."""
         answer = self.tokenizer.encode(text, add_special_tokens=False)
         engine = FakeEngine(name, role, answer, **options)
         self.engines.append(engine)
         return engine
 
     def announce(self, *engines: FakeEngine) -> None:
-        """Writes these, and only these, into the discovery file."""
+        """Write exactly these engines into the discovery file."""
         self.announce_endpoints(*(engine.endpoint for engine in engines))
 
     def announce_endpoints(self, *endpoints: EngineEndpoint) -> None:
         self.file.write_bytes(msgspec.json.encode(EngineEndpoints(engines=list(endpoints))))
 
     async def start(self, *engines: FakeEngine) -> None:
-        """Announces `engines`, starts the gateway and waits until all of them are connected."""
+        """Announce `engines`, start the gateway and wait until all of them are connected."""
         self.announce(*engines)
         port = await self.gateway.start("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         await self.connected(*engines)
 
     async def connected(self, *engines: FakeEngine) -> None:
-        """Waits until exactly these take requests."""
+        """Wait until exactly these accept requests."""
         wanted = {engine.instance_id for engine in engines}
 
-        def there() -> bool:
+        def are_available() -> bool:
             members = self.gateway.pool.available("prefill") + self.gateway.pool.available("decode")
             return {member.ready_client.instance_id for member in members} == wanted
 
-        await until(there, f"engines {[engine.name for engine in engines]} connected")
+        await until(are_available, f"engines {[engine.name for engine in engines]} connected")
 
     def client(self) -> openai.AsyncOpenAI:
-        """Closed with the rig."""
+        """Return an OpenAI client, closed with the rig."""
         client = openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
         )
@@ -105,13 +110,33 @@ class GatewayRig:
     async def post(
         self, path: str, body: Any, **options: Any
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
-        """(status, JSON body, headers) of a POST of `body` (raw if bytes)."""
+        """POST `body` as JSON, or raw if bytes. Return status, JSON body and headers."""
         options |= {"data": body} if isinstance(body, bytes) else {"json": body}
         async with http_session() as session, session.post(self.url + path, **options) as response:
             return response.status, await response.json(), dict(response.headers)
 
+    async def complete(self, **options: Any) -> str:
+        """Return the text of a completion of the prompt "go"."""
+        fields = {"model": "m", "prompt": "go", "max_tokens": 50, **options}
+        return (await self.client().completions.create(**fields)).choices[0].text
+
+    @contextlib.asynccontextmanager
+    async def slow_connection(self, path: str, body: Any) -> AsyncIterator[socket.socket]:
+        """Send a POST and do not read the response. The receive buffer is small."""
+        content = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        )
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(DEADLINE_S)
+            connection.connect(("127.0.0.1", int(self.url.rsplit(":", 1)[1])))
+            await asyncio.to_thread(connection.sendall, head.encode() + content)
+            yield connection
+
     async def events(self, path: str, body: Any) -> list[dict[str, Any]]:
-        """The chunks of a streamed answer to `body`, without the final [DONE]."""
+        """Return the chunks of a streamed response to `body`, without the final [DONE]."""
         async with http_session() as session, session.post(self.url + path, json=body) as response:
             events = [
                 event.removeprefix("data: ")
@@ -137,6 +162,6 @@ class GatewayRig:
 
 
 class MakeRig(Protocol):
-    """A rig with these fields of its configuration."""
+    """Makes a rig with these fields of its configuration."""
 
     def __call__(self, **config: Any) -> GatewayRig: ...

@@ -1,4 +1,4 @@
-"""`baton-gateway` as a process: configuration errors, one address, SIGTERM."""
+"""`baton-gateway` as a process: configuration errors, its address and SIGTERM."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_flags_override_the_file(tmp_path: Path):
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
     ],
 )
-def test_configuration_errors_end_with_78_and_a_fatal_line(argv, reason, text, capsys):
+def test_configuration_errors_exit_with_78_and_a_fatal_line(argv, reason, text, capsys):
     assert main(argv) == 78
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL {reason}: ")
     assert text in last
 
 
-def test_an_unknown_field_of_the_file_is_named(tmp_path: Path):
+def test_an_unknown_field_in_the_file_is_named(tmp_path: Path):
     path = tmp_path / "gateway.json"
     path.write_text('{"model": {"path": "/m"}, "discovery": {"file": "f"}, "prot": 1}')
     with pytest.raises(ConfigurationError, match="prot"):
@@ -98,7 +98,7 @@ def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys):
 @pytest.mark.parametrize(
     ("content", "says"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")]
 )
-def test_a_service_key_that_cannot_be_had_is_refused_naming_the_file(
+def test_an_invalid_service_key_file_is_refused_with_its_path(
     tmp_path: Path, tokenizer_folder: Path, capsys, content, says
 ):
     path = tmp_path / "key"
@@ -118,7 +118,7 @@ def test_a_service_key_that_cannot_be_had_is_refused_naming_the_file(
     assert says in last
 
 
-async def test_the_process_serves_on_its_pod_ip_and_exits_zero_on_sigterm(
+async def test_the_process_serves_on_its_pod_ip_and_exits_with_0_on_sigterm(
     tmp_path: Path, tokenizer_folder: Path
 ):
     engine = FakeEngine("d", "decode", [300, 301])

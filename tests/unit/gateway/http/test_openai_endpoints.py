@@ -1,4 +1,4 @@
-"""The OpenAI endpoints through the real `openai` client, with scripted engines behind."""
+"""The OpenAI endpoints, used through the `openai` client, with scripted engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def text_of(chunks: list, index: int = 0) -> str:
     return "".join(choice.delta.content or "" for choice in choices)
 
 
-async def test_a_completion_is_the_text_of_prefills_first_token_and_decodes_rest(rig: GatewayRig):
+async def test_a_completion_has_the_first_token_of_prefill_and_the_rest_of_decode(rig: GatewayRig):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=50)
@@ -55,7 +55,7 @@ async def test_a_completion_is_the_text_of_prefills_first_token_and_decodes_rest
     assert rig.metric("baton:gateway_time_to_first_token_seconds_count") == 1
 
 
-async def test_the_first_token_is_streamed_while_decode_still_waits(rig: GatewayRig):
+async def test_the_first_token_is_streamed_before_decode_starts(rig: GatewayRig):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.hold_after = 1
     await rig.start(prefill, decode)
@@ -69,7 +69,7 @@ async def test_the_first_token_is_streamed_while_decode_still_waits(rig: Gateway
     assert first.choices[0].text + "".join(rest) == TEXT
 
 
-async def test_chat_streams_role_then_text_then_finish_reason_then_usage(rig: GatewayRig):
+async def test_a_chat_streams_role_text_finish_reason_and_usage_in_this_order(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode", TEXT))
     chunks = await chat_pieces(
         rig.client(), stream_options={"include_usage": True}, max_completion_tokens=99
@@ -84,7 +84,7 @@ async def test_chat_streams_role_then_text_then_finish_reason_then_usage(rig: Ga
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_chat_renders_the_template_and_adds_no_special_tokens(rig: GatewayRig):
+async def test_a_chat_renders_the_template_without_more_special_tokens(rig: GatewayRig):
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     messages = [
@@ -97,7 +97,7 @@ async def test_chat_renders_the_template_and_adds_no_special_tokens(rig: Gateway
     assert prompt == "<|system|>be brief\n<|user|>a\nb\n<|assistant|>\n"
 
 
-async def test_eos_ends_the_answer_with_stop_and_is_no_part_of_the_text(rig: GatewayRig):
+async def test_eos_ends_the_response_with_stop_and_is_not_in_the_text(rig: GatewayRig):
     engine = rig.engine("d", "decode", "hello")
     engine.answer = [*engine.answer, EOS_ID, *engine.answer]
     await rig.start(engine)
@@ -118,7 +118,7 @@ async def test_a_first_token_that_ends_the_request_aborts_decode(rig: GatewayRig
     assert not decode.prefill_results
 
 
-async def test_max_tokens_one_ends_with_the_first_token(rig: GatewayRig):
+async def test_max_tokens_1_ends_with_the_first_token(rig: GatewayRig):
     prefill, decode = rig.engine("p", "prefill"), rig.engine("d", "decode")
     await rig.start(prefill, decode)
     answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=1)
@@ -167,7 +167,7 @@ async def test_text_held_back_for_a_stop_string_comes_at_the_end(rig: GatewayRig
     assert text_of(chunks) == "hello world"
 
 
-async def test_a_character_of_several_tokens_is_sent_whole(rig: GatewayRig):
+async def test_a_character_of_several_tokens_is_sent_as_a_whole(rig: GatewayRig):
     engine = rig.engine("d", "decode", "a你🙂b")
     await rig.start(engine)
     assert len(engine.answer) > 4
@@ -187,7 +187,7 @@ async def test_n_samples_are_child_requests_with_their_own_sample_index(rig: Gat
     adds = [request for engine in engines for request in engine.adds]
     assert sorted(request.sample_index for request in adds) == [0, 0, 1, 1]
     assert {request.sampling_params.seed for request in adds} == {7}
-    assert all(engine.adds for engine in engines), "load is spread"
+    assert all(engine.adds for engine in engines), "all samples went to one engine"
     assert answer.usage.prompt_tokens == sum(len(rig.tokenizer.encode(p)) for p in ("go", "on"))
     assert answer.usage.completion_tokens == 4 * len(engines[0].answer)
 
@@ -198,7 +198,7 @@ async def test_streamed_samples_carry_their_index(rig: GatewayRig):
     assert [text_of(chunks, index) for index in range(3)] == [TEXT] * 3
 
 
-async def test_chat_logprobs(rig: GatewayRig):
+async def test_logprobs_of_a_chat(rig: GatewayRig):
     engine = rig.engine("d", "decode", "你")
     await rig.start(engine)
     answer = await rig.client().chat.completions.create(
@@ -210,7 +210,7 @@ async def test_chat_logprobs(rig: GatewayRig):
     assert all(len(item.top_logprobs) == 2 for item in content)
 
 
-async def test_completion_logprobs_streamed_equal_those_at_once(rig: GatewayRig):
+async def test_logprobs_of_a_streamed_completion_equal_those_of_a_whole_one(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode", TEXT))
     client = rig.client()
     options = {"model": "m", "prompt": "go", "max_tokens": 50, "logprobs": 1}
@@ -220,9 +220,7 @@ async def test_completion_logprobs_streamed_equal_those_at_once(rig: GatewayRig)
     for token, logprob, top in zip(
         whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True
     ):
-        assert top[token] == logprob, (
-            "the token itself is there, also if it is not among the most likely"
-        )
+        assert top[token] == logprob, "the sampled token is missing"
     chunks = [chunk async for chunk in await client.completions.create(**options, stream=True)]
     parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [token for part in parts for token in part.tokens] == whole.tokens
@@ -238,7 +236,7 @@ async def test_token_id_prompts_and_echo(rig: GatewayRig):
     assert answer.choices[0].text == "hello world"
 
 
-async def test_a_seed_is_drawn_when_the_client_gives_none(rig: GatewayRig):
+async def test_a_missing_seed_is_drawn(rig: GatewayRig):
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     for _ in range(2):
@@ -247,7 +245,7 @@ async def test_a_seed_is_drawn_when_the_client_gives_none(rig: GatewayRig):
     assert seeds[0] != seeds[1]
 
 
-async def test_a_client_that_goes_away_aborts_the_work(rig: GatewayRig):
+async def test_a_client_that_disconnects_aborts_its_request(rig: GatewayRig):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.hold_after = 1
     await rig.start(prefill, decode)
@@ -265,7 +263,7 @@ async def test_a_client_that_goes_away_aborts_the_work(rig: GatewayRig):
     await until(lambda: rig.metric("baton:requests_in_flight") == 0, "no request in flight")
 
 
-async def test_short_prompts_skip_the_prefill_leg(make_rig):
+async def test_short_prompts_skip_the_prefill_stage(make_rig):
     rig = make_rig(prefill_threshold_tokens=5)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
@@ -276,7 +274,7 @@ async def test_short_prompts_skip_the_prefill_leg(make_rig):
     assert len(prefill.adds) == 1
 
 
-async def test_models_health_version_and_metrics(rig: GatewayRig):
+async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode"))
     client = rig.client()
     [model] = (await client.models.list()).data

@@ -1,10 +1,9 @@
-"""Clients that ask for much and read nothing: what is kept for them has a bound."""
+"""Clients that do not read their responses: buffers are bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 
 import pytest
@@ -14,47 +13,54 @@ from baton_gateway.http import generation_endpoint
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.slow_clients import has_unread_bytes
 from baton_gateway.requests import generation
-from support.gateway.fake_engine import DEADLINE_S, EOS_ID
+from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
 
 
-async def test_a_stream_that_nobody_reads_is_ended_before_all_of_it_is_kept(
+async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_completely(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ):
     sent: list[web.Request] = []
 
-    class Remembered(EventStream):
+    class RecordedStream(EventStream):
         def __init__(self, http: web.Request, *, is_wanted: bool) -> None:
             super().__init__(http, is_wanted=is_wanted)
             sent.append(http)
 
-    monkeypatch.setattr(generation_endpoint, "EventStream", Remembered)
+    monkeypatch.setattr(generation_endpoint, "EventStream", RecordedStream)
     monkeypatch.setattr(generation, "MAX_UNREAD_OUTPUTS", 50)
     engine = rig.engine("d", "decode")
     engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 100_000, 200_000, 50
-    engine.hold_after = 50_000  # more than buffers hold; an engine that said all before they are full could not be stopped
+    # More than the buffers hold. Otherwise the engine could finish before they are full.
+    engine.hold_after = 50_000
     await rig.start(engine)
-    body = json.dumps(
-        {"model": "m", "prompt": "hi"} | {"max_tokens": 100_000, "stream": True, "logprobs": 20}
-    ).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", int(rig.url.rsplit(":", 1)[1])))
-        connection.sendall(head % len(body) + body)
+    body = {"model": "m", "prompt": "hi", "max_tokens": 100_000, "stream": True, "logprobs": 20}
+    async with rig.slow_connection("/v1/completions", body):
         await until(
             lambda: engine.aborts or (sent and has_unread_bytes(sent[0])),
             "buffers full of what the client does not read",
         )
         engine.released.set()
-        await until(lambda: engine.aborts, "the engine told to stop")
+        await until(lambda: engine.aborts, "the abort at the engine")
         await until(lambda: not rig.metric("baton:requests_in_flight"), "the request ended")
     assert rig.metric("baton:gateway_generation_tokens_total") < 100_000
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="499") == 1
 
 
-async def test_an_answer_that_nobody_reads_holds_its_place_and_is_forgotten_at_the_deadline(
+async def test_a_stream_that_is_not_read_is_ended_at_the_deadline(make_rig: MakeRig):
+    rig = make_rig(request_timeout_s=2.0)
+    decode = rig.engine("d", "decode")
+    decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
+    await rig.start(decode)
+    body = {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": True, "logprobs": 20}
+    async with rig.slow_connection("/v1/completions", body):
+        await until(lambda: rig.metric("baton:requests_in_flight"), "the request at the gateway")
+        await until(lambda: not rig.metric("baton:requests_in_flight"), "the end of the request")
+    assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
+
+
+async def test_a_response_that_is_not_read_counts_as_running_until_the_deadline(
     make_rig: MakeRig,
 ):
     rig = make_rig(request_timeout_s=5.0, max_concurrent_requests=1)
@@ -62,26 +68,20 @@ async def test_an_answer_that_nobody_reads_holds_its_place_and_is_forgotten_at_t
     engine.max_model_len = 400_000
     await rig.start(engine)
     tokens = [EOS_ID] * 1_200_000
-    body = json.dumps({"tokens": tokens}).encode()
-    head = b"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(DEADLINE_S)
-        connection.connect(("127.0.0.1", int(rig.url.rsplit(":", 1)[1])))
-        await asyncio.to_thread(connection.sendall, head % len(body) + body)
+    async with rig.slow_connection("/detokenize", {"tokens": tokens}) as connection:
         start = await asyncio.to_thread(connection.recv, 12)
         assert start == b"HTTP/1.1 200"
         assert (await rig.post("/detokenize", {"tokens": [5]}))[0] == 429
 
-        async def free() -> bool:
+        async def is_accepted() -> bool:
             return (await rig.post("/detokenize", {"tokens": [5]}))[0] == 200
 
-        await until(free, "the place free again")
+        await until(is_accepted, "another request to be accepted")
         assert await asyncio.to_thread(rest_of, connection) < len(tokens) * len("<|endoftext|>")
 
 
 def rest_of(connection: socket.socket) -> int:
-    """Bytes that still come."""
+    """Return the number of bytes until the connection ends."""
     received = 0
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(2**20):

@@ -1,4 +1,4 @@
-"""Who may ask the gateway, and for how much: API keys from files, limits of a client, HTTPS. Over real connections."""
+"""API keys from files, limits per client, and HTTPS, over real connections."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def status_of(rig: GatewayRig, **headers: str) -> int:
 
 
 def publish(folder: Path, version: str, entries: dict[str, str]) -> None:
-    """As the kubelet writes a Secret: files in a folder of their own, reached over one link that is swapped at once."""
+    """Write files as the kubelet does for a Secret: in a new folder, behind a swapped symlink."""
     (folder / f"..{version}").mkdir(parents=True)
     for name, value in entries.items():
         (folder / f"..{version}" / name).write_text(value)
@@ -75,19 +75,21 @@ def publish(folder: Path, version: str, entries: dict[str, str]) -> None:
             (folder / name).symlink_to(f"..data/{name}")
 
 
-async def test_a_client_with_a_key_is_served_and_counted_by_its_name(guarded: GatewayRig) -> None:
+async def test_a_client_with_a_key_is_served_and_counted_under_its_name(
+    guarded: GatewayRig,
+) -> None:
     client = guarded.client().with_options(api_key="key-of-a")
     answer = await client.completions.create(**COMPLETION)
     assert answer.choices[0].finish_reason == "length"
     assert guarded.metric("baton:client_requests_total", client="team-a", status="200") == 1
 
 
-async def test_another_key_is_refused_in_openais_words(guarded: GatewayRig) -> None:
+async def test_an_unknown_key_gets_an_openai_error(guarded: GatewayRig) -> None:
     with pytest.raises(openai.AuthenticationError) as refused:
         await guarded.client().completions.create(**COMPLETION)
     assert refused.value.code == "invalid_api_key"
     assert refused.value.type == "invalid_request_error"
-    assert "unused" not in str(refused.value), "an answer repeats no key"
+    assert "unused" not in str(refused.value), "the response contains the key"
     assert refused.value.response.headers["WWW-Authenticate"] == "Bearer"
     assert guarded.engines[0].adds == []
     assert (
@@ -95,7 +97,7 @@ async def test_another_key_is_refused_in_openais_words(guarded: GatewayRig) -> N
     )
 
 
-async def test_every_path_but_probes_and_metrics_needs_a_key(guarded: GatewayRig) -> None:
+async def test_every_path_except_probes_and_metrics_requires_a_key(guarded: GatewayRig) -> None:
     routes = {
         (route.method, route.resource.canonical.replace("{model}", "m"))
         for route in guarded.gateway.app.router.routes()
@@ -137,8 +139,10 @@ async def test_every_path_but_probes_and_metrics_needs_a_key(guarded: GatewayRig
         ("Bearer " + "k" * 20_000, 400),
     ],
 )
-async def test_forms_of_the_header(guarded: GatewayRig, value: str, status: int) -> None:
-    """As bytes on the wire: what clients' libraries would not send."""
+async def test_valid_and_invalid_authorization_headers(
+    guarded: GatewayRig, value: str, status: int
+) -> None:
+    """The request is raw bytes, because client libraries refuse some of these headers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(guarded.url.rsplit(":", 1)[1]))
     request = (
         f"GET /v1/models HTTP/1.1\r\nHost: g\r\nConnection: close\r\nAuthorization: {value}\r\n\r\n"
@@ -159,7 +163,7 @@ async def test_forms_of_the_header(guarded: GatewayRig, value: str, status: int)
         "no header",
     ],
 )
-async def test_what_is_no_http_is_answered_in_the_same_shape_and_not_repeated(
+async def test_invalid_http_gets_an_openai_error_and_is_not_logged(
     guarded: GatewayRig, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(guarded.url.rsplit(":", 1)[1]))
@@ -173,11 +177,11 @@ async def test_what_is_no_http_is_answered_in_the_same_shape_and_not_repeated(
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
     assert b"key-of-b" not in answer
-    assert "key-of-b" not in caplog.text, "a log repeats no key"
+    assert "key-of-b" not in caplog.text, "the log contains the key"
     assert "sent no valid HTTP request" in caplog.text
 
 
-async def test_two_headers_prove_nothing(guarded: GatewayRig) -> None:
+async def test_two_authorization_headers_are_refused(guarded: GatewayRig) -> None:
     headers = [("Authorization", "Bearer key-of-a"), ("Authorization", "Bearer wrong")]
     for order in (headers, headers[::-1]):
         async with (
@@ -187,7 +191,9 @@ async def test_two_headers_prove_nothing(guarded: GatewayRig) -> None:
             assert response.status == 401
 
 
-async def test_a_refused_request_is_answered_before_its_body_is_read(guarded: GatewayRig) -> None:
+async def test_a_request_without_a_key_is_refused_before_its_body_is_read(
+    guarded: GatewayRig,
+) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(guarded.url.rsplit(":", 1)[1]))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: 1000000\r\n\r\n")
     async with asyncio.timeout(DEADLINE_S):
@@ -195,7 +201,7 @@ async def test_a_refused_request_is_answered_before_its_body_is_read(guarded: Ga
     writer.close()
 
 
-def test_what_can_be_no_key_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_key_files_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     contents = {
         "empty": b"",
         "blank": b" \r\n",
@@ -220,32 +226,34 @@ def test_what_can_be_no_key_is_none(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "API keys of 1 clients: crlf" in caplog.text
     for name in contents.keys() - {"crlf"}:
         assert f"API key {name} is ignored" in caplog.text
-    assert "good-key" not in caplog.text, "a log repeats no key"
+    assert "good-key" not in caplog.text, "the log contains the key"
 
 
-async def test_keys_change_while_the_gateway_runs(make_rig: MakeRig, tmp_path: Path) -> None:
+async def test_changed_keys_are_reloaded(make_rig: MakeRig, tmp_path: Path) -> None:
     folder = tmp_path / "secret"
     publish(folder, "1", {"a": "first", "b": "other"})
     rig = make_rig(access=AccessConfig(api_keys_dir=str(folder)))
     await rig.start(rig.engine("d", "decode"))
     assert await status_of(rig, **bearer("first")) == 200
 
-    async def answers(key: str, status: int) -> bool:
+    async def has_status(key: str, status: int) -> bool:
         return await status_of(rig, **bearer(key)) == status
 
     publish(folder, "2", {"a": "second"})
-    await until(lambda: answers("second", 200), "the new key is taken")
+    await until(lambda: has_status("second", 200), "the new key to be accepted")
     assert await status_of(rig, **bearer("first")) == 401
-    assert await status_of(rig, **bearer("other")) == 401, "its link leads nowhere now"
+    assert await status_of(rig, **bearer("other")) == 401, "a removed key was accepted"
     publish(folder, "3", {})
-    await until(lambda: answers("second", 401), "without keys nobody is let in")
+    await until(lambda: has_status("second", 401), "all keys to be refused")
     folder.rename(tmp_path / "gone")
     publish(tmp_path / "gone", "4", {"a": "third"})
     (tmp_path / "gone").rename(folder)
-    await until(lambda: answers("third", 200), "the folder is read again after it could not be")
+    await until(
+        lambda: has_status("third", 200), "the folder to be read again after it was missing"
+    )
 
 
-async def test_one_client_cannot_take_what_others_need(guarded: GatewayRig) -> None:
+async def test_limits_per_client_leave_capacity_for_others(guarded: GatewayRig) -> None:
     engine = guarded.engines[0]
     engine.hold_after = 1
     greedy = guarded.client().with_options(api_key="key-of-a")
@@ -258,15 +266,15 @@ async def test_one_client_cannot_take_what_others_need(guarded: GatewayRig) -> N
     with pytest.raises(openai.BadRequestError, match="at most 2 sequences"):
         await modest.completions.create(**COMPLETION, n=3)
     other = asyncio.create_task(modest.completions.create(**COMPLETION))
-    await until(lambda: len(engine.adds) == 3, "another client is served meanwhile")
+    await until(lambda: len(engine.adds) == 3, "the request of another client")
     engine.released.set()
     await asyncio.gather(*running, other)
     assert (await greedy.completions.create(**COMPLETION, n=2)).choices, (
-        "what has ended is given back"
+        "ended requests still count"
     )
 
 
-async def test_lengths_are_limited(make_rig: MakeRig) -> None:
+async def test_prompt_and_completion_lengths_are_limited(make_rig: MakeRig) -> None:
     rig = make_rig(access=AccessConfig(max_prompt_tokens=40, max_completion_tokens=1))
     await rig.start(rig.engine("d", "decode", "hello world hello world"))
     client = rig.client()
@@ -284,8 +292,8 @@ async def test_lengths_are_limited(make_rig: MakeRig) -> None:
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (1, "length")
 
 
-async def shown_certificate(port: int) -> str:
-    """Common name in what a new connection is shown."""
+async def served_certificate(port: int) -> str:
+    """Return the subject of the certificate that a new connection gets."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -294,7 +302,9 @@ async def shown_certificate(port: int) -> str:
     return x509.load_der_x509_certificate(der).subject.rfc4514_string()
 
 
-async def test_https_with_a_certificate_that_is_renewed(make_rig: MakeRig, tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used_for_new_connections(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
     folder = tmp_path / "tls"
     write_certificate(folder, "first")
     rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
@@ -309,13 +319,13 @@ async def test_https_with_a_certificate_that_is_renewed(make_rig: MakeRig, tmp_p
         stream = await client.completions.create(**COMPLETION, stream=True)
         write_certificate(folder, "second")
 
-        async def renewed() -> bool:
-            return await shown_certificate(port) == "CN=second"
+        async def is_renewed() -> bool:
+            return await served_certificate(port) == "CN=second"
 
-        await until(renewed, "new connections get the new certificate")
+        await until(is_renewed, "the new certificate on new connections")
         engine.released.set()
         chunks = [chunk async for chunk in stream]
-    assert chunks[-1].choices[0].finish_reason == "length", "a stream goes on over the change"
+    assert chunks[-1].choices[0].finish_reason == "length", "the change ended the stream"
     assert not await answers_plain_http(port)
 
 
@@ -327,12 +337,14 @@ async def answers_plain_http(port: int) -> bool:
         return False
 
 
-def test_half_a_pair_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_certificate_without_its_key_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_certificate(tmp_path / "new", "new")
     write_certificate(tmp_path / "tls", "old")
     served = ServerCertificate(tmp_path / "tls")
 
-    def shown() -> str:
+    def subject() -> str:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         ours = served.context.wrap_bio(incoming, outgoing, server_side=True)
         context = ssl.create_default_context()
@@ -344,21 +356,20 @@ def test_half_a_pair_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             except ssl.SSLWantReadError:
                 continue
         der = theirs.getpeercert(binary_form=True)
-        assert der is not None
         return x509.load_der_x509_certificate(der).subject.rfc4514_string()
 
-    assert shown() == "CN=old"
+    assert subject() == "CN=old"
     os.replace(tmp_path / "new/tls.crt", tmp_path / "tls/tls.crt")
     served.refresh()
     served.refresh()
-    assert shown() == "CN=old"
+    assert subject() == "CN=old"
     assert caplog.text.count("is not usable, the old one stays") == 1
     os.replace(tmp_path / "new/tls.key", tmp_path / "tls/tls.key")
     served.refresh()
-    assert shown() == "CN=new"
+    assert subject() == "CN=new"
     (tmp_path / "tls/tls.crt").unlink()
     served.refresh()
-    assert shown() == "CN=new"
+    assert subject() == "CN=new"
 
 
 @pytest.mark.parametrize(
@@ -376,7 +387,7 @@ def test_half_a_pair_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         ),
     ],
 )
-def test_access_that_cannot_be_had_as_asked_for_opens_no_door(
+def test_invalid_access_settings_are_a_fatal_error(
     flags: list[str], text: str, tokenizer_folder: Path, capsys: pytest.CaptureFixture[Any]
 ) -> None:
     assert main(["--model", str(tokenizer_folder), "--discovery-file", "f", *flags]) == 78

@@ -1,4 +1,4 @@
-"""A gateway that is told to go fails nobody: it serves on until those who send requests have noticed."""
+"""The graceful shutdown of a gateway: it serves until clients stop sending requests."""
 
 from __future__ import annotations
 
@@ -27,56 +27,56 @@ async def is_not_ready(rig: GatewayRig) -> bool:
     return (await rig.get("/ready"))[0] == 503
 
 
-async def test_new_requests_are_served_until_nobody_sends_any(make_rig: MakeRig) -> None:
+async def test_new_requests_are_served_until_none_arrive(make_rig: MakeRig) -> None:
     rig = await rig_of(make_rig, drain_quiet_s=2.4, drain_timeout_s=60.0)
-    leaving = asyncio.create_task(rig.gateway.shut_down())
+    shutdown = asyncio.create_task(rig.gateway.shut_down())
     await until(lambda: is_not_ready(rig), "/ready to answer 503")
-    for _ in range(4):  # together longer than it would wait for the first
+    for _ in range(4):  # together longer than drain_quiet_s
         await asyncio.sleep(0.8)
-        assert not leaving.done()
+        assert not shutdown.done()
         status, body, headers = await rig.post("/v1/completions", QUESTION)
         assert (status, headers["Connection"]) == (200, "close")
         assert body["choices"][0]["text"] == TEXT
     last = time.monotonic()
     async with asyncio.timeout(60.0):
-        await leaving
+        await shutdown
     assert time.monotonic() - last >= 2.0
 
 
-async def test_probes_and_scrapes_do_not_keep_it(make_rig: MakeRig) -> None:
+async def test_probes_and_scrapes_do_not_delay_the_shutdown(make_rig: MakeRig) -> None:
     rig = await rig_of(make_rig, drain_quiet_s=0.3, drain_timeout_s=60.0)
-    leaving = asyncio.create_task(rig.gateway.shut_down())
+    shutdown = asyncio.create_task(rig.gateway.shut_down())
 
-    async def left() -> bool:
+    async def has_ended() -> bool:
         try:
             for path in ("/health", "/metrics"):
                 await rig.get(path)
         except aiohttp.ClientError:
-            await leaving
-        return leaving.done()
+            await shutdown
+        return shutdown.done()
 
-    await until(left, "the gateway to leave while it is probed all the time")
+    await until(has_ended, "the end of the gateway while it is probed")
 
 
-async def test_a_stream_outlives_the_quiet(make_rig: MakeRig) -> None:
+async def test_a_stream_may_last_longer_than_drain_quiet_s(make_rig: MakeRig) -> None:
     rig = make_rig(drain_quiet_s=0.05, drain_timeout_s=60.0)
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 2
     await rig.start(engine)
     stream = await rig.client().completions.create(stream=True, **QUESTION)
     first = await anext(aiter(stream))
-    leaving = asyncio.create_task(rig.gateway.shut_down())
+    shutdown = asyncio.create_task(rig.gateway.shut_down())
     await until(lambda: is_not_ready(rig), "/ready to answer 503")
     await asyncio.sleep(0.3)
-    assert not leaving.done()
+    assert not shutdown.done()
     engine.released.set()
     rest = [chunk.choices[0].text async for chunk in stream]
     assert first.choices[0].text + "".join(rest) == TEXT
     async with asyncio.timeout(60.0):
-        await leaving
+        await shutdown
 
 
-async def test_a_connection_that_was_kept_open_is_asked_to_go(make_rig: MakeRig) -> None:
+async def test_a_keep_alive_connection_is_asked_to_close(make_rig: MakeRig) -> None:
     rig = await rig_of(make_rig, drain_quiet_s=2.0, drain_timeout_s=60.0)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
 
@@ -86,41 +86,43 @@ async def test_a_connection_that_was_kept_open_is_asked_to_go(make_rig: MakeRig)
                 return response.headers.get("Connection"), await response.read()
 
         assert (await ask())[0] is None
-        leaving = asyncio.create_task(rig.gateway.shut_down())
+        shutdown = asyncio.create_task(rig.gateway.shut_down())
         await until(lambda: is_not_ready(rig), "/ready to answer 503")
-        assert (await ask())[0] == "close"  # on the connection of before
+        assert (await ask())[0] == "close"  # on the same connection
         async with asyncio.timeout(60.0):
-            await leaving
+            await shutdown
 
 
-async def test_who_does_not_stop_asking_is_refused_in_the_end(make_rig: MakeRig) -> None:
+async def test_after_the_drain_timeout_requests_are_refused(make_rig: MakeRig) -> None:
     rig = await rig_of(make_rig, drain_quiet_s=50.0, drain_timeout_s=4.0)
-    leaving = asyncio.create_task(rig.gateway.shut_down())
+    shutdown = asyncio.create_task(rig.gateway.shut_down())
     codes = []
     async with asyncio.timeout(60.0):
-        while not leaving.done():
+        while not shutdown.done():
             try:
                 codes.append((await rig.post("/v1/completions", QUESTION))[0])
             except aiohttp.ClientError:
                 break
-        await leaving
+        await shutdown
     assert codes[0] == 200
     assert set(codes) <= {200, 503}
 
 
-async def test_a_second_signal_ends_the_wait(make_rig: MakeRig) -> None:
+async def test_a_second_signal_ends_the_drain(make_rig: MakeRig) -> None:
     rig = await rig_of(make_rig, drain_quiet_s=50.0, drain_timeout_s=600.0)
-    leaving = asyncio.create_task(rig.gateway.shut_down())
+    shutdown = asyncio.create_task(rig.gateway.shut_down())
     await until(lambda: is_not_ready(rig), "/ready to answer 503")
-    rig.gateway.end_drain()  # what the signal's handler does
+    rig.gateway.end_drain()  # called by the signal handler
     async with asyncio.timeout(60.0):
-        await leaving
+        await shutdown
 
 
 @pytest.mark.parametrize("ticks", [*range(10), None])
-async def test_no_connection_is_left_unanswered(ticks: int | None) -> None:
-    """A client that connects in any of the last ticks of the event loop is served, refused or cut off; one whose request was
-    received (None) is served."""
+async def test_a_connection_during_the_end_is_served_refused_or_closed(ticks: int | None) -> None:
+    """A client connects in one of the last iterations of the event loop.
+
+    A request that was received (None) must be served.
+    """
     received = asyncio.Event()
 
     async def answer(_: web.Request) -> web.Response:
@@ -153,4 +155,4 @@ async def test_no_connection_is_left_unanswered(ticks: int | None) -> None:
         try:
             assert await asked == "served"
         except aiohttp.ClientError:
-            assert ticks is not None, "its request was received"
+            assert ticks is not None, "a received request was not served"

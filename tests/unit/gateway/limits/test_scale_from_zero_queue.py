@@ -1,4 +1,4 @@
-"""A service that is scaled to zero: requests are held until an engine is there, in bounds, and nobody sees a 404."""
+"""A service scaled to zero: requests are held, within limits, until an engine is ready."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ BODY = {"model": "m", "prompt": "go", "max_tokens": 50}
 HELD = "baton:requests_held"
 
 
-async def complete(rig: GatewayRig) -> str:
-    answer = await rig.client().completions.create(**BODY)
-    return answer.choices[0].text
-
-
 async def stream(rig: GatewayRig) -> str:
     chunks = await rig.client().completions.create(**BODY, stream=True)
     return "".join([chunk.choices[0].text async for chunk in chunks])
 
 
-async def test_requests_without_an_engine_are_held_and_answered_when_it_comes(
+async def test_requests_without_an_engine_are_held_until_one_is_ready(
     make_rig: MakeRig,
 ):
     rig = make_rig(hold_s=30.0)
@@ -33,42 +28,42 @@ async def test_requests_without_an_engine_are_held_and_answered_when_it_comes(
     await rig.start()
     assert (await rig.get("/ready"))[0] == 200
     assert (await rig.get("/v1/models"))[0] == 200
-    asking = [asyncio.create_task(ask(rig)) for ask in (complete, stream)]
+    requests = [asyncio.create_task(coroutine) for coroutine in (rig.complete(), stream(rig))]
     await until(lambda: rig.metric(HELD) == 2, "two requests held")
     rig.announce(engine)
-    assert await asyncio.gather(*asking) == [TEXT, TEXT]
+    assert await asyncio.gather(*requests) == [TEXT, TEXT]
     assert rig.metric(HELD) == 0
 
 
-async def test_requests_are_held_again_when_the_engines_have_left(make_rig: MakeRig):
+async def test_requests_are_held_again_after_the_engines_left(make_rig: MakeRig):
     rig = make_rig(hold_s=30.0)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
-    assert await complete(rig) == TEXT
+    assert await rig.complete() == TEXT
     rig.announce()
     await rig.connected()
-    asking = asyncio.create_task(complete(rig))
+    requests = asyncio.create_task(rig.complete())
     await until(lambda: rig.metric(HELD) == 1, "the request held")
     assert (await rig.get("/ready"))[0] == 200
     rig.announce(engine)
-    assert await asking == TEXT
+    assert await requests == TEXT
 
 
-async def test_the_number_of_those_held_is_bounded(make_rig: MakeRig):
+async def test_the_number_of_held_requests_is_limited(make_rig: MakeRig):
     rig = make_rig(hold_s=30.0, max_held_requests=2)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start()
-    asking = [asyncio.create_task(complete(rig)) for _ in range(2)]
+    requests = [asyncio.create_task(rig.complete()) for _ in range(2)]
     await until(lambda: rig.metric(HELD) == 2, "two requests held")
     status, body, headers = await rig.post("/v1/completions", BODY)
     assert (status, body["error"]["code"]) == (503, "no_ready_engine")
     assert int(headers["Retry-After"]) == scale_from_zero_queue.RETRY_AFTER_S
     rig.announce(engine)
-    assert await asyncio.gather(*asking) == [TEXT, TEXT]
+    assert await asyncio.gather(*requests) == [TEXT, TEXT]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_nobody_is_held_longer_than_configured(make_rig: MakeRig, streamed: bool):
+async def test_a_request_is_held_no_longer_than_hold_s(make_rig: MakeRig, streamed: bool):
     rig = make_rig(hold_s=0.3)
     await rig.start()
     status, body, headers = await rig.post("/v1/completions", {**BODY, "stream": streamed})
@@ -77,7 +72,7 @@ async def test_nobody_is_held_longer_than_configured(make_rig: MakeRig, streamed
     assert rig.metric(HELD) == 0
 
 
-async def test_a_request_that_can_not_be_served_wakes_nobody(make_rig: MakeRig):
+async def test_an_invalid_request_is_refused_and_not_held(make_rig: MakeRig):
     rig = make_rig(hold_s=30.0)
     await rig.start()
     assert (await rig.post("/v1/completions", {**BODY, "model": "other"}))[0] == 404
@@ -85,16 +80,16 @@ async def test_a_request_that_can_not_be_served_wakes_nobody(make_rig: MakeRig):
     assert rig.metric(HELD) == 0
 
 
-async def test_a_client_that_goes_away_is_held_no_more(make_rig: MakeRig):
+async def test_a_request_is_removed_from_the_queue_when_its_client_disconnects(make_rig: MakeRig):
     rig = make_rig(hold_s=30.0)
     await rig.start()
-    asking = asyncio.create_task(complete(rig))
+    requests = asyncio.create_task(rig.complete())
     await until(lambda: rig.metric(HELD) == 1, "the request held")
-    asking.cancel()
+    requests.cancel()
     await until(lambda: rig.metric(HELD) == 0, "no request held")
 
 
-async def test_a_stream_that_is_held_gives_signs_of_life_which_clients_skip(
+async def test_a_held_stream_gets_keep_alive_comments(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(scale_from_zero_queue, "KEEP_ALIVE_S", 0.05)
@@ -102,7 +97,7 @@ async def test_a_stream_that_is_held_gives_signs_of_life_which_clients_skip(
     engine = rig.engine("d", "decode", TEXT)
     await rig.start()
     async with http_session() as session:
-        asking = asyncio.create_task(stream(rig))
+        requests = asyncio.create_task(stream(rig))
         async with session.post(
             f"{rig.url}/v1/completions", json={**BODY, "stream": True}
         ) as response:
@@ -112,10 +107,10 @@ async def test_a_stream_that_is_held_gives_signs_of_life_which_clients_skip(
             rest = (await response.read()).decode()
     assert '"finish_reason":"length"' in rest
     assert rest.endswith("data: [DONE]\n\n")
-    assert await asking == TEXT
+    assert await requests == TEXT
 
 
-async def test_a_stream_that_gave_signs_of_life_ends_with_an_error_in_it(
+async def test_a_held_stream_with_keep_alive_comments_ends_with_an_error_event(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(scale_from_zero_queue, "KEEP_ALIVE_S", 0.05)
@@ -133,17 +128,17 @@ async def test_a_stream_that_gave_signs_of_life_ends_with_an_error_in_it(
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1
 
 
-async def test_who_is_held_by_a_gateway_that_ends_is_told(make_rig: MakeRig):
+async def test_held_requests_fail_when_the_gateway_stops(make_rig: MakeRig):
     rig = make_rig(hold_s=30.0, drain_timeout_s=0.1)
     await rig.start()
-    asking = asyncio.create_task(rig.post("/v1/completions", BODY))
+    requests = asyncio.create_task(rig.post("/v1/completions", BODY))
     await until(lambda: rig.metric(HELD) == 1, "the request held")
     await rig.gateway.stop()
-    status, body, _ = await asking
+    status, body, _ = await requests
     assert (status, body["error"]["code"]) == (503, "no_ready_engine")
 
 
-async def test_without_a_time_to_hold_nothing_is_held(make_rig: MakeRig):
+async def test_without_hold_s_no_request_is_held(make_rig: MakeRig):
     rig = make_rig()
     await rig.start()
     assert (await rig.get("/ready"))[0] == 503

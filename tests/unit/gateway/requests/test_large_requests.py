@@ -1,4 +1,4 @@
-"""Requests of any size: while one is worked on, others are served; what cannot fit is refused before it costs time."""
+"""Large requests: others are served meanwhile, and requests that cannot fit are refused early."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LONG_IDS = [5] * 30_000
 WITH_LOGPROBS = {"max_tokens": 200, "logprobs": 10}
 
 
-class Held:
-    """A function of the gateway whose call does not come back until `release`. On the event loop it fails at once."""
+class BlockedFunction:
+    """Patches a function so that its calls block until `released`. Calls on the event loop fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
         self.entered = threading.Event()
@@ -49,14 +49,14 @@ class Held:
                 f"{name} must not be called on the event loop"
             )
             self.entered.set()
-            assert self.released.wait(DEADLINE_S), "nobody let it go"
+            assert self.released.wait(DEADLINE_S), "`released` was not set"
             return function(*args, **options)
 
         monkeypatch.setattr(owner, name, held)
 
 
 def large_rig(make_rig: MakeRig, **config: Any) -> GatewayRig:
-    """A gateway whose engine takes long prompts and answers with 300 tokens."""
+    """Return a gateway whose engine accepts long prompts and answers with 300 tokens."""
     rig = make_rig(**config)
     engine = rig.engine("d", "decode")
     engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 300, 100_000, 50
@@ -122,7 +122,7 @@ WORK = [
     ("owner", "name", "path", "body"),
     [pytest.param(*case[1:], id=case[0]) for case in WORK],
 )
-async def test_others_are_served_while_a_large_request_is_worked_on(
+async def test_other_requests_are_served_while_a_large_one_is_processed(
     make_rig: MakeRig,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
@@ -135,7 +135,7 @@ async def test_others_are_served_while_a_large_request_is_worked_on(
     owner = {"tokenizer": rig.tokenizer, "chat_template": rig.tokenizer.chat_template}.get(
         owner, owner
     )
-    held = Held(monkeypatch, owner, name)
+    held = BlockedFunction(monkeypatch, owner, name)
     sending = asyncio.create_task(post(rig, path, {"model": "m"} | body))
     await until(lambda: held.entered.is_set() or sending.done(), f"{name} called")
     assert not sending.done(), sending.result()
@@ -154,7 +154,7 @@ async def post(rig: GatewayRig, path: str, body: dict[str, Any]) -> tuple[int, o
     return status, answer
 
 
-async def test_large_requests_are_answered_as_small_ones_are(make_rig: MakeRig):
+async def test_large_requests_get_the_same_responses_as_small_ones(make_rig: MakeRig):
     rig = large_rig(make_rig)
     await rig.start(*rig.engines)
     ids = rig.tokenizer.encode(LONG)
@@ -172,7 +172,7 @@ async def test_large_requests_are_answered_as_small_ones_are(make_rig: MakeRig):
 
 
 class Spy:
-    """Sizes of what a function was given."""
+    """Records the sizes of a function's first arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
         self.sizes: list[int] = []
@@ -186,14 +186,14 @@ class Spy:
 
 
 async def refusal(rig: GatewayRig, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """(code, param)."""
+    """Send an invalid request. Return the error's code and param."""
     status, answer, _ = await rig.post(path, {"model": "m"} | body)
     assert status == 400, answer
     assert not any(engine.adds for engine in rig.engines)
     return answer["error"]["code"], answer["error"]["param"]
 
 
-async def test_more_messages_than_tokens_fit_are_not_rendered(
+async def test_more_messages_than_the_model_length_are_not_rendered(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ):
     await rig.start(rig.engine("d", "decode"))
@@ -209,7 +209,7 @@ async def test_more_messages_than_tokens_fit_are_not_rendered(
 
 
 @pytest.mark.parametrize(("path", "factor"), [("/v1/completions", 1), ("/tokenize", TEXT_FACTOR)])
-async def test_a_text_of_short_tokens_is_given_up_before_all_of_it_is_tokenized(
+async def test_tokenization_of_a_text_stops_when_it_has_too_many_tokens(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch, path: str, factor: int
 ):
     engine = rig.engine("d", "decode")
@@ -217,7 +217,7 @@ async def test_a_text_of_short_tokens_is_given_up_before_all_of_it_is_tokenized(
     await rig.start(engine)
     most = 4096 * factor
     words, short = "<|endoftext|>" * (most - 20), "zq" * 6 * most
-    assert len(short) < len(words), "by its length alone it might fit"
+    assert len(short) < len(words), "the text must be short enough to be tokenized"
     spy = Spy(monkeypatch, rig.tokenizer, "encode")
     code = "context_length_exceeded" if factor == 1 else "prompt_too_long"
     assert await refusal(rig, path, {"prompt": short}) == (code, "prompt")
@@ -228,7 +228,7 @@ async def test_a_text_of_short_tokens_is_given_up_before_all_of_it_is_tokenized(
     assert usage["prompt_tokens"] == most - 20
 
 
-async def test_the_servers_own_bound_holds_for_texts_too(
+async def test_max_prompt_tokens_also_limits_texts(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ):
     rig = make_rig(access=AccessConfig(max_prompt_tokens=10))
@@ -249,7 +249,7 @@ async def test_the_servers_own_bound_holds_for_texts_too(
     )
 
 
-async def test_texts_are_bounded_before_an_engine_has_told_what_it_takes(rig: GatewayRig):
+async def test_texts_are_limited_before_an_engine_has_connected(rig: GatewayRig):
     await rig.start()
     status, answer, _ = await rig.post("/tokenize", {"prompt": "hello world"})
     assert (status, answer["max_model_len"]) == (200, None)
@@ -278,7 +278,7 @@ async def test_a_body_of_too_many_values_is_not_parsed(
     assert (code, spy.sizes) == ("request_too_large", [])
 
 
-async def test_marks_in_texts_are_no_values(rig: GatewayRig):
+async def test_punctuation_in_texts_does_not_count_as_values(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode"))
     for text in ("[{,:" * 2**19, '"\\' * MAX_VALUES, ',"' * MAX_VALUES):
         assert await refusal(rig, "/v1/completions", {"prompt": text}) == (
@@ -297,19 +297,22 @@ _JSON = st.recursive(
 )
 
 
-def num_marks(value: Any) -> tuple[int, int]:
-    """(values as the bound counts them, arrays and objects): an entry beyond the first has a comma, one of an object a colon."""
+def count_values(value: Any) -> tuple[int, int]:
+    """Return the numbers of values and of containers, as the limits count them.
+
+    Values are counted by commas and colons.
+    """
     if not isinstance(value, list | dict):
         return 0, 0
-    inner = [num_marks(item) for item in (value.values() if isinstance(value, dict) else value)]
+    inner = [count_values(item) for item in (value.values() if isinstance(value, dict) else value)]
     marks = 1 + max(0, len(value) - 1) + (len(value) if isinstance(value, dict) else 0)
     return marks + sum(count for count, _ in inner), 1 + sum(count for _, count in inner)
 
 
 @given(value=_JSON, ascii_only=st.booleans())
-def test_values_are_counted_exactly_whatever_texts_hold(value: Any, ascii_only: bool):
+def test_values_are_counted_exactly_for_any_json(value: Any, ascii_only: bool):
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
-    values, containers = num_marks(value)
+    values, containers = count_values(value)
     check_values(body, values, containers)
     if values:
         with pytest.raises(RequestError, match=r"arrays and objects$|arrays and objects;"):
@@ -319,11 +322,11 @@ def test_values_are_counted_exactly_whatever_texts_hold(value: Any, ascii_only: 
 
 
 @given(body=st.text(alphabet='"\\[{,:a').map(str.encode), most=st.integers(0, 3))
-def test_what_is_no_json_is_left_to_the_parser(body: bytes, most: int):
+def test_invalid_json_is_counted_without_other_errors(body: bytes, most: int):
     try:
         check_values(body, most, most)
     except RequestError as error:
-        assert error.code == "request_too_large"  # noqa: PT017 (either way is right)
+        assert error.code == "request_too_large"  # noqa: PT017 (an error is optional)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +336,7 @@ def test_what_is_no_json_is_left_to_the_parser(body: bytes, most: int):
         (DetokenizeRequest, "/detokenize", {"tokens": LONG_IDS}),
     ],
 )
-async def test_texts_have_their_place_among_what_is_served_at_once(
+async def test_tokenization_counts_as_a_running_request(
     make_rig: MakeRig,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -350,10 +353,10 @@ async def test_texts_have_their_place_among_what_is_served_at_once(
     )
     await rig.start(*rig.engines)
     ann, bob = ({"headers": {"Authorization": f"Bearer {name}-key"}} for name in ("ann", "bob"))
-    held = Held(monkeypatch, kind, "validate")
+    held = BlockedFunction(monkeypatch, kind, "validate")
     large = body | ({"prompt": LONG * 3} if "prompt" in body else {"tokens": [5] * 50_000})
     first = asyncio.create_task(rig.post(path, large, **ann))
-    await until(held.entered.is_set, "the first request at work")
+    await until(held.entered.is_set, "the first request to be processed")
     for other in (path, "/v1/completions"):
         status, answer, headers = await rig.post(other, TEXT | {"tokens": [5]}, **ann)
         assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -362,10 +365,10 @@ async def test_texts_have_their_place_among_what_is_served_at_once(
     held.released.set()
     assert [(await task)[0] for task in (first, second)] == [200, 200]
     status, _, _ = await rig.post("/v1/completions", TEXT, **ann)
-    assert status == 200, "its place is free again"
+    assert status == 200, "an ended request still counts"
 
 
-async def test_a_gateway_that_leaves_takes_no_texts(rig: GatewayRig):
+async def test_a_draining_gateway_refuses_tokenization(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode"))
     rig.gateway.admission.is_closed = True
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
@@ -373,7 +376,7 @@ async def test_a_gateway_that_leaves_takes_no_texts(rig: GatewayRig):
         assert (status, answer["error"]["code"]) == (503, "draining")
 
 
-async def test_long_options_do_not_go_to_engines_with_many_sequences(make_rig: MakeRig):
+async def test_long_options_of_many_sequences_are_refused(make_rig: MakeRig):
     rig = make_rig()
     engine = rig.engine("d", "decode")
     engine.max_model_len = 100
@@ -405,7 +408,7 @@ async def test_options_are_checked_once_for_all_prompts(
     )
     assert (status, len(answer["choices"]), calls) == (200, 15, [3])
     seeds = {request.sampling_params.seed for request in rig.engines[0].adds}
-    assert len(seeds) == 15, "each prompt has its own"
+    assert len(seeds) == 15, "prompts share a seed"
 
 
 @pytest.mark.parametrize(
@@ -413,7 +416,7 @@ async def test_options_are_checked_once_for_all_prompts(
     [(40, {"allowed_token_ids": LONG_IDS}), (40, {}), (2, {"n": 20})],
     ids=["options", "prompts", "n"],
 )
-async def test_large_sequences_are_sent_off_with_a_breath_between(
+async def test_large_sequences_are_sent_in_several_event_loop_iterations(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, prompts: int, options: dict[str, Any]
 ):
     rig = large_rig(make_rig)

@@ -1,4 +1,4 @@
-"""Parameters beyond plain sampling: groups of samples, best_of, beams, prompt logprobs, structured outputs, tokenization."""
+"""Parameters of requests: samples, beam search, prompt logprobs, structured outputs, /tokenize."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ GO = {"model": "m", "prompt": "go", "max_tokens": 50}
 
 
 async def completion(rig: GatewayRig, **fields):
-    """The JSON answer to a completion."""
+    """Return the JSON response to a completion."""
     status, body, _ = await rig.post("/v1/completions", GO | fields)
     assert status == 200, body
     return body
 
 
-async def test_samples_of_one_prompt_go_to_one_engine_as_a_group(rig: GatewayRig):
+async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: GatewayRig):
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(3)]
     await rig.start(*engines)
     await completion(rig, prompt=["go", "on"], n=3)
     used = [engine for engine in engines if engine.adds]
-    assert len(used) == 2, "a prompt each"
+    assert len(used) == 2, "each prompt must go to its own engine"
     for engine in used:
         assert len({tuple(add.prompt_token_ids) for add in engine.adds}) == 1
         assert len({add.group_id for add in engine.adds}) == 1
@@ -38,7 +38,7 @@ async def test_samples_of_one_prompt_go_to_one_engine_as_a_group(rig: GatewayRig
     assert next(add for engine in engines for add in engine.adds[-1:] if add.group_id == "")
 
 
-async def test_samples_with_a_prefill_leg_go_their_own_ways(rig: GatewayRig):
+async def test_samples_with_a_prefill_stage_are_independent(rig: GatewayRig):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     body = await completion(rig, n=2)
@@ -47,7 +47,7 @@ async def test_samples_with_a_prefill_leg_go_their_own_ways(rig: GatewayRig):
     assert all(add.kv_transfer.side is KVSide.CONSUME for add in decode.adds)
 
 
-async def test_samples_whose_engine_dies_go_on_elsewhere_alone(rig: GatewayRig):
+async def test_samples_of_a_lost_engine_are_resumed_individually(rig: GatewayRig):
     dying, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     dying.hold_after = 2
     await rig.start(dying)
@@ -61,25 +61,25 @@ async def test_samples_whose_engine_dies_go_on_elsewhere_alone(rig: GatewayRig):
     assert [add.group_id for add in other.adds] == ["", ""]
 
 
-async def test_best_of_answers_with_the_most_likely_samples(rig: GatewayRig):
+async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     body = await completion(rig, prompt=["go", "on"], n=2, best_of=4, return_token_ids=True)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert len(engine.adds) == 8
     assert {add.sampling_params.logprobs for add in engine.adds} == {0}, (
-        "they are needed to find the best"
+        "logprobs are needed to rank the samples"
     )
     assert all(choice["logprobs"] is None for choice in body["choices"])
     assert body["usage"]["completion_tokens"] == 8 * len(engine.answer), (
-        "all that was computed is counted"
+        "tokens of dropped samples were not counted"
     )
     shown = await completion(rig, n=1, best_of=3, logprobs=1)
     assert shown["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(-0.25 / 3)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_beam_search_is_one_request_whose_beams_are_choices(
+async def test_a_beam_search_is_one_engine_request_with_beams_as_choices(
     rig: GatewayRig, streamed: bool
 ):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
@@ -93,7 +93,7 @@ async def test_a_beam_search_is_one_request_whose_beams_are_choices(
         texts = {choice.index: choice.text for choice in answer.choices}
     expected = [decode.answer[: len(decode.answer) - index] for index in range(3)]
     assert texts == {index: rig.tokenizer.decode(ids) for index, ids in enumerate(expected)}
-    assert not prefill.adds, "beams are chosen in one place"
+    assert not prefill.adds, "the beam search must be a single request"
     [add] = decode.adds
     params = add.sampling_params
     assert (params.beam_width, params.length_penalty, params.early_stopping) == (3, 0.5, True)
@@ -101,7 +101,7 @@ async def test_a_beam_search_is_one_request_whose_beams_are_choices(
     assert add.group_id == ""
 
 
-async def test_a_beam_search_starts_anew_where_its_engine_was_lost(rig: GatewayRig):
+async def test_a_beam_search_is_restarted_when_its_engine_is_lost(rig: GatewayRig):
     dying, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     dying.hold_after = 0
     await rig.start(dying)
@@ -114,7 +114,7 @@ async def test_a_beam_search_starts_anew_where_its_engine_was_lost(rig: GatewayR
     assert other.adds[0].generated_token_ids == []
 
 
-async def test_prompt_logprobs_take_no_prefill_leg_and_are_not_asked_for_twice(rig: GatewayRig):
+async def test_prompt_logprobs_skip_the_prefill_stage_and_are_requested_once(rig: GatewayRig):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.hold_after = 3
     await rig.start(prefill, decode)
@@ -130,9 +130,7 @@ async def test_prompt_logprobs_take_no_prefill_leg_and_are_not_asked_for_twice(r
     first, second, third = choice["prompt_logprobs"]
     assert first is None
     assert second["6"] == {"logprob": -1.5, "rank": 2, "decoded_token": rig.tokenizer.decode([6])}
-    assert third["7"]["rank"] == 2, (
-        "the prompt's own token is told as it is, also if it is among the likeliest"
-    )
+    assert third["7"]["rank"] == 2, "the prompt's token must have its own logprob"
     assert not prefill.adds
     assert other.adds[0].sampling_params.prompt_logprobs is None
     assert len(other.adds[0].generated_token_ids) == 3
@@ -155,7 +153,7 @@ async def test_prompt_logprobs_are_computed_once_for_all_samples(
     assert asked == [1] + [None] * (len(asked) - 1)
 
 
-async def test_more_prompt_logprobs_than_an_answer_can_hold_are_refused(rig: GatewayRig):
+async def test_too_many_prompt_logprobs_are_refused(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     many = GO | {"prompt": [5] * 220, "n": 128}
@@ -168,7 +166,7 @@ async def test_more_prompt_logprobs_than_an_answer_can_hold_are_refused(rig: Gat
     assert not engine.adds
 
 
-async def test_without_a_seed_equal_prompts_get_different_ones(rig: GatewayRig):
+async def test_equal_prompts_without_a_seed_get_different_seeds(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     await completion(rig, prompt=["a", "a"])
@@ -177,7 +175,7 @@ async def test_without_a_seed_equal_prompts_get_different_ones(rig: GatewayRig):
     assert [add.sampling_params.seed for add in engine.adds[2:]] == [4, 4]
 
 
-async def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(rig: GatewayRig):
+async def test_prompt_logprobs_of_a_chat_are_beside_its_choices(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     messages = [{"role": "user", "content": "hi"}]
@@ -187,7 +185,7 @@ async def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(rig: GatewayRi
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_echo_with_logprobs_has_those_of_the_prompt(rig: GatewayRig, streamed: bool):
+async def test_echo_with_logprobs_includes_those_of_the_prompt(rig: GatewayRig, streamed: bool):
     engine = rig.engine("d", "decode", " world")
     await rig.start(engine)
     options = {"model": "m", "prompt": "hello", "echo": True, "logprobs": 1, "max_tokens": 50}
@@ -205,7 +203,7 @@ async def test_echo_with_logprobs_has_those_of_the_prompt(rig: GatewayRig, strea
     assert engine.adds[0].sampling_params.prompt_logprobs == 1
 
 
-async def test_echo_of_the_prompt_alone(rig: GatewayRig):
+async def test_echo_with_max_tokens_0_returns_the_prompt(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     body = await completion(rig, prompt=[5, 6, 7], echo=True, logprobs=0, max_tokens=0)
@@ -219,14 +217,14 @@ async def test_echo_of_the_prompt_alone(rig: GatewayRig):
     assert engine.adds[0].sampling_params.max_tokens == 1
 
 
-async def test_what_an_engine_can_never_fit_is_a_context_length_error(rig: GatewayRig):
+async def test_a_request_that_no_engine_can_fit_is_a_context_length_error(rig: GatewayRig):
     engine = rig.engine("d", "decode")
     engine.refuse = ErrorCode.LENGTH, "the prompt has 300 tokens, max_model_len is 256"
     await rig.start(engine)
     status, body, _ = await rig.post("/v1/completions", GO)
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
     assert "300 tokens" in body["error"]["message"]
-    assert len(engine.adds) == 1, "no other engine is tried"
+    assert len(engine.adds) == 1, "another engine was tried"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -252,7 +250,7 @@ STRUCTURES = [
 ]
 
 
-async def test_structures_reach_the_engine_and_its_complaints_name_the_field(rig: GatewayRig):
+async def test_structured_outputs_reach_the_engine_and_errors_name_the_field(rig: GatewayRig):
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     for fields, kind, spec in STRUCTURES:
@@ -274,7 +272,7 @@ async def test_structures_reach_the_engine_and_its_complaints_name_the_field(rig
         assert body["error"]["param"] == param
 
 
-async def test_words_and_tokens_that_may_and_may_not_come(rig: GatewayRig):
+async def test_bad_words_and_allowed_tokens_reach_the_engine(rig: GatewayRig):
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     detection = {"max_pattern_size": 4, "min_count": 3}
@@ -292,7 +290,7 @@ async def test_words_and_tokens_that_may_and_may_not_come(rig: GatewayRig):
     assert params.repetition_detection == RepetitionDetection(4, 1, 3)
 
 
-async def test_an_answer_that_repeats_itself_says_so(rig: GatewayRig):
+async def test_a_repetition_is_reported_as_the_finish_reason(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     engine.repeats = True
     await rig.start(engine)
@@ -300,7 +298,7 @@ async def test_an_answer_that_repeats_itself_says_so(rig: GatewayRig):
     assert body["choices"][0]["finish_reason"] == "repetition"
 
 
-async def test_the_stop_string_is_told(rig: GatewayRig):
+async def test_the_matched_stop_string_is_reported(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode", TEXT))
     body = await completion(rig, stop=["quick", "zzz"])
     assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == (
@@ -323,7 +321,7 @@ async def test_tokenize_and_detokenize(rig: GatewayRig):
     assert body == {"prompt": "hello world"}
 
 
-async def test_wrong_tokenizations_are_named(rig: GatewayRig):
+async def test_invalid_tokenize_requests_are_refused_with_the_field(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode"))
     for path, fields, param in (
         ("/tokenize", {}, "prompt"),

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: requests for one of them, and a group whose generations change under the gateway."""
+"""Requests for a data-parallel rank, and groups whose generation changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = "X-Data-Parallel-Rank"
 
 
 async def group(rig: GatewayRig, size: int) -> list[FakeEngine]:
-    """A started gateway in front of a group of this size, in rank order."""
+    """Start a gateway with a group of this size. Return the engines in rank order."""
     engines = [rig.engine(f"d{rank}", "decode", TEXT) for rank in range(size)]
     for rank, engine in enumerate(engines):
         engine.rank, engine.size = rank, size
@@ -36,7 +36,7 @@ async def ask(
 
 
 @pytest.mark.parametrize("way", ["body", "header", "both"])
-async def test_a_request_goes_to_the_rank_it_names(rig: GatewayRig, way: str):
+async def test_a_request_is_sent_to_the_rank_that_it_names(rig: GatewayRig, way: str):
     engines = await group(rig, 3)
     for rank in (2, 0, 2, 1, 2):
         header = None if way == "body" else str(rank)
@@ -48,7 +48,7 @@ async def test_a_request_goes_to_the_rank_it_names(rig: GatewayRig, way: str):
     assert [r.data_parallel_rank for engine in engines for r in engine.adds].count(None) == 1
 
 
-async def test_samples_and_chats_go_to_the_rank_they_name(rig: GatewayRig):
+async def test_samples_and_chats_are_sent_to_the_rank_that_they_name(rig: GatewayRig):
     engines = await group(rig, 3)
     assert (await ask(rig, 1, n=3))[0] == 200
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -68,7 +68,7 @@ async def test_samples_and_chats_go_to_the_rank_they_name(rig: GatewayRig):
         (1, "2", "data_parallel_rank"),
     ],
 )
-async def test_a_rank_that_cannot_be_is_refused(
+async def test_an_invalid_rank_is_refused(
     rig: GatewayRig, rank: int | None, header: str | None, param: str
 ):
     engines = await group(rig, 3)
@@ -77,7 +77,7 @@ async def test_a_rank_that_cannot_be_is_refused(
     assert not any(engine.adds for engine in engines)
 
 
-async def test_a_rank_that_is_not_ready_is_waited_for_then_503(make_rig: MakeRig):
+async def test_a_request_waits_for_its_rank_and_then_gets_503(make_rig: MakeRig):
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=0.3)
     engines = await group(rig, 2)
     engines[1].retire()
@@ -90,7 +90,7 @@ async def test_a_rank_that_is_not_ready_is_waited_for_then_503(make_rig: MakeRig
     assert not engines[0].adds
 
 
-async def test_a_full_rank_is_not_replaced_by_another(rig: GatewayRig):
+async def test_a_request_for_a_full_rank_is_refused(rig: GatewayRig):
     engines = await group(rig, 2)
     engines[1].refuse = (ErrorCode.OVERLOADED, "full")
     assert (await ask(rig, 1))[0] == 429
@@ -98,7 +98,7 @@ async def test_a_full_rank_is_not_replaced_by_another(rig: GatewayRig):
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-async def test_a_request_whose_rank_is_lost_goes_to_any(rig: GatewayRig, tokens: int):
+async def test_a_request_of_a_lost_rank_is_resumed_on_any_rank(rig: GatewayRig, tokens: int):
     engines = await group(rig, 2)
     engines[1].hold_after = tokens
     asking = asyncio.create_task(ask(rig, 1))
@@ -110,14 +110,14 @@ async def test_a_request_whose_rank_is_lost_goes_to_any(rig: GatewayRig, tokens:
     status, body = await asking
     assert (status, body["choices"][0]["text"]) == (200, TEXT)
     assert [r.data_parallel_rank for r in engines[0].adds] == [None], (
-        "the next generation may not have it"
+        "the resumed request still names the lost rank"
     )
 
 
-async def test_ranks_are_those_of_the_latest_generation(make_rig: MakeRig):
+async def test_rank_numbers_are_those_of_the_latest_generation(make_rig: MakeRig):
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=0.3)
     engines = await group(rig, 3)
-    engines[0].retire()  # 3 -> 2, and the first leaves: ranks move
+    engines[0].retire()  # the first of 3 leaves, so the ranks change
     await rig.connected(*engines[1:])
     engines[1].admit(0, 2)
     engines[2].admit(1, 2)
@@ -134,10 +134,10 @@ async def test_ranks_are_those_of_the_latest_generation(make_rig: MakeRig):
     assert [len(engine.adds) for engine in engines] == [1, 1, 1]
 
 
-async def test_a_rank_on_standby_gets_nothing_until_it_is_ready_again(make_rig: MakeRig):
+async def test_a_standby_rank_gets_no_requests_until_it_is_ready(make_rig: MakeRig):
     rig = make_rig(heartbeat_interval_s=0.05)
     engines = await group(rig, 2)
-    engines[0].draining = True  # its heartbeats say so
+    engines[0].draining = True  # reported in heartbeats
     await rig.connected(engines[1])
     for _ in range(6):
         assert (await ask(rig))[0] == 200

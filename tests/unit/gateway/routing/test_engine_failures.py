@@ -1,10 +1,8 @@
-"""Engines that refuse, die or lie: what the client sees, and who takes over."""
+"""Engines that refuse requests, die or send wrong offsets: fallbacks and errors."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 
 import openai
 import pytest
@@ -17,47 +15,42 @@ from support.waiting import until
 TEXT = "hello world, the quick brown fox"
 
 
-async def complete(rig: GatewayRig, **options) -> str:
-    answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=50, **options)
-    return answer.choices[0].text
-
-
 @pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL])
-async def test_a_prefill_engine_that_refuses_leaves_the_work_to_decode(
+async def test_decode_takes_over_from_a_prefill_engine_that_refuses(
     rig: GatewayRig, code: ErrorCode
 ):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     prefill.refuse = (code, "not now")
     await rig.start(prefill, decode)
-    assert await complete(rig) == TEXT
+    assert await rig.complete() == TEXT
     [result] = decode.prefill_results.values()
     assert (result.token_ids, result.error) == ([], "not now")
     outcome = "failed" if code is ErrorCode.INTERNAL else "refused"
     assert rig.metric("baton:prefill_fallbacks_total", reason=outcome) == 1
 
 
-async def test_a_prefill_engine_that_dies_leaves_the_work_to_decode(rig: GatewayRig):
+async def test_decode_takes_over_from_a_prefill_engine_that_dies(rig: GatewayRig):
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     prefill.die_on_add = True
     await rig.start(prefill, decode)
-    assert await complete(rig) == TEXT
+    assert await rig.complete() == TEXT
     [result] = decode.prefill_results.values()
     assert not result.token_ids
     assert result.error
     await rig.connected(decode)
-    assert await complete(rig) == TEXT
+    assert await rig.complete() == TEXT
     assert decode.adds[-1].kv_transfer is None
     assert rig.metric("baton:prefill_fallbacks_total", reason="no_ready_engine") == 1
 
 
-async def test_a_prefill_engine_that_makes_no_progress_is_given_up(make_rig: MakeRig):
+async def test_decode_takes_over_from_a_prefill_engine_without_progress(make_rig: MakeRig):
     rig = make_rig(prefill_timeout_s=0.3)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    prefill.hold_after = 0  # alive: it answers every PING
+    prefill.hold_after = 0  # it still responds to PINGs
     decode.hold_after = 3
     await rig.start(prefill, decode)
-    answer = asyncio.create_task(complete(rig))
-    await until(lambda: prefill.aborts, "the leg aborted while decode still runs")
+    answer = asyncio.create_task(rig.complete())
+    await until(lambda: prefill.aborts, "the abort of the prefill stage while decode runs")
     decode.released.set()
     assert await answer == TEXT
     [result] = decode.prefill_results.values()
@@ -65,44 +58,24 @@ async def test_a_prefill_engine_that_makes_no_progress_is_given_up(make_rig: Mak
     assert rig.metric("baton:prefill_stages_total", outcome="timed_out") == 1
 
 
-async def test_a_client_that_does_not_read_loses_its_place_at_the_deadline(make_rig: MakeRig):
-    rig = make_rig(request_timeout_s=2.0)
-    decode = rig.engine("d", "decode")
-    decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
-    await rig.start(decode)
-    body = json.dumps(
-        {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": True, "logprobs": 20}
-    ).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", int(rig.url.rsplit(":", 1)[1])))
-        connection.sendall(head % len(body) + body)
-        await until(lambda: rig.metric("baton:requests_in_flight"), "the request at the gateway")
-        await until(lambda: not rig.metric("baton:requests_in_flight"), "the request given up")
-    assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
-
-
 @pytest.mark.parametrize(
     "code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD]
 )
-async def test_a_decode_engine_that_refuses_is_replaced_by_another(
-    rig: GatewayRig, code: ErrorCode
-):
+async def test_another_decode_engine_replaces_one_that_refuses(rig: GatewayRig, code: ErrorCode):
     prefill = rig.engine("p", "prefill", TEXT)
     bad, good = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     bad.refuse = (code, "not now")
     await rig.start(prefill, bad, good)
     async with asyncio.timeout(DEADLINE_S):
-        while not bad.adds:  # the pick among idle engines is random
-            assert await complete(rig) == TEXT
+        while not bad.adds:  # the choice among idle engines is random
+            assert await rig.complete() == TEXT
     assert rig.metric("baton:request_retries_total", reason=code.name.lower()) == 1
 
 
 @pytest.mark.parametrize(
     ("code", "status"), [(ErrorCode.DRAINING, 503), (ErrorCode.OVERLOADED, 429)]
 )
-async def test_when_every_decode_engine_refuses_the_client_is_told_to_retry(
+async def test_when_every_decode_engine_refuses_the_client_gets_retry_after(
     rig: GatewayRig, code: ErrorCode, status: int
 ):
     engines = [rig.engine(f"d{i}", "decode") for i in range(2)]
@@ -115,18 +88,21 @@ async def test_when_every_decode_engine_refuses_the_client_is_told_to_retry(
     assert all(len(engine.adds) == 1 for engine in engines)
 
 
-async def test_what_an_engine_calls_invalid_is_the_clients_error(rig: GatewayRig):
+async def test_a_request_that_an_engine_calls_invalid_is_a_client_error(rig: GatewayRig):
     engine = rig.engine("d", "decode")
     engine.refuse = (ErrorCode.INVALID, "logit_bias: token 5000 is outside the vocabulary")
     await rig.start(engine)
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
-        await complete(rig)
+        await rig.complete()
 
 
 async def die_after(
     rig: GatewayRig, engines: list[FakeEngine], tokens: int
 ) -> tuple[FakeEngine, asyncio.Task[str]]:
-    """Streams a request whose decode engine dies once the client has `tokens` tokens: (that engine, the client's whole text)."""
+    """Stream a request whose decode engine dies after `tokens` tokens.
+
+    Return the engine and a task that reads the client's text.
+    """
     for engine in engines:
         engine.hold_after = tokens
     seen = asyncio.Event()
@@ -157,7 +133,7 @@ async def die_after(
 @pytest.mark.parametrize(
     ("with_prefill", "tokens"), [(True, 1), (True, 5), (False, 0), (False, 1), (False, 5)]
 )
-async def test_a_request_whose_decode_engine_dies_goes_on_elsewhere(
+async def test_a_request_of_a_dead_decode_engine_is_resumed_on_another(
     rig: GatewayRig, with_prefill: bool, tokens: int
 ):
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(2)]
@@ -172,7 +148,7 @@ async def test_a_request_whose_decode_engine_dies_goes_on_elsewhere(
     assert rig.metric("baton:request_retries_total", reason="engine_lost") == 1
 
 
-async def test_decode_dying_before_the_first_token_starts_the_way_anew(rig: GatewayRig):
+async def test_prefill_is_repeated_when_decode_dies_before_the_first_token(rig: GatewayRig):
     prefill = rig.engine("p", "prefill", TEXT)
     prefill.hold_after = 0
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(2)]
@@ -183,11 +159,11 @@ async def test_decode_dying_before_the_first_token_starts_the_way_anew(rig: Gate
     prefill.released.set()
     assert await reading == TEXT
     transfers = {request.kv_transfer.transfer_id for request in prefill.adds}
-    assert len(transfers) == 2, "a transfer id is unique per attempt"
+    assert len(transfers) == 2, "two attempts share a transfer id"
     assert dead.instance_id not in prefill.adds[1].kv_transfer.peer_instance_id
 
 
-async def test_a_stream_waits_for_its_only_decode_engine_to_come_back(rig: GatewayRig):
+async def test_a_stream_waits_for_the_restart_of_its_only_decode_engine(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     _, reading = await die_after(rig, [engine], 4)
@@ -198,7 +174,7 @@ async def test_a_stream_waits_for_its_only_decode_engine_to_come_back(rig: Gatew
     assert rig.metric("baton:requests_resumed_total", reason="engine_lost") == 1
 
 
-async def test_only_an_engine_with_the_same_config_hash_continues_a_request(make_rig: MakeRig):
+async def test_a_request_is_resumed_only_on_an_engine_with_the_same_config_hash(make_rig: MakeRig):
     rig = make_rig(resume_wait_s=1.0)
     engine = rig.engine("d", "decode", TEXT, config_hash="old")
     await rig.start(engine)
@@ -211,7 +187,7 @@ async def test_only_an_engine_with_the_same_config_hash_continues_a_request(make
     assert not other.adds
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(make_rig: MakeRig):
+async def test_a_stream_that_cannot_be_resumed_ends_with_an_error_event(make_rig: MakeRig):
     rig = make_rig(resume_wait_s=0.5)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
@@ -232,7 +208,7 @@ async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(rig: GatewayRig, shif
     decode.offset_error = shift
     await rig.start(prefill, decode)
     with pytest.raises(openai.InternalServerError, match=kind):
-        await complete(rig)
+        await rig.complete()
     assert rig.metric("baton:token_offset_errors_total") == 1
 
 
@@ -240,15 +216,15 @@ async def test_engines_with_different_config_hashes_are_not_paired(rig: GatewayR
     prefill = rig.engine("p", "prefill", TEXT, config_hash="other")
     decode = rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
-    assert await complete(rig) == TEXT
+    assert await rig.complete() == TEXT
     assert not prefill.adds
     assert decode.adds[0].kv_transfer is None
     assert rig.metric("baton:engine_pair_mismatches_total") == 1
     assert rig.metric("baton:prefill_fallbacks_total", reason="no_compatible_engine") == 1
 
 
-async def test_a_request_that_takes_too_long_fails_and_is_aborted(make_rig):
-    rig = make_rig(request_timeout_s=1.0)  # by when it is surely at the engine
+async def test_a_request_that_times_out_is_aborted(make_rig):
+    rig = make_rig(request_timeout_s=1.0)  # long enough to reach the engine
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 2
     await rig.start(engine)
@@ -260,12 +236,12 @@ async def test_a_request_that_takes_too_long_fails_and_is_aborted(make_rig):
     await until(lambda: len(engine.aborts) == 2, "both requests aborted")
 
 
-async def test_too_many_sequences_get_429(make_rig):
+async def test_too_many_concurrent_sequences_get_429(make_rig):
     rig = make_rig(max_concurrent_requests=2)
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 0
     await rig.start(engine)
-    running = asyncio.create_task(complete(rig, n=2))
+    running = asyncio.create_task(rig.complete(n=2))
     await until(lambda: len(engine.adds) == 2, "two sequences at the engine")
     status, body, headers = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
     assert (status, body["error"]["type"]) == (429, "rate_limit_error")
@@ -284,12 +260,12 @@ async def test_without_a_ready_decode_engine_requests_get_503(rig: GatewayRig):
     assert "Retry-After" in headers
 
 
-async def test_stopping_lets_streams_end_and_takes_nothing_new(rig: GatewayRig):
+async def test_a_stopping_gateway_finishes_streams_and_refuses_new_requests(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 3
     await rig.start(engine)
     assert (await rig.get("/ready"))[0] == 200
-    running = asyncio.create_task(complete(rig))
+    running = asyncio.create_task(rig.complete())
     await until(lambda: engine.adds, "the request at the engine")
     stopping = asyncio.create_task(rig.gateway.stop())
     await until(lambda: _ready_is(rig, 503), "/ready to answer 503")
@@ -300,7 +276,7 @@ async def test_stopping_lets_streams_end_and_takes_nothing_new(rig: GatewayRig):
     await stopping
 
 
-async def test_streams_that_outlive_the_drain_timeout_are_told(make_rig):
+async def test_streams_that_outlast_the_drain_timeout_get_an_error(make_rig):
     rig = make_rig(drain_timeout_s=0.2)
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 3

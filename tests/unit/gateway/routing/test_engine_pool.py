@@ -1,4 +1,4 @@
-"""Discovery and the engine pool: engines come, go, drain and return."""
+"""Discovery and the engine pool: engines are added, removed, drained and restarted."""
 
 from __future__ import annotations
 
@@ -15,29 +15,24 @@ from support.waiting import until
 TEXT = "hello world, the quick brown fox"
 
 
-async def complete(rig: GatewayRig) -> str:
-    answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=50)
-    return answer.choices[0].text
-
-
-async def test_engines_added_to_the_file_are_used_and_removed_ones_finish_their_requests(
+async def test_added_engines_are_used_and_removed_ones_finish_their_requests(
     rig: GatewayRig,
 ):
     old, new = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     old.hold_after = 2
     await rig.start(old)
-    running = asyncio.create_task(complete(rig))
+    running = asyncio.create_task(rig.complete())
     await until(lambda: old.adds, "the request at the old engine")
     rig.announce(new)
     await rig.connected(new)
-    assert await complete(rig) == TEXT
+    assert await rig.complete() == TEXT
     assert len(new.adds) == 1
     old.released.set()
     assert await running == TEXT
     assert not old.aborts
 
 
-async def test_a_draining_engine_gets_nothing_new(rig: GatewayRig):
+async def test_a_draining_engine_gets_no_new_requests(rig: GatewayRig):
     leaving, staying = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     await rig.start(leaving, staying)
     rig.announce_endpoints(
@@ -45,26 +40,26 @@ async def test_a_draining_engine_gets_nothing_new(rig: GatewayRig):
     )
     await rig.connected(staying)
     for _ in range(6):
-        assert await complete(rig) == TEXT
+        assert await rig.complete() == TEXT
     assert not leaving.adds
     rig.announce(leaving, staying)
     await rig.connected(leaving, staying)
 
 
-async def test_a_restarted_engine_is_connected_again(rig: GatewayRig):
+async def test_a_restarted_engine_is_reconnected(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     engine.die()
     await rig.connected()
     status, body, _ = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
     assert (status, body["error"]["code"]) == (503, "no_ready_engine")
-    assert (await rig.get("/ready"))[0] == 200  # somebody must be there to say so
+    assert (await rig.get("/ready"))[0] == 200  # a client that triggers it
     successor = rig.engine("d", "decode", TEXT, port=engine.port)
     await rig.connected(successor)
-    assert await complete(rig) == TEXT
+    assert await rig.complete() == TEXT
 
 
-async def test_an_engine_that_is_not_there_yet_is_waited_for(rig: GatewayRig):
+async def test_the_pool_connects_to_an_engine_that_starts_later(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     engine.die()
     rig.announce(engine)
@@ -74,12 +69,12 @@ async def test_an_engine_that_is_not_there_yet_is_waited_for(rig: GatewayRig):
     await rig.connected(late)
 
 
-async def test_requests_go_to_the_least_loaded_engine(rig: GatewayRig):
+async def test_requests_are_sent_to_the_least_loaded_engine(rig: GatewayRig):
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(3)]
     for engine in engines:
         engine.hold_after = 0
     await rig.start(*engines)
-    running = [asyncio.create_task(complete(rig)) for _ in range(9)]
+    running = [asyncio.create_task(rig.complete()) for _ in range(9)]
     await until(
         lambda: sum(len(engine.adds) for engine in engines) == 9, "nine requests at the engines"
     )
@@ -89,7 +84,7 @@ async def test_requests_go_to_the_least_loaded_engine(rig: GatewayRig):
     assert await asyncio.gather(*running) == [TEXT] * 9
 
 
-async def test_a_broken_discovery_file_keeps_the_last_engines(tmp_path):
+async def test_an_invalid_discovery_file_keeps_the_last_engines(tmp_path):
     path = tmp_path / "engines.json"
     sets = FileDiscovery(path, poll_s=0.01).watch()
     first = asyncio.create_task(anext(sets))
@@ -106,10 +101,11 @@ async def test_a_broken_discovery_file_keeps_the_last_engines(tmp_path):
     await sets.aclose()
 
 
-def test_discovery_files_that_cannot_be_meant_are_refused():
+def test_invalid_discovery_files_are_refused():
     for content in (
         b'{"engines": [{"name": "a", "role": "both", "host": "x"}]}',
-        b'{"engines": [{"name": "a", "role": "decode", "host": "x"}, {"name": "a", "role": "decode", "host": "y"}]}',
+        b'{"engines": [{"name": "a", "role": "decode", "host": "x"}, '
+        b'{"name": "a", "role": "decode", "host": "y"}]}',
         b"[]",
     ):
         with pytest.raises(ValueError, match=r"role|unique|engines"):
@@ -119,7 +115,7 @@ def test_discovery_files_that_cannot_be_meant_are_refused():
 def pod(**changes: object) -> dict[str, object]:
     labels = {"serving.baton.dev/role": "decode"}
     return {
-        "metadata": {"name": "demo-decode-0", "labels": labels, **changes.pop("metadata", {})},  # type: ignore[dict-item]
+        "metadata": {"name": "demo-decode-0", "labels": labels, **changes.pop("metadata", {})},
         "status": {
             "phase": "Running",
             "podIP": "10.0.0.7",
@@ -129,7 +125,7 @@ def pod(**changes: object) -> dict[str, object]:
     }
 
 
-def test_a_pod_is_an_endpoint_when_it_runs_is_ready_and_has_an_address():
+def test_a_running_ready_pod_with_an_address_is_an_endpoint():
     endpoint = endpoint_of(pod())
     assert (endpoint.name, endpoint.role, endpoint.host, endpoint.draining) == (
         "demo-decode-0",
@@ -148,7 +144,7 @@ def test_a_pod_is_an_endpoint_when_it_runs_is_ready_and_has_an_address():
         assert endpoint_of(broken) is None
 
 
-def test_a_pod_that_is_deleted_or_annotated_drains():
+def test_a_terminating_or_annotated_pod_is_draining():
     assert endpoint_of(pod(metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})).draining
     assert endpoint_of(
         pod(metadata={"annotations": {"serving.baton.dev/draining": "true"}})

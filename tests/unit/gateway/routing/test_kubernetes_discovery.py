@@ -1,4 +1,4 @@
-"""Discovery by watching Pods, against an API server of a few lines that speaks list and watch over TLS."""
+"""Discovery by watching pods, against a minimal API server over TLS."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pod(name: str, host: str, version: int, **metadata: Any) -> dict[str, Any]:
 
 
 class ApiServer:
-    """Lists `pods`; a watch sends what is put into `events`."""
+    """Lists `pods`. A watch sends the objects of `events`."""
 
     def __init__(self) -> None:
         self.pods: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ class ApiServer:
 
 
 def certificate(folder: Path) -> ssl.SSLContext:
-    """A certificate of its own authority for 127.0.0.1; ca.crt lies where a service account has it."""
+    """Create a self-signed certificate for 127.0.0.1 and write the service account's ca.crt."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.datetime.now(datetime.UTC)
@@ -145,7 +145,7 @@ async def test_pods_are_listed_then_watched(api: ApiServer):
     assert {token.lower() for token in api.tokens if token} == {"bearer secret"}
 
 
-async def test_a_lost_delete_heals_with_the_next_list(api: ApiServer):
+async def test_the_next_list_finds_a_lost_deletion(api: ApiServer):
     api.pods = [pod("a", "10.0.0.1", 5)]
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=1).watch()) as sets:
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
@@ -153,7 +153,7 @@ async def test_a_lost_delete_heals_with_the_next_list(api: ApiServer):
         assert await next_set(sets) == []
 
 
-async def test_a_service_account_that_comes_late_is_waited_for(
+async def test_discovery_waits_for_the_service_account(
     api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(kubernetes_discovery, "CONNECT_RETRY_S", 0.05)
@@ -167,7 +167,7 @@ async def test_a_service_account_that_comes_late_is_waited_for(
         assert await first == []
 
 
-async def test_a_watch_that_is_too_old_lists_again(api: ApiServer):
+async def test_an_expired_watch_is_followed_by_a_list(api: ApiServer):
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=60).watch()) as sets:
         assert await next_set(sets) == []
         api.pods = [pod("a", "10.0.0.1", 5)]

@@ -1,4 +1,4 @@
-"""Wherever a request changes its engine, the answer is that of an undisturbed run: text, stop strings, characters, usage."""
+"""A resumed request has the same response as one that is not interrupted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     )
     return {
         "text": text,
-        "seams": draw(
+        "planned_errors": draw(
             st.lists(st.tuples(st.integers(0, 9), CODES), min_size=1, max_size=ENGINES - 1)
         ),
         "tokens_per_output": draw(st.sampled_from([1, 1, 2, 5])),
@@ -65,25 +65,25 @@ async def group(rig: GatewayRig) -> list[FakeEngine]:
     max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(case=cases())
-async def test_an_answer_with_seams_is_that_of_an_undisturbed_run(
+async def test_an_interrupted_request_has_the_same_response(
     rig: GatewayRig, group: list[FakeEngine], path: str, case: dict[str, Any]
 ):
     fields = dict(case["fields"])
     if "chat" in path:
         fields["logprobs"] = None if fields["logprobs"] is None else True
-    seams = deque(case["seams"])
+    planned_errors = deque(case["planned_errors"])
     for engine in group:
         engine.answer = rig.tokenizer.encode(case["text"], add_special_tokens=False)
-        engine.tokens_per_output, engine.seams = case["tokens_per_output"], deque()
+        engine.tokens_per_output, engine.planned_errors = case["tokens_per_output"], deque()
         engine.adds.clear()
     assume(group[0].answer)
-    undisturbed = await _answer(rig, path, fields)
+    uninterrupted = await _answer(rig, path, fields)
     [request] = [request for engine in group for request in engine.adds]
     for engine in group:
-        engine.seams = seams
+        engine.planned_errors = planned_errors
         engine.adds.clear()
     retries = _retries(rig)
-    assert await _answer(rig, path, fields) == undisturbed
+    assert await _answer(rig, path, fields) == uninterrupted
     sent = [request for engine in group for request in engine.adds]
     assert len(sent) == 1 + _retries(rig) - retries
     event(f"sent {len(sent)} times")
@@ -100,7 +100,7 @@ def _retries(rig: GatewayRig) -> int:
 
 
 async def _answer(rig: GatewayRig, path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Text, logprobs, ids, reasons and usage of the one choice, put together from the chunks if it is streamed."""
+    """Return text, logprobs, ids, reasons and usage of the only choice, joined from chunks."""
     prompt = (
         {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "go"}
     )

@@ -1,4 +1,4 @@
-"""A request goes on elsewhere, in the same stream, whatever happens to its engine; failures without progress end it."""
+"""Requests are resumed on other engines within the same stream. Repeated failures end them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def ask(rig: GatewayRig, path: str, **fields: Any) -> dict[str, Any]:
 
 
 async def streamed_text(rig: GatewayRig, path: str, **fields: Any) -> tuple[str, list[Any]]:
-    """The text of choice 0, and all chunks."""
+    """Return the text of choice 0 and all chunks."""
     client = rig.client()
     create: Any = client.chat.completions.create if "chat" in path else client.completions.create
     chunks = [
@@ -47,7 +47,7 @@ async def streamed_text(rig: GatewayRig, path: str, **fields: Any) -> tuple[str,
 
 
 async def busy(engines: list[FakeEngine], count: int = 1) -> FakeEngine:
-    """The engine that runs `count` requests."""
+    """Return the engine that runs `count` requests."""
     return await until(
         lambda: next((engine for engine in engines if engine.num_unfinished == count), None),
         "the requests at an engine",
@@ -79,7 +79,9 @@ async def lose(rig: GatewayRig, engine: FakeEngine, how: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "freezes", "drains", "leaves"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_survives_its_engine(make_rig: MakeRig, how: str, path: str, stream: bool):
+async def test_a_request_of_a_lost_engine_is_resumed(
+    make_rig: MakeRig, how: str, path: str, stream: bool
+):
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
     engines = decode_engines(rig, 2)
     for engine in engines:
@@ -94,17 +96,17 @@ async def test_a_request_survives_its_engine(make_rig: MakeRig, how: str, path: 
     }
     if stream:
         usage = {"stream_options": {"include_usage": True}}
-        asking: Any = asyncio.create_task(
+        request: Any = asyncio.create_task(
             streamed_text(rig, path, **(_openai_fields(fields) | usage))
         )
     else:
-        asking = asyncio.create_task(ask(rig, path, **fields))
+        request = asyncio.create_task(ask(rig, path, **fields))
     first = await busy(engines)
     await tokens_at_client(rig, 4)
     for engine in engines:
         engine.hold_after = None
     await lose(rig, first, how)
-    result = await asking
+    result = await request
     if stream:
         text, chunks = result
         usage = chunks[-1].usage.model_dump()
@@ -127,7 +129,7 @@ async def test_a_request_survives_its_engine(make_rig: MakeRig, how: str, path: 
 
 
 def _openai_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """As the `openai` client takes them: what is not OpenAI's goes beside."""
+    """Return the fields for the `openai` client, which needs ours in `extra_body`."""
     ours = {name: fields[name] for name in ("min_tokens", "guided_regex")}
     return {name: value for name, value in fields.items() if name not in ours} | {
         "extra_body": ours
@@ -138,12 +140,12 @@ def _openai_fields(fields: dict[str, Any]) -> dict[str, Any]:
     "code", [ErrorCode.INTERNAL, ErrorCode.DRAINING, ErrorCode.KV_LOAD, ErrorCode.INVALID]
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_has_begun_outlives_what_an_engine_says(
+async def test_a_running_request_is_resumed_after_any_error(
     rig: GatewayRig, code: ErrorCode, stream: bool
 ):
     engines = decode_engines(rig, 2)
-    engines[0].seams = engines[1].seams
-    engines[0].seams.append((3, code))
+    engines[0].planned_errors = engines[1].planned_errors
+    engines[0].planned_errors.append((3, code))
     await rig.start(*engines)
     if stream:
         assert (await streamed_text(rig, "/v1/completions"))[0] == TEXT
@@ -155,36 +157,36 @@ async def test_a_request_that_has_begun_outlives_what_an_engine_says(
     assert rig.metric("baton:requests_resumed_total", reason=code.name.lower()) == 1
 
 
-async def test_logprobs_and_ids_are_whole_over_the_seam(rig: GatewayRig):
+async def test_logprobs_and_ids_of_a_resumed_request_are_complete(rig: GatewayRig):
     engines = decode_engines(rig, 2)
     await rig.start(*engines)
-    undisturbed = await ask(rig, "/v1/completions", logprobs=1, echo=True, return_token_ids=True)
-    engines[0].seams = engines[1].seams
-    engines[0].seams.append((5, ErrorCode.DRAINING))
+    uninterrupted = await ask(rig, "/v1/completions", logprobs=1, echo=True, return_token_ids=True)
+    engines[0].planned_errors = engines[1].planned_errors
+    engines[0].planned_errors.append((5, ErrorCode.DRAINING))
     resumed = await ask(rig, "/v1/completions", logprobs=1, echo=True, return_token_ids=True)
     assert rig.metric("baton:requests_resumed_total", reason="draining") == 1
-    assert resumed["choices"] == undisturbed["choices"]
-    assert resumed["usage"] == undisturbed["usage"]
-    asked = [
+    assert resumed["choices"] == uninterrupted["choices"]
+    assert resumed["usage"] == uninterrupted["usage"]
+    requested = [
         r.sampling_params.prompt_logprobs
         for engine in engines
         for r in engine.adds
         if r.generated_token_ids
     ]
-    assert asked == [None], "the prompt's are told once"
+    assert requested == [None], "prompt logprobs were requested twice"
 
 
-async def test_streamed_echo_comes_once(rig: GatewayRig):
+async def test_a_resumed_stream_echoes_the_prompt_once(rig: GatewayRig):
     engines = decode_engines(rig, 2)
-    engines[0].seams = engines[1].seams
-    engines[0].seams.append((2, ErrorCode.INTERNAL))
+    engines[0].planned_errors = engines[1].planned_errors
+    engines[0].planned_errors.append((2, ErrorCode.INTERNAL))
     await rig.start(*engines)
     assert (await streamed_text(rig, "/v1/completions", echo=True))[0] == "go" + TEXT
 
 
-async def test_an_engine_lost_after_the_last_token_leaves_nothing_to_do(rig: GatewayRig):
+async def test_an_engine_lost_after_the_last_token_is_not_replaced(rig: GatewayRig):
     engine = decode_engines(rig, 1)[0]
-    engine.seams.append((3, ErrorCode.DRAINING))
+    engine.planned_errors.append((3, ErrorCode.DRAINING))
     await rig.start(engine)
     body = await ask(rig, "/v1/completions", max_tokens=3)
     assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (
@@ -194,13 +196,13 @@ async def test_an_engine_lost_after_the_last_token_leaves_nothing_to_do(rig: Gat
     assert len(engine.adds) == 1
 
 
-async def test_a_stream_lives_through_ten_retirements(rig: GatewayRig):
-    """Twice as many as failures that end a request; between some of them not a token comes."""
+async def test_a_stream_survives_ten_drained_engines(rig: GatewayRig):
+    """These are twice MAX_FAILURES, without a token between some of them."""
     engines = decode_engines(rig, 2)
     for engine in engines:
         engine.hold_after = 1
     await rig.start(*engines)
-    asking = asyncio.create_task(streamed_text(rig, "/v1/completions"))
+    request = asyncio.create_task(streamed_text(rig, "/v1/completions"))
     await tokens_at_client(rig, 1)
     for operation in range(2 * MAX_FAILURES):
         engine = await busy(engines)
@@ -208,29 +210,28 @@ async def test_a_stream_lives_through_ten_retirements(rig: GatewayRig):
         [other] = [e for e in engines if e is not engine]
         await until(
             lambda other=other: other.num_unfinished == 1,
-            f"the stream elsewhere after operation {operation}",
+            f"the stream at another engine after operation {operation}",
         )
         engine.admit(operation % 3, 3)
         await rig.connected(*engines)
     for engine in engines:
         engine.hold_after = None
         engine.released.set()
-    assert (await asking)[0] == TEXT
+    assert (await request)[0] == TEXT
     assert rig.metric("baton:requests_resumed_total", reason="draining") == 2 * MAX_FAILURES
 
 
 async def test_failures_with_progress_between_them_do_not_end_a_stream(rig: GatewayRig):
-    seams = [
-        tokens for tokens in (1, 2) for _ in range(MAX_FAILURES - 1)
-    ]  # all but the first of each without progress
-    assert len(seams) - 2 > MAX_FAILURES
-    engines = decode_engines(rig, len(seams) + 1)
+    # Without progress, except before the first error of each kind.
+    planned_errors = [tokens for tokens in (1, 2) for _ in range(MAX_FAILURES - 1)]
+    assert len(planned_errors) - 2 > MAX_FAILURES
+    engines = decode_engines(rig, len(planned_errors) + 1)
     for engine in engines:
-        engine.seams = engines[0].seams
-    engines[0].seams.extend((seam, ErrorCode.INTERNAL) for seam in seams)
+        engine.planned_errors = engines[0].planned_errors
+    engines[0].planned_errors.extend((tokens, ErrorCode.INTERNAL) for tokens in planned_errors)
     await rig.start(*engines)
     assert (await streamed_text(rig, "/v1/completions"))[0] == TEXT
-    assert rig.metric("baton:requests_resumed_total", reason="internal") == len(seams)
+    assert rig.metric("baton:requests_resumed_total", reason="internal") == len(planned_errors)
 
 
 async def test_failures_without_progress_end_a_request(rig: GatewayRig):
@@ -243,70 +244,70 @@ async def test_failures_without_progress_end_a_request(rig: GatewayRig):
     assert sum(len(engine.adds) for engine in engines) == MAX_FAILURES
 
 
-async def test_an_engine_that_is_ready_again_may_have_the_request_again(rig: GatewayRig):
+async def test_a_request_may_return_to_an_engine_that_is_ready_again(rig: GatewayRig):
     [engine] = decode_engines(rig, 1)
     engine.hold_after = 2
     await rig.start(engine)
-    asking = asyncio.create_task(streamed_text(rig, "/v1/completions"))
+    request = asyncio.create_task(streamed_text(rig, "/v1/completions"))
     await tokens_at_client(rig, 2)
     engine.retire()
     await rig.connected()
     engine.hold_after = None
     engine.admit(0, 1)
-    assert (await asking)[0] == TEXT
+    assert (await request)[0] == TEXT
     assert [len(request.generated_token_ids) for request in engine.adds] == [0, 2]
     assert len({request.request_id for request in engine.adds}) == 2, (
-        "late outputs of one are none of the other"
+        "both attempts have the same request id"
     )
 
 
-async def test_a_stream_waits_where_engines_have_no_room(rig: GatewayRig):
+async def test_a_stream_waits_while_engines_are_full(rig: GatewayRig):
     engines = decode_engines(rig, 2)
     engines[0].hold_after = 3
     await rig.start(engines[0])
-    asking = asyncio.create_task(streamed_text(rig, "/v1/completions"))
+    request = asyncio.create_task(streamed_text(rig, "/v1/completions"))
     await tokens_at_client(rig, 3)
     engines[1].refuse = (ErrorCode.OVERLOADED, "full")
     rig.announce(*engines)
     await rig.connected(*engines)
     engines[0].die()
-    await until(lambda: len(engines[1].adds) >= 2, "a second try")
+    await until(lambda: len(engines[1].adds) >= 2, "a second attempt")
     engines[1].refuse = None
-    assert (await asking)[0] == TEXT
+    assert (await request)[0] == TEXT
 
 
-async def test_a_stream_that_finds_no_room_for_long_is_told(make_rig: MakeRig):
+async def test_a_stream_that_finds_no_room_ends_with_an_error(make_rig: MakeRig):
     rig = make_rig(resume_wait_s=0.2)
     engines = decode_engines(rig, 2)
     for engine in engines:
         engine.hold_after = 3
     await rig.start(*engines)
-    asking = asyncio.create_task(streamed_text(rig, "/v1/completions"))
+    request = asyncio.create_task(streamed_text(rig, "/v1/completions"))
     await tokens_at_client(rig, 3)
     first = await busy(engines)
     for engine in engines:
         engine.refuse = (ErrorCode.OVERLOADED, "full")
     first.die()
     with pytest.raises(openai.APIError, match="full"):
-        await asking
+        await request
 
 
-async def test_samples_move_together_each_with_its_own_tokens(rig: GatewayRig):
+async def test_samples_are_resumed_together_with_their_own_tokens(rig: GatewayRig):
     engines = decode_engines(rig, 3)
     for engine in engines:
         engine.hold_after = 3
     await rig.start(*engines)
-    asking = asyncio.create_task(ask(rig, "/v1/completions", n=4))
+    request = asyncio.create_task(ask(rig, "/v1/completions", n=4))
     first = await busy(engines, 4)
     await tokens_at_client(rig, 12)
     first.retire()
     second = await busy([engine for engine in engines if engine is not first])
-    await asyncio.wait([asking], timeout=0.2)
-    assert len(second.adds) == 1, "one computes the prompt, the others wait to find it in the cache"
+    await asyncio.wait([request], timeout=0.2)
+    assert len(second.adds) == 1, "all samples were sent before the prompt was cached"
     for engine in engines:
         engine.hold_after = None
         engine.released.set()
-    body = await asking
+    body = await request
     assert [choice["text"] for choice in body["choices"]] == [TEXT] * 4
     assert sorted(request.sample_index for request in second.adds) == [0, 1, 2, 3]
     assert all(request.generated_token_ids == first.answer[:3] for request in second.adds)
@@ -316,28 +317,28 @@ async def test_samples_move_together_each_with_its_own_tokens(rig: GatewayRig):
     assert body["usage"]["completion_tokens"] == 4 * len(first.answer)
 
 
-async def test_samples_without_a_token_move_as_a_group(rig: GatewayRig):
+async def test_samples_without_tokens_are_resumed_as_a_group(rig: GatewayRig):
     engines = decode_engines(rig, 3)
     for engine in engines:
         engine.hold_after = 0
     await rig.start(*engines)
-    asking = asyncio.create_task(ask(rig, "/v1/completions", n=3))
+    request = asyncio.create_task(ask(rig, "/v1/completions", n=3))
     first = await busy(engines, 3)
     for engine in engines:
         engine.hold_after = None
     first.die()
-    await asking
+    await request
     [second] = [engine for engine in engines if engine is not first and engine.adds]
     assert len({request.group_id for request in second.adds} - {""}) == 1
     assert len(second.adds) == 3
 
 
-async def test_samples_move_together_again_and_again(rig: GatewayRig):
+async def test_samples_are_resumed_together_several_times(rig: GatewayRig):
     engines = decode_engines(rig, 4)
     for engine in engines:
         engine.hold_after = 2
     await rig.start(*engines)
-    asking = asyncio.create_task(ask(rig, "/v1/completions", n=2))
+    request = asyncio.create_task(ask(rig, "/v1/completions", n=2))
     first = await busy(engines, 2)
     await tokens_at_client(rig, 4)
     rest = [engine for engine in engines if engine is not first]
@@ -349,54 +350,54 @@ async def test_samples_move_together_again_and_again(rig: GatewayRig):
     for engine in engines:
         engine.hold_after = None
     second.die()
-    assert [choice["text"] for choice in (await asking)["choices"]] == [TEXT] * 2
+    assert [choice["text"] for choice in (await request)["choices"]] == [TEXT] * 2
     used = [engine for engine in rest if engine is not second and engine.adds]
     assert [len(engine.adds) for engine in used] == [2]
 
 
-async def test_a_sample_that_fails_alone_goes_alone(rig: GatewayRig):
+async def test_a_sample_that_fails_alone_is_resumed_alone(rig: GatewayRig):
     engines = decode_engines(rig, 2)
     for engine in engines:
         engine.hold_after = 2
-        engine.seams = engines[0].seams
-    engines[0].seams.append((1, ErrorCode.INTERNAL))
+        engine.planned_errors = engines[0].planned_errors
+    engines[0].planned_errors.append((1, ErrorCode.INTERNAL))
     await rig.start(*engines)
-    asking = asyncio.create_task(ask(rig, "/v1/completions", n=3))
+    request = asyncio.create_task(ask(rig, "/v1/completions", n=3))
     await until(lambda: sum(len(engine.adds) for engine in engines) == 4, "one of three sent again")
     await tokens_at_client(rig, 6)
     for engine in engines:
         engine.hold_after = None
         engine.released.set()
-    assert [choice["text"] for choice in (await asking)["choices"]] == [TEXT] * 3
+    assert [choice["text"] for choice in (await request)["choices"]] == [TEXT] * 3
     assert sorted(len(engine.adds) for engine in engines) == [1, 3]
     [alone] = next(engine for engine in engines if len(engine.adds) == 1).adds
     assert (alone.group_id, alone.generated_token_ids) == ("", engines[0].answer[:1])
 
 
 @pytest.mark.parametrize("how", ["freezes", "drains"])
-async def test_a_beam_search_starts_anew_elsewhere(make_rig: MakeRig, how: str):
+async def test_a_beam_search_is_restarted_on_another_engine(make_rig: MakeRig, how: str):
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
     engines = decode_engines(rig, 2)
     for engine in engines:
         engine.hold_after = 0
     await rig.start(*engines)
-    asking = asyncio.create_task(ask(rig, "/v1/completions", n=2, use_beam_search=True))
+    request = asyncio.create_task(ask(rig, "/v1/completions", n=2, use_beam_search=True))
     first = await busy(engines)
     for engine in engines:
         engine.hold_after = None
     await lose(rig, first, how)
-    body = await asking
+    body = await request
     assert body["choices"][0]["text"] == TEXT
     assert len(body["choices"]) == 2
     assert rig.metric("baton:requests_resumed_total", reason="draining") == 0, (
-        "nothing had been delivered"
+        "a request without delivered tokens counts as resumed"
     )
 
 
-async def test_what_a_resumed_engine_finds_in_its_cache_is_not_told_as_cached(rig: GatewayRig):
+async def test_cached_tokens_of_a_resumed_request_are_not_reported(rig: GatewayRig):
     engines = decode_engines(rig, 2)
-    engines[0].seams = engines[1].seams
-    engines[0].seams.append((3, ErrorCode.DRAINING))
+    engines[0].planned_errors = engines[1].planned_errors
+    engines[0].planned_errors.append((3, ErrorCode.DRAINING))
     for engine in engines:
         engine.cached_tokens = lambda request: 9 if request.generated_token_ids else 1
     await rig.start(*engines)
@@ -404,19 +405,17 @@ async def test_what_a_resumed_engine_finds_in_its_cache_is_not_told_as_cached(ri
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
-async def test_long_silences_of_a_stream_are_counted(
-    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
-):
+async def test_long_gaps_in_a_stream_are_counted(rig: GatewayRig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("baton_gateway.metrics.GAP_S", 0.1)
     [engine] = decode_engines(rig, 1)
     engine.hold_after = 3
     await rig.start(engine)
-    asking = asyncio.create_task(ask(rig, "/v1/completions"))
+    request = asyncio.create_task(ask(rig, "/v1/completions"))
     await tokens_at_client(rig, 3)
     began = asyncio.get_running_loop().time()
-    await asyncio.wait([asking], timeout=0.3)
+    await asyncio.wait([request], timeout=0.3)
     silent_s = asyncio.get_running_loop().time() - began
     engine.released.set()
-    await asking
+    await request
     assert rig.metric("baton:gateway_stream_gap_seconds_count") == 1
     assert rig.metric("baton:gateway_stream_gap_seconds_sum") >= silent_s
