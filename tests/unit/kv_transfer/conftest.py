@@ -1,4 +1,4 @@
-"""A consumer under a test's control and a producer's worker for it (consumer_rig); a producer for scripted consumers; TCP transports."""
+"""Fixtures for consumers, producers and TCP transports that a test controls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from support.kv_transfer.consumer_rig import Rig, Worker
 from support.kv_transfer.scripted_consumer import Producer
-from support.kv_transfer.tcp_rig import TransportHere
+from support.kv_transfer.tcp_rig import TCPTransportHere
 
 
 @pytest.fixture
 def made() -> Iterator[Callable[[Any], Any]]:
-    """Closes what it is given at the end of the test."""
+    """Return a function that closes its argument at the end of the test."""
     with contextlib.ExitStack() as stack:
 
         def keep(what: Any) -> Any:
@@ -33,7 +33,7 @@ def rig(made: Callable[[Any], Any]) -> Rig:
 
 @pytest.fixture
 def pushed(made: Callable[[Any], Any]) -> Rig:
-    """One whose loads are pushed."""
+    """A rig whose loads are pushed."""
     return made(Rig(push=True))
 
 
@@ -44,7 +44,7 @@ def worker(made: Callable[[Any], Any]) -> Worker:
 
 @pytest.fixture
 def make(made: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Makes producers and consumers; all are closed at the end."""
+    """Return a function that makes producers and consumers. They are closed at the end."""
     return lambda kind, *args, **options: made(kind(*args, **options))
 
 
@@ -54,11 +54,11 @@ def producer(make: Callable[..., Any]) -> Producer:
 
 
 @pytest.fixture
-def tcp_transports() -> Iterator[Callable[..., TransportHere]]:
-    made: list[TransportHere] = []
+def tcp_transports() -> Iterator[Callable[..., TCPTransportHere]]:
+    made: list[TCPTransportHere] = []
 
-    def make(name: str, host: str = "127.0.0.1") -> TransportHere:
-        made.append(TransportHere(name, host))
+    def make(name: str, host: str = "127.0.0.1") -> TCPTransportHere:
+        made.append(TCPTransportHere(name, host))
         return made[-1]
 
     yield make
@@ -67,8 +67,10 @@ def tcp_transports() -> Iterator[Callable[..., TransportHere]]:
 
 
 @pytest.fixture
-def tcp_pair(tcp_transports: Callable[..., TransportHere]) -> tuple[TransportHere, TransportHere]:
-    """(one that knows the owner, the owner)."""
+def tcp_pair(
+    tcp_transports: Callable[..., TCPTransportHere],
+) -> tuple[TCPTransportHere, TCPTransportHere]:
+    """Return a transport that knows the owner, and the owner."""
     one, owner = tcp_transports("one"), tcp_transports("owner")
     one.transport.add_peer("owner", owner.transport.address)
     return one, owner

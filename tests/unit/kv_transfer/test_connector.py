@@ -1,4 +1,4 @@
-"""Two engines' connectors in two processes over UCX: every way a transfer can end, and that both sides live on."""
+"""Connectors of two engines in two processes over UCX: all ends of transfers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.waiting import eventually
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
-    """Starts engines; all are stopped at the end, and a process that died by itself fails the test."""
+    """Return a function that starts engines. A process that dies by itself fails the test."""
     with contextlib.ExitStack() as stack:
 
         def start(instance_id: str, role: KVRole, **options: Any) -> Engine:
@@ -38,13 +38,13 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def either(engine: Callable[..., Engine], mode: str) -> tuple[Engine, Engine]:
-    """As `pair`, whose blocks are read or written."""
+def push_or_pull(engine: Callable[..., Engine], mode: str) -> tuple[Engine, Engine]:
+    """A pair of engines, with pull and with push."""
     return engine("P", KVRole.PRODUCER), engine("D", KVRole.CONSUMER, mode=mode)
 
 
 def hand_over(producer: Engine, consumer: Engine, transfer_id: str) -> None:
-    """One whole transfer that must succeed: proves that both sides still work."""
+    """Check that a whole transfer succeeds, so both sides still work."""
     producer.offer(transfer_id, consumer.instance_id)
     consumer.load(transfer_id, producer, [1, 2])
     producer.save(transfer_id, 0, [5, 6], last=True)
@@ -55,8 +55,8 @@ def hand_over(producer: Engine, consumer: Engine, transfer_id: str) -> None:
     producer.wait_sent(transfer_id)
 
 
-def test_blocks_arrive_chunk_by_chunk_while_prefill_runs(either: tuple[Engine, Engine]) -> None:
-    producer, consumer = either
+def test_blocks_arrive_chunk_by_chunk_during_prefill(push_or_pull: tuple[Engine, Engine]) -> None:
+    producer, consumer = push_or_pull
     producer.offer("t", "D")
     consumer.load("t", producer, [40, 3, 17, 4, 5, 6])
     producer.save("t", 0, [9, 8], last=False)
@@ -87,14 +87,14 @@ def test_blocks_arrive_chunk_by_chunk_while_prefill_runs(either: tuple[Engine, E
         ("nixl", "nixl unknown"),
     ],
 )
-def test_stats_name_what_moved_the_bytes(
+def test_stats_count_bytes_by_transport(
     engine: Callable[..., Engine], mode: str, transport: str, carrier: str
 ) -> None:
     producer = engine("P", KVRole.PRODUCER, transport=transport)
     consumer = engine("D", KVRole.CONSUMER, transport=transport, mode=mode)
     hand_over(producer, consumer, "t")
     assert consumer.call("stats").bytes_moved == {carrier: 2 * LAYOUT.block_nbytes}
-    if transport in ("ucx", "tcp"):  # of the others only the side that posted or copied counts
+    if transport in ("ucx", "tcp"):  # with the others only the side that posts or copies counts
         assert producer.call("stats").bytes_moved == {carrier: 2 * LAYOUT.block_nbytes}
 
 
@@ -102,16 +102,16 @@ def test_a_subscription_waits_for_the_offer(pair: tuple[Engine, Engine]) -> None
     producer, consumer = pair
     hand_over(producer, consumer, "warm-up")
     consumer.load("t", producer, [1])
-    hand_over(producer, consumer, "later")  # the subscription of t went ahead of this one's
+    hand_over(producer, consumer, "later")  # the subscription of t was sent before this one
     producer.offer("t", "D")
     producer.save("t", 0, [7], last=True)
     assert consumer.result("t").num_valid_blocks == 1
 
 
 def test_blocks_of_the_consumers_prefix_cache_are_not_fetched(
-    either: tuple[Engine, Engine],
+    push_or_pull: tuple[Engine, Engine],
 ) -> None:
-    producer, consumer = either
+    producer, consumer = push_or_pull
     producer.offer("t", "D")
     consumer.load("t", producer, [11, 12], first=3)
     producer.save("t", 0, [0, 1, 2, 3, 4], last=True)
@@ -121,7 +121,7 @@ def test_blocks_of_the_consumers_prefix_cache_are_not_fetched(
 
 
 @pytest.mark.parametrize("offered_first", [True, False])
-def test_a_load_of_nothing_frees_the_producer(
+def test_a_load_without_blocks_releases_the_producer(
     pair: tuple[Engine, Engine], offered_first: bool
 ) -> None:
     producer, consumer = pair
@@ -135,8 +135,8 @@ def test_a_load_of_nothing_frees_the_producer(
     producer.wait_sent("t")
 
 
-def test_corrupted_block_is_not_accepted(either: tuple[Engine, Engine]) -> None:
-    producer, consumer = either
+def test_a_corrupted_block_is_not_accepted(push_or_pull: tuple[Engine, Engine]) -> None:
+    producer, consumer = push_or_pull
     producer.offer("t", "D")
     producer.call("damage_once_summed", 31)
     producer.save("t", 0, [30, 31, 32], last=True)
@@ -144,11 +144,11 @@ def test_corrupted_block_is_not_accepted(either: tuple[Engine, Engine]) -> None:
     result = consumer.result("t")
     assert result.num_valid_blocks == 1
     assert "checksum" in result.error
-    assert consumer.call("stats").checksum_failures == 2, "read again once before giving up"
+    assert consumer.call("stats").checksum_failures == 2, "the block was not read again"
     producer.wait_sent("t")
 
 
-def test_right_bytes_of_the_wrong_tokens_are_not_accepted(pair: tuple[Engine, Engine]) -> None:
+def test_blocks_of_other_tokens_are_not_accepted(pair: tuple[Engine, Engine]) -> None:
     producer, consumer = pair
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2], of="other")
@@ -160,7 +160,7 @@ def test_right_bytes_of_the_wrong_tokens_are_not_accepted(pair: tuple[Engine, En
     producer.wait_sent("t")
 
 
-def test_fewer_blocks_than_asked_for_is_an_error(pair: tuple[Engine, Engine]) -> None:
+def test_fewer_blocks_than_requested_are_an_error(pair: tuple[Engine, Engine]) -> None:
     producer, consumer = pair
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2, 3])
@@ -169,7 +169,7 @@ def test_fewer_blocks_than_asked_for_is_an_error(pair: tuple[Engine, Engine]) ->
     assert consumer.call("stats").failures == {"other_prompt": 1}
 
 
-def test_killed_producer_fails_the_load_at_once(engine: Callable[..., Engine], mode: str) -> None:
+def test_a_killed_producer_fails_the_load_at_once(engine: Callable[..., Engine], mode: str) -> None:
     producer, consumer = engine("P", KVRole.PRODUCER), engine("D", KVRole.CONSUMER, mode=mode)
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2, 3])
@@ -182,14 +182,14 @@ def test_killed_producer_fails_the_load_at_once(engine: Callable[..., Engine], m
     hand_over(engine("P2", KVRole.PRODUCER), consumer, "next")
 
 
-def test_unreachable_producer_fails_the_load(engine: Callable[..., Engine]) -> None:
+def test_an_unreachable_producer_fails_the_load(engine: Callable[..., Engine]) -> None:
     producer, consumer = engine("P", KVRole.PRODUCER), engine("D", KVRole.CONSUMER)
     producer.kill()
     consumer.load("t", producer, [1])
     assert "failed" in consumer.result("t").error
 
 
-def test_killed_consumer_costs_the_producer_one_lease(
+def test_a_killed_consumer_keeps_blocks_for_one_lease(
     engine: Callable[..., Engine], mode: str
 ) -> None:
     producer, consumer = (
@@ -223,7 +223,7 @@ def test_heartbeats_keep_the_lease(engine: Callable[..., Engine]) -> None:
     assert producer.call("stats").leases_expired == 0
 
 
-def test_a_transfer_never_offered_is_refused_by_deadline(engine: Callable[..., Engine]) -> None:
+def test_a_load_without_an_offer_is_refused_at_the_deadline(engine: Callable[..., Engine]) -> None:
     producer, consumer = (
         engine("P", KVRole.PRODUCER),
         engine("D", KVRole.CONSUMER, load_timeout_s=1.0),
@@ -232,7 +232,7 @@ def test_a_transfer_never_offered_is_refused_by_deadline(engine: Callable[..., E
     assert consumer.result("t").error
 
 
-def test_only_the_offered_peer_gets_the_blocks(engine: Callable[..., Engine]) -> None:
+def test_only_the_peer_of_the_offer_gets_the_blocks(engine: Callable[..., Engine]) -> None:
     producer, stranger, consumer = (
         engine("P", KVRole.PRODUCER),
         engine("E", KVRole.CONSUMER),
@@ -249,7 +249,7 @@ def test_only_the_offered_peer_gets_the_blocks(engine: Callable[..., Engine]) ->
     assert consumer.result("t").error == ""
 
 
-def test_incompatible_engines_refuse_each_other_naming_both_hashes(
+def test_incompatible_engines_refuse_each_other_with_both_hashes(
     engine: Callable[..., Engine],
 ) -> None:
     producer = engine("P", KVRole.PRODUCER, compatibility_hash="model-a")
@@ -260,8 +260,8 @@ def test_incompatible_engines_refuse_each_other_naming_both_hashes(
     assert "model-b" in error
 
 
-def test_consumer_cancels(either: tuple[Engine, Engine]) -> None:
-    producer, consumer = either
+def test_a_consumer_may_cancel(push_or_pull: tuple[Engine, Engine]) -> None:
+    producer, consumer = push_or_pull
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2])
     producer.save("t", 0, [5], last=False)
@@ -269,12 +269,12 @@ def test_consumer_cancels(either: tuple[Engine, Engine]) -> None:
     consumer.cancel("t")
     assert consumer.result("t").error == "cancelled"
     producer.wait_sent("t")
-    producer.save("t", 1, [6], last=True)  # the scheduler's view lags behind: no harm
+    producer.save("t", 1, [6], last=True)  # a late cancellation is ignored
     hand_over(producer, consumer, "next")
 
 
-def test_producer_cancels(either: tuple[Engine, Engine]) -> None:
-    producer, consumer = either
+def test_a_producer_may_cancel(push_or_pull: tuple[Engine, Engine]) -> None:
+    producer, consumer = push_or_pull
     producer.offer("t", "D")
     consumer.load("t", producer, [1, 2])
     producer.save("t", 0, [5], last=False)
@@ -283,11 +283,11 @@ def test_producer_cancels(either: tuple[Engine, Engine]) -> None:
     assert "cancelled by the producer" in consumer.result("t").error
     producer.wait_sent("t")
     assert producer.call("stats").leases_expired == 0, (
-        "the consumer's acknowledgement ends it, not the lease"
+        "the transfer did not end with the acknowledgement"
     )
 
 
-def test_cancel_before_anyone_subscribed_ends_at_once_and_is_told_later(
+def test_a_cancellation_before_the_subscription_ends_at_once(
     pair: tuple[Engine, Engine],
 ) -> None:
     producer, consumer = pair
@@ -298,8 +298,8 @@ def test_cancel_before_anyone_subscribed_ends_at_once_and_is_told_later(
     assert "cancelled by the producer" in consumer.result("t").error
 
 
-def test_many_small_transfers_leak_nothing(either: tuple[Engine, Engine]) -> None:
-    producer, consumer = either
+def test_many_small_transfers_leak_no_resources(push_or_pull: tuple[Engine, Engine]) -> None:
+    producer, consumer = push_or_pull
     hand_over(producer, consumer, "warm-up")
     before = producer.call("num_open_files"), consumer.call("num_open_files")
     for number in range(200):
@@ -312,7 +312,7 @@ def test_many_small_transfers_leak_nothing(either: tuple[Engine, Engine]) -> Non
     assert (producer.call("num_open_files"), consumer.call("num_open_files")) == before
 
 
-def test_a_producer_restarted_on_the_same_address_is_a_new_peer(
+def test_a_producer_restarted_at_the_same_address_is_a_new_peer(
     engine: Callable[..., Engine],
 ) -> None:
     first, consumer = engine("P1", KVRole.PRODUCER), engine("D", KVRole.CONSUMER)
@@ -320,7 +320,7 @@ def test_a_producer_restarted_on_the_same_address_is_a_new_peer(
     first.kill()
     second = engine("P2", KVRole.PRODUCER, port=first.port)
     hand_over(second, consumer, "b")
-    consumer.load("c", first, [1])  # whoever still means the dead instance is told so
+    consumer.load("c", first, [1])  # a load of the dead instance is refused
     error = consumer.result("c").error
     assert "P1" in error
     assert "P2" in error

@@ -22,7 +22,7 @@ class Side:
     """A connector in this process, over the inproc transport."""
 
     def __init__(self, instance_id: str, role: KVRole, **options: float) -> None:
-        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
+        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)
         self.memory = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8)
         self.connector = TransferConnector(
             config, instance_id=instance_id, compatibility_hash="c", host=HOST
@@ -81,7 +81,7 @@ def test_an_invalid_host_fails_only_its_load(side: Callable[..., Side], host: st
 def test_a_load_that_stays_pending_fails_by_a_deadline(
     side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, role: KVRole, max_pending_s: float
 ) -> None:
-    """With both roles the load timeout applies: engines could wait for each other in a ring."""
+    """With both roles the load timeout applies, because engines could wait for each other."""
     monkeypatch.setattr(load_manager, "MAX_PENDING_S", max_pending_s)
     producer, consumer = side("P", KVRole.PRODUCER), side("D", role, load_timeout_s=0.2)
     producer.offer("t")

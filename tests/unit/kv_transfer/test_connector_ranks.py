@@ -1,4 +1,4 @@
-"""Engines of several workers hand blocks over: each worker has some of the heads, and either side as many workers as it likes."""
+"""Transfers between engines with several workers, each of which has some heads."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NUM_BLOCKS = 8
 
 
 class Engine:
-    """As many connectors as workers, in this process, over inproc."""
+    """An engine with a connector per worker, in this process, over inproc."""
 
     def __init__(self, instance_id: str, role: KVRole, num_workers: int, **options: str) -> None:
-        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)  # type: ignore[arg-type]
+        config = KVTransferConfig(role=role, transport="inproc", port=0, **options)
         self.connectors = [
             TransferConnector(
                 config, instance_id=instance_id, compatibility_hash="c", host=HOST, rank=rank
@@ -79,7 +79,7 @@ class Engine:
             connector.save(ConnectorMetadata(saves=[save]))
 
     def heads(self) -> np.ndarray:
-        """[num_blocks, num_heads, bytes] of all workers."""
+        """Return the blocks of all workers: [num_blocks, num_heads, bytes]."""
         return np.concatenate(self.memory, axis=1)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
-def test_every_head_arrives_whatever_the_number_of_workers(
+def test_every_head_arrives_for_any_numbers_of_workers(
     engine: Callable[..., Engine], ours: int, theirs: int, mode: str
 ) -> None:
     producer, consumer = (
@@ -114,7 +114,7 @@ def test_every_head_arrives_whatever_the_number_of_workers(
     hashes = [chain_hash("t", index) for index in range(4)]
     producer.start(ConnectorMetadata(offers={"t": "D"}))
     port = producer.connectors[0].port
-    # The consumer has block 0 in its prefix cache.
+    # Block 0 is in the consumer's prefix cache.
     consumer.start(
         ConnectorMetadata(loads=[LoadRequest("t", HOST, port, "P", 1, [7, 6, 0], hashes[1:])])
     )
@@ -131,7 +131,7 @@ def test_every_head_arrives_whatever_the_number_of_workers(
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_load_of_nothing_frees_all_the_producers_workers(
+def test_a_load_without_blocks_releases_all_workers_of_the_producer(
     engine: Callable[..., Engine], mode: str
 ) -> None:
     producer, consumer = engine("P", KVRole.PRODUCER, 2), engine("D", KVRole.CONSUMER, 1, mode=mode)
@@ -145,7 +145,7 @@ def test_a_load_of_nothing_frees_all_the_producers_workers(
     eventually(lambda: producer.all_sent("t"), "end at all workers")
 
 
-def test_workers_that_share_a_head_are_refused_naming_both_numbers() -> None:
+def test_workers_that_share_a_head_are_refused_with_both_numbers() -> None:
     config = KVTransferConfig(role=KVRole.PRODUCER, transport="inproc", port=0)
     connector = TransferConnector(config, instance_id="P", compatibility_hash="c", host=HOST)
     layout = KVCacheLayout(

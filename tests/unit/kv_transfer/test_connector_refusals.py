@@ -1,4 +1,4 @@
-"""What a connector refuses and costs."""
+"""Imports and configuration errors of a connector."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from support.kv_transfer.kv_processes import HOST, LAYOUT
 from support.waiting import eventually
 
 
-def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:
-    code = "import sys, baton_kv_transfer; print([m for m in ('ucxx', 'libucx', 'torch', 'numpy') if m in sys.modules])"
+def test_importing_the_package_does_not_import_ucx_torch_or_numpy() -> None:
+    code = (
+        "import sys, baton_kv_transfer; "
+        "print([m for m in ('ucxx', 'libucx', 'torch', 'numpy') if m in sys.modules])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -29,13 +32,13 @@ def test_importing_the_package_loads_neither_ucx_nor_torch_nor_numpy() -> None:
     )
 
 
-def test_unknown_transports_are_refused_naming_the_options() -> None:
+def test_an_unknown_transport_is_refused_with_the_valid_ones() -> None:
     config = KVTransferConfig(role=KVRole.BOTH, transport="carrier-pigeon", port=0)
     with pytest.raises(ValueError, match="ucx, tcp, shm, auto or nixl, got 'carrier-pigeon'"):
         TransferConnector(config, instance_id="i", compatibility_hash="c", host=HOST)
 
 
-def test_role_none_and_taken_ports_are_refused() -> None:
+def test_role_none_and_a_port_in_use_are_refused() -> None:
     with pytest.raises(ValueError, match="role is none"):
         TransferConnector(
             KVTransferConfig(transport="inproc"), instance_id="i", compatibility_hash="c", host=HOST
@@ -50,7 +53,7 @@ def test_role_none_and_taken_ports_are_refused() -> None:
         first.shutdown()
 
 
-def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engine() -> None:
+def test_both_roles_in_one_process_ignore_invalid_messages_and_wake_the_engine() -> None:
     memory = {
         name: np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes), dtype=np.uint8) for name in "PD"
     }
@@ -72,7 +75,7 @@ def test_both_roles_in_one_process_over_inproc_survive_garbage_and_wake_the_engi
         nested = b"\x92\xa9Subscribe" + b"\x91" * 100_000
         for frame in (b"", b"\xc1garbage", no_text, nested, release):
             intruder.send(frame)
-            assert intruder.poll(5000), "no answer to an intruder"
+            assert intruder.poll(5000), "the untrusted client got no response"
             assert isinstance(
                 side_channel.decode_to_consumer(intruder.recv()), side_channel.Refused
             )

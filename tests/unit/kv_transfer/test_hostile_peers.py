@@ -1,4 +1,4 @@
-"""What peers may say or do at worst costs them, or their own transfers; never this engine's thread, memory or other transfers."""
+"""Hostile peers affect only their own transfers, not this engine's thread, memory or others."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def consumer(made: Callable[[Any], Any], producer: Producer) -> Consumer:
 # -- the consumer's side
 
 
-def test_workers_of_a_producer_that_contradict_each_other_fail_the_load_only(
+def test_contradicting_workers_of_a_producer_fail_only_the_load(
     made: Callable[[Any], Any],
 ) -> None:
-    """The first one says that the second has the heads that are needed here; the second one says that it has others."""
+    """The first worker lists needed heads for the second one, which describes others."""
     right = HeadRange(2, 2)
     rig = made(Rig(heads=right, engine=[HeadRange(0, 2), right]))
     first, second = made([Worker("P", 0, HeadRange(0, 2)), Worker("P", 1, HeadRange(1, 1))])
@@ -64,9 +64,7 @@ def test_workers_of_a_producer_that_contradict_each_other_fail_the_load_only(
     assert "heads" in rig.results["t"].error
 
 
-def test_a_producer_without_a_valid_proof_is_not_listened_to_for_long(
-    rig: Rig, worker: Worker
-) -> None:
+def test_a_producer_without_a_valid_proof_is_disconnected(rig: Rig, worker: Worker) -> None:
     rig.begin("t", worker, [3])
     worker.receive(side_channel.Hello)
     worker.send(Pending(["x"] * side_channel.MAX_HANDSHAKE_BYTES))
@@ -75,7 +73,7 @@ def test_a_producer_without_a_valid_proof_is_not_listened_to_for_long(
     assert "bytes" in rig.results["t"].error
 
 
-def test_texts_of_peers_are_cut(rig: Rig, worker: Worker) -> None:
+def test_texts_of_peers_are_truncated(rig: Rig, worker: Worker) -> None:
     rig.begin("t", worker, [3])
     hello = worker.receive(side_channel.Hello)
     rig.deliver(worker, worker.welcome(hello, compatibility_hash="x" * 100_000))
@@ -97,7 +95,7 @@ def test_a_load_that_waits_for_slots_is_kept_alive_and_cancelled_at_the_producer
     assert rig.results["waits"].error == "cancelled"
 
 
-def test_small_pushed_loads_do_not_overtake_a_large_one_that_waits_for_slots(
+def test_small_pushed_loads_do_not_overtake_a_large_one_waiting_for_slots(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
     staging = Staging(4)
@@ -113,7 +111,7 @@ def test_small_pushed_loads_do_not_overtake_a_large_one_that_waits_for_slots(
     assert staging.memory.num_free_slots == 4
 
 
-def test_a_load_cancelled_while_it_waits_for_slots_lets_the_next_one_pass(
+def test_a_load_cancelled_while_waiting_for_slots_unblocks_the_next_one(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
     rig = made(Rig(memory=Staging(4), push=True))
@@ -125,23 +123,23 @@ def test_a_load_cancelled_while_it_waits_for_slots_lets_the_next_one_pass(
     assert worker.receive(Subscribe).transfer_id == "small"
 
 
-def test_a_large_read_takes_the_slots_there_are(made: Callable[[Any], Any], worker: Worker) -> None:
+def test_a_large_read_uses_the_available_slots(made: Callable[[Any], Any], worker: Worker) -> None:
     staging = Staging(3)
     rig = made(Rig(memory=staging))
     taken = staging.memory.accept([20])
     subscribe = rig.subscribed("t", worker, range(10, 18))
     rig.deliver(worker, worker.published(subscribe, range(8), last=True))
     assert rig.results == {"t": LoadResult(8)}, (
-        "all of it, though its batches of three never found three slots free"
+        "the read must complete with fewer free slots than a batch"
     )
     assert taken is not None
     staging.memory.release(taken)
     assert staging.memory.num_free_slots == 3
 
 
-def test_notifications_that_make_no_sense_cost_nobody(pushed: Rig, worker: Worker) -> None:
+def test_invalid_notifications_are_ignored(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [3, 4])
-    worker.push_lists(subscribe.heads, pushed.layout)  # makes the consumer known
+    worker.push_lists(subscribe.heads, pushed.layout)  # registers the consumer
     publish = worker.published(subscribe, [0, 1], written=True)
     other = msgspec.structs.replace(publish, generation=subscribe.generation - 1)
     for notification in (b"noise", side_channel.encode(Pending(["t"])), side_channel.encode(other)):
@@ -157,7 +155,9 @@ def test_notifications_that_make_no_sense_cost_nobody(pushed: Rig, worker: Worke
 # -- the producer's side
 
 
-def test_strangers_may_say_little_at_once(made: Callable[[Any], Any], producer: Producer) -> None:
+def test_untrusted_peers_may_send_only_small_messages(
+    made: Callable[[Any], Any], producer: Producer
+) -> None:
     stranger = made(Consumer(producer, greet=False))
     much = Heartbeat(["x"] * side_channel.MAX_HANDSHAKE_BYTES)
     (refused,) = stranger.send(much)
@@ -167,7 +167,7 @@ def test_strangers_may_say_little_at_once(made: Callable[[Any], Any], producer: 
     assert stranger.send(much) == []
 
 
-def test_a_transfer_named_often_in_a_heartbeat_is_answered_once(
+def test_a_transfer_repeated_in_a_heartbeat_gets_one_response(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -175,7 +175,7 @@ def test_a_transfer_named_often_in_a_heartbeat_is_answered_once(
     assert consumer.heartbeat("t", "t", "t") == [Pending(["t"])]
 
 
-def test_leases_end_although_a_stranger_never_stops_talking(
+def test_leases_end_while_an_untrusted_peer_floods(
     made: Callable[[Any], Any], producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producer_side, "MAX_MESSAGES_PER_ROUND", 1)
@@ -189,7 +189,7 @@ def test_leases_end_although_a_stranger_never_stops_talking(
     assert producer.finished == ["t"]
 
 
-def test_no_lease_ends_while_word_of_its_consumer_lies_unread(
+def test_no_lease_ends_while_messages_of_its_consumer_are_unread(
     producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer.offer()
@@ -205,7 +205,7 @@ def test_no_lease_ends_while_word_of_its_consumer_lies_unread(
     assert producer.finished == []
 
 
-def test_a_worker_that_waits_for_memory_keeps_the_blocks_though_the_other_came(
+def test_a_worker_that_waits_for_memory_keeps_the_blocks(
     made: Callable[[Any], Any], producer: Producer
 ) -> None:
     here = made(Consumer(producer, rank=0, heads=HeadRange(0, 2)))
@@ -220,7 +220,7 @@ def test_a_worker_that_waits_for_memory_keeps_the_blocks_though_the_other_came(
     assert [type(message) for message in waits.subscribe(worker=1, of=2)] == [Publish]
 
 
-def test_an_early_subscription_goes_with_its_session(
+def test_an_early_subscription_ends_with_its_session(
     made: Callable[[Any], Any], producer: Producer
 ) -> None:
     consumer = made(Consumer(producer, push=True))
@@ -237,7 +237,7 @@ def test_an_early_subscription_goes_with_its_session(
     ] == [8]
 
 
-def test_a_subscription_said_again_does_not_confirm_what_is_still_written(
+def test_a_repeated_subscription_does_not_confirm_writes_in_flight(
     made: Callable[[Any], Any], producer: Producer
 ) -> None:
     consumer = made(Consumer(producer, push=True))
@@ -251,7 +251,7 @@ def test_a_subscription_said_again_does_not_confirm_what_is_still_written(
     assert [type(message) for message in consumer.received()] == [side_channel.Released]
 
 
-# -- both, and anything at all
+# -- random messages to both sides
 
 NUMBERS = [-(2**63), -1, 0, 1, 2, 3, 7, 15, 24, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 TEXTS = [
@@ -282,7 +282,7 @@ BYTES = [
 
 
 def anything(rng: random.Random, kind: Any) -> Any:
-    """A value of this type, seldom a sensible one."""
+    """Draw a value of this type. Few values are valid."""
     kind = getattr(kind, "__supertype__", kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         fields = typing.get_type_hints(kind)
@@ -303,21 +303,21 @@ def anything(rng: random.Random, kind: Any) -> Any:
     return rng.choice(values[kind])
 
 
-def bent(rng: random.Random, message: Any) -> Any:
-    """The message with one or two fields changed, at any depth."""
+def mutated(rng: random.Random, message: Any) -> Any:
+    """Draw a message with one or two changed fields, at any depth."""
     kinds = typing.get_type_hints(type(message))
     names = message.__struct_fields__
     for name in rng.sample(names, min(len(names), rng.choice([1, 1, 2]))):
         value = getattr(message, name)
         if isinstance(value, msgspec.Struct) and rng.random() < 0.8:
-            value = bent(rng, value)
+            value = mutated(rng, value)
         elif (
             isinstance(value, list)
             and value
             and isinstance(value[0], msgspec.Struct)
             and rng.random() < 0.7
         ):
-            value = [bent(rng, one) if rng.random() < 0.5 else one for one in value]
+            value = [mutated(rng, one) if rng.random() < 0.5 else one for one in value]
         else:
             value = anything(rng, kinds[name])
         message = msgspec.structs.replace(message, **{name: value})
@@ -325,9 +325,9 @@ def bent(rng: random.Random, message: Any) -> Any:
 
 
 def frames(rng: random.Random, messages: Iterator[Any]) -> Iterator[bytes]:
-    """Encoded; now and then with a bit flipped."""
+    """Encode a message, sometimes with a flipped bit."""
     for message in messages:
-        with contextlib.suppress(OverflowError):  # beyond what msgpack can say
+        with contextlib.suppress(OverflowError):  # outside the range of msgpack
             frame = bytearray(side_channel.encode(message))
             if rng.random() < 0.1:
                 frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
@@ -335,27 +335,27 @@ def frames(rng: random.Random, messages: Iterator[Any]) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_a_consumer_says_every_transfer_ends(
+def test_every_transfer_ends_for_any_messages_of_a_consumer(
     made: Callable[[Any], Any], producer: Producer, seed: int
 ) -> None:
     rng = random.Random(seed)
     evil = made(Consumer(producer, push=True))
     kinds = [side_channel.Hello, side_channel.Describe, Subscribe, Release, Heartbeat]
 
-    def sensible(transfer_id: str) -> Any:
+    def valid(transfer_id: str) -> Any:
         slots = rng.choice([None, [0, 1, 2], [3, 4]])
         subscribe = Subscribe(transfer_id, rng.choice([1, 7]), HeadRange(0, 4), 0, 1, 0, slots)
         return rng.choice([subscribe, Release(transfer_id, rng.choice([1, 7]), 0, 1, True)])
 
-    def said() -> Iterator[Any]:
+    def sent() -> Iterator[Any]:
         for turn in range(120):
             transfer_id = rng.choice(["t", "u"])
-            if turn % 40 == 0:  # a good handshake up to here, and a bent end
+            if turn % 40 == 0:  # a valid handshake with a mutated end
                 (welcome,) = [
                     one for one in evil.send(evil.hello()) if isinstance(one, side_channel.Welcome)
                 ]
                 describe = side_channel.Describe(evil.proof(welcome), evil.layout, evil.memory())
-                yield describe if rng.random() < 0.6 else bent(rng, describe)
+                yield describe if rng.random() < 0.6 else mutated(rng, describe)
             elif turn % 10 == 0:
                 producer.offer(transfer_id)
                 producer.save([rng.randrange(8)], last=rng.random() < 0.3, transfer_id=transfer_id)
@@ -363,13 +363,11 @@ def test_whatever_a_consumer_says_every_transfer_ends(
                 producer.let_writes_end()
             else:
                 message = (
-                    sensible(transfer_id)
-                    if rng.random() < 0.7
-                    else anything(rng, rng.choice(kinds))
+                    valid(transfer_id) if rng.random() < 0.7 else anything(rng, rng.choice(kinds))
                 )
-                yield bent(rng, message) if rng.random() < 0.5 else message
+                yield mutated(rng, message) if rng.random() < 0.5 else message
 
-    for frame in frames(rng, said()):
+    for frame in frames(rng, sent()):
         evil.send(frame)
     for transfer_id in ("t", "u"):
         producer.offer(transfer_id)
@@ -383,27 +381,25 @@ def test_whatever_a_consumer_says_every_transfer_ends(
 
 @pytest.mark.parametrize("push", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_a_producer_says_every_load_ends_with_what_is_right(
+def test_every_load_ends_correctly_for_any_messages_of_a_producer(
     made: Callable[[Any], Any], seed: int, push: bool
 ) -> None:
     rng = random.Random(seed)
-    rig = made(Rig(push=push))  # checks every block that it takes for valid
+    rig = made(Rig(push=push))  # checks every block that the load reports as valid
     (evil,) = made(tensor_parallel(1))
     kinds = [*typing.get_args(side_channel.ToConsumer)]
     for number in range(6):
         transfer_id = f"t{number}"
         blocks = [
             3 * number + block for block in range(rng.randrange(1, 4))
-        ]  # its own: loads before it may still go on
+        ]  # its own one: earlier loads may still be running
         rig.begin(transfer_id, evil, blocks, first=rng.randrange(2))
-        with contextlib.suppress(
-            AssertionError
-        ):  # the handshake may be lost by what was said before
+        with contextlib.suppress(AssertionError):  # earlier messages may have broken the handshake
             if not any(peer.is_ready for peer in rig.consumer.peers()):
                 rig.shake_hands(evil)
         subscriptions = [message for message in evil.poll() if isinstance(message, Subscribe)]
 
-        def said(subscriptions: list[Subscribe] = subscriptions) -> Iterator[Any]:
+        def sent(subscriptions: list[Subscribe] = subscriptions) -> Iterator[Any]:
             for _ in range(6):
                 message = anything(rng, rng.choice(kinds))
                 if subscriptions:
@@ -413,7 +409,7 @@ def test_whatever_a_producer_says_every_load_ends_with_what_is_right(
                         message = evil.published(
                             subscribe, some, rng.random() < 0.3, rng.random() < 0.5
                         )
-                        message = bent(rng, message) if rng.random() < 0.5 else message
+                        message = mutated(rng, message) if rng.random() < 0.5 else message
                     elif hasattr(message, "generation"):
                         message.transfer_id, message.generation = (
                             subscribe.transfer_id,
@@ -421,7 +417,7 @@ def test_whatever_a_producer_says_every_load_ends_with_what_is_right(
                         )
                 yield message
 
-        for frame in frames(rng, said()):
+        for frame in frames(rng, sent()):
             evil.router.send_multipart([evil.identity, frame])
             rig.advance()
     for _ in range(6):

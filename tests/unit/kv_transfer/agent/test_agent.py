@@ -1,12 +1,13 @@
 """Conformance of the agent: NIXL's documented semantics, the same on every transport.
 
-inproc     both sides in this process; a transfer ends within the call that posts it, so none is ever in flight
+inproc     both sides in this process. A transfer ends within the call that posts it.
 ucx        two processes, over UCX (tcp, loopback)
-tcp        the same over sockets of our own
+tcp        two processes, over our own sockets
 shm        two processes of one host that copy each other's memory
-auto       the fastest of these; here shm
-nixl       the real library. What it documents and does not do (1.5.1) is made good by our agent around it: a transfer that it
-           released, or whose peer it removed, still moves bytes; a restarted peer's metadata is not taken; damaged metadata is.
+auto       the fastest of these: here shm
+nixl       NIXL. Our agent corrects where version 1.5.1 differs from its documentation: transfers
+           that were released or whose peer was removed still move bytes, metadata of restarted
+           peers is refused, and damaged metadata is accepted.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from support.waiting import eventually
 OURS = ("ucx", "tcp", "shm", "auto")
 KINDS = ("inproc", *OURS, "nixl")
 BETWEEN_PROCESSES = (*OURS, "nixl")
+#: NIXL is one-sided: the network card, or UCX, writes wherever the writer's key allows.
 CHECKS_WRITES_AT_THE_TARGET = ("inproc", *OURS)
-"""NIXL is one-sided: a network card, or UCX standing in for one, writes where the writer's key says."""
+#: Reads stall while the owner is frozen. With shm the reader copies without the owner.
 ANSWERED_BY_THE_OWNER = ("ucx", "tcp", "nixl")
-"""Reads stand still while the owner does. On one host the reader reads by itself."""
+#: A defect of UCX 1.21: the owner aborts when it answers a read whose connection was lost.
 ABORTS_ANSWERING_A_LOST_CONNECTION = ("nixl",)
-"""A defect of UCX 1.21: a read over tcp that waits at the owner while its connection goes aborts the owner when it answers."""
+#: Contrary to its documentation, NIXL connects when it loads metadata, and refuses dead peers.
 CONNECTS_WHEN_ADDED = ("nixl",)
-"""Documented otherwise: NIXL's UCX backend makes its endpoint while it loads the metadata, and refuses those of a dead peer."""
 
 
 @pytest.fixture(scope="module")
 def owners() -> Iterator[Callable[[str], Owner]]:
-    """Owners are kept from test to test, as long as they live."""
+    """Return a function that returns the owner of this kind. Living owners are reused."""
     kept: dict[str, Owner] = {}
 
     def get(kind: str) -> Owner:
@@ -86,7 +87,7 @@ def side(kind: str, owners: Callable[[str], Owner]) -> Iterator[Side]:
 
 @pytest.fixture
 def own_side(kind: str) -> Iterator[Side]:
-    """With an owner of its own, which may be killed."""
+    """A side with its own owner, which may be killed."""
     side = Side(kind, new_owner(kind))
     yield side
     side.agent.close()
@@ -99,14 +100,14 @@ between_processes = pytest.mark.parametrize("kind", BETWEEN_PROCESSES, indirect=
 # -- moving bytes
 
 
-def test_read_brings_exactly_the_chosen_blocks(side: Side) -> None:
+def test_read_copies_exactly_the_chosen_blocks(side: Side) -> None:
     assert side.run(side.make("READ", [3, 0, 31], [7, 31, 0])) == "DONE"
     for mine, theirs in ((3, 7), (0, 31), (31, 0)):
         np.testing.assert_array_equal(side.block(mine), counting(theirs))
     assert not side.block(1).any()
 
 
-def test_write_is_at_the_owner_when_done(side: Side) -> None:
+def test_a_write_is_visible_at_the_owner_when_done(side: Side) -> None:
     side.words[:] = 5
     assert side.run(side.make("WRITE", [1], [2])) == "DONE"
     content = side.owner.call("content")
@@ -122,7 +123,7 @@ def test_runs_adjacent_on_both_sides_become_one_descriptor(side: Side) -> None:
         np.testing.assert_array_equal(side.block(mine), counting(theirs))
 
 
-def test_initialize_xfer_keeps_descriptors_as_they_are(side: Side) -> None:
+def test_initialize_xfer_does_not_merge_descriptors(side: Side) -> None:
     local = side.agent.get_xfer_descs(block_rows(side.words.ctypes.data)[:2])
     remote = side.agent.get_xfer_descs(block_rows(side.base)[:2])
     handle = side.agent.initialize_xfer("READ", local, remote, "owner")
@@ -131,11 +132,11 @@ def test_initialize_xfer_keeps_descriptors_as_they_are(side: Side) -> None:
     np.testing.assert_array_equal(side.block(1), counting(1))
 
 
-def test_descriptors_of_any_size_and_number_overlapping_at_the_source(side: Side) -> None:
+def test_descriptors_may_have_any_size_and_may_overlap_at_the_source(side: Side) -> None:
     random, theirs = np.random.default_rng(7), np.arange(NUM_BLOCKS * BLOCK_WORDS).view(np.uint8)
     lengths = [1, 1, 7, 4095, 4097, 100_003, *random.integers(1, 300, 4000).tolist()]
     starts = random.integers(0, theirs.size - max(lengths), len(lengths)).tolist()
-    ends = np.cumsum([length + 3 for length in lengths]).tolist()  # a gap of 3 bytes after each
+    ends = np.cumsum([length + 3 for length in lengths]).tolist()  # a gap of 3 bytes after each one
     base = side.words.ctypes.data
     local = [
         (base + end - length - 3, length, 0) for length, end in zip(lengths, ends, strict=True)
@@ -157,7 +158,7 @@ def test_descriptors_of_any_size_and_number_overlapping_at_the_source(side: Side
     np.testing.assert_array_equal(side.words.view(np.uint8), expected)
 
 
-def test_single_bytes_are_written_between_others(side: Side) -> None:
+def test_a_write_of_single_bytes_keeps_the_bytes_between_them(side: Side) -> None:
     side.words.view(np.uint8)[:] = 0xAB
     local = side.agent.get_xfer_descs([(side.words.ctypes.data + i, 1, 0) for i in range(3)])
     remote = side.agent.get_xfer_descs([(side.base + 8 * i + 5, 1, 0) for i in range(3)])
@@ -167,7 +168,7 @@ def test_single_bytes_are_written_between_others(side: Side) -> None:
     np.testing.assert_array_equal(side.owner.call("content")[:BLOCK_WORDS], expected)
 
 
-def test_requests_of_one_peer_all_end_well_in_whatever_order(side: Side) -> None:
+def test_all_requests_of_one_peer_complete_in_any_order(side: Side) -> None:
     handles = [side.make("READ", [i], [NUM_BLOCKS - 1 - i]) for i in range(NUM_BLOCKS)]
     for handle in handles:
         side.agent.transfer(handle)
@@ -191,7 +192,7 @@ def test_an_agent_is_its_own_peer(side: Side) -> None:
 # -- notifications
 
 
-def test_a_notification_follows_all_descriptors_of_its_transfer(side: Side) -> None:
+def test_a_notification_arrives_after_all_descriptors_of_its_transfer(side: Side) -> None:
     handle = side.make_everything("WRITE")
     for value in (1, 2, 3):
         side.words[:] = value
@@ -200,7 +201,7 @@ def test_a_notification_follows_all_descriptors_of_its_transfer(side: Side) -> N
         assert side.end(handle) == "DONE"
 
 
-def test_a_read_notifies_the_owner_too_each_time_it_is_posted(side: Side) -> None:
+def test_a_read_notifies_the_owner_each_time_it_is_posted(side: Side) -> None:
     handle = side.make("READ", [0], [1], b"as made")
     assert side.run(handle) == "DONE"
     side.agent.transfer(handle, b"as posted")
@@ -215,7 +216,7 @@ def test_a_read_notifies_the_owner_too_each_time_it_is_posted(side: Side) -> Non
     assert side.owners_notifs(2) == [b"only now", b"last"]
 
 
-def test_notifications_of_their_own_arrive_in_order_and_whole(side: Side) -> None:
+def test_notifications_without_transfers_arrive_complete_and_in_order(side: Side) -> None:
     messages = [b"first", b"x" * 20_000, b"third"]
     for message in messages:
         side.agent.send_notif("owner", message)
@@ -239,7 +240,7 @@ def test_wakeup_is_called_for_notifications_and_ended_transfers(side: Side) -> N
 # -- handles
 
 
-def test_a_handle_is_posted_again_after_done_and_released_once(side: Side) -> None:
+def test_a_handle_can_be_posted_again_after_done_and_released_once(side: Side) -> None:
     handle = side.make("READ", [0], [1])
     with pytest.raises(ValueError, match="not posted"):
         side.agent.check_xfer_state(handle)
@@ -252,7 +253,7 @@ def test_a_handle_is_posted_again_after_done_and_released_once(side: Side) -> No
         side.agent.transfer(handle)
 
 
-def test_a_released_list_makes_no_transfers_but_old_ones_stay(side: Side) -> None:
+def test_a_released_list_is_refused_but_its_earlier_transfers_stay(side: Side) -> None:
     handle = side.make("READ", [0], [1])
     side.agent.release_dlist_handle(side.remote)
     with pytest.raises(ValueError, match="released"):
@@ -261,7 +262,7 @@ def test_a_released_list_makes_no_transfers_but_old_ones_stay(side: Side) -> Non
 
 
 @between_processes
-def test_an_active_handle_is_neither_posted_nor_released_and_asking_does_not_block(
+def test_an_active_handle_cannot_be_posted_or_released(
     side: Side,
 ) -> None:
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"  # connected
@@ -280,7 +281,9 @@ def test_an_active_handle_is_neither_posted_nor_released_and_asking_does_not_blo
 
 
 @pytest.mark.parametrize("indices", [[NUM_BLOCKS], [-1], [0, 1]])
-def test_rows_that_do_not_exist_or_pair_are_refused(side: Side, indices: list[int]) -> None:
+def test_invalid_rows_and_lists_of_different_lengths_are_refused(
+    side: Side, indices: list[int]
+) -> None:
     with pytest.raises(ValueError, match=r"indices|same number"):
         side.make("READ", indices, [0])
     with pytest.raises(ValueError, match=r"indices|same number"):
@@ -289,7 +292,7 @@ def test_rows_that_do_not_exist_or_pair_are_refused(side: Side, indices: list[in
         side.make("READ", [], [])
 
 
-def test_sides_and_lengths_must_fit(side: Side) -> None:
+def test_lists_of_wrong_sides_or_lengths_are_refused(side: Side) -> None:
     with pytest.raises(ValueError, match="prepared for"):
         side.agent.make_prepped_xfer("READ", side.remote, [0], side.local, [0])
     with pytest.raises(ValueError, match="READ or WRITE"):
@@ -329,12 +332,12 @@ def test_a_descriptor_whose_end_overflows_is_refused(side: Side) -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [(1, 2)], [(4096, 0, 0)], [(4096, -1, 0)]])
-def test_lists_that_are_none_are_refused(side: Side, rows: list[tuple[int, ...]]) -> None:
+def test_malformed_descriptor_lists_are_refused(side: Side, rows: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match=r"\[n, 3\]|at least 1 byte"):
-        side.agent.prep_xfer_dlist(INIT_AGENT, rows)  # type: ignore[arg-type]
+        side.agent.prep_xfer_dlist(INIT_AGENT, rows)
 
 
-def test_memory_types_are_host_and_gpu_and_a_host_address_is_no_gpu_memory(side: Side) -> None:
+def test_a_host_address_is_refused_as_gpu_memory(side: Side) -> None:
     with pytest.raises(ValueError, match="DRAM or VRAM"):
         side.agent.register_memory([(side.words.ctypes.data, 64, 0, "")], "FILE")
     with pytest.raises(ValueError, match="DRAM or VRAM"):
@@ -346,7 +349,7 @@ def test_memory_types_are_host_and_gpu_and_a_host_address_is_no_gpu_memory(side:
 
 
 @pytest.mark.parametrize("kind", CHECKS_WRITES_AT_THE_TARGET, indirect=True)
-def test_what_the_owner_deregistered_is_refused_by_it_and_counted(own_side: Side) -> None:
+def test_writes_to_deregistered_memory_are_refused_and_counted(own_side: Side) -> None:
     side = own_side
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"
     before = side.owner.call("content").copy()
@@ -360,7 +363,7 @@ def test_what_the_owner_deregistered_is_refused_by_it_and_counted(own_side: Side
 
 
 @pytest.mark.parametrize("kind", ["ucx", "tcp"], indirect=True)
-def test_what_the_owner_deregistered_is_not_read(own_side: Side) -> None:
+def test_deregistered_memory_cannot_be_read(own_side: Side) -> None:
     side = own_side
     side.owner.call("deregister")
     handle = side.make("READ", [3, 5], [3, 6])
@@ -373,7 +376,7 @@ def test_what_the_owner_deregistered_is_not_read(own_side: Side) -> None:
 # -- peers
 
 
-def test_unknown_peers_are_named(side: Side) -> None:
+def test_errors_name_unknown_peers(side: Side) -> None:
     descs = side.agent.get_xfer_descs([(side.words.ctypes.data, 8, 0)])
     for call in (
         lambda: side.agent.prep_xfer_dlist("nobody", descs),
@@ -385,7 +388,7 @@ def test_unknown_peers_are_named(side: Side) -> None:
     side.agent.remove_remote_agent("nobody")
 
 
-def test_damaged_or_foreign_metadata_is_refused(side: Side) -> None:
+def test_invalid_metadata_is_refused(side: Side) -> None:
     for position in range(0, len(side.metadata), 11):
         damaged = bytearray(side.metadata)
         damaged[position] ^= 0x40
@@ -397,7 +400,7 @@ def test_damaged_or_foreign_metadata_is_refused(side: Side) -> None:
     assert side.run(side.make("READ", [2], [3])) == "DONE"
 
 
-def test_the_same_metadata_twice_is_once(side: Side) -> None:
+def test_adding_the_same_metadata_twice_is_idempotent(side: Side) -> None:
     handle = side.make_everything("READ")
     side.agent.transfer(handle)
     assert side.agent.add_remote_agent(side.metadata) == "owner"
@@ -405,7 +408,7 @@ def test_the_same_metadata_twice_is_once(side: Side) -> None:
     assert side.run(handle) == "DONE"
 
 
-def test_newer_metadata_replaces_the_older(side: Side) -> None:
+def test_newer_metadata_replaces_older(side: Side) -> None:
     old = side.make("READ", [0], [1])
     assert side.run(old) == "DONE"
     metadata, spare = side.owner.call("register_spare")
@@ -419,7 +422,7 @@ def test_newer_metadata_replaces_the_older(side: Side) -> None:
     assert "replaced" in old.error
 
 
-def test_a_peer_is_added_by_many_threads_while_others_transfer(side: Side) -> None:
+def test_many_threads_may_add_a_peer_during_transfers(side: Side) -> None:
     handles = [side.make("READ", [i], [i]) for i in range(8)]
     failures: list[Exception] = []
 
@@ -439,7 +442,7 @@ def test_a_peer_is_added_by_many_threads_while_others_transfer(side: Side) -> No
     assert not failures
 
 
-def test_a_peer_is_removed_and_added_again_from_several_threads(side: Side) -> None:
+def test_several_threads_may_remove_and_add_a_peer(side: Side) -> None:
     failures: list[Exception] = []
 
     def churn() -> None:
@@ -489,7 +492,7 @@ def test_removing_a_peer_ends_its_transfers(side: Side) -> None:
 
 
 @pytest.mark.parametrize("kind", ANSWERED_BY_THE_OWNER, indirect=True)
-def test_a_transfer_that_its_peers_removal_ended_brings_no_more_bytes(
+def test_a_transfer_ended_by_the_removal_of_its_peer_moves_no_more_bytes(
     kind: str, own_side: Side
 ) -> None:
     side = own_side
@@ -511,7 +514,9 @@ def test_a_transfer_that_its_peers_removal_ended_brings_no_more_bytes(
     assert not side.words.any()
 
 
-def test_adding_a_peer_does_not_connect_and_a_dead_one_is_err(kind: str, own_side: Side) -> None:
+def test_adding_a_peer_does_not_connect_and_transfers_with_a_dead_peer_fail(
+    kind: str, own_side: Side
+) -> None:
     side = own_side
     assert side.run(side.make("READ", [0], [0])) == "DONE"
     side.owner.kill()
@@ -541,7 +546,7 @@ def test_a_restarted_peer_is_a_new_peer(kind: str, own_side: Side) -> None:
 
 
 @between_processes
-def test_a_peer_killed_in_the_middle_of_a_long_transfer(own_side: Side) -> None:
+def test_a_long_transfer_fails_when_its_peer_is_killed(own_side: Side) -> None:
     side = own_side
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"
     assert isinstance(side.owner, OwnerProcess)
@@ -556,7 +561,7 @@ def test_a_peer_killed_in_the_middle_of_a_long_transfer(own_side: Side) -> None:
 
 @pytest.fixture
 def initiator(kind: str, own_side: Side) -> Iterator[OwnerProcess]:
-    """A second process that knows the owner and is connected to it."""
+    """A second process that is connected to the owner."""
     process = OwnerProcess(kind, "initiator")
     process.call("add_peer", own_side.metadata)
     process.call("post", "READ", "owner", [0], own_side.base, [1])
@@ -569,7 +574,7 @@ def initiator(kind: str, own_side: Side) -> Iterator[OwnerProcess]:
 
 @pytest.mark.parametrize("kind", OURS, indirect=True)
 @pytest.mark.parametrize("sleeper", ["owner", "initiator", "nobody"])
-def test_an_owner_lives_on_when_whoever_it_serves_dies(
+def test_an_owner_survives_the_death_of_a_connected_peer(
     own_side: Side, initiator: OwnerProcess, sleeper: str
 ) -> None:
     side, order = own_side, list(range(NUM_BLOCKS)) * 40
@@ -584,7 +589,7 @@ def test_an_owner_lives_on_when_whoever_it_serves_dies(
             asleep.enter_context(initiator.frozen())
             assert (
                 side.run(side.make("WRITE", [0], [0])) == "DONE"
-            )  # the owner serves others meanwhile
+            )  # the owner serves others at the same time
         initiator.kill()
     assert side.run(side.make("READ", [2], [3])) == "DONE"
     assert side.run(side.make("WRITE", [4], [5], b"still here")) == "DONE"
@@ -595,7 +600,7 @@ def test_an_owner_lives_on_when_whoever_it_serves_dies(
 # -- fence and close
 
 
-def test_fence_forgets_peers_and_keeps_memory(side: Side) -> None:
+def test_a_fence_removes_peers_and_keeps_memory(side: Side) -> None:
     before = side.agent.get_agent_metadata()
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     side.agent.fence()
@@ -610,7 +615,7 @@ def test_fence_forgets_peers_and_keeps_memory(side: Side) -> None:
     np.testing.assert_array_equal(side.block(7), counting(3))
 
 
-def test_after_a_fence_old_metadata_reaches_nothing_and_new_does(side: Side) -> None:
+def test_after_a_fence_only_new_metadata_is_valid(side: Side) -> None:
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     base = side.words.ctypes.data
     side.owner.call("post", "WRITE", "me", [1], base, [1])
@@ -627,7 +632,7 @@ def test_after_a_fence_old_metadata_reaches_nothing_and_new_does(side: Side) -> 
     np.testing.assert_array_equal(side.block(3), counting(3))
 
 
-def test_a_fence_stops_what_a_peer_is_writing(side: Side) -> None:
+def test_a_fence_stops_a_peers_writes(side: Side) -> None:
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     everything = list(range(NUM_BLOCKS)) * 100
     side.owner.call("post", "WRITE", "me", everything[::-1], side.words.ctypes.data, everything)
@@ -652,7 +657,7 @@ def test_a_fence_ends_transfers_in_flight(side: Side) -> None:
 
 
 @between_processes
-def test_closing_ends_transfers_in_flight_and_may_be_repeated(side: Side) -> None:
+def test_close_ends_transfers_in_flight_and_may_be_repeated(side: Side) -> None:
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"
     assert isinstance(side.owner, OwnerProcess)
     handle = side.make_everything("WRITE", times=8)
@@ -663,7 +668,7 @@ def test_closing_ends_transfers_in_flight_and_may_be_repeated(side: Side) -> Non
     side.agent.close()
 
 
-def test_a_closed_agent_says_so(side: Side) -> None:
+def test_methods_of_a_closed_agent_raise(side: Side) -> None:
     handle = side.make("READ", [0], [1])
     threads = [threading.Thread(target=side.agent.close) for _ in range(3)]
     for thread in threads:
@@ -678,18 +683,18 @@ def test_a_closed_agent_says_so(side: Side) -> None:
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES, indirect=True)
-def test_an_idle_agent_that_knows_a_peer_sleeps(side: Side) -> None:
+def test_an_idle_agent_with_a_peer_uses_no_cpu(side: Side) -> None:
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     before = time.process_time()
     threading.Event().wait(0.4)
     assert time.process_time() - before < 0.1
 
 
-def test_unknown_transports_are_refused_naming_the_options() -> None:
+def test_an_unknown_transport_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(ValueError, match="must be ucx, tcp, shm, auto or nixl, got 'pigeon'"):
         create_agent("me", "pigeon")
 
 
-def test_agents_are_agents(side: Side) -> None:
+def test_every_transport_provides_an_agent(side: Side) -> None:
     assert isinstance(side.agent, Agent)
     assert side.agent.num_refused == 0

@@ -1,4 +1,4 @@
-"""The nixl transport: what is particular to the real library, and hand-offs with programs that use nothing but it."""
+"""The nixl transport: details of the library, and transfers with plain NIXL programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain() -> Iterator[PlainProgram]:
 
 
 class Connector:
-    """Ours, in this process, over transport nixl."""
+    """Our connector in this process, with the transport nixl."""
 
     def __init__(self, role: KVRole, mode: str = "pull") -> None:
         self.words = np.zeros((LAYOUT.num_blocks, LAYOUT.block_nbytes // 8), dtype=np.uint64)
@@ -56,7 +56,7 @@ def content(value: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_our_consumer_takes_blocks_from_a_plain_nixl_program(
+def test_our_consumer_loads_blocks_from_a_plain_nixl_program(
     plain: PlainProgram, mode: str
 ) -> None:
     ours = Connector(KVRole.CONSUMER, mode)
@@ -78,7 +78,7 @@ def test_our_consumer_takes_blocks_from_a_plain_nixl_program(
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_plain_nixl_program_takes_blocks_from_our_producer(
+def test_a_plain_nixl_program_loads_blocks_from_our_producer(
     plain: PlainProgram, mode: str
 ) -> None:
     ours = Connector(KVRole.PRODUCER)
@@ -98,7 +98,7 @@ def test_a_plain_nixl_program_takes_blocks_from_our_producer(
         ours.worker.shutdown()
 
 
-def test_the_library_merges_as_many_descriptors_as_are_counted(
+def test_the_count_of_descriptors_equals_that_of_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     agent = create_agent("me", "nixl")
@@ -109,7 +109,7 @@ def test_the_library_merges_as_many_descriptors_as_are_counted(
         rows = [(words.ctypes.data + i * 512, 512, 0) for i in range(64)]
         local, remote = agent.prep_xfer_dlist(INIT_AGENT, rows), agent.prep_xfer_dlist("me", rows)
         random = np.random.default_rng(3)
-        # What the library itself says of a transfer needs telemetry, which is off: here it is on.
+        # The library reports transfers only with telemetry, which is off by default.
         config = agent._api.nixl_agent_config
         monkeypatch.setattr(
             agent._api,
@@ -131,7 +131,7 @@ def test_the_library_merges_as_many_descriptors_as_are_counted(
         agent.close()
 
 
-def test_it_is_imported_when_asked_for_and_says_what_is_missing(
+def test_nixl_is_imported_on_demand_and_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
@@ -140,14 +140,14 @@ def test_it_is_imported_when_asked_for_and_says_what_is_missing(
         create_agent("me", "nixl")
 
 
-def test_it_leaves_this_programs_log_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nixl_does_not_change_this_programs_logging(capfd: pytest.CaptureFixture[str]) -> None:
     before = logging.raiseExceptions
     create_agent("me", "nixl").close()
     assert logging.raiseExceptions == before
     assert capfd.readouterr().out == ""
 
 
-def test_other_peers_stay_when_one_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_peers_stay_when_one_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     agents = [create_agent(name, "nixl") for name in ("me", "stuck", "well")]
     me, stuck, well = agents
     try:
@@ -163,7 +163,7 @@ def test_other_peers_stay_when_one_does_not_let_go(monkeypatch: pytest.MonkeyPat
         bad = me.make_prepped_xfer("READ", local, [0], lists["stuck"], [0])
         assert isinstance(stuck, NixlAgent)
         monkeypatch.setattr("baton_kv_transfer.agent.nixl_agent.REMOVE_GRACE_S", 0.1)
-        with stuck._lock:  # it answers nothing
+        with stuck._lock:  # it does not respond
             assert me.transfer(bad) == "PROC"
             me.remove_remote_agent("stuck")
             eventually(lambda: me.check_xfer_state(bad) != "PROC", "the end")

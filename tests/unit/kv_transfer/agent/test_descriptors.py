@@ -1,4 +1,4 @@
-"""Which descriptors make one run: the quick answer for few rows, and the arrays that join them."""
+"""Merging descriptors: the quick check for few rows, and the arrays for many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 64
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=FEW_RUNS))
-def test_few_rows_may_merge_exactly_if_some_are_adjacent_on_both_sides(
+def test_few_rows_may_merge_only_if_some_are_adjacent_on_both_sides(
     pairs: list[tuple[int, int]],
 ) -> None:
     local, remote = (
@@ -26,7 +26,7 @@ def test_few_rows_may_merge_exactly_if_some_are_adjacent_on_both_sides(
     assert merged[:, 1].sum() == BLOCK * len(pairs)
 
 
-def test_many_rows_are_always_looked_at_as_arrays() -> None:
+def test_many_rows_are_always_merged_as_arrays() -> None:
     apart = np.array([(2 * block * BLOCK, BLOCK, 0) for block in range(FEW_RUNS + 1)])
     assert may_merge(apart, apart)
     regions = np.zeros(len(apart), dtype=np.int64)
@@ -35,7 +35,7 @@ def test_many_rows_are_always_looked_at_as_arrays() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, FEW_RUNS + 1])
 @pytest.mark.parametrize("wrong", [-1, 100])
-def test_an_index_that_names_no_row_is_refused(num_rows: int, wrong: int) -> None:
+def test_an_index_without_a_row_is_refused(num_rows: int, wrong: int) -> None:
     descs = np.array([(block * BLOCK, BLOCK, 0) for block in range(100)])
     indices = np.arange(num_rows)
     np.testing.assert_array_equal(select(descs, indices), descs[:num_rows])

@@ -1,4 +1,4 @@
-"""The consumer's half against producers that say what a test wants: what ends a load, when, and what was touched by then."""
+"""A consumer with scripted producers: reading, cancelling, slots and deadlines of loads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_blocks_are_read_as_they_are_published(rig: Rig, worker: Worker) -> None
     assert (rig.stats.bytes_received, rig.stats.transfers_completed) == (3 * BLOCK_NBYTES, 1)
 
 
-def test_what_one_transfer_brought_is_verified_in_one_call(
+def test_blocks_of_one_transfer_are_verified_in_one_call(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
     class Counting(HostMemory):
@@ -52,12 +52,10 @@ def test_what_one_transfer_brought_is_verified_in_one_call(
     rig.deliver(worker, worker.published(subscribe, range(8), last=True))
     assert rig.results == {"t": LoadResult(8)}
     assert Counting.calls == [8]
-    assert rig.stats.descriptors_posted == 1, "adjacent on both sides"
+    assert rig.stats.descriptors_posted == 1, "adjacent blocks were not merged"
 
 
-def test_blocks_of_the_prefix_cache_and_past_the_wanted_are_left_alone(
-    rig: Rig, worker: Worker
-) -> None:
+def test_only_the_requested_blocks_are_read(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [4, 5], first=2)
     assert subscribe.first_block_index == 2
     rig.deliver(worker, worker.published(subscribe, range(6), last=True))
@@ -65,7 +63,7 @@ def test_blocks_of_the_prefix_cache_and_past_the_wanted_are_left_alone(
     assert rig.stats.blocks_received == 2
 
 
-def test_a_block_that_differs_is_read_once_more(rig: Rig, worker: Worker) -> None:
+def test_a_block_with_a_wrong_checksum_is_read_again(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     publish = worker.published(subscribe, [0, 1], last=True)
     slot = publish.blocks[1].slot
@@ -81,7 +79,9 @@ def test_a_block_that_differs_is_read_once_more(rig: Rig, worker: Worker) -> Non
     assert rig.results == {"t": LoadResult(2)}
 
 
-def test_a_block_that_differs_twice_ends_the_valid_prefix(rig: Rig, worker: Worker) -> None:
+def test_a_block_with_a_wrong_checksum_twice_ends_the_valid_prefix(
+    rig: Rig, worker: Worker
+) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2, 3])
     publish = worker.published(subscribe, [0, 1, 2], last=True)
     worker.blocks[publish.blocks[1].slot, 5] ^= 1
@@ -91,7 +91,7 @@ def test_a_block_that_differs_twice_ends_the_valid_prefix(rig: Rig, worker: Work
     assert not worker.receive(Release).completed
 
 
-def test_a_cancelled_load_ends_when_its_reads_did(rig: Rig, worker: Worker) -> None:
+def test_a_cancelled_load_ends_after_its_reads(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.agent.hold = True
     rig.deliver(worker, worker.published(subscribe, [0, 1], last=True))
@@ -99,7 +99,7 @@ def test_a_cancelled_load_ends_when_its_reads_did(rig: Rig, worker: Worker) -> N
     rig.advance()
     assert not rig.results
     assert not any(isinstance(message, Release) for message in worker.poll()), (
-        "its blocks are still being read"
+        "released during a read"
     )
     rig.agent.land(rig.agent.held[0])
     rig.advance()
@@ -121,7 +121,7 @@ def test_reads_that_do_not_end_are_aborted_by_disconnecting(rig: Rig, worker: Wo
     assert rig.agent.num_fences == 0
 
 
-def test_reads_that_even_disconnecting_does_not_end_are_fenced(rig: Rig, worker: Worker) -> None:
+def test_reads_that_disconnecting_does_not_end_are_fenced(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     rig.agent.hold = rig.agent.ignores_removal = True
     rig.deliver(worker, worker.published(subscribe, [0], last=True))
@@ -134,7 +134,7 @@ def test_reads_that_even_disconnecting_does_not_end_are_fenced(rig: Rig, worker:
     assert rig.stats.memory_fences == 1
 
 
-def test_loads_of_one_peer_take_turns_in_its_window(
+def test_loads_of_one_peer_share_its_window(
     made: Callable[[Any], Any], worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton_kv_transfer.consumer.read_window.BATCH_BYTES", 2 * BLOCK_NBYTES)
@@ -180,19 +180,19 @@ def test_a_failed_load_leaves_the_queue(
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_a_load_larger_than_the_slots_comes_in_parts(
+def test_a_load_larger_than_the_slots_is_read_in_parts(
     made: Callable[[Any], Any], worker: Worker, push: bool
 ) -> None:
     staging = Staging(3)
     rig = made(Rig(memory=staging, push=push))
     subscribe = rig.subscribed("t", worker, range(10, 18))
-    assert subscribe.push_slots is None, "with push, too: it would never fit"
+    assert subscribe.push_slots is None, "a load that never fits must not be pushed"
     rig.deliver(worker, worker.published(subscribe, range(8), last=True))
     assert rig.results == {"t": LoadResult(8)}
     assert staging.memory.num_free_slots == 3
 
 
-def test_a_pushed_load_waits_for_slots_and_gives_them_back(
+def test_a_pushed_load_waits_for_slots_and_returns_them(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
     staging = Staging(4)
@@ -208,13 +208,13 @@ def test_a_pushed_load_waits_for_slots_and_gives_them_back(
     second = worker.receive(Subscribe)
     assert second.push_slots is not None
     rig.advance(10.0)
-    assert not rig.results.get("b"), "it may still be written to"
+    assert not rig.results.get("b"), "the load ended while it may still be written to"
     rig.deliver(worker, Released("b", second.generation))
     assert failures(rig) == {FailureReason.TIMEOUT: 1}
     assert staging.memory.num_free_slots == 4
 
 
-def test_a_load_that_gets_no_slots_ends_by_its_deadline(
+def test_a_load_without_slots_ends_at_its_deadline(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
     staging = Staging(2)
@@ -231,7 +231,7 @@ def test_a_load_that_gets_no_slots_ends_by_its_deadline(
 # -- time
 
 
-def test_the_lease_is_kept_by_heartbeats(rig: Rig, worker: Worker) -> None:
+def test_heartbeats_keep_the_lease(rig: Rig, worker: Worker) -> None:
     worker.lease_s = 3.0
     rig.subscribed("t", worker, [1])
     worker.poll()
@@ -243,7 +243,7 @@ def test_the_lease_is_kept_by_heartbeats(rig: Rig, worker: Worker) -> None:
         assert worker.receive(Heartbeat).transfer_ids == ["t"]
 
 
-def test_pending_keeps_a_load_waiting_but_not_for_ever(rig: Rig, worker: Worker) -> None:
+def test_pending_extends_the_wait_up_to_a_limit(rig: Rig, worker: Worker) -> None:
     rig.subscribed("t", worker, [1])
     waited = 0.0
     while not rig.results:
@@ -254,9 +254,7 @@ def test_pending_keeps_a_load_waiting_but_not_for_ever(rig: Rig, worker: Worker)
     assert failures(rig) == {FailureReason.TIMEOUT: 1}
 
 
-def test_saying_that_it_was_the_last_again_and_again_is_no_progress(
-    rig: Rig, worker: Worker
-) -> None:
+def test_a_repeated_last_publication_is_no_progress(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     rig.agent.hold = True
     rig.deliver(worker, worker.published(subscribe, [0], last=True))

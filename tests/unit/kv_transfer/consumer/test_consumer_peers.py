@@ -1,4 +1,4 @@
-"""What a consumer believes of a producer: in the handshake, and in each message about a transfer."""
+"""How a consumer validates a producer: the handshake and messages about transfers."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_a_producer_without_the_service_key_receives_not_even_hello(
     assert not worker.poll()
 
 
-def test_memory_is_described_only_if_it_is_to_be_written(
-    rig: Rig, pushed: Rig, worker: Worker
-) -> None:
+def test_memory_is_described_only_for_pushed_loads(rig: Rig, pushed: Rig, worker: Worker) -> None:
     rig.subscribed("t", worker, [1])
     assert worker.described is None
     pushed.subscribed("t", worker, [1])
@@ -123,7 +121,7 @@ def test_memory_is_described_only_if_it_is_to_be_written(
         ),
     ],
 )
-def test_a_description_that_cannot_be_fails_its_loads_only(
+def test_an_invalid_description_fails_only_the_loads_of_its_producer(
     rig: Rig,
     worker: Worker,
     made: Callable[[Any], Any],
@@ -264,10 +262,10 @@ def test_a_peer_that_a_fence_removes_is_reported_as_lost(
     assert failures(rig) == {FailureReason.CANCELLED: 1, FailureReason.PEER_LOST: 1}
 
 
-def test_a_producer_that_dies_after_it_described_itself_is_lost_and_not_at_fault(
+def test_a_producer_that_dies_after_its_description_is_lost_without_a_protocol_error(
     rig: Rig, worker: Worker, made: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some agents connect when a peer is added: NIXL raises TransportError if the peer is gone."""
+    """Some agents connect when a peer is added. NIXL then raises TransportError if it is gone."""
 
     def refuse_connection(metadata: bytes) -> str:
         raise TransportError("NIXL does not connect to P/0")
@@ -285,7 +283,7 @@ def test_a_producer_that_dies_after_it_described_itself_is_lost_and_not_at_fault
     assert rig.results["next"] == LoadResult(1)
 
 
-def test_an_agent_of_another_instance_is_not_taken_for_it(
+def test_an_agent_of_another_instance_is_refused(
     rig: Rig, worker: Worker, made: Callable[[Any], Any]
 ) -> None:
     stranger = made(Worker("Q"))
@@ -297,7 +295,7 @@ def test_an_agent_of_another_instance_is_not_taken_for_it(
     assert failures(rig) == {FailureReason.PROTOCOL: 1}
 
 
-def test_messages_out_of_turn_lose_the_peer(rig: Rig, worker: Worker) -> None:
+def test_messages_in_the_wrong_order_lose_the_peer(rig: Rig, worker: Worker) -> None:
     rig.begin("t", worker, [1])
     worker.receive(side_channel.Hello)
     rig.deliver(worker, worker.description())
@@ -305,7 +303,7 @@ def test_messages_out_of_turn_lose_the_peer(rig: Rig, worker: Worker) -> None:
     assert failures(rig) == {FailureReason.PROTOCOL: 1}
 
 
-def test_silence_in_the_handshake_has_a_deadline(rig: Rig, worker: Worker) -> None:
+def test_a_silent_handshake_times_out(rig: Rig, worker: Worker) -> None:
     rig.begin("t", worker, [1])
     rig.advance(9.9)
     assert not rig.results
@@ -316,7 +314,7 @@ def test_silence_in_the_handshake_has_a_deadline(rig: Rig, worker: Worker) -> No
     assert failures(rig) == {FailureReason.TIMEOUT: 1}
 
 
-def test_a_successor_at_the_same_address_is_another_peer(
+def test_another_instance_at_the_same_address_is_another_peer(
     rig: Rig, worker: Worker, made: Callable[[Any], Any]
 ) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
@@ -364,11 +362,11 @@ def test_messages_of_an_earlier_load_are_ignored(rig: Rig, worker: Worker) -> No
     assert rig.stats.blocks_received == 0
     relabelled = msgspec.structs.replace(old, generation=second.generation)
     rig.deliver(worker, relabelled)
-    assert rig.results["t"].num_valid_blocks == 0, "its proof is bound to the earlier load"
+    assert rig.results["t"].num_valid_blocks == 0, "its checksum is bound to the earlier load"
     assert failures(rig)[FailureReason.CHECKSUM] == 1
 
 
-def test_messages_of_a_peer_that_has_no_part_in_the_load_are_ignored(
+def test_messages_of_a_peer_without_a_part_in_the_load_are_ignored(
     rig: Rig, worker: Worker, made: Callable[[Any], Any]
 ) -> None:
     other = made(Worker("Q"))
@@ -382,7 +380,7 @@ def test_messages_of_a_peer_that_has_no_part_in_the_load_are_ignored(
     assert rig.results["t"].error == "all loads of it"
 
 
-def test_a_publication_counts_once(rig: Rig, worker: Worker) -> None:
+def test_a_repeated_publication_is_ignored(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.agent.hold = True
     publish = worker.published(subscribe, [0])
@@ -405,7 +403,7 @@ def test_a_publication_counts_once(rig: Rig, worker: Worker) -> None:
     ],
     ids=str,
 )
-def test_a_publication_that_cannot_be_fails_the_load(
+def test_an_invalid_publication_fails_the_load(
     rig: Rig, worker: Worker, lie: dict[str, Any]
 ) -> None:
     subscribe = rig.subscribed("t", worker, [1])
@@ -417,7 +415,9 @@ def test_a_publication_that_cannot_be_fails_the_load(
 
 
 @pytest.mark.parametrize("checksum", [-1, 0, 2**64 - 1])
-def test_a_wrong_checksum_is_no_exception(rig: Rig, worker: Worker, checksum: int) -> None:
+def test_a_checksum_of_the_wrong_type_fails_the_load(
+    rig: Rig, worker: Worker, checksum: int
+) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     publish = worker.published(subscribe, [0], last=True)
     publish.blocks[0].checksum = checksum
@@ -425,7 +425,7 @@ def test_a_wrong_checksum_is_no_exception(rig: Rig, worker: Worker, checksum: in
     assert failures(rig) == {FailureReason.CHECKSUM: 1}
 
 
-def test_huge_indices_are_past_what_is_wanted(rig: Rig, worker: Worker) -> None:
+def test_huge_block_indices_are_ignored(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     publish = worker.published(subscribe, [0], last=True)
     publish.blocks.append(msgspec.structs.replace(publish.blocks[0], index=2**63))
@@ -433,16 +433,14 @@ def test_huge_indices_are_past_what_is_wanted(rig: Rig, worker: Worker) -> None:
     assert rig.results == {"t": LoadResult(1)}
 
 
-def test_a_producer_of_a_shorter_prompt_is_told_from_one_that_lies(
-    rig: Rig, worker: Worker
-) -> None:
+def test_a_shorter_prompt_is_reported_as_such(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.deliver(worker, worker.published(subscribe, [0], last=True))
     assert "1 of the 2 requested blocks" in rig.results["t"].error
     assert failures(rig) == {FailureReason.OTHER_PROMPT: 1}
 
 
-def test_a_producer_of_other_tokens_is_told_from_one_that_lies(rig: Rig, worker: Worker) -> None:
+def test_other_tokens_are_reported_as_such(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     publish = worker.published(subscribe, [0], last=True)
     publish.blocks[0] = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""LoadManager that a producer writes into this engine's memory, and loads whose heads several workers share."""
+"""Pushed loads, and loads from several workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.kv_transfer.consumer_rig import (
 # -- push
 
 
-def test_pushed_blocks_are_verified_where_they_lie(pushed: Rig, worker: Worker) -> None:
+def test_pushed_blocks_are_verified_in_place(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2, 4])
     assert subscribe.push_slots == [9, 2, 4]
     for indices, last in (([0, 1], False), ([2], True)):
@@ -37,15 +37,13 @@ def test_pushed_blocks_are_verified_where_they_lie(pushed: Rig, worker: Worker) 
         assert worker.write(subscribe, publish.blocks, pushed.layout) == "DONE"
         pushed.deliver(worker, publish)
     assert pushed.results == {"t": LoadResult(3)}, (
-        "nothing is left to write: no confirmation is awaited"
+        "the load waits for a confirmation although all is written"
     )
     assert worker.receive(Release).completed
     assert (pushed.stats.bytes_received, pushed.stats.descriptors_posted) == (3 * BLOCK_NBYTES, 0)
 
 
-def test_the_notification_of_a_write_says_that_its_blocks_are_there(
-    pushed: Rig, worker: Worker
-) -> None:
+def test_the_notification_of_a_write_completes_its_blocks(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2])
     for index in (0, 1):
         assert not pushed.results
@@ -53,13 +51,13 @@ def test_the_notification_of_a_write_says_that_its_blocks_are_there(
         assert worker.write(subscribe, publish.blocks, pushed.layout, publish) == "DONE"
         pushed.advance()
     assert pushed.results == {"t": LoadResult(2)}, (
-        "all was written: neither the last word nor a confirmation is awaited"
+        "the load waits for more messages although all is written"
     )
     assert worker.receive(Release).completed
     assert (pushed.stats.memory_fences, pushed.stats.descriptors_posted) == (0, 0)
 
 
-def test_blocks_that_the_last_publish_names_again_are_verified_once(
+def test_blocks_that_the_last_publish_repeats_are_verified_once(
     pushed: Rig, worker: Worker
 ) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2])
@@ -88,19 +86,19 @@ def test_a_result_is_reported_before_the_producer_is_told(
     assert order == ["result", "Release"]
 
 
-def test_notifications_of_another_load_of_a_stranger_or_without_sense_are_ignored(
+def test_invalid_and_unrelated_notifications_are_ignored(
     pushed: Rig, worker: Worker, made: Callable[[Any], Any]
 ) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
     publish = worker.published(subscribe, [0], written=True)
     old = Publish("t", subscribe.generation ^ 1, publish.blocks, last=False, written=True)
     worker.write(subscribe, publish.blocks, pushed.layout, old)
-    stranger = made(Worker("Q"))
-    stranger.agent.send_notif(
-        stranger.agent.add_remote_agent(pushed.agent.get_agent_metadata()), encode(publish)
+    unrelated = made(Worker("Q"))
+    unrelated.agent.send_notif(
+        unrelated.agent.add_remote_agent(pushed.agent.get_agent_metadata()), encode(publish)
     )
-    for nonsense in (b"no message", encode(Released("t", subscribe.generation))):
-        worker.agent.send_notif("D/0", nonsense)
+    for invalid in (b"no message", encode(Released("t", subscribe.generation))):
+        worker.agent.send_notif("D/0", invalid)
     pushed.advance()
     assert not pushed.results
     pushed.deliver(worker, publish)
@@ -108,7 +106,7 @@ def test_notifications_of_another_load_of_a_stranger_or_without_sense_are_ignore
     assert not failures(pushed)
 
 
-def test_a_pushed_block_that_differs_is_read_once(pushed: Rig, worker: Worker) -> None:
+def test_a_pushed_block_with_a_wrong_checksum_is_read_once(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2])
     publish = worker.published(subscribe, [0, 1], last=True, written=True)
     worker.write(subscribe, publish.blocks[:1], pushed.layout)
@@ -118,13 +116,13 @@ def test_a_pushed_block_that_differs_is_read_once(pushed: Rig, worker: Worker) -
     assert pushed.stats.descriptors_posted == 1
 
 
-def test_published_but_not_written_blocks_are_read(pushed: Rig, worker: Worker) -> None:
+def test_published_blocks_that_were_not_written_are_read(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2])
     pushed.deliver(worker, worker.published(subscribe, [0, 1], last=True, written=False))
     assert pushed.results == {"t": LoadResult(2)}
 
 
-def test_all_verified_without_the_end_waits_for_the_confirmation(
+def test_a_load_verified_before_the_last_publish_waits_for_the_confirmation(
     pushed: Rig, worker: Worker
 ) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
@@ -136,24 +134,20 @@ def test_all_verified_without_the_end_waits_for_the_confirmation(
     assert pushed.stats.memory_fences == 0
 
 
-def test_a_cancelled_push_ends_when_the_producer_writes_no_more(
-    pushed: Rig, worker: Worker
-) -> None:
+def test_a_cancelled_push_ends_with_the_producers_confirmation(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9, 2])
     pushed.consumer.cancel("t")
     pushed.advance()
     assert not worker.receive(Release).completed
     pushed.deliver(worker, Released("t", subscribe.generation ^ 1))
-    assert not pushed.results, "the confirmation of another load"
+    assert not pushed.results, "the confirmation of another load ended it"
     pushed.deliver(worker, Released("t", subscribe.generation))
     assert failures(pushed) == {FailureReason.CANCELLED: 1}
     assert pushed.results["t"].error == "cancelled"
     assert pushed.agent.num_fences == 0
 
 
-def test_a_producer_that_cancels_and_confirms_at_once_is_believed(
-    pushed: Rig, worker: Worker
-) -> None:
+def test_a_push_that_the_producer_cancels_and_confirms_ends(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
     worker.send(Released("t", subscribe.generation))
     pushed.deliver(worker, Cancelled("t", subscribe.generation, "no memory"))
@@ -163,9 +157,7 @@ def test_a_producer_that_cancels_and_confirms_at_once_is_believed(
     assert failures(pushed) == {FailureReason.PRODUCER_CANCELLED: 1}
 
 
-def test_blocks_written_after_the_confirmation_are_not_believed(
-    pushed: Rig, worker: Worker
-) -> None:
+def test_a_publish_after_the_confirmation_is_a_protocol_error(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
     pushed.deliver(worker, Released("t", subscribe.generation))
     pushed.deliver(worker, worker.published(subscribe, [0], last=True, written=True))
@@ -173,7 +165,7 @@ def test_blocks_written_after_the_confirmation_are_not_believed(
     assert failures(pushed) == {FailureReason.PROTOCOL: 1}
 
 
-def test_a_producer_that_does_not_confirm_is_cut_off(pushed: Rig, worker: Worker) -> None:
+def test_a_producer_that_does_not_confirm_is_fenced(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
     publish = worker.published(subscribe, [0], last=True, written=True)
     pushed.consumer.cancel("t")
@@ -182,13 +174,13 @@ def test_a_producer_that_does_not_confirm_is_cut_off(pushed: Rig, worker: Worker
     pushed.advance(0.1)
     assert failures(pushed) == {FailureReason.CANCELLED: 1}
     assert pushed.stats.memory_fences == 1
-    assert pushed.fenced == [1], "the producer's half of this engine is told, afterwards"
+    assert pushed.fenced == [1], "this engine's producer was not notified of the fence"
     before = pushed.blocks.copy()
     assert worker.write(subscribe, publish.blocks, pushed.layout) == "ERR"
     assert (pushed.blocks == before).all()
 
 
-def test_a_fence_ends_loads_of_other_peers_after_the_agent_let_go(
+def test_a_fence_waits_for_loads_of_other_peers_and_ends_them(
     pushed: Rig, worker: Worker, made: Callable[[Any], Any]
 ) -> None:
     other = made(Worker("Q"))
@@ -203,12 +195,12 @@ def test_a_fence_ends_loads_of_other_peers_after_the_agent_let_go(
     )
     worker.close()
     pushed.receive()
-    assert not pushed.results, "the other load is given the time to end"
+    assert not pushed.results, "the fence did not wait for the other load"
     pushed.advance(5.0)
     assert pushed.results.keys() == {"t", "u"}
     assert failures(pushed) == {FailureReason.PEER_LOST: 2}
     assert not other.receive(Release).completed
-    # The other peer is greeted anew, with the memory's new metadata.
+    # A new handshake with the other peer uses the memory's new metadata.
     pushed.agent.hold = False
     old = other.described
     subscribe = pushed.subscribed("v", other, [1])
@@ -219,9 +211,7 @@ def test_a_fence_ends_loads_of_other_peers_after_the_agent_let_go(
     assert pushed.results["v"] == LoadResult(1)
 
 
-def test_a_lost_producer_is_fenced_at_once_if_nobody_else_is_harmed(
-    pushed: Rig, worker: Worker
-) -> None:
+def test_a_lost_producer_is_fenced_at_once_without_other_loads(pushed: Rig, worker: Worker) -> None:
     pushed.subscribed("t", worker, [9])
     worker.close()
     pushed.receive()
@@ -234,7 +224,7 @@ def test_a_lost_producer_is_fenced_at_once_if_nobody_else_is_harmed(
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("push", [False, True])
-def test_heads_come_from_all_of_the_producers_workers(
+def test_heads_are_loaded_from_all_workers_of_the_producer(
     made: Callable[[Any], Any], size: int, push: bool
 ) -> None:
     rig, workers = made(Rig(push=push)), made(tensor_parallel(size))
@@ -250,14 +240,12 @@ def test_heads_come_from_all_of_the_producers_workers(
         if push:
             assert worker.write(subscribe, publish.blocks, rig.layout) == "DONE"
         rig.deliver(worker, publish)
-        assert worker.receive(Release).completed, (
-            "a rank_transfer is released as soon as it is complete"
-        )
+        assert worker.receive(Release).completed, "a complete rank transfer was not released"
     assert rig.results == {"t": LoadResult(2)}
     assert (rig.stats.blocks_received, rig.stats.bytes_received) == (2, 2 * BLOCK_NBYTES)
 
 
-def test_a_consumers_worker_takes_its_own_heads_of_a_larger_worker(
+def test_a_worker_loads_its_own_heads_from_a_larger_worker(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
     rig = made(Rig(heads=HeadRange(2, 2), engine=[HeadRange(0, 2), HeadRange(2, 2)]))
@@ -269,7 +257,7 @@ def test_a_consumers_worker_takes_its_own_heads_of_a_larger_worker(
     assert rig.stats.bytes_received == BLOCK_NBYTES
 
 
-def test_only_workers_with_heads_in_common_take_part(made: Callable[[Any], Any]) -> None:
+def test_only_workers_with_common_heads_are_used(made: Callable[[Any], Any]) -> None:
     rig = made(Rig(heads=HeadRange(2, 2), engine=[HeadRange(0, 2), HeadRange(2, 2)]))
     workers = made(tensor_parallel(4))
     rig.begin("t", workers[0], [5])
@@ -296,7 +284,7 @@ def two_rank_transfers(made: Callable[[Any], Any]) -> tuple[Rig, list[Worker], l
     return rig, workers, [worker.receive(Subscribe) for worker in workers]
 
 
-def test_the_valid_prefix_is_what_every_per_rank_transfer_verified(
+def test_the_valid_prefix_is_verified_by_every_rank_transfer(
     made: Callable[[Any], Any],
 ) -> None:
     rig, workers, subscribes = two_rank_transfers(made)
@@ -307,7 +295,7 @@ def test_the_valid_prefix_is_what_every_per_rank_transfer_verified(
     assert not workers[1].receive(Release).completed
 
 
-def test_a_per_rank_transfer_that_is_lost_fails_the_load(made: Callable[[Any], Any]) -> None:
+def test_a_lost_rank_transfer_fails_the_load(made: Callable[[Any], Any]) -> None:
     rig, workers, _ = two_rank_transfers(made)
     workers[1].close()
     rig.receive()
@@ -315,7 +303,7 @@ def test_a_per_rank_transfer_that_is_lost_fails_the_load(made: Callable[[Any], A
     assert not workers[0].receive(Release).completed
 
 
-def test_a_per_rank_transfer_that_gave_everything_may_be_lost(made: Callable[[Any], Any]) -> None:
+def test_a_complete_rank_transfer_may_be_lost(made: Callable[[Any], Any]) -> None:
     rig, workers, subscribes = two_rank_transfers(made)
     rig.deliver(workers[0], workers[0].published(subscribes[0], [0, 1], last=True))
     workers[0].receive(Release)
@@ -325,7 +313,7 @@ def test_a_per_rank_transfer_that_gave_everything_may_be_lost(made: Callable[[An
     assert rig.results == {"t": LoadResult(2)}
 
 
-def test_the_life_of_one_per_rank_transfer_does_not_hide_the_silence_of_another(
+def test_progress_of_one_rank_transfer_does_not_extend_the_timeout_of_another(
     made: Callable[[Any], Any],
 ) -> None:
     rig, workers, _ = two_rank_transfers(made)
@@ -338,7 +326,7 @@ def test_the_life_of_one_per_rank_transfer_does_not_hide_the_silence_of_another(
     assert f":{workers[1].port}" in rig.results["t"].error
 
 
-def test_a_load_of_nothing_releases_every_worker(made: Callable[[Any], Any]) -> None:
+def test_a_load_without_blocks_releases_every_worker(made: Callable[[Any], Any]) -> None:
     rig, workers = made(Rig(push=True)), made(tensor_parallel(2))
     rig.begin("t", workers[0], [])
     for worker in workers:
@@ -350,7 +338,7 @@ def test_a_load_of_nothing_releases_every_worker(made: Callable[[Any], Any]) -> 
         assert (release.completed, release.num_subscribers) == (True, 1)
 
 
-def test_replicated_heads_are_refused_naming_both_numbers(
+def test_replicated_heads_are_refused_with_both_numbers(
     made: Callable[[Any], Any], rig: Rig, worker: Worker
 ) -> None:
     with pytest.raises(ValueError, match=r"5 workers share 4 KV heads"):

@@ -1,5 +1,7 @@
-"""A consumer against a producer that is honest but unlucky: messages come late and twice, blocks arrive torn, reads and writes take
-their time, loads are cancelled, the producer dies and comes back. Every load ends once; nothing touches its blocks afterwards.
+"""A consumer and a correct producer with random faults.
+
+Messages arrive late or twice, blocks arrive damaged, reads and writes are slow, loads are
+cancelled, and the producer restarts. Every load ends once. Later its blocks are not touched.
 """
 
 from __future__ import annotations
@@ -21,30 +23,30 @@ from baton_kv_transfer.memory.staged_memory import StagedMemory
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Released, Subscribe
 from support.kv_transfer.consumer_rig import HEAD_NBYTES, HOST, WHOLE, Rig, Worker, tensor_parallel
 
+#: Every byte of a free block.
 FREE = 0xEE
-"""Every byte of a block that no load has."""
 TRANSFER_IDS = ["t0", "t1", "t2"]
 MAX_BLOCKS = 6
 
 
 @dataclasses.dataclass(eq=False)
 class Part:
-    """What one of the producer's workers knows of one load."""
+    """The state of one load at one of the producer's workers."""
 
     worker: Worker
     subscribe: Subscribe
     num_published: int = 0
+    #: After a cancellation it sends only the confirmation.
     stopped: bool = False
-    """Cancelled: it says nothing more but that it writes no more."""
     outbox: list[side_channel.ToConsumer] = dataclasses.field(default_factory=list)
+    #: Writes in flight.
     writes: list[Any] = dataclasses.field(default_factory=list)
-    """Begun: may land at any time."""
 
 
 class ConsumerMachine(RuleBasedStateMachine):
     push: ClassVar[bool] = False
+    #: Blocks are staged in few slots.
     staged: ClassVar[bool] = False
-    """Blocks travel through few slots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +59,8 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.free = list(range(WHOLE.num_blocks))
         self.under_way: dict[str, list[int]] = {}
         self.parts: list[Part] = []
+        #: Writes of dead producers and of ended loads.
         self.stray_writes: list[tuple[Worker, Any]] = []
-        """Of producers that died, or of loads that ended."""
         self.history: list[tuple[Worker, side_channel.ToConsumer]] = []
 
     def _staged(self, blocks: np.ndarray, layout: KVCacheLayout) -> StagedMemory:
@@ -85,7 +87,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         block_ids = [self.free.pop(0) for _ in range(num_blocks)]
         self.under_way[transfer_id] = block_ids
         self.rig.begin(transfer_id, self.workers[0], block_ids, first)
-        self._catch_up()
+        self._finish_handshakes()
 
     @precondition(lambda self: self.under_way)
     @rule(transfer_id=st.sampled_from(TRANSFER_IDS), rarely=st.integers(0, 3))
@@ -117,20 +119,20 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(part.writes for part in self.parts))
     @rule(choice=st.integers(0, 7))
-    def a_write_lands(self, choice: int) -> None:
+    def a_write_completes(self, choice: int) -> None:
         part = self._choose(choice, lambda part: part.writes)
         part.worker.agent.transfer(part.writes.pop(0))
 
     @precondition(lambda self: self.stray_writes)
     @rule()
-    def a_stray_write_lands(self) -> None:
+    def a_stray_write_completes(self) -> None:
         worker, handle = self.stray_writes.pop(0)
         worker.agent.transfer(handle)
 
     @precondition(lambda self: any(part.outbox for part in self.parts))
     @rule(choice=st.integers(0, 7))
     def a_message_arrives(self, choice: int) -> None:
-        """In order for each load, in any order among loads and workers."""
+        """Deliver a message. Only messages of one load and worker keep their order."""
         part = self._choose(choice, lambda part: part.outbox)
         self._deliver(part.worker, part.outbox.pop(0))
 
@@ -144,7 +146,7 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     # -- the producer
 
-    @precondition(lambda self: any(self._more(part) for part in self.parts))
+    @precondition(lambda self: any(self._num_unpublished(part) for part in self.parts))
     @rule(
         choice=st.integers(0, 7),
         count=st.integers(1, MAX_BLOCKS),
@@ -153,7 +155,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         notified=st.booleans(),
     )
     def publish(self, choice: int, count: int, damage: str, written: bool, notified: bool) -> None:
-        self._publish(self._choose(choice, self._more), count, damage, written, notified)
+        self._publish(self._choose(choice, self._num_unpublished), count, damage, written, notified)
 
     def _publish(
         self, part: Part, count: int, damage: str, written: bool, notified: bool = False
@@ -162,8 +164,8 @@ class ConsumerMachine(RuleBasedStateMachine):
         notified: the write's notification says the same as the message, and comes first.
         """
         start = part.subscribe.first_block_index + part.num_published
-        count = min(count, self._more(part))
-        last = count == self._more(part)
+        count = min(count, self._num_unpublished(part))
+        last = count == self._num_unpublished(part)
         part.num_published += count
         publish = part.worker.published(
             part.subscribe, range(start, start + count), last, written and self.push
@@ -186,12 +188,14 @@ class ConsumerMachine(RuleBasedStateMachine):
             ) in ("DONE", "ERR")
             if notified:
                 self.rig.advance()
-                self._catch_up()
+                self._finish_handshakes()
 
-    @precondition(lambda self: self.push and any(self._more(part) for part in self.parts))
+    @precondition(
+        lambda self: self.push and any(self._num_unpublished(part) for part in self.parts)
+    )
     @rule(choice=st.integers(0, 7))
     def a_write_begins(self, choice: int) -> None:
-        part = self._choose(choice, self._more)
+        part = self._choose(choice, self._num_unpublished)
         index = part.subscribe.first_block_index + part.num_published
         slots = part.worker.fill(part.subscribe.transfer_id, [index])
         ours, theirs = part.worker.push_lists(part.subscribe.heads, self.rig.layout)
@@ -211,10 +215,10 @@ class ConsumerMachine(RuleBasedStateMachine):
                 Cancelled(part.subscribe.transfer_id, part.subscribe.generation, "cancelled there")
             )
 
-    @precondition(lambda self: any(self._confirmable(part) for part in self.parts))
+    @precondition(lambda self: any(self._may_confirm(part) for part in self.parts))
     @rule(choice=st.integers(0, 7))
     def the_producer_confirms(self, choice: int) -> None:
-        part = self._choose(choice, self._confirmable)
+        part = self._choose(choice, self._may_confirm)
         self._land_all(part)
         part.stopped = True
         part.outbox.append(Released(part.subscribe.transfer_id, part.subscribe.generation))
@@ -228,11 +232,11 @@ class ConsumerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.parts)
     @rule(choice=st.integers(0, 7))
     def all_goes_well(self, choice: int) -> None:
-        """What is left of a load is published, arrives and ends, as far as nothing went wrong before."""
+        """Publish and deliver the rest of a load."""
         transfer_id = self._choose(choice, lambda part: True).subscribe.transfer_id
         for part in [part for part in self.parts if part.subscribe.transfer_id == transfer_id]:
-            if part in self.parts and self._more(part):
-                self._publish(part, self._more(part), "", written=True)
+            if part in self.parts and self._num_unpublished(part):
+                self._publish(part, self._num_unpublished(part), "", written=True)
             while part in self.parts and part.outbox:
                 self._deliver(part.worker, part.outbox.pop(0))
         while self.rig.agent.held:
@@ -242,7 +246,7 @@ class ConsumerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.parts)
     @rule(rarely=st.integers(0, 7))
     def the_producer_restarts(self, rarely: int) -> None:
-        """At the same addresses. BlockWriter that it began are still in the network."""
+        """Restart the producer at the same addresses. Its writes are still in flight."""
         if rarely:
             return
         ports = [worker.port for worker in self.workers]
@@ -285,7 +289,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             for _ in range(40):
                 self.rig.advance(5.0)
                 self.blocks_without_a_load_are_left_alone()
-            assert not self.under_way, "a load that never ends"
+            assert not self.under_way, "a load did not end"
             for part in self.parts:
                 self._land_all(part)
             for worker, handle in self.stray_writes:
@@ -303,7 +307,7 @@ class ConsumerMachine(RuleBasedStateMachine):
     # -- helpers
 
     def _ended(self, transfer_id: str, result: LoadResult) -> None:
-        """The engine uses the blocks for something else at once."""
+        """Reuse the blocks at once for something else."""
         del self.rig.results[transfer_id]
         block_ids = self.under_way.pop(transfer_id)
         assert 0 <= result.num_valid_blocks <= len(block_ids)
@@ -319,8 +323,8 @@ class ConsumerMachine(RuleBasedStateMachine):
         load = self.rig.consumer._loads.get(transfer_id)
         return load.rank_transfers if load is not None else []
 
-    def _catch_up(self) -> None:
-        """Handshakes and subscriptions that are under way."""
+    def _finish_handshakes(self) -> None:
+        """Complete pending handshakes and subscriptions."""
         for worker in self.workers:
             if any(
                 peer.name.endswith(f":{worker.port}") and not peer.is_ready
@@ -345,13 +349,13 @@ class ConsumerMachine(RuleBasedStateMachine):
                         subscribe = worker.receive(Subscribe)
                     self.parts.append(Part(worker, subscribe))
 
-    def _more(self, part: Part) -> int:
-        """Blocks not published yet."""
+    def _num_unpublished(self, part: Part) -> int:
+        """Return the number of unpublished blocks."""
         wanted = len(self.under_way[part.subscribe.transfer_id])
         return 0 if part.stopped else wanted - part.num_published
 
-    def _confirmable(self, part: Part) -> bool:
-        """RELEASE was, or will have been, received; or it was cancelled there."""
+    def _may_confirm(self, part: Part) -> bool:
+        """Return whether the worker may confirm: after a RELEASE or a cancellation."""
         rank_transfers = [
             rank_transfer
             for rank_transfer in self._rank_transfers(part.subscribe.transfer_id)
@@ -381,7 +385,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         return parts[choice % len(parts)]
 
     def _deliver(self, worker: Worker, message: side_channel.ToConsumer) -> None:
-        """If the consumer is still connected to this worker."""
+        """Deliver a message if the consumer is still connected to this worker."""
         if worker in self.workers and any(
             peer.name == f"{worker.instance_id} at {HOST}:{worker.port}"
             for peer in self.rig.consumer.peers()
@@ -389,7 +393,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             if isinstance(message, Publish | Cancelled | Released):
                 self.history.append((worker, message))
             self.rig.deliver(worker, message)
-            self._catch_up()
+            self._finish_handshakes()
 
 
 class StagedMachine(ConsumerMachine):

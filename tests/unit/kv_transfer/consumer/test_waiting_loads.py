@@ -1,4 +1,4 @@
-"""A load that waits for memory: until it begins, the producer keeps its blocks."""
+"""Loads that wait for memory: the producer keeps their blocks until they begin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def producer() -> Iterator[Producer]:
         yield producer
 
 
-def test_heartbeats_name_it_to_every_worker_with_its_heads_until_it_begins(rig: Rig) -> None:
+def test_heartbeats_name_a_waiting_load_until_it_begins(rig: Rig) -> None:
     with contextlib.ExitStack() as stack:
         workers = tensor_parallel(2)
         for worker in workers:
@@ -45,16 +45,16 @@ def test_heartbeats_name_it_to_every_worker_with_its_heads_until_it_begins(rig: 
             assert worker.receive(Subscribe).transfer_id == "t"
 
 
-def test_it_is_forgotten_with_its_producer(rig: Rig) -> None:
+def test_a_waiting_load_is_dropped_with_its_producer(rig: Rig) -> None:
     with contextlib.closing(Worker()) as worker:
         rig.consumer.expect("t", LoadWait(HOST, worker.port, "P"))
         rig.advance()
-        rig.advance(60.0)  # no answer
+        rig.advance(60.0)  # no response
     assert rig.consumer.peers() == []
     assert rig.consumer.next_deadline() is None
 
 
-def test_its_blocks_are_held_for_the_offered_consumer_only_and_not_for_ever(
+def test_blocks_of_a_waiting_load_are_held_for_its_consumer_up_to_a_limit(
     producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_manager, "MAX_WAIT_S", 4 * LEASE_S)

@@ -1,4 +1,4 @@
-"""The block checksum against its formula in plain integers, and against what the engine's kernels compute."""
+"""The block checksum, compared with its formula and with the engine's kernels."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def random_words(num_words: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, MASK), min_size=1, max_size=100))
-def test_sum_is_the_documented_formula(words: list[int]) -> None:
+def test_the_sum_equals_the_documented_formula(words: list[int]) -> None:
     assert word_sum(words) == formula(words)
 
 
 @pytest.mark.parametrize("num_words", [1, 8191, 8192, 8193, 3 * 8192 + 5])
-def test_sums_of_kernels_are_those_of_the_connector(num_words: int) -> None:
+def test_sums_of_the_kernels_equal_those_of_the_connector(num_words: int) -> None:
     words = random_words(num_words)
     expected = formula(words)
     with warnings.catch_warnings(action="error"):
@@ -62,7 +62,7 @@ def test_sums_of_kernels_are_those_of_the_connector(num_words: int) -> None:
 @given(
     st.integers(0, 600), st.integers(1, 400), st.lists(st.integers(0, 1000), min_size=1, max_size=5)
 )
-def test_runs_anywhere_have_equal_sums_in_both(
+def test_sums_of_runs_at_any_offset_are_equal_in_both(
     start: int, num_words: int, offsets: list[int]
 ) -> None:
     data = np.array(random_words(1000), dtype=np.uint64)
@@ -72,7 +72,7 @@ def test_runs_anywhere_have_equal_sums_in_both(
 
 
 @given(st.lists(st.integers(0, MASK), min_size=2, max_size=50), st.data())
-def test_flips_and_swaps_change_the_sum(words: list[int], data: st.DataObject) -> None:
+def test_flipped_and_swapped_words_change_the_sum(words: list[int], data: st.DataObject) -> None:
     flipped = list(words)
     for position in data.draw(st.sets(st.integers(0, len(words) - 1), min_size=1, max_size=2)):
         flipped[position] ^= 1 << data.draw(st.integers(0, 63))
@@ -81,13 +81,13 @@ def test_flips_and_swaps_change_the_sum(words: list[int], data: st.DataObject) -
     assert (word_sum(swapped) == word_sum(words)) == (words[0] == words[1])
 
 
-def test_words_a_period_apart_have_other_weights() -> None:
+def test_words_one_period_apart_have_different_weights() -> None:
     words = random_words(2 * 8192)
     swapped = [*words[8192:], *words[:8192]]
     assert word_sum(swapped) != word_sum(words)
 
 
-def test_binding_separates_transfers_loads_tokens_and_heads() -> None:
+def test_bound_checksums_differ_by_transfer_load_tokens_and_heads() -> None:
     base = {
         "transfer_id": "transfer",
         "generation": 2**63 - 1,
@@ -102,7 +102,7 @@ def test_binding_separates_transfers_loads_tokens_and_heads() -> None:
     }
 
     def bound(word_sum: int = 7, **changes: object) -> int:
-        return checksum.bind(word_sum, **(base | changes))  # type: ignore[arg-type]
+        return checksum.bind(word_sum, **(base | changes))
 
     assert bound() == bound()
     results = [

@@ -1,4 +1,4 @@
-"""What peers see of a worker's KV memory: blocks as they lie, or slots of host memory through which blocks travel."""
+"""A worker's KV memory: blocks in host memory, and blocks staged in slots."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ ALL_HEADS = LAYOUT.heads
 
 
 def random_blocks(num_blocks: int = LAYOUT.num_blocks) -> np.ndarray:
-    """uint8 [num_blocks, heads, head_nbytes]."""
+    """Return random blocks: uint8 [num_blocks, heads, head_nbytes]."""
     shape = (num_blocks, LAYOUT.num_kv_heads, LAYOUT.head_nbytes)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
 def expected_sums(rows: np.ndarray) -> list[int]:
-    """Of contiguous copies of rows [n, ...]."""
+    """Return the sums of contiguous copies of rows [n, ...]."""
     rows = np.ascontiguousarray(rows)
     addresses = rows.ctypes.data + np.arange(len(rows)) * rows[0].nbytes
     return checksum.sum_runs(addresses, rows[0].nbytes).tolist()
 
 
 class Device:
-    """Blocks out of reach, and the host memory before them."""
+    """Simulated device blocks, and slots in host memory."""
 
     def __init__(self, num_slots: int) -> None:
         self.blocks = random_blocks()
@@ -75,7 +75,7 @@ def test_blocks_in_host_memory_are_their_own_slots() -> None:
     np.testing.assert_array_equal(blocks, before)
 
 
-def test_sums_are_of_the_heads_asked_for() -> None:
+def test_sums_cover_the_requested_heads() -> None:
     blocks = random_blocks()
     memory = HostMemory(blocks.ctypes.data, LAYOUT)
     assert memory.block_sums([5, 0], ALL_HEADS).tolist() == expected_sums(blocks[[5, 0]])
@@ -84,7 +84,7 @@ def test_sums_are_of_the_heads_asked_for() -> None:
     assert memory.block_sums([], ALL_HEADS).tolist() == []
 
 
-def test_what_computes_sums_may_be_chosen() -> None:
+def test_the_function_for_sums_can_be_replaced() -> None:
     blocks = random_blocks()
     asked: list[tuple[list[int], int]] = []
 
@@ -98,7 +98,7 @@ def test_what_computes_sums_may_be_chosen() -> None:
     assert asked == [([block + 2 * head, 4 * block + 2 * head], head)]
 
 
-def test_heads_that_do_not_divide_into_words_are_refused() -> None:
+def test_heads_that_are_no_multiple_of_a_word_are_refused() -> None:
     odd = KVCacheLayout(
         num_blocks=1, num_kv_heads=1, num_layers=1, block_size=1, head_dim=3, dtype="bfloat16"
     )
@@ -108,7 +108,7 @@ def test_heads_that_do_not_divide_into_words_are_refused() -> None:
         StagedMemory(0, 1, odd, copy_out=lambda *_: None, copy_in=lambda *_: None)
 
 
-def test_staged_blocks_travel_through_slots() -> None:
+def test_staged_blocks_are_copied_through_slots() -> None:
     producer, consumer = Device(num_slots=4), Device(num_slots=3)
     consumer.blocks[:] = 0
     exposed, accepted = producer.memory.expose([5, 2]), consumer.memory.accept([0, 1])
@@ -123,7 +123,7 @@ def test_staged_blocks_travel_through_slots() -> None:
     assert not consumer.blocks[2:].any()
 
 
-def test_what_is_exposed_stays_while_the_block_changes() -> None:
+def test_an_exposed_copy_does_not_change_with_its_block() -> None:
     device = Device(num_slots=2)
     slots = device.memory.expose([3])
     assert slots is not None
@@ -132,7 +132,7 @@ def test_what_is_exposed_stays_while_the_block_changes() -> None:
     assert device.memory.block_sums(slots, ALL_HEADS).tolist() == before
 
 
-def test_heads_are_committed_apart() -> None:
+def test_heads_are_committed_separately() -> None:
     device = Device(num_slots=2)
     before = device.blocks.copy()
     slots = device.memory.accept([1])
@@ -143,7 +143,7 @@ def test_heads_are_committed_apart() -> None:
     np.testing.assert_array_equal(device.blocks[1, 0], before[1, 0])
 
 
-def test_without_enough_free_slots_nothing_is_taken() -> None:
+def test_without_enough_free_slots_none_is_taken() -> None:
     device = Device(num_slots=3)
     first = device.memory.accept([0, 1])
     assert first == [0, 1]
@@ -154,7 +154,7 @@ def test_without_enough_free_slots_nothing_is_taken() -> None:
     assert device.memory.expose([2, 3]) == [0, 1]
 
 
-def test_more_blocks_than_there_are_slots_are_never_taken_and_that_is_said_once(
+def test_more_blocks_than_slots_are_refused_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = Device(num_slots=2)
@@ -180,7 +180,7 @@ def test_slots_return_when_copying_out_fails() -> None:
     assert device.memory.num_free_slots == 2
 
 
-def test_slots_that_are_not_in_use_are_refused_and_nothing_else_is_released() -> None:
+def test_releasing_an_unused_slot_is_refused_and_releases_nothing() -> None:
     device = Device(num_slots=4)
     memory = device.memory
     slots = memory.accept([0, 1])
@@ -197,7 +197,7 @@ def test_slots_that_are_not_in_use_are_refused_and_nothing_else_is_released() ->
     assert memory.num_free_slots == 4
 
 
-def test_only_what_was_accepted_for_a_block_is_committed_to_it() -> None:
+def test_only_accepted_slots_are_committed_to_their_block() -> None:
     device = Device(num_slots=4)
     before = device.blocks.copy()
     accepted, exposed = device.memory.accept([0, 1]), device.memory.expose([2])
@@ -211,7 +211,7 @@ def test_only_what_was_accepted_for_a_block_is_committed_to_it() -> None:
 
 
 class AnyUse(RuleBasedStateMachine):
-    """No slot is handed out twice, and all return."""
+    """No slot is used twice, and all slots are returned."""
 
     used = Bundle("used")
 
@@ -229,7 +229,7 @@ class AnyUse(RuleBasedStateMachine):
             assert len(block_ids) > 5 - len(self.held)
             return multiple()
         assert len(slots) == len(block_ids)
-        assert not set(slots) & self.held.keys(), "handed out twice"
+        assert not set(slots) & self.held.keys(), "a slot was taken twice"
         assert set(slots) <= set(range(5))
         if not exposing:
             for slot, block_id in zip(slots, block_ids, strict=True):

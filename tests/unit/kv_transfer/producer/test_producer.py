@@ -1,4 +1,4 @@
-"""The producer's half against consumers that say anything at any time: what it hands out, to whom, and for how long."""
+"""A producer with scripted consumers: handshakes, subscriptions, leases and cancellations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def indices(messages: list[Any]) -> list[int]:
         ({"instance_id": ""}, ["instance id"]),
     ],
 )
-def test_a_hello_that_does_not_fit_is_refused_naming_both_values(
+def test_an_incompatible_hello_is_refused_with_both_values(
     make: Callable[..., Any], producer: Producer, lie: dict[str, Any], named: list[str]
 ) -> None:
     consumer = make(Consumer, producer, greet=False)
@@ -66,7 +66,7 @@ RIGHT, WRONG = ServiceKey(b"the right service's key"), ServiceKey(b"the wrong se
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(RIGHT, WRONG), (RIGHT, None), (None, RIGHT)])
-def test_memory_is_described_only_after_the_tokens_proof(
+def test_memory_is_described_only_after_the_proof_of_the_token(
     make: Callable[..., Any], ours: ServiceKey | None, theirs: ServiceKey | None
 ) -> None:
     producer = make(Producer, service_key=ours)
@@ -75,7 +75,7 @@ def test_memory_is_described_only_after_the_tokens_proof(
     stranger = make(Consumer, producer, token=auth.derive_token(theirs), greet=False)
     (welcome,) = stranger.send(stranger.hello())
     assert welcome.proof != stranger.proof(welcome, auth.PRODUCER), (
-        "the consumer sees that the producer is none of its service"
+        "the producer must not prove a token that it does not have"
     )
     for proof in (stranger.proof(welcome), welcome.proof, b""):
         stranger.send(stranger.hello())
@@ -86,11 +86,11 @@ def test_memory_is_described_only_after_the_tokens_proof(
             for key in map(auth.derive_token, (ours, theirs))
         )
     assert not [name for name in producer.agent._peers if name.startswith("D")], (
-        "nor is its memory looked at"
+        "the producer used the description"
     )
 
 
-def test_a_proof_of_an_earlier_handshake_does_not_hold(make: Callable[..., Any]) -> None:
+def test_a_proof_of_an_earlier_handshake_is_refused(make: Callable[..., Any]) -> None:
     producer = make(Producer, service_key=RIGHT)
     consumer = make(Consumer, producer, token=auth.derive_token(RIGHT), greet=False)
     (first,) = consumer.send(consumer.hello())
@@ -118,7 +118,7 @@ def test_a_proof_of_an_earlier_handshake_does_not_hold(make: Callable[..., Any])
         "no heads",
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(
+def test_incompatible_layouts_are_refused(
     make: Callable[..., Any], producer: Producer, theirs: Any
 ) -> None:
     consumer = make(Consumer, producer, greet=False)
@@ -127,7 +127,7 @@ def test_layouts_that_do_not_fit_are_refused(
     assert isinstance(refused, Refused)
 
 
-def test_transfers_may_be_asked_for_only_after_the_handshake(
+def test_transfers_can_be_requested_only_after_the_handshake(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     consumer = make(Consumer, producer, greet=False)
@@ -137,10 +137,10 @@ def test_transfers_may_be_asked_for_only_after_the_handshake(
         assert "must come first" in refused.reason
         (refused,) = consumer.send(side_channel.Describe(b"", consumer.layout, None))
         assert "HELLO must come first" in refused.reason
-        consumer.send(consumer.hello())  # which is the first half only
+        consumer.send(consumer.hello())  # only the first half of the handshake
 
 
-def test_a_consumer_that_stood_still_between_hello_and_describe_is_not_refused(
+def test_a_consumer_may_pause_between_hello_and_describe(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     consumer = make(Consumer, producer, greet=False)
@@ -151,9 +151,7 @@ def test_a_consumer_that_stood_still_between_hello_and_describe_is_not_refused(
     assert isinstance(described, side_channel.Description)
 
 
-def test_a_handshake_that_both_sides_gave_up_is_forgotten(
-    make: Callable[..., Any], producer: Producer
-) -> None:
+def test_an_abandoned_handshake_is_dropped(make: Callable[..., Any], producer: Producer) -> None:
     consumer = make(Consumer, producer, greet=False)
     consumer.send(consumer.hello())
     assert num_sessions(producer) == 1
@@ -165,7 +163,7 @@ def test_a_handshake_that_both_sides_gave_up_is_forgotten(
     "frame",
     [b"", b"\xc1", b"\x00" * 1000, msgspec.msgpack.encode(["Subscribe", "t"]), b"\x91" * 2000],
 )
-def test_malformed_messages_are_refused_and_cost_only_their_sender(
+def test_malformed_messages_disconnect_only_their_sender(
     make: Callable[..., Any], producer: Producer, consumer: Consumer, frame: bytes
 ) -> None:
     producer.offer()
@@ -177,7 +175,7 @@ def test_malformed_messages_are_refused_and_cost_only_their_sender(
     assert indices(consumer.received()) == [0]
 
 
-def test_thousands_of_handshakes_evict_no_consumer_at_work(
+def test_thousands_of_handshakes_evict_no_active_consumer(
     make: Callable[..., Any],
     producer: Producer,
     consumer: Consumer,
@@ -200,7 +198,7 @@ def test_thousands_of_handshakes_evict_no_consumer_at_work(
     assert indices(consumer.received()) == [0]
 
 
-def test_a_consumer_whose_connection_is_gone_is_found_out_and_forgotten(
+def test_a_consumer_with_a_lost_connection_is_dropped(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     consumer = make(Consumer, producer, push=True)
@@ -218,7 +216,7 @@ def test_a_consumer_whose_connection_is_gone_is_found_out_and_forgotten(
 # Subscriptions
 
 
-def test_blocks_are_published_to_the_subscriber_with_proofs_of_its_load(
+def test_blocks_are_published_with_checksums_bound_to_the_load(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -240,13 +238,13 @@ def test_blocks_are_published_to_the_subscriber_with_proofs_of_its_load(
     assert producer.memory.exposed == []
 
 
-def test_who_comes_late_gets_everything_at_once_and_sums_are_computed_once_in_one_call(
+def test_a_late_subscriber_gets_all_blocks_with_sums_of_one_call(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     producer.offer()
     producer.save([3, 4])
     producer.save([5], first=2, last=True)
-    assert producer.memory.sum_calls == [], "nobody asked for any heads yet"
+    assert producer.memory.sum_calls == [], "sums were computed before a subscription"
     left, right = (
         make(Consumer, producer, rank=rank, heads=HeadRange(2 * rank, 2)) for rank in (0, 1)
     )
@@ -257,7 +255,7 @@ def test_who_comes_late_gets_everything_at_once_and_sums_are_computed_once_in_on
     assert producer.memory.sum_calls == [(3, HeadRange(0, 2)), (3, HeadRange(2, 2))]
 
 
-def test_many_blocks_are_published_in_parts_and_the_last_part_says_so(
+def test_many_blocks_are_published_in_parts_with_a_last_part(
     producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_manager, "PART_BYTES", 2 * layout().block_nbytes)
@@ -279,13 +277,13 @@ def test_a_transfer_ends_when_all_workers_of_the_consumer_released_it(
     left.subscribe(worker=0, of=2)
     producer.save([3], last=True)
     left.release(worker=0, of=2)
-    assert producer.finished == [], "the other one has not even come"
+    assert producer.finished == [], "the transfer ended without the other worker"
     right.subscribe(worker=1, of=2, generation=8)
     right.release(worker=1, of=2, generation=8)
     assert producer.finished == ["t"]
 
 
-def test_a_load_that_wants_nothing_releases_without_subscribing(
+def test_a_load_without_blocks_releases_without_a_subscription(
     producer: Producer, consumer: Consumer
 ) -> None:
     consumer.release("early")
@@ -296,7 +294,7 @@ def test_a_load_that_wants_nothing_releases_without_subscribing(
     assert producer.finished == ["early", "late"]
 
 
-def test_a_subscription_before_the_offer_waits_for_it_and_one_after_the_end_is_refused(
+def test_a_subscription_waits_for_the_offer_and_is_refused_after_the_end(
     producer: Producer, consumer: Consumer
 ) -> None:
     assert consumer.subscribe() == []
@@ -308,7 +306,7 @@ def test_a_subscription_before_the_offer_waits_for_it_and_one_after_the_end_is_r
     assert cancelled == Cancelled("t", 8, "transfer t has ended: released")
 
 
-def test_a_subscription_that_was_never_offered_is_refused_after_a_lease(
+def test_a_subscription_without_an_offer_is_refused_after_a_lease(
     producer: Producer, consumer: Consumer
 ) -> None:
     consumer.subscribe()
@@ -321,7 +319,7 @@ def test_a_subscription_that_was_never_offered_is_refused_after_a_lease(
     assert "was not offered" in cancelled.reason
 
 
-def test_early_subscriptions_have_a_limit(
+def test_the_number_of_early_subscriptions_is_limited(
     producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_messages, "MAX_EARLY", 3)
@@ -358,17 +356,17 @@ def test_early_subscriptions_have_a_limit(
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_for_is_refused(
+def test_an_invalid_subscription_is_refused(
     producer: Producer, consumer: Consumer, lie: dict[str, Any]
 ) -> None:
     producer.offer()
     (cancelled, *_) = consumer.subscribe(**lie)
     assert isinstance(cancelled, Cancelled)
     assert producer.finished == []
-    assert consumer.subscribe() == [], "the transfer is still there for who asks rightly"
+    assert consumer.subscribe() == [], "the invalid subscription ended the transfer"
 
 
-def test_heads_that_the_two_workers_do_not_share_count_as_refused_descriptors(
+def test_heads_that_the_workers_do_not_share_count_as_refused_descriptors(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     consumer = make(Consumer, producer, heads=HeadRange(0, 2))
@@ -379,7 +377,7 @@ def test_heads_that_the_two_workers_do_not_share_count_as_refused_descriptors(
     assert producer.stats.descriptors_refused == 1
 
 
-def test_a_second_worker_of_the_same_number_is_refused_and_the_first_stands(
+def test_a_second_worker_of_the_same_rank_is_refused(
     make: Callable[..., Any], producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -388,7 +386,7 @@ def test_a_second_worker_of_the_same_number_is_refused_and_the_first_stands(
     (cancelled,) = second.subscribe(generation=8)
     assert "exists already" in cancelled.reason
     assert cancelled.generation == 8
-    assert consumer.subscribe(generation=7) == [], "said twice is said once"
+    assert consumer.subscribe(generation=7) == [], "a repeated subscription must be ignored"
     producer.save([3], last=True)
     assert indices(consumer.received()) == [0]
     assert second.received() == []
@@ -399,7 +397,7 @@ def test_a_second_worker_of_the_same_number_is_refused_and_the_first_stands(
     assert producer.finished == ["t"]
 
 
-def test_a_worker_with_another_number_of_workers_is_refused_naming_both(
+def test_a_worker_with_another_number_of_workers_is_refused_with_both_numbers(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     left, right = (
@@ -412,9 +410,7 @@ def test_a_worker_with_another_number_of_workers_is_refused_naming_both(
     assert right.subscribe(worker=1, of=2) == []
 
 
-def test_a_release_of_another_generation_counts_for_nothing(
-    producer: Producer, consumer: Consumer
-) -> None:
+def test_a_release_of_another_generation_is_ignored(producer: Producer, consumer: Consumer) -> None:
     producer.offer()
     consumer.subscribe(generation=7)
     producer.save([3], last=True)
@@ -426,7 +422,9 @@ def test_a_release_of_another_generation_counts_for_nothing(
     assert producer.finished == ["t"]
 
 
-def test_a_released_load_does_not_come_back(make: Callable[..., Any], producer: Producer) -> None:
+def test_a_released_load_cannot_subscribe_again(
+    make: Callable[..., Any], producer: Producer
+) -> None:
     left = make(Consumer, producer, heads=HeadRange(0, 2))
     producer.offer()
     left.release(worker=0, of=2)
@@ -435,7 +433,7 @@ def test_a_released_load_does_not_come_back(make: Callable[..., Any], producer: 
     assert producer.finished == []
 
 
-def test_a_release_before_the_offer_ends_the_transfer_when_it_comes(
+def test_a_release_before_the_offer_ends_the_transfer_at_the_offer(
     producer: Producer, consumer: Consumer
 ) -> None:
     consumer.subscribe(generation=7)
@@ -445,7 +443,7 @@ def test_a_release_before_the_offer_ends_the_transfer_when_it_comes(
     assert producer.finished == ["t"]
 
 
-def test_strangers_neither_get_nor_end_a_transfer(
+def test_other_peers_can_neither_load_nor_end_a_transfer(
     make: Callable[..., Any], producer: Producer, consumer: Consumer
 ) -> None:
     stranger = make(Consumer, producer, instance_id="E")
@@ -460,12 +458,12 @@ def test_strangers_neither_get_nor_end_a_transfer(
 # Leases
 
 
-def test_a_consumer_that_never_comes_costs_one_lease_after_the_last_save(
+def test_a_transfer_without_a_consumer_ends_a_lease_after_the_last_save(
     producer: Producer,
 ) -> None:
     producer.offer()
     producer.advance(5 * LEASE_S)
-    assert producer.finished == [], "it waits for its turn, no block is kept"
+    assert producer.finished == [], "no block is kept while the consumer waits"
     producer.save([3])
     producer.advance(LEASE_S - 1)
     producer.save([4], first=1, last=True)
@@ -476,7 +474,7 @@ def test_a_consumer_that_never_comes_costs_one_lease_after_the_last_save(
     assert producer.stats.leases_expired == 1
 
 
-def test_a_subscriber_that_never_heartbeats_costs_one_lease(
+def test_a_subscriber_without_heartbeats_keeps_blocks_for_one_lease(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -493,7 +491,7 @@ def test_a_subscriber_that_never_heartbeats_costs_one_lease(
     )
 
 
-def test_heartbeats_keep_blocks_and_are_answered_while_more_is_to_come(
+def test_heartbeats_keep_blocks_and_get_pending_while_prefill_runs(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -511,7 +509,7 @@ def test_heartbeats_keep_blocks_and_are_answered_while_more_is_to_come(
     assert producer.finished == ["t"]
 
 
-def test_heartbeats_keep_nothing_for_ever(producer: Producer, consumer: Consumer) -> None:
+def test_heartbeats_keep_blocks_up_to_a_limit(producer: Producer, consumer: Consumer) -> None:
     producer.offer()
     consumer.subscribe()
     producer.save([3], last=True)
@@ -521,7 +519,7 @@ def test_heartbeats_keep_nothing_for_ever(producer: Producer, consumer: Consumer
     assert producer.finished == ["t"]
 
 
-def test_a_worker_that_does_not_come_costs_one_lease_whatever_the_other_says(
+def test_a_missing_worker_ends_the_transfer_after_one_lease(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     left = make(Consumer, producer, heads=HeadRange(0, 2))
@@ -537,14 +535,14 @@ def test_a_worker_that_does_not_come_costs_one_lease_whatever_the_other_says(
     assert producer.finished == ["t"]
 
 
-def test_what_was_sent_while_the_thread_stood_still_is_read_before_a_lease_ends(
+def test_messages_sent_during_a_stall_are_read_before_a_lease_ends(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
     consumer.subscribe()
     producer.save([3])
     producer.now += 3 * LEASE_S
-    producer.side.advance(producer.now)  # whatever the network still holds gets a moment to arrive
+    producer.side.advance(producer.now)  # time for messages in the network to arrive
     assert producer.finished == []
     consumer.heartbeat()
     producer.advance(LEASE_S - 1)
@@ -556,7 +554,7 @@ def test_what_was_sent_while_the_thread_stood_still_is_read_before_a_lease_ends(
 # The producer's own scheduler
 
 
-def test_a_cancelled_transfer_ends_when_the_consumer_acknowledged_it(
+def test_a_cancelled_transfer_ends_with_the_consumers_acknowledgement(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -572,7 +570,7 @@ def test_a_cancelled_transfer_ends_when_the_consumer_acknowledged_it(
     assert producer.finished == ["t"]
 
 
-def test_a_cancelled_transfer_that_nobody_acknowledges_ends_with_the_lease(
+def test_an_unacknowledged_cancellation_ends_with_the_lease(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -584,7 +582,7 @@ def test_a_cancelled_transfer_that_nobody_acknowledges_ends_with_the_lease(
     assert producer.finished == ["t"]
 
 
-def test_two_offers_of_one_transfer_are_one(producer: Producer, consumer: Consumer) -> None:
+def test_a_repeated_offer_is_ignored(producer: Producer, consumer: Consumer) -> None:
     producer.offer()
     consumer.subscribe()
     producer.offer(peer="E")
@@ -592,10 +590,10 @@ def test_two_offers_of_one_transfer_are_one(producer: Producer, consumer: Consum
     assert producer.finished == ["t"]
     producer.offer()
     consumer.release(generation=8)
-    assert producer.finished == ["t", "t"], "an ended one may be offered again"
+    assert producer.finished == ["t", "t"], "an ended transfer cannot be offered again"
 
 
-def test_publishing_waits_for_slots_and_the_transfer_that_holds_some_goes_first(
+def test_publishing_waits_for_slots_and_transfers_with_slots_go_first(
     make: Callable[..., Any], producer: Producer, consumer: Consumer
 ) -> None:
     producer.memory.free = 3
@@ -613,7 +611,7 @@ def test_publishing_waits_for_slots_and_the_transfer_that_holds_some_goes_first(
     assert producer.memory.exposed == []
 
 
-def test_small_transfers_do_not_overtake_a_large_one_that_waits_for_slots(
+def test_small_transfers_do_not_overtake_a_large_one_waiting_for_slots(
     producer: Producer,
 ) -> None:
     producer.memory.free = 2
@@ -627,7 +625,7 @@ def test_small_transfers_do_not_overtake_a_large_one_that_waits_for_slots(
     assert producer.memory.exposed == [1, 2, 3]
 
 
-def test_a_transfer_for_which_no_slot_becomes_free_ends_with_a_reason(
+def test_a_transfer_without_slots_ends_with_a_reason(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.memory.free = 1
@@ -664,8 +662,8 @@ def test_after_a_defect_every_transfer_ends(producer: Producer, consumer: Consum
     assert sorted(producer.finished) == ["a", "b"]
 
 
-def test_a_welcome_is_no_secret_kept(producer: Producer, make: Callable[..., Any]) -> None:
-    """Two greetings get two nonces: what was proved once proves nothing later."""
+def test_each_handshake_has_its_own_nonce(producer: Producer, make: Callable[..., Any]) -> None:
+    """A proof of one handshake must not be valid in another."""
     consumer = make(Consumer, producer, greet=False)
     first, second = consumer.send(consumer.hello(), consumer.hello())
     assert isinstance(first, Welcome)

@@ -1,4 +1,4 @@
-"""Push: the producer writes into consumers' memory, only where they said and only while they want it."""
+"""Push: the producer writes only to the slots of active subscriptions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def consumer(make: Callable[..., Any], producer: Producer) -> Consumer:
     return made
 
 
-def test_a_write_names_its_blocks_and_the_last_publish_names_all_that_were_written(
+def test_a_notification_names_its_blocks_and_the_last_publish_names_all_written_blocks(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
     consumer.subscribe(slots=[9, 8, 7], first=1)
     producer.save([3, 4])
-    assert consumer.heartbeat() == [Pending(["t"])], "the write has not ended"
+    assert consumer.heartbeat() == [Pending(["t"])], "published before the end of the write"
     assert not consumer.notified()
     producer.agent.let_go()
     (first,) = consumer.notified()
     producer.advance()
-    assert not consumer.received(), "the notification said it"
+    assert not consumer.received(), "a publish repeats the notification"
     assert [(block.index, block.slot) for block in first.blocks] == [(1, 4)]
     assert (first.written, first.last) == (True, False)
     assert (consumer.bytes[9] == producer.memory.bytes[4]).all()
@@ -46,7 +46,7 @@ def test_a_write_names_its_blocks_and_the_last_publish_names_all_that_were_writt
     ] == publish.blocks
     assert (consumer.bytes[[8, 7]] == producer.memory.bytes[[5, 6]]).all()
     assert [slot for slot in range(NUM_BLOCKS) if consumer.bytes[slot].any()] == [7, 8, 9], (
-        "what has no slot is not wanted"
+        "a block without a slot was written"
     )
     assert consumer.release() == [Released("t", 7)]
     assert producer.finished == ["t"]
@@ -55,7 +55,7 @@ def test_a_write_names_its_blocks_and_the_last_publish_names_all_that_were_writt
     assert (producer.stats.queued_bytes, producer.stats.inflight_bytes) == (0, 0)
 
 
-def test_the_last_publish_comes_even_if_the_last_step_holds_nothing_that_is_wanted(
+def test_the_last_publish_is_sent_without_wanted_blocks_in_the_last_step(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -69,7 +69,7 @@ def test_the_last_publish_comes_even_if_the_last_step_holds_nothing_that_is_want
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [((0, 4), (2, 2)), ((1, 2), (0, 4)), ((0, 2), (1, 3))])
-def test_heads_go_where_the_consumers_worker_has_them(
+def test_heads_are_written_to_their_place_in_the_consumers_worker(
     make: Callable[..., Any], ours: tuple[int, int], theirs: tuple[int, int]
 ) -> None:
     producer = make(Producer, heads=HeadRange(*ours))
@@ -130,7 +130,7 @@ def test_slots_outside_the_described_memory_are_refused_and_counted(
     ],
     ids=str,
 )
-def test_a_consumer_that_describes_nonsense_is_refused(
+def test_an_invalid_description_is_refused(
     make: Callable[..., Any], producer: Producer, consumer: Consumer, lie: dict[str, Any]
 ) -> None:
     liar = make(Consumer, producer, instance_id="L", greet=False)
@@ -142,7 +142,7 @@ def test_a_consumer_that_describes_nonsense_is_refused(
     assert list(producer.agent._peers) == ["D/0"]
 
 
-def test_nobody_describes_the_memory_of_another_instance(
+def test_the_memory_of_another_instance_cannot_be_described(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     honest = make(Consumer, producer, instance_id="D", greet=False)
@@ -152,16 +152,14 @@ def test_nobody_describes_the_memory_of_another_instance(
     assert "its agent is called D/0" in refused.reason
 
 
-def test_pushing_needs_memory_that_was_described(
-    make: Callable[..., Any], producer: Producer
-) -> None:
+def test_a_push_needs_described_memory(make: Callable[..., Any], producer: Producer) -> None:
     consumer = make(Consumer, producer, push=False)
     producer.offer()
     cancelled, _ = consumer.subscribe(slots=[1])
     assert "not described" in cancelled.reason
 
 
-def test_each_peer_has_a_window_and_its_transfers_take_turns(make: Callable[..., Any]) -> None:
+def test_each_peer_has_a_window_that_its_transfers_share(make: Callable[..., Any]) -> None:
     nbytes = 256  # of a block here
     producer = make(Producer, max_inflight_bytes=3 * nbytes)
     consumer, other = (make(Consumer, producer, rank=rank, push=True) for rank in (0, 1))
@@ -174,9 +172,7 @@ def test_each_peer_has_a_window_and_its_transfers_take_turns(make: Callable[...,
     assert (producer.stats.inflight_bytes, producer.stats.queued_bytes) == (3 * nbytes, 5 * nbytes)
     producer.save([8], transfer_id="short", last=True)
     producer.save([9], transfer_id="elsewhere", last=True)
-    assert [handle.peer for handle in producer.agent.held] == ["D/0", "D/1"], (
-        "another peer's window is its own"
-    )
+    assert [handle.peer for handle in producer.agent.held] == ["D/0", "D/1"], "peers share a window"
     ended = []
     while producer.agent.held:
         assert producer.stats.inflight_bytes <= 4 * nbytes
@@ -187,7 +183,7 @@ def test_each_peer_has_a_window_and_its_transfers_take_turns(make: Callable[...,
     assert (consumer.bytes[:8] == producer.memory.bytes[:8]).all()
 
 
-def test_a_block_larger_than_the_window_is_written_by_itself(make: Callable[..., Any]) -> None:
+def test_a_block_larger_than_the_window_is_written_alone(make: Callable[..., Any]) -> None:
     producer = make(Producer, max_inflight_bytes=1)
     consumer = make(Consumer, producer, push=True)
     producer.offer()
@@ -212,12 +208,12 @@ def test_a_release_is_confirmed_and_the_blocks_are_freed_once_no_write_is_in_fli
     producer.agent.let_go()
     producer.advance()
     assert consumer.received() == [Released("t", 7)]
-    assert producer.agent.held == [], "what was queued is not begun any more"
+    assert producer.agent.held == [], "a queued write was started after the release"
     assert producer.finished == ["t"]
     assert producer.stats.queued_bytes == 0
 
 
-def test_a_cancel_stops_writing_and_says_when_it_has_stopped(
+def test_a_cancellation_stops_writes_and_is_confirmed(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -228,13 +224,13 @@ def test_a_cancel_stops_writing_and_says_when_it_has_stopped(
     assert consumer.received() == [Cancelled("t", 7, "cancelled by the producer")]
     producer.let_writes_end()
     assert consumer.received() == [Released("t", 7)]
-    assert producer.finished == [], "the consumer may be reading what it could not prove"
+    assert producer.finished == [], "the consumer may still read blocks that it could not verify"
     assert consumer.release() == []
     assert producer.finished == ["t"]
 
 
 @pytest.mark.parametrize("offered", [False, True])
-def test_every_push_that_is_not_let_in_is_told_that_nothing_will_be_written(
+def test_every_refused_push_gets_a_confirmation(
     producer: Producer, consumer: Consumer, offered: bool
 ) -> None:
     if offered:
@@ -248,9 +244,7 @@ def test_every_push_that_is_not_let_in_is_told_that_nothing_will_be_written(
     assert released == Released("t", 7)
 
 
-def test_an_early_push_that_is_given_up_is_confirmed_at_once(
-    producer: Producer, consumer: Consumer
-) -> None:
+def test_a_dropped_early_push_is_confirmed_at_once(producer: Producer, consumer: Consumer) -> None:
     consumer.subscribe(slots=[0])
     assert consumer.release() == [Released("t", 7)]
     producer.offer()
@@ -272,7 +266,7 @@ def test_the_end_of_the_lease_waits_for_writes_that_end(
     assert Released("t", 7) in consumer.received()
 
 
-def test_the_end_of_the_lease_cuts_off_writes_that_do_not_end(
+def test_the_end_of_the_lease_disconnects_writes_that_do_not_end(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -281,7 +275,7 @@ def test_the_end_of_the_lease_cuts_off_writes_that_do_not_end(
     producer.agent.frozen = True
     producer.advance(2 * LEASE_S)
     assert "D/0" not in producer.agent._peers
-    assert producer.finished == [], "not even then, before the transport says that they ended"
+    assert producer.finished == [], "the transfer ended before its writes"
     producer.agent.fail_all("D/0")
     producer.advance()
     assert producer.finished == ["t"]
@@ -291,7 +285,7 @@ def test_the_end_of_the_lease_cuts_off_writes_that_do_not_end(
     )
 
 
-def test_a_write_that_fails_ends_what_is_pushed_to_this_consumer_and_it_may_reconnect(
+def test_a_failed_write_ends_all_pushes_to_its_consumer_which_may_reconnect(
     make: Callable[..., Any], producer: Producer, consumer: Consumer
 ) -> None:
     pulling = make(Consumer, producer, instance_id="E")
@@ -324,14 +318,14 @@ def test_a_write_that_fails_ends_what_is_pushed_to_this_consumer_and_it_may_reco
     assert sorted(producer.finished) == ["a", "again", "b", "c"]
 
 
-def test_a_consumer_that_reconnects_is_written_to_no_more(
+def test_writes_to_a_consumer_end_when_it_reconnects(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
     consumer.subscribe(slots=[0, 1])
     producer.save([3])
     consumer.send_hello()
-    assert producer.agent.held == [], "its agent went, and with it the write"
+    assert producer.agent.held == [], "the write did not end with the agent"
     producer.save([4], first=1, last=True)
     assert producer.agent.held == []
     assert consumer.received() == []
@@ -339,10 +333,10 @@ def test_a_consumer_that_reconnects_is_written_to_no_more(
     assert producer.finished == ["t"]
 
 
-def test_memory_registered_anew_is_not_reached_by_what_was_agreed_about_the_older(
+def test_pushes_of_an_earlier_registration_do_not_reach_new_memory(
     make: Callable[..., Any], producer: Producer
 ) -> None:
-    """As after a fence: the worker greets on a new connection, with new metadata under its old name."""
+    """After a fence the worker reconnects with new metadata under its old name."""
     producer.side._writes._max_inflight_bytes = 256
     before = make(Consumer, producer, push=True)
     producer.offer()
@@ -362,7 +356,7 @@ def test_memory_registered_anew_is_not_reached_by_what_was_agreed_about_the_olde
     assert (after.bytes[0] == producer.memory.bytes[5]).all()
 
 
-def test_when_this_side_fenced_its_memory_who_is_pushed_to_reconnects(
+def test_consumers_reconnect_after_this_side_fenced_its_memory(
     producer: Producer, consumer: Consumer
 ) -> None:
     producer.offer()
@@ -375,7 +369,7 @@ def test_when_this_side_fenced_its_memory_who_is_pushed_to_reconnects(
     assert [type(message) for message in consumer.received()] == [Cancelled, Released, Refused]
 
 
-def test_a_transport_that_refuses_to_post_is_a_failed_write(
+def test_a_write_that_cannot_be_posted_fails(
     producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> str:
@@ -389,7 +383,7 @@ def test_a_transport_that_refuses_to_post_is_a_failed_write(
     assert (producer.stats.queued_bytes, producer.stats.inflight_bytes) == (0, 0)
 
 
-def test_two_workers_may_take_a_block_in_different_ways(
+def test_two_workers_may_read_and_be_pushed_the_same_block(
     make: Callable[..., Any], producer: Producer
 ) -> None:
     pushed = make(Consumer, producer, rank=0, heads=HeadRange(0, 2), push=True)

@@ -1,5 +1,6 @@
-"""Whatever consumers, the scheduler, the transport and the clock do, and in whatever order: each offer ends exactly once, never
-while its blocks may be read or written from, and always in the end."""
+"""Random actions of consumers, the scheduler, the transport and the clock.
+
+Each offer ends exactly once, and not while its blocks may be accessed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ RARELY = st.sampled_from([False, False, False, True])
 
 
 class Load:
-    """A subscription as its consumer sees it."""
+    """The consumer's view of a subscription."""
 
     def __init__(
         self, transfer_id: str, slots: list[int] | None, last_sign: float, number: int, of: int
@@ -130,7 +131,7 @@ class ProducerMachine(RuleBasedStateMachine):
         load = Load(transfer_id, slots, self.producer.now, number, of)
         for other in self.loads[worker].values():
             if set(other.slots or ()) & set(slots or ()):
-                other.slots = []  # its slots are in other hands now
+                other.slots = []  # its slots may be reused now
         self.loads[worker][generation] = load
         consumer = self.consumers[worker]
         failed = any(
@@ -140,13 +141,13 @@ class ProducerMachine(RuleBasedStateMachine):
         said = consumer.subscribe(
             transfer_id, generation, first=first, slots=slots, worker=number, of=of
         )
-        # The session had ended, or is about to.
+        # The session has ended or is about to end.
         load.gone = load.stopped = failed or any(isinstance(message, Refused) for message in said)
         self.look(worker, said)
 
     @rule(worker=WORKERS, data=st.data(), lie=st.sampled_from([0, 0, 0, 1]))
     def release(self, worker: int, data: st.DataObject, lie: int) -> None:
-        """Of a load there is, or of one there is not."""
+        """Release a load that exists or does not exist."""
         known = [generation for generation, load in self.loads[worker].items() if not load.gone]
         if known:
             generation = data.draw(st.sampled_from(known))
@@ -179,7 +180,7 @@ class ProducerMachine(RuleBasedStateMachine):
             load.stopped = True
             load.gone = (
                 load.gone or load.transfer_id not in self.blocks
-            )  # not offered yet: its subscription is dropped
+            )  # the subscription is dropped before the offer
         self.consumers[worker].send_hello()
         self.look()
 
@@ -208,17 +209,19 @@ class ProducerMachine(RuleBasedStateMachine):
             for message in (
                 (said or []) + consumer.received() if row == worker else consumer.received()
             ):
-                self.hear(row, message)
+                self.check_messages(row, message)
         for transfer_id in self.producer.finished[self.num_finished :]:
             for loads in self.loads:
                 for load in loads.values():
                     if load.transfer_id == transfer_id and not load.gone:
-                        assert self.producer.now >= load.last_sign + LEASE_S, "its lease still runs"
+                        assert self.producer.now >= load.last_sign + LEASE_S, (
+                            "the offer ended before its lease"
+                        )
                         load.gone = load.stopped = True
             self.free_blocks |= set(self.blocks.pop(transfer_id))
         self.num_finished = len(self.producer.finished)
 
-    def hear(self, worker: int, message: Any) -> None:
+    def check_messages(self, worker: int, message: Any) -> None:
         load = self.loads[worker].get(getattr(message, "generation", -1))
         if load is None:
             return
@@ -227,16 +230,16 @@ class ProducerMachine(RuleBasedStateMachine):
                 load.stopped = True
                 load.gone = load.gone or any(refusal in reason for refusal in REFUSALS)
             case Released():
-                assert load.released is None, "said once"
+                assert load.released is None, "a repeated message"
                 load.released = self.consumers[worker].bytes[load.slots].copy()
             case Publish(last=last):
                 assert not load.stopped, "nothing is published after CANCELLED"
                 assert not load.last_sent_at, "nothing is published after the last"
                 load.last_sent_at = last
                 if load.slots:
-                    self.prove_written(worker, load, message)
+                    self.check_written(worker, load, message)
 
-    def prove_written(self, worker: int, load: Load, message: Publish) -> None:
+    def check_written(self, worker: int, load: Load, message: Publish) -> None:
         consumer = self.consumers[worker]
         nbytes = consumer.bytes.shape[1]
         offset = consumer.layout.first_kv_head * consumer.layout.head_nbytes
@@ -280,7 +283,7 @@ class ProducerMachine(RuleBasedStateMachine):
             self.producer.let_writes_end()
             self.producer.advance(LEASE_S)
             self.look()
-        assert not self.blocks, "every offer ends"
+        assert not self.blocks, "an offer did not end"
         assert self.producer.memory.exposed == []
         stats = self.producer.stats
         assert (stats.queued_bytes, stats.inflight_bytes) == (0, 0)

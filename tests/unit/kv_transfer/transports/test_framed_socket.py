@@ -1,4 +1,4 @@
-"""Messages and data over one connection: straight from memory to memory, in turns, and never where nothing is under way."""
+"""Frames of messages and data over one connection, from memory to memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Runs = list[tuple[int, int]]
 
 
 def rows_of(memory: NDArray[np.uint8], runs: Runs) -> Rows:
-    """`runs`: (first byte, bytes)."""
+    """Return rows for `runs` of (first byte, number of bytes)."""
     return Rows(b"".join(pack_run(memory.ctypes.data + first, count) for first, count in runs))
 
 
@@ -33,7 +33,7 @@ def random_bytes(count: int) -> NDArray[np.uint8]:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[FramedSocket, FramedSocket]]:
-    """(sender, receiver), with little room between them: everything stops in the middle of something."""
+    """Return a sender and a receiver with small buffers, so that sends stop within frames."""
     left, right = socket.socketpair()
     left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
     both = FramedSocket(left, takes_data=True), FramedSocket(right, takes_data=True)
@@ -43,7 +43,7 @@ def ends() -> Iterator[tuple[FramedSocket, FramedSocket]]:
 
 
 def deliver(sender: FramedSocket, receiver: FramedSocket) -> list[tuple[int, int, bytes]]:
-    """Moves all that the sender has."""
+    """Send everything that the sender has. Return the received frames."""
     received: list[tuple[int, int, bytes]] = []
     while sender.has_outgoing:
         sender.flush()
@@ -65,7 +65,7 @@ def deliver(sender: FramedSocket, receiver: FramedSocket) -> list[tuple[int, int
     ],
     ids=["a byte", "a frame", "more than a frame", "long and short", "growing", "many"],
 )
-def test_rows_arrive_as_they_were_and_nothing_beside_them(
+def test_rows_arrive_unchanged_and_only_in_their_place(
     ends: tuple[FramedSocket, FramedSocket], lengths: list[int]
 ) -> None:
     starts = np.cumsum([0, *[length + 3 for length in lengths]]).tolist()  # a gap after each
@@ -83,7 +83,7 @@ def test_rows_arrive_as_they_were_and_nothing_beside_them(
     assert not sender.transfers
 
 
-def test_transfers_take_turns_and_messages_go_before_them(
+def test_transfers_share_the_connection_and_messages_go_first(
     ends: tuple[FramedSocket, FramedSocket],
 ) -> None:
     sender, receiver = ends
@@ -102,7 +102,7 @@ def test_transfers_take_turns_and_messages_go_before_them(
     np.testing.assert_array_equal(target, source)
 
 
-def test_what_is_stopped_is_neither_read_nor_stored_and_others_go_on(
+def test_a_stopped_transfer_reads_and_stores_nothing_and_others_continue(
     ends: tuple[FramedSocket, FramedSocket],
 ) -> None:
     sender, receiver = ends
@@ -125,7 +125,7 @@ def test_what_is_stopped_is_neither_read_nor_stored_and_others_go_on(
     assert not sender.stop(1)
 
 
-def test_a_stopped_sender_ends_the_frame_it_announced_without_its_memory(
+def test_a_stopped_sender_ends_its_frame_without_reading_its_memory(
     ends: tuple[FramedSocket, FramedSocket],
 ) -> None:
     sender, receiver = ends
@@ -143,7 +143,7 @@ def test_a_stopped_sender_ends_the_frame_it_announced_without_its_memory(
     assert (target == 0).any()
 
 
-def test_data_that_nobody_expects_is_thrown_away(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_unexpected_data_is_discarded(ends: tuple[FramedSocket, FramedSocket]) -> None:
     sender, receiver = ends
     sender.send_rows(4, rows_of(random_bytes(3 * FRAME_BYTES), [(0, 3 * FRAME_BYTES)]))
     assert deliver(sender, receiver) == []
@@ -174,7 +174,7 @@ def test_frames_that_do_not_fit_the_rows_end_the_connection(
     assert memory.sum() <= sent[0]
 
 
-def test_data_from_who_may_not_send_any_and_of_no_length_end_the_connection(
+def test_unrequested_and_empty_data_end_the_connection(
     ends: tuple[FramedSocket, FramedSocket],
 ) -> None:
     sender, receiver = ends
@@ -201,7 +201,7 @@ def test_data_from_who_may_not_send_any_and_of_no_length_end_the_connection(
     ),
     st.lists(st.integers(1, 6000), min_size=1, max_size=8),
 )
-def test_however_the_bytes_come_in_frames_are_the_same(
+def test_frames_are_the_same_for_any_split_of_the_bytes(
     frames: list[int | list[int]], pieces: list[int]
 ) -> None:
     left, right = socket.socketpair()
@@ -245,7 +245,7 @@ def test_however_the_bytes_come_in_frames_are_the_same(
     receiver.close()
 
 
-def test_a_part_of_a_header_stays_whole_however_often_one_looks_for_more() -> None:
+def test_a_partial_header_is_kept_over_repeated_receives() -> None:
     left, right = socket.socketpair()
     receiver = FramedSocket(right)
     first, second = (struct.pack("<IIQ", 5, MESSAGE, number) + b"words" for number in (1, 2))
@@ -254,7 +254,7 @@ def test_a_part_of_a_header_stays_whole_however_often_one_looks_for_more() -> No
     assert list(receiver.receive()) == []
     left.sendall(first[cut:] + second[:10])
     assert list(receiver.receive()) == [(MESSAGE, 1, b"words")]
-    for _ in range(3):  # as when the socket can be written to
+    for _ in range(3):  # e.g. when the socket becomes writable
         assert list(receiver.receive()) == []
     left.sendall(second[10:])
     assert list(receiver.receive()) == [(MESSAGE, 2, b"words")]

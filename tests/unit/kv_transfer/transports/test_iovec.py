@@ -1,4 +1,4 @@
-"""Packed runs: the same answers for few and for many, and requests that name runs which cannot be."""
+"""Packed runs: equal results for few and many, and invalid requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pack(*runs: tuple[int, int]) -> bytes:
 
 
 @pytest.mark.parametrize("copies", [1, FEW_RUNS + 1])
-def test_regions_hold_a_run_whole_or_not_at_all(copies: int) -> None:
+def test_a_run_is_accepted_only_if_one_region_contains_it(copies: int) -> None:
     runs = [
         (100, 50),
         (149, 1),
@@ -50,7 +50,7 @@ def test_regions_hold_a_run_whole_or_not_at_all(copies: int) -> None:
     ),
     st.integers(1, 1000),
 )
-def test_sums_and_pieces_are_those_of_plain_numbers(runs: Runs, max_bytes: int) -> None:
+def test_sums_and_pieces_equal_those_of_plain_integers(runs: Runs, max_bytes: int) -> None:
     packed = pack(*runs)
     assert packed == iovec.pack(np.array([(*run, 7) for run in runs], dtype=np.int64))
     assert iovec.total_bytes(packed) == sum(length for _, length in runs)
@@ -67,7 +67,7 @@ def test_sums_and_pieces_are_those_of_plain_numbers(runs: Runs, max_bytes: int) 
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(1, 1000), min_size=1, max_size=2 * FEW_RUNS))
-def test_a_request_is_read_as_it_was_written(notif: bytes, lengths: list[int]) -> None:
+def test_a_request_is_decoded_as_it_was_encoded(notif: bytes, lengths: list[int]) -> None:
     source = pack(*[(n, length) for n, length in enumerate(lengths)])
     target = pack(*[(2**40 + n, length) for n, length in enumerate(lengths)])
     assert decode_request(encode_request(notif, source)) == (notif, source)
@@ -86,20 +86,20 @@ def test_a_request_is_read_as_it_was_written(notif: bytes, lengths: list[int]) -
         encode_request(b"", pack((8, MAX_TRANSFER_BYTES // FEW_RUNS)) * 4 * FEW_RUNS),
     ],
 )
-def test_requests_for_nothing_for_halves_and_for_too_much_are_refused(request_: bytes) -> None:
+def test_empty_truncated_and_oversized_requests_are_refused(request_: bytes) -> None:
     for decode in (decode_request, decode_write):
         with pytest.raises(ValueError, match="a request"):
             decode(request_)
 
 
 @pytest.mark.parametrize("copies", [1, FEW_RUNS + 1])
-def test_a_write_names_a_source_as_long_as_each_target(copies: int) -> None:
+def test_a_write_needs_sources_as_long_as_its_targets(copies: int) -> None:
     target = pack((8, 8), (64, 16)) * copies
     for source in (pack((8, 16), (64, 8)) * copies, target[:-RUN_BYTES] + pack((64, -16))):
         with pytest.raises(ValueError, match="not as long as their sources"):
             decode_write(encode_write(b"", source, target))
 
 
-def test_what_is_no_address_is_no_run() -> None:
+def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(OverflowError):
         iovec.pack_run(2**64 - 1, 16)

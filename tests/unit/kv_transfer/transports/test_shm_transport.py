@@ -1,4 +1,4 @@
-"""The transport between processes of one host: what it copies, whom it believes, and what becomes of work when a side goes away."""
+"""The shared-memory transport: copies, trust between processes, and lost peers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from baton_kv_transfer.transports.shm.shm_server import HostAddress, SHMServer
 from baton_kv_transfer.transports.shm.shm_transport import SHMTransport
 from baton_kv_transfer.transports.sockets import peer_link
 from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
-from baton_kv_transfer.transports.transfer import CopyError, Region, Transfer, XferState
+from baton_kv_transfer.transports.transfer import CopyError, Region, XferState
 from baton_kv_transfer.transports.transport import TransportContext
 from baton_kv_transfer.transports.transport_thread import TransportThread
 from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
+from support.kv_transfer.transport_rig import TransportHere, end, rows
 from support.waiting import eventually
 
 WORDS = 4096
@@ -36,60 +37,26 @@ def here(cell: Cell) -> Process:
     return Process(os.getpid(), cell.address, cell.value)
 
 
-def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
-    """[n, 3] of (first word, number of words)."""
-    return np.array(
-        [[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64
-    )
-
-
-class TransportHere:
-    """A transport in this process, with memory and what was notified to it."""
+class SHMTransportHere(TransportHere):
+    transport_class = SHMTransport
+    address_class = HostAddress
+    num_words = WORDS
 
     def __init__(self, name: str) -> None:
-        self.notifs: list[tuple[str, bytes]] = []
-        self.thread = TransportThread(f"transport-{name}")
-        self.context = TransportContext(
-            self.thread,
-            name,
-            "",
-            lambda sender, message: self.notifs.append((sender, message)),
-            lambda: None,
-        )
-        self.transport = SHMTransport(self.context)
-        self.thread.start(self.transport.end)
-        self.words = np.arange(WORDS, dtype=np.int64)
-        self.region = Region(self.words.ctypes.data, self.words.nbytes)
-        self.context.regions.append(self.region)
-
-    def post(
-        self,
-        op: str,
-        peer: str,
-        local: NDArray[np.int64],
-        remote: NDArray[np.int64],
-        notif: bytes = b"",
-    ) -> Transfer:
-        transfer = Transfer(op, peer, local, remote, np.zeros(len(local), dtype=np.int64), notif)
-        assert self.transport.begin(transfer)
-        return transfer
-
-    @property
-    def address(self) -> HostAddress:
-        return msgspec.msgpack.decode(self.transport.address, type=HostAddress)
+        super().__init__(name, host="")
 
     def knows(self, address: HostAddress) -> bool:
-        """After it was told of a peer "x" at this address."""
+        """Add a peer "x" at this address. Return whether it can be notified."""
         self.transport.add_peer("x", msgspec.msgpack.encode(address))
         return self.transport.send_notif("x", b"hello")
 
 
 @pytest.fixture
-def transports() -> Iterator[Callable[[str], TransportHere]]:
-    made: list[TransportHere] = []
+def transports() -> Iterator[Callable[[str], SHMTransportHere]]:
+    made: list[SHMTransportHere] = []
 
-    def make(name: str) -> TransportHere:
-        made.append(TransportHere(name))
+    def make(name: str) -> SHMTransportHere:
+        made.append(SHMTransportHere(name))
         return made[-1]
 
     yield make
@@ -105,12 +72,7 @@ def side() -> Iterator[Side]:
     side.owner.stop()
 
 
-def end(operation: Transfer) -> tuple[XferState, str]:
-    eventually(lambda: operation.state is not XferState.PROC, "end of the operation")
-    return operation.state, operation.error
-
-
-def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_memory, "BATCH_BYTES", 1000 * 8)
     source, target, cell = np.arange(100_000), np.zeros(100_000, dtype=np.int64), Cell()
     runs = [
@@ -133,7 +95,7 @@ def test_long_runs_and_many_runs_are_copied_in_batches(monkeypatch: pytest.Monke
     assert num_steps >= 46
 
 
-def test_memory_that_was_withdrawn_or_never_was_is_an_error() -> None:
+def test_withdrawn_and_invalid_memory_is_an_error() -> None:
     source, target, cell = np.arange(8), np.zeros(8, dtype=np.int64), Cell()
     process = here(cell)
     nowhere = pack_run(8, 64)
@@ -147,21 +109,19 @@ def test_memory_that_was_withdrawn_or_never_was_is_an_error() -> None:
         BatchedCopy(process, pack(rows(target, (0, 8))), pack(rows(source, (0, 8)))).step()
 
 
-def test_a_process_that_died_or_is_another_is_found_out() -> None:
+def test_a_dead_process_or_another_one_with_its_pid_is_detected() -> None:
     cell = Cell()
     with pytest.raises(CopyError, match="another process"):
         Process(os.getpid(), cell.address, b"x" * 16)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with pytest.raises(
-        CopyError
-    ):  # the same number as one that had the cell, as after a reuse of process ids
+    with pytest.raises(CopyError):  # another process reuses the pid
         Process(child.pid, cell.address, cell.value)
     child.communicate()
     with pytest.raises(ProcessLookupError):
         Process(child.pid, cell.address, cell.value)
 
 
-def test_frames_arrive_whole_however_they_were_cut() -> None:
+def test_frames_arrive_complete_for_any_split() -> None:
     left, right = socket.socketpair()
     sender, receiver = FramedSocket(left), FramedSocket(right)
     payloads = [b"", b"a", os.urandom(3_000_000)]
@@ -193,8 +153,8 @@ def test_a_frame_longer_than_allowed_ends_the_connection() -> None:
     receiver.close()
 
 
-def test_the_transport_is_agreed_with_processes_of_this_host_that_prove_their_cell(
-    transports: Callable[[str], TransportHere],
+def test_the_transport_is_chosen_for_processes_of_this_host_that_prove_their_cell(
+    transports: Callable[[str], SHMTransportHere],
 ) -> None:
     one, other = transports("one"), transports("other")
     address = other.address
@@ -220,8 +180,8 @@ def test_the_transport_is_agreed_with_processes_of_this_host_that_prove_their_ce
 @pytest.mark.parametrize(
     "hello", ["none", "wrong cell", "no peer's cell", "garbage", "deep", "nothing but bytes"]
 )
-def test_a_client_without_a_valid_proof_is_hung_up_on(
-    transports: Callable[[str], TransportHere], hello: str
+def test_a_client_without_a_valid_proof_is_disconnected(
+    transports: Callable[[str], SHMTransportHere], hello: str
 ) -> None:
     owner, cell = transports("owner"), Cell()
     address = owner.address
@@ -256,8 +216,8 @@ def test_a_client_without_a_valid_proof_is_hung_up_on(
     eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a real peer")
 
 
-def test_writes_are_checked_by_their_target_as_a_whole(
-    transports: Callable[[str], TransportHere],
+def test_a_write_with_an_invalid_row_is_refused_as_a_whole(
+    transports: Callable[[str], SHMTransportHere],
 ) -> None:
     writer, owner = transports("writer"), transports("owner")
     writer.words[:] = -1
@@ -286,7 +246,7 @@ def test_writes_are_checked_by_their_target_as_a_whole(
     assert (owner.words[8:] == np.arange(8, WORDS)).all()
 
 
-def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile() -> None:
+def test_deregistered_memory_is_not_written_if_a_client_disconnects_at_the_same_time() -> None:
     thread = TransportThread("transport-owner")
     context = TransportContext(thread, "owner", "", lambda sender, message: None, lambda: None)
     clients = SHMServer(context)
@@ -313,7 +273,7 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
     queued = []
 
     def forget() -> None:
-        """Once all is queued, before the transport sees that one of them left."""
+        """Deregister before the transport detects that a client has disconnected."""
         if len(thread.jobs) < 6:
             thread.call_later(0.0001, forget)
             return
@@ -332,7 +292,7 @@ def test_deregistered_memory_is_left_alone_also_where_a_client_is_gone_meanwhile
     staying.close()
 
 
-def test_a_frozen_peer_is_read_but_a_write_to_it_waits_until_it_is_given_up(side: Side) -> None:
+def test_a_frozen_peer_can_be_read_and_writes_to_it_time_out(side: Side) -> None:
     assert isinstance(side.owner, OwnerProcess)
     with side.owner.frozen():
         assert side.run(side.make("READ", [0], [1])) == "DONE"
@@ -344,15 +304,13 @@ def test_a_frozen_peer_is_read_but_a_write_to_it_waits_until_it_is_given_up(side
         assert side.end(write) == "ERR"
         assert "removed" in write.error
     side.meet(side.owner)
-    assert (
-        side.run(side.make("WRITE", [0], [3])) == "DONE"
-    )  # whatever was asked before it has been looked at
+    assert side.run(side.make("WRITE", [0], [3])) == "DONE"  # earlier requests have been processed
     content = side.owner.call("content").reshape(NUM_BLOCKS, -1)
     np.testing.assert_array_equal(content[2], counting(2))
     np.testing.assert_array_equal(content[3], counting(1))
 
 
-def test_a_peer_killed_while_frozen_ends_what_was_asked_of_it(side: Side) -> None:
+def test_a_peer_killed_while_frozen_ends_its_transfers(side: Side) -> None:
     assert isinstance(side.owner, OwnerProcess)
     assert side.owner.process.pid is not None
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"
@@ -367,8 +325,8 @@ def test_a_peer_killed_while_frozen_ends_what_was_asked_of_it(side: Side) -> Non
     np.testing.assert_array_equal(side.block(0), counting(4))
 
 
-def test_after_a_fence_no_write_of_before_is_done(
-    transports: Callable[[str], TransportHere],
+def test_after_a_fence_earlier_writes_are_not_executed(
+    transports: Callable[[str], SHMTransportHere],
 ) -> None:
     writer, owner = transports("writer"), transports("owner")
     writer.transport.add_peer("owner", owner.transport.address)
@@ -390,12 +348,12 @@ def test_after_a_fence_no_write_of_before_is_done(
     assert (owner.words == 0).all()
 
 
-def test_a_transport_that_is_closed_leaves_nothing_open(
-    transports: Callable[[str], TransportHere],
+def test_a_closed_transport_leaves_no_file_open(
+    transports: Callable[[str], SHMTransportHere],
 ) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        one, other = TransportHere("one"), TransportHere("other")
+        one, other = SHMTransportHere("one"), SHMTransportHere("other")
         assert one.knows(other.address)
         eventually(lambda other=other: other.notifs, "the notification")
         other.thread.mailbox.call(other.transport.fence)

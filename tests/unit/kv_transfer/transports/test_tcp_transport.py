@@ -1,4 +1,4 @@
-"""The transport over TCP: what it stores and sends, where, and what becomes of work when a side or the network goes away."""
+"""The TCP transport: data, connections, lost peers and addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from baton_kv_transfer.transports.sockets.peer_link import HELLO, READ, WRITE
 from baton_kv_transfer.transports.tcp.tcp_server import Address
 from baton_kv_transfer.transports.transfer import TransportError, XferState
 from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side
-from support.kv_transfer.tcp_rig import LENGTH, WORDS, Raw, TransportHere, end, rows
+from support.kv_transfer.tcp_rig import LENGTH, Raw, TCPTransportHere
+from support.kv_transfer.transport_rig import WORDS, end, move_rows_of_all_sizes, rows
 from support.waiting import eventually
 
 
@@ -33,28 +34,15 @@ def side() -> Iterator[Side]:
 
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
-def test_rows_of_all_sizes_move_and_nothing_beside_them(
-    tcp_pair: tuple[TransportHere, TransportHere], op: str
+def test_rows_of_all_sizes_are_moved_and_nothing_else(
+    tcp_pair: tuple[TCPTransportHere, TCPTransportHere], op: str
 ) -> None:
-    one, owner = tcp_pair
-    one.words[:] = -1 - one.words
-    runs = [
-        (0, 300_001),
-        (300_002, 1),
-        *[(300_004 + 3 * i, 2) for i in range(20_000)],
-        (400_000, 262_144),
-    ]
-    local, remote = rows(one.words, *runs), rows(owner.words, *runs)
-    source, target = (owner.words, one.words) if op == "READ" else (one.words, owner.words)
-    expected = target.copy()
-    for first, count in runs:
-        expected[first : first + count] = source[first : first + count]
-    assert end(one.post(op, "owner", local, remote, b"moved"))[0] is XferState.DONE
-    np.testing.assert_array_equal(target, expected)
-    eventually(lambda: owner.notifs == [("one", b"moved")], "the notification")
+    move_rows_of_all_sizes(*tcp_pair, op)
 
 
-def test_transfers_of_a_peer_take_turns(tcp_transports: Callable[..., TransportHere]) -> None:
+def test_transfers_of_a_peer_share_its_connection(
+    tcp_transports: Callable[..., TCPTransportHere],
+) -> None:
     owner = tcp_transports("owner")
     raw = Raw.to(owner)
     everything = [(0, WORDS)] * 4
@@ -62,13 +50,13 @@ def test_transfers_of_a_peer_take_turns(tcp_transports: Callable[..., TransportH
     raw.ask(READ, 2, rows(owner.words, *everything))
     numbers = [raw.receive()[1] for _ in range(2 * 4 * WORDS // LENGTH)]
     assert sorted(numbers) == [1] * (4 * WORDS // LENGTH) + [2] * (4 * WORDS // LENGTH)
-    begun = numbers.index(2)  # by then the first was ahead
+    begun = numbers.index(2)  # until then the first one was ahead
     assert numbers[begun : begun + 8] == [2, 1] * 4
     raw.end.close()
 
 
 def test_a_notification_does_not_wait_behind_a_long_transfer(
-    tcp_pair: tuple[TransportHere, TransportHere],
+    tcp_pair: tuple[TCPTransportHere, TCPTransportHere],
 ) -> None:
     one, owner = tcp_pair
     everything = [(0, WORDS)] * 64
@@ -82,8 +70,8 @@ def test_a_notification_does_not_wait_behind_a_long_transfer(
 # -- connections
 
 
-def test_a_peer_that_was_not_there_is_connected_to_by_the_next_use(
-    tcp_transports: Callable[..., TransportHere],
+def test_an_unreachable_peer_is_reconnected_by_the_next_use(
+    tcp_transports: Callable[..., TCPTransportHere],
 ) -> None:
     one = tcp_transports("one")
     with socket.socket() as server:
@@ -94,7 +82,7 @@ def test_a_peer_that_was_not_there_is_connected_to_by_the_next_use(
         assert state is XferState.ERR
         assert "refused" in error
         server.listen(5)
-        for _ in range(2):  # also after a loss
+        for _ in range(2):  # also after a lost connection
             write = one.post("WRITE", "late", some, some)
             raw = Raw(server.accept()[0])
             assert [raw.receive()[0] for _ in range(3)] == [HELLO, WRITE, DATA]
@@ -102,8 +90,8 @@ def test_a_peer_that_was_not_there_is_connected_to_by_the_next_use(
             assert end(write)[0] is XferState.ERR
 
 
-def test_a_host_that_does_not_answer_holds_up_nobody(
-    tcp_pair: tuple[TransportHere, TransportHere],
+def test_an_unresponsive_host_does_not_delay_other_peers(
+    tcp_pair: tuple[TCPTransportHere, TCPTransportHere],
 ) -> None:
     one, owner = tcp_pair
     with (
@@ -120,11 +108,11 @@ def test_a_host_that_does_not_answer_holds_up_nobody(
         some = rows(one.words, (0, 8))
         read = one.post("READ", "silent", some, some)
         assert end(one.post("READ", "owner", some, rows(owner.words, (8, 8))))[0] is XferState.DONE
-        assert read.state is XferState.PROC, "the other did not wait for it"
+        assert read.state is XferState.PROC, "the other peer waited for it"
         assert end(read)[0] is XferState.ERR
 
 
-def test_a_peer_killed_while_it_is_read_ends_the_read(side: Side) -> None:
+def test_a_read_fails_when_its_peer_is_killed(side: Side) -> None:
     assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     read = side.make_everything("READ", times=40)
@@ -135,7 +123,7 @@ def test_a_peer_killed_while_it_is_read_ends_the_read(side: Side) -> None:
     assert read.error
 
 
-def test_a_frozen_peer_gets_nothing_after_it_was_removed(side: Side) -> None:
+def test_a_frozen_peer_gets_no_data_after_its_removal(side: Side) -> None:
     assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     write = side.make("WRITE", [0], [2])
@@ -150,12 +138,12 @@ def test_a_frozen_peer_gets_nothing_after_it_was_removed(side: Side) -> None:
     np.testing.assert_array_equal(content[3], side.block(0))
 
 
-def test_a_transport_that_is_closed_leaves_nothing_open(
-    tcp_transports: Callable[..., TransportHere],
+def test_a_closed_transport_leaves_no_file_open(
+    tcp_transports: Callable[..., TCPTransportHere],
 ) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        one, other = TransportHere("one"), TransportHere("other")
+        one, other = TCPTransportHere("one"), TCPTransportHere("other")
         one.transport.add_peer("other", other.transport.address)
         one.transport.send_notif("other", b"hello")
         eventually(lambda other=other: other.notifs, "the notification")
@@ -170,8 +158,8 @@ def test_a_transport_that_is_closed_leaves_nothing_open(
 # -- addresses
 
 
-def test_the_transport_listens_only_where_it_is_configured(
-    tcp_transports: Callable[..., TransportHere], monkeypatch: pytest.MonkeyPatch
+def test_the_transport_listens_only_at_the_configured_host(
+    tcp_transports: Callable[..., TCPTransportHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tcp_transports("one", "127.0.0.3").address.host == "127.0.0.3"
     with pytest.raises(OSError, match=r"cannot be served at 203\.0\.113\.7"):
@@ -183,7 +171,7 @@ def test_the_transport_listens_only_where_it_is_configured(
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
-def test_ipv6_hosts(tcp_transports: Callable[..., TransportHere]) -> None:
+def test_ipv6_hosts_are_supported(tcp_transports: Callable[..., TCPTransportHere]) -> None:
     one, owner = tcp_transports("one", "::1"), tcp_transports("owner", "::1")
     one.transport.add_peer("owner", owner.transport.address)
     assert (
@@ -201,8 +189,8 @@ def test_ipv6_hosts(tcp_transports: Callable[..., TransportHere]) -> None:
         *(msgspec.msgpack.encode(Address(h, p, b"")) for h, p in (("a.example", 1), ("::", 0))),
     ],
 )
-def test_addresses_that_are_none_are_refused(
-    tcp_transports: Callable[..., TransportHere], address: bytes
+def test_invalid_addresses_are_refused(
+    tcp_transports: Callable[..., TCPTransportHere], address: bytes
 ) -> None:
     one = tcp_transports("one")
     with pytest.raises((ValueError, msgspec.DecodeError)):

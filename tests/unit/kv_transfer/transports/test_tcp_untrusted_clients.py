@@ -1,4 +1,4 @@
-"""Whom the transport over TCP believes: who connects without the secret, asks for what it must not, or answers wrong."""
+"""The TCP transport with untrusted clients, invalid requests and wrong responses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES
 from baton_kv_transfer.transports.tcp import tcp_server as tcp_clients
 from baton_kv_transfer.transports.tcp.tcp_server import Address, Hello
 from baton_kv_transfer.transports.transfer import XferState
-from support.kv_transfer.tcp_rig import HEADER, LENGTH, WORDS, Raw, TransportHere, end, rows
+from support.kv_transfer.tcp_rig import HEADER, LENGTH, Raw, TCPTransportHere
+from support.kv_transfer.transport_rig import WORDS, end, rows
 from support.waiting import eventually
 
-# -- who may connect, and ask for what
+# -- connections and requests
 
 
 @pytest.mark.parametrize(
     "hello",
     ["none", "wrong secret", "no name", "garbage", "deep", "nothing but bytes", "long", "data"],
 )
-def test_who_does_not_know_the_secret_is_hung_up_on(
-    tcp_transports: Callable[..., TransportHere], hello: str
+def test_a_client_without_the_secret_is_disconnected(
+    tcp_transports: Callable[..., TCPTransportHere], hello: str
 ) -> None:
     owner = tcp_transports("owner")
     raw = Raw.to(owner, "")
@@ -64,8 +65,8 @@ def test_who_does_not_know_the_secret_is_hung_up_on(
     eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a real peer")
 
 
-def test_who_says_nothing_is_hung_up_on_and_many_of_them_keep_nobody_out(
-    tcp_transports: Callable[..., TransportHere], monkeypatch: pytest.MonkeyPatch
+def test_silent_clients_are_disconnected_and_do_not_block_others(
+    tcp_transports: Callable[..., TCPTransportHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = tcp_transports("owner")
     monkeypatch.setattr(tcp_clients, "HELLO_TIMEOUT_S", 60.0)
@@ -78,8 +79,8 @@ def test_who_says_nothing_is_hung_up_on_and_many_of_them_keep_nobody_out(
     assert Raw.to(owner, "").is_cut_off()
 
 
-def test_a_peers_rows_are_checked_by_the_owner_as_a_whole(
-    tcp_pair: tuple[TransportHere, TransportHere],
+def test_a_request_with_an_invalid_row_is_refused_as_a_whole(
+    tcp_pair: tuple[TCPTransportHere, TCPTransportHere],
 ) -> None:
     one, owner = tcp_pair
     one.words[:] = -1
@@ -102,8 +103,8 @@ def test_a_peers_rows_are_checked_by_the_owner_as_a_whole(
 @pytest.mark.parametrize(
     "request_", ["no rows", "half a row", "too much", "number in use", "unknown", "long"]
 )
-def test_requests_that_make_no_sense_end_their_connection(
-    tcp_transports: Callable[..., TransportHere], request_: str
+def test_invalid_requests_end_their_connection(
+    tcp_transports: Callable[..., TCPTransportHere], request_: str
 ) -> None:
     owner = tcp_transports("owner")
     raw = Raw.to(owner)
@@ -125,11 +126,11 @@ def test_requests_that_make_no_sense_end_their_connection(
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
 
 
-# -- what is not under way (any more)
+# -- ended transfers
 
 
-def test_a_write_that_breaks_off_is_not_notified_and_its_connection_ends_alone(
-    tcp_pair: tuple[TransportHere, TransportHere],
+def test_an_interrupted_write_is_not_notified_and_ends_only_its_connection(
+    tcp_pair: tuple[TCPTransportHere, TCPTransportHere],
 ) -> None:
     one, owner = tcp_pair
     raw = Raw.to(owner)
@@ -145,8 +146,8 @@ def test_a_write_that_breaks_off_is_not_notified_and_its_connection_ends_alone(
     assert not owner.notifs
 
 
-def test_memory_deregistered_while_it_is_written_gets_no_more_bytes(
-    tcp_transports: Callable[..., TransportHere],
+def test_a_write_stops_when_its_memory_is_deregistered(
+    tcp_transports: Callable[..., TCPTransportHere],
 ) -> None:
     owner = tcp_transports("owner")
     raw = Raw.to(owner)
@@ -163,8 +164,8 @@ def test_memory_deregistered_while_it_is_written_gets_no_more_bytes(
     raw.end.close()
 
 
-def test_memory_deregistered_while_it_is_read_is_not_read_on(
-    tcp_transports: Callable[..., TransportHere],
+def test_a_read_stops_when_its_memory_is_deregistered(
+    tcp_transports: Callable[..., TCPTransportHere],
 ) -> None:
     owner = tcp_transports("owner")
     raw = Raw.to(owner)
@@ -178,8 +179,8 @@ def test_memory_deregistered_while_it_is_read_is_not_read_on(
     raw.end.close()
 
 
-def test_who_reads_the_last_frame_of_memory_that_is_deregistered_is_hung_up_on(
-    tcp_transports: Callable[..., TransportHere], monkeypatch: pytest.MonkeyPatch
+def test_a_reader_in_the_last_frame_of_deregistered_memory_is_disconnected(
+    tcp_transports: Callable[..., TCPTransportHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leave_little_room(end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -201,8 +202,8 @@ def test_who_reads_the_last_frame_of_memory_that_is_deregistered_is_hung_up_on(
     raw.end.close()
 
 
-def test_after_a_fence_nothing_of_before_is_stored_and_the_old_secret_leads_nowhere(
-    tcp_pair: tuple[TransportHere, TransportHere],
+def test_after_a_fence_earlier_data_and_the_old_secret_are_refused(
+    tcp_pair: tuple[TCPTransportHere, TCPTransportHere],
 ) -> None:
     one, owner = tcp_pair
     everything = [(0, WORDS)] * 20
@@ -226,8 +227,8 @@ def test_after_a_fence_nothing_of_before_is_stored_and_the_old_secret_leads_nowh
 
 
 @pytest.mark.parametrize("answer", ["nothing", "too early", "too much", "another"])
-def test_an_owner_that_answers_wrong_ends_the_transfer_in_err(
-    tcp_transports: Callable[..., TransportHere], answer: str
+def test_a_wrong_response_of_the_owner_fails_the_transfer(
+    tcp_transports: Callable[..., TCPTransportHere], answer: str
 ) -> None:
     one = tcp_transports("one")
     with socket.create_server(("127.0.0.1", 0)) as server:

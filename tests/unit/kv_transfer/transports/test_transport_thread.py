@@ -1,4 +1,4 @@
-"""Who does the work of the transports: their thread, or the user who waits; and that nothing is left undone between the two."""
+"""The transport thread: a waiting user does the transport's work instead of the thread."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DEADLINE_S = 60.0
 
 
 class Transport:
-    """A transport that takes numbers from a pipe, and notes who took each."""
+    """A transport that takes numbers from a pipe and records the thread that took each."""
 
     def __init__(self) -> None:
         self.thread = TransportThread("test-transport")
+        #: (number, identity of the thread).
         self.taken: list[tuple[int, int]] = []
-        """(number, identity of the thread)."""
         self.ended = False
+        #: The last wait ended before its timeout.
         self.woken = False
-        """The last wait ended for a reason, not for its time."""
         self.act: Callable[[int], None] = lambda number: None
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
@@ -45,7 +45,7 @@ class Transport:
     def wait(
         self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None
     ) -> bool:
-        """As a user does; false if there was nothing to wait for here, as the thread works."""
+        """Wait as a user. Return false if the thread is working."""
         with self.thread.waiting() as fd:
             if fd is None:
                 return False
@@ -58,8 +58,8 @@ class Transport:
     def wait_as_worker(
         self, timeout_s: float = DEADLINE_S, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """As soon as that is possible."""
-        eventually(lambda: self.wait(timeout_s, meanwhile), "the thread always works", DEADLINE_S)
+        """Wait as a user as soon as the thread is idle."""
+        eventually(lambda: self.wait(timeout_s, meanwhile), "an idle thread", DEADLINE_S)
 
     def close(self) -> None:
         self.thread.close()
@@ -83,40 +83,40 @@ def transport() -> Iterator[Transport]:
     transport.close()
 
 
-def test_who_waits_does_the_work(transport: Transport) -> None:
+def test_a_waiting_user_does_the_work(transport: Transport) -> None:
     transport.wait_as_worker(meanwhile=lambda: transport.send(7))
     assert transport.taken == [(7, threading.get_ident())]
 
 
-def test_the_thread_works_while_nobody_waits(transport: Transport) -> None:
+def test_the_thread_works_while_no_user_waits(transport: Transport) -> None:
     transport.wait_as_worker(0.0)
     transport.send(1)
-    eventually(lambda: transport.taken, "nobody did the work", DEADLINE_S)
+    eventually(lambda: transport.taken, "the work by the thread", DEADLINE_S)
     assert transport.taken[0][1] != threading.get_ident()
 
 
-def test_a_user_goes_on_until_there_is_news(transport: Transport) -> None:
+def test_a_user_works_until_there_is_news(transport: Transport) -> None:
     transport.wait_as_worker(meanwhile=lambda: transport.send(*range(20)))
     assert transport.taken == [(number, threading.get_ident()) for number in range(20)]
 
 
-def test_the_thread_goes_on_where_a_user_leaves_for_news(transport: Transport) -> None:
+def test_the_thread_continues_after_a_user_left_for_news(transport: Transport) -> None:
     transport.act = lambda number: transport.thread.on_news()
     transport.wait_as_worker(meanwhile=lambda: transport.send(*range(100)))
-    eventually(lambda: len(transport.taken) == 100, "numbers were left", DEADLINE_S)
+    eventually(lambda: len(transport.taken) == 100, "all numbers taken", DEADLINE_S)
     assert transport.numbers == list(range(100))
     assert transport.taken[0][1] == threading.get_ident()
     assert transport.taken[-1][1] != threading.get_ident()
 
 
-def test_nobody_is_woken_for_what_its_only_user_finds_on_leaving(transport: Transport) -> None:
+def test_the_only_user_is_not_woken_for_its_own_news(transport: Transport) -> None:
     woken: list[bool] = []
     transport.act = lambda number: woken.append(transport.thread.on_news())
     transport.wait_as_worker(meanwhile=lambda: transport.send(1))
     assert woken == [False]
 
 
-def test_a_user_that_waits_beside_is_woken_for_what_the_other_finds_however_often_that_one_waits(
+def test_a_second_waiting_user_is_woken_for_news_of_the_first(
     transport: Transport,
 ) -> None:
     woken: list[bool] = []
@@ -134,28 +134,28 @@ def test_a_user_that_waits_beside_is_woken_for_what_the_other_finds_however_ofte
     assert woken == [True, True, False]
 
 
-def test_users_are_woken_for_what_the_thread_or_anybody_else_finds(transport: Transport) -> None:
+def test_users_are_woken_for_news_of_the_thread(transport: Transport) -> None:
     woken: list[bool] = []
     transport.act = lambda number: woken.append(transport.thread.on_news())
     transport.wait_as_worker(0.0)
     transport.send(1)
-    eventually(lambda: woken, "nobody did the work", DEADLINE_S)
+    eventually(lambda: woken, "the work by the thread", DEADLINE_S)
     assert woken == [True]
     assert transport.thread.on_news()
 
 
-def test_of_two_users_one_waits(transport: Transport) -> None:
+def test_only_one_of_two_users_does_the_work(transport: Transport) -> None:
     def wait_beside() -> bool:
         with transport.thread.waiting() as fd:
             return fd is None
 
-    eventually(lambda: transport.wait(0.0), "the thread always works", DEADLINE_S)
+    eventually(lambda: transport.wait(0.0), "an idle thread", DEADLINE_S)
     with transport.thread.waiting() as fd:
         assert fd is not None
         assert wait_beside()
 
 
-def test_what_others_submit_wakes_the_user(transport: Transport) -> None:
+def test_a_submitted_call_wakes_the_user(transport: Transport) -> None:
     ran: list[int] = []
     transport.wait_as_worker(
         meanwhile=lambda: transport.thread.mailbox.submit(lambda: ran.append(threading.get_ident()))
@@ -163,12 +163,12 @@ def test_what_others_submit_wakes_the_user(transport: Transport) -> None:
     assert ran == [threading.get_ident()]
 
 
-def test_a_user_asks_of_the_thread_between_two_waits(transport: Transport) -> None:
+def test_calls_between_two_waits_run_on_the_thread(transport: Transport) -> None:
     transport.wait_as_worker(2 * AWAY_S)
     assert transport.thread.mailbox.call(threading.get_ident) != threading.get_ident()
 
 
-def test_what_is_due_is_done_while_a_user_waits(
+def test_timers_run_while_a_user_waits(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport_thread, "MAX_PARKED_S", 0.05)
@@ -177,10 +177,10 @@ def test_what_is_due_is_done_while_a_user_waits(
     transport.wait_as_worker(meanwhile=lambda: transport.send(1))
     with transport.thread.waiting() as fd:
         assert fd is not None
-        assert due.wait(DEADLINE_S), "nobody looked at the time"
+        assert due.wait(DEADLINE_S), "the timer did not run"
 
 
-def test_the_end_wakes_a_user_and_is_the_last_work(transport: Transport) -> None:
+def test_the_end_wakes_a_user_and_runs_last(transport: Transport) -> None:
     closing = threading.Timer(0.05, transport.thread.close)
     closing.start()
     transport.wait_as_worker()
@@ -188,43 +188,41 @@ def test_the_end_wakes_a_user_and_is_the_last_work(transport: Transport) -> None
     closing.join(DEADLINE_S)
     assert transport.ended
     assert not closing.is_alive()
-    assert not transport.wait(), "a user waits for what will not come"
+    assert not transport.wait(), "a user waits after the end"
 
 
-def test_the_end_wakes_a_user_also_where_the_last_turn_used_up_the_signal() -> None:
+def test_the_end_wakes_a_user_after_the_signal_was_consumed() -> None:
     transport = Transport()
     closing = threading.Thread(target=transport.thread.close)
 
-    def close_and_take_the_signal() -> None:
+    def close_and_consume_the_signal() -> None:
         closing.start()
-        eventually(lambda: transport.ended, "the transport did not end", DEADLINE_S)
+        eventually(lambda: transport.ended, "the end of the transport", DEADLINE_S)
 
-    transport.wait_as_worker(meanwhile=close_and_take_the_signal)
+    transport.wait_as_worker(meanwhile=close_and_consume_the_signal)
     assert transport.woken
     closing.join(DEADLINE_S)
     transport.close()
 
 
-def test_a_defect_in_a_users_turn_ends_the_transport_and_not_the_user(transport: Transport) -> None:
+def test_a_defect_during_a_users_work_ends_the_transport_only(transport: Transport) -> None:
     def fail(number: int) -> None:
         raise RuntimeError("a defect")
 
     transport.act = fail
     transport.wait_as_worker(meanwhile=lambda: transport.send(1))
-    eventually(lambda: transport.ended, "the transport goes on after a defect", DEADLINE_S)
+    eventually(lambda: transport.ended, "the end of the transport", DEADLINE_S)
 
 
-def test_a_transport_that_never_started_closes() -> None:
+def test_a_transport_that_never_started_can_be_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     TransportThread("unused").close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_left_undone_however_user_and_thread_take_turns(
-    transport: Transport, seed: int
-) -> None:
-    """A sender waits for each number to be taken; a user waits and stays away in turns, for times around AWAY_S."""
+def test_no_work_is_lost_when_user_and_thread_alternate(transport: Transport, seed: int) -> None:
+    """A sender waits for each number. A user alternates between waiting and being away."""
     rng = random.Random(seed)
     stop = threading.Event()
 
@@ -241,7 +239,7 @@ def test_nothing_is_left_undone_however_user_and_thread_take_turns(
             expected = index + 1
             eventually(
                 lambda expected=expected: len(transport.taken) == expected,
-                f"number {index} was left",
+                f"number {index} taken",
                 DEADLINE_S,
             )
             time.sleep(rng.choice((0.0, AWAY_S)))

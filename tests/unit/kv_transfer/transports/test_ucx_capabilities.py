@@ -1,4 +1,4 @@
-"""The UCX that was loaded: what the engine says of it, and RDMA that it cannot have."""
+"""The loaded UCX: what the engine logs, and errors when RDMA is unavailable."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ agent.close()
 def test_the_engine_logs_the_version_the_files_and_the_transports_of_its_ucx(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = capabilities.describe()
-    assert all(capabilities.find_libraries()), told
+    description = capabilities.describe()
+    assert all(capabilities.find_libraries()), description
     assert {"tcp", "self"} <= set(capabilities.find_components())
-    assert all(word in told for word in ("UCX 1.", "libucp.so", "tcp"))
+    assert all(word in description for word in ("UCX 1.", "libucp.so", "tcp"))
     caplog.set_level(logging.INFO)
     create_agent("a", "ucx").close()
-    assert f"KV transfers use {told}; of these UCX_TLS=^sm" in caplog.messages
+    assert f"KV transfers use {description}; of these UCX_TLS=^sm" in caplog.messages
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(capabilities, "RDMA_DEVICES", tmp_path)
 
 
-def test_rdma_without_verbs_is_refused_naming_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_without_verbs_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "find_components", lambda: ["self", "tcp", "cma"])
     config = KVTransferConfig(role=KVRole.CONSUMER, rdma=True)
     with pytest.raises(
@@ -68,7 +68,7 @@ def test_rdma_without_verbs_is_refused_naming_the_mend(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("without_devices")
-def test_rdma_without_a_device_is_refused_naming_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_without_a_device_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "find_components", lambda: ["tcp", "ib"])
     config = KVTransferConfig(role=KVRole.CONSUMER, rdma=True)
     with pytest.raises(
@@ -86,10 +86,10 @@ def test_rdma_with_verbs_and_a_device_is_accepted(
     capabilities.require_rdma()
 
 
-def test_the_cuda_images_switch_loads_a_ucx_with_verbs_and_moves_bytes_over_it(
+def test_the_settings_of_the_cuda_image_load_a_ucx_with_verbs_that_moves_bytes(
     tmp_path: Path,
 ) -> None:
-    """As in docker/engine-cuda.Dockerfile: links to NIXL's UCX, and two variables."""
+    """docker/engine-cuda.Dockerfile links NIXL's UCX and sets two variables."""
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("nixl-cu12 is not installed: pip install 'baton[nixl]'")
     links = tmp_path / "ucx"
@@ -106,9 +106,9 @@ def test_the_cuda_images_switch_loads_a_ucx_with_verbs_and_moves_bytes_over_it(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    told, moved, mapped = done.stdout.splitlines()
-    assert "nixl_cu12" in told
-    assert "ib" in told.rpartition("with ")[2].split(", ")
+    description, moved, mapped = done.stdout.splitlines()
+    assert "nixl_cu12" in description
+    assert "ib" in description.rpartition("with ")[2].split(", ")
     assert moved == f"DONE True {{'ucx tcp/lo': {2**20}}}"
-    assert "libuct_ib_mlx5" in mapped, "the module for today's adapters"
-    assert "libucx/lib" not in mapped, "the wheel's UCX is loaded beside it"
+    assert "libuct_ib_mlx5" in mapped, "the module for current adapters is missing"
+    assert "libucx/lib" not in mapped, "the wheel's UCX was also loaded"

@@ -1,6 +1,8 @@
-"""kill -9 in the middle of a transfer over UCX: the survivor's transfer ends, nothing arrives late, the next peer is served.
+"""kill -9 during a transfer over UCX: the survivor's transfer ends and the next peer is served.
 
-`BATON_CHAOS_ROUNDS=100 pytest tests/unit/kv_transfer/transports/test_ucx_kills.py -s` kills 100 times in each role, and prints the times.
+This kills 100 times in each role and prints the times:
+
+    BATON_CHAOS_ROUNDS=100 pytest tests/unit/kv_transfer/transports/test_ucx_kills.py -s
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def side() -> Iterator[Side]:
 
 
 def transport_of(side: Side) -> UCXTransport:
-    transport = side.agent._transports["ucx"]  # type: ignore[attr-defined]
+    transport = side.agent._transports["ucx"]
     assert isinstance(transport, UCXTransport)
     return transport
 
@@ -47,19 +49,19 @@ def wait_for_some_bytes(side: Side) -> None:
 
 
 def kill_and_time(side: Side, has_ended: Callable[[], bool]) -> float:
-    """Seconds from the signal until the survivor has ended the transfer."""
-    pid = side.owner.process.pid  # type: ignore[union-attr]
+    """Kill the owner. Return the seconds until the survivor's transfer has ended."""
+    pid = side.owner.process.pid
     assert pid is not None
     killed = time.monotonic()
     os.kill(pid, 9)
     while not has_ended():
-        assert time.monotonic() < killed + MOST_S, "the survivor's transfer does not end"
+        assert time.monotonic() < killed + MOST_S, "the survivor's transfer did not end"
         time.sleep(0.0005)
     return time.monotonic() - killed
 
 
 def check_next_peer(side: Side, expected: np.ndarray) -> None:
-    """Another peer's transfers go well, both ways, and this side's memory is as it was."""
+    """Check that another peer's transfers succeed and that this side's memory is unchanged."""
     side.owner.stop()
     side.meet(OwnerProcess("ucx"))
     saved = side.block(1).copy()
@@ -76,7 +78,8 @@ def check_next_peer(side: Side, expected: np.ndarray) -> None:
 def judge(role: str, seconds: list[float]) -> None:
     median = statistics.median(seconds)
     print(
-        f"{role} killed {len(seconds)} times: ended after {1e3 * median:.1f} ms (most {1e3 * max(seconds):.1f} ms)"
+        f"{role} killed {len(seconds)} times: ended after {1e3 * median:.1f} ms "
+        f"(at most {1e3 * max(seconds):.1f} ms)"
     )
     assert median < MEDIAN_S
     assert max(seconds) < MOST_S
@@ -84,7 +87,7 @@ def judge(role: str, seconds: list[float]) -> None:
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 @pytest.mark.timeout(60 + 6 * NUM_KILLS)
-def test_the_owner_of_the_memory_is_killed(side: Side, op: str) -> None:
+def test_the_initiator_ends_a_transfer_when_the_owner_is_killed(side: Side, op: str) -> None:
     seconds = []
     for _ in range(NUM_KILLS):
         handle = side.make_everything(op, times=NUM_TIMES)
@@ -101,7 +104,7 @@ def test_the_owner_of_the_memory_is_killed(side: Side, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 @pytest.mark.timeout(60 + 6 * NUM_KILLS)
-def test_the_one_that_reads_or_writes_is_killed(side: Side, op: str) -> None:
+def test_the_owner_ends_a_transfer_when_the_initiator_is_killed(side: Side, op: str) -> None:
     transport, seconds = transport_of(side), []
     blocks = list(range(NUM_BLOCKS)) * NUM_TIMES
     for _ in range(NUM_KILLS):

@@ -1,4 +1,4 @@
-"""The transport over UCX: what it moves, whom it serves, and what becomes of work when a side or the network goes away."""
+"""The UCX transport: data, untrusted peers, lost peers and networks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from baton_kv_transfer.transports.ucx import ucx_transport as lane_module
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES, Pieces
 from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
-from support.kv_transfer.ucx_rig import WORDS, Raw, TransportHere, end, rows
+from support.kv_transfer.transport_rig import WORDS, end, move_rows_of_all_sizes, rows
+from support.kv_transfer.ucx_rig import Raw, UCXTransportHere
 from support.waiting import eventually
 
 MIB_WORDS = 2**17
 
 
 @pytest.fixture
-def make(made: Callable[[Any], Any]) -> Callable[[str], TransportHere]:
-    def new(name: str) -> TransportHere:
-        transport = TransportHere(name)
+def make(made: Callable[[Any], Any]) -> Callable[[str], UCXTransportHere]:
+    def new(name: str) -> UCXTransportHere:
+        transport = UCXTransportHere(name)
         made(transport.thread)
         return transport
 
@@ -37,16 +38,16 @@ def make(made: Callable[[Any], Any]) -> Callable[[str], TransportHere]:
 
 
 @pytest.fixture
-def pair(make: Callable[[str], TransportHere]) -> tuple[TransportHere, TransportHere]:
-    """(one that knows the owner, the owner)."""
+def pair(make: Callable[[str], UCXTransportHere]) -> tuple[UCXTransportHere, UCXTransportHere]:
+    """Return a transport that knows the owner, and the owner."""
     one, owner = make("one"), make("owner")
     one.transport.add_peer("owner", owner.transport.address)
     return one, owner
 
 
 @pytest.fixture
-def raw(made: Callable[[Any], Any], pair: tuple[TransportHere, TransportHere]) -> Raw:
-    """A worker connected to the owner."""
+def raw(made: Callable[[Any], Any], pair: tuple[UCXTransportHere, UCXTransportHere]) -> Raw:
+    """A UCX worker that is connected to the owner."""
     return made(Raw(pair[1]))
 
 
@@ -61,7 +62,7 @@ def side() -> Iterator[Side]:
 # -- bytes
 
 
-def test_rows_of_equal_lengths_are_cut_alike_into_pieces_of_at_most_half_a_mebibyte() -> None:
+def test_rows_of_equal_lengths_are_split_equally_into_pieces_of_at_most_512_kib() -> None:
     words = np.zeros(8 * MIB_WORDS, dtype=np.int64)
     runs = [
         (0, 3 * MIB_WORDS + 5),
@@ -77,42 +78,27 @@ def test_rows_of_equal_lengths_are_cut_alike_into_pieces_of_at_most_half_a_mebib
 
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
-def test_rows_of_all_sizes_move_and_nothing_beside_them(
-    pair: tuple[TransportHere, TransportHere], op: str
+def test_rows_of_all_sizes_are_moved_and_nothing_else(
+    pair: tuple[UCXTransportHere, UCXTransportHere], op: str
 ) -> None:
     one, owner = pair
-    one.words[:] = -1 - one.words
-    runs = [
-        (0, 300_001),
-        (300_002, 1),
-        *[(300_004 + 3 * i, 2) for i in range(20_000)],
-        (400_000, 262_144),
-    ]
-    local, remote = rows(one.words, *runs), rows(owner.words, *runs)
-    source, target = (owner.words, one.words) if op == "READ" else (one.words, owner.words)
-    expected = target.copy()
-    for first, count in runs:
-        expected[first : first + count] = source[first : first + count]
-    assert end(one.post(op, "owner", local, remote, b"moved"))[0] is XferState.DONE
-    np.testing.assert_array_equal(target, expected)
-    eventually(lambda: owner.notifs == [("one", b"moved")], "the notification")
-    nbytes = 8 * sum(count for _, count in runs)
+    nbytes = move_rows_of_all_sizes(one, owner, op)
     assert one.context.moved == owner.context.moved == {"tcp/lo": nbytes}
 
 
-def test_messages_arrive_in_the_order_they_were_sent_whatever_their_length(
-    pair: tuple[TransportHere, TransportHere],
+def test_messages_of_any_length_arrive_in_order(
+    pair: tuple[UCXTransportHere, UCXTransportHere],
 ) -> None:
     one, owner = pair
     sent = [bytes([i]) * (10 if i % 2 else 300_000) for i in range(20)]
     for message in sent:
         one.transport.send_notif("owner", message)
-    eventually(lambda: len(owner.notifs) == len(sent), "all of them")
+    eventually(lambda: len(owner.notifs) == len(sent), "all messages")
     assert [message for _, message in owner.notifs] == sent
 
 
 def test_a_threshold_of_the_environment_keeps_the_order_of_a_write_and_its_data(
-    make: Callable[[str], TransportHere], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[str], UCXTransportHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A WRITE that UCX itself sends as a rendezvous may arrive after its data, so it awaits GO."""
     monkeypatch.setenv("UCX_RNDV_THRESH", "256")
@@ -127,8 +113,8 @@ def test_a_threshold_of_the_environment_keeps_the_order_of_a_write_and_its_data(
         assert (owner.words[:MIB_WORDS] == -1).all()
 
 
-def test_gpu_memory_goes_the_same_way_where_ucx_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory stands in for a device's: UCX finds out the type of memory by itself."""
+def test_gpu_memory_is_moved_if_ucx_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test uses host memory, because UCX detects the type of memory."""
     monkeypatch.setattr(worker.UCXContext, "has_cuda", True)
     agent = create_agent("gpu", "ucx")
     words = np.arange(16, dtype=np.int64)
@@ -143,18 +129,18 @@ def test_gpu_memory_goes_the_same_way_where_ucx_has_cuda(monkeypatch: pytest.Mon
     agent.close()
 
 
-def test_gpu_memory_is_refused_where_ucx_has_no_cuda() -> None:
+def test_gpu_memory_is_refused_if_ucx_has_no_cuda() -> None:
     agent = create_agent("cpu", "ucx")
     with pytest.raises(ValueError, match="a UCX with CUDA"):
         agent.register_memory([(2**40, 4096, 0, "")], "VRAM")
     agent.close()
 
 
-# -- whom the owner serves
+# -- requests to the owner
 
 
-def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(
-    pair: tuple[TransportHere, TransportHere],
+def test_a_request_with_an_invalid_row_is_refused_and_leaves_no_receive(
+    pair: tuple[UCXTransportHere, UCXTransportHere],
 ) -> None:
     one, owner = pair
     elsewhere = np.zeros(MIB_WORDS, dtype=np.int64)
@@ -178,8 +164,8 @@ def test_rows_are_checked_by_the_owner_as_a_whole_and_no_receive_stays_behind(
 
 
 @pytest.mark.parametrize("hello", ["none", "wrong secret", "garbage", "deep", "no message"])
-def test_a_stranger_without_the_secret_is_ignored(
-    pair: tuple[TransportHere, TransportHere], raw: Raw, hello: str
+def test_a_peer_without_the_secret_is_ignored(
+    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, hello: str
 ) -> None:
     one, owner = pair
     if hello == "wrong secret":
@@ -200,8 +186,8 @@ def test_a_stranger_without_the_secret_is_ignored(
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
 
 
-def test_data_that_nobody_waits_for_is_thrown_away(
-    pair: tuple[TransportHere, TransportHere], raw: Raw
+def test_unexpected_data_is_discarded(
+    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw
 ) -> None:
     one, owner = pair
     for piece in range(50):
@@ -214,8 +200,8 @@ def test_data_that_nobody_waits_for_is_thrown_away(
     )
 
 
-def test_requests_that_make_no_sense_are_refused_or_ignored(
-    pair: tuple[TransportHere, TransportHere], raw: Raw
+def test_invalid_requests_are_refused_or_ignored(
+    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw
 ) -> None:
     owner = pair[1]
     raw.send_hello(owner)
@@ -243,7 +229,7 @@ def test_requests_that_make_no_sense_are_refused_or_ignored(
 
 
 def test_a_piece_of_another_length_ends_the_connection(
-    pair: tuple[TransportHere, TransportHere], raw: Raw
+    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw
 ) -> None:
     owner = pair[1]
     raw.send_hello(owner)
@@ -257,7 +243,7 @@ def test_a_piece_of_another_length_ends_the_connection(
 # -- ends
 
 
-def test_a_frozen_peer_is_given_up_in_time(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_peer_times_out(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
     assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
@@ -274,8 +260,8 @@ def test_a_frozen_peer_is_given_up_in_time(side: Side, monkeypatch: pytest.Monke
     assert not side.words.any()
 
 
-def test_a_peer_that_stops_halfway_is_given_up_by_the_owner(
-    pair: tuple[TransportHere, TransportHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
+def test_a_peer_that_stops_during_a_transfer_times_out_at_the_owner(
+    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
     owner = pair[1]
@@ -291,8 +277,8 @@ def test_a_peer_that_stops_halfway_is_given_up_by_the_owner(
     assert not owner.notifs
 
 
-def test_deregistered_memory_is_not_held_when_the_call_returns(
-    pair: tuple[TransportHere, TransportHere],
+def test_ucx_does_not_hold_memory_after_its_deregistration(
+    pair: tuple[UCXTransportHere, UCXTransportHere],
 ) -> None:
     one, owner = pair
     everything = [(0, WORDS)] * 64
@@ -314,8 +300,8 @@ def test_deregistered_memory_is_not_held_when_the_call_returns(
     assert end(one.post("WRITE", "owner", some, rows(owner.words, (0, 8))))[0] is XferState.DONE
 
 
-def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(
-    pair: tuple[TransportHere, TransportHere],
+def test_removing_a_peer_ends_our_transfers_but_not_those_of_the_peer(
+    pair: tuple[UCXTransportHere, UCXTransportHere],
 ) -> None:
     one, owner = pair
     owner.transport.add_peer("one", one.transport.address)
@@ -342,7 +328,7 @@ def test_removing_a_peer_ends_what_was_asked_of_it_but_not_what_it_asks_for(
 
 
 def test_a_peer_that_connects_again_replaces_its_connection(
-    pair: tuple[TransportHere, TransportHere],
+    pair: tuple[UCXTransportHere, UCXTransportHere],
 ) -> None:
     one, owner = pair
     some, theirs = rows(one.words, (0, 8)), rows(owner.words, (8, 8))
@@ -357,8 +343,8 @@ def test_a_peer_that_connects_again_replaces_its_connection(
     )
 
 
-def test_memory_that_ucx_does_not_give_back_costs_the_worker(
-    pair: tuple[TransportHere, TransportHere],
+def test_a_worker_that_does_not_release_memory_is_replaced(
+    pair: tuple[UCXTransportHere, UCXTransportHere],
 ) -> None:
     one, owner = pair
     before = one.transport.address
@@ -380,7 +366,7 @@ def test_memory_that_ucx_does_not_give_back_costs_the_worker(
     )
 
 
-def test_a_fence_takes_no_longer_because_a_frozen_peer_sent_half_a_message(side: Side) -> None:
+def test_a_fence_does_not_wait_for_half_a_message_of_a_frozen_peer(side: Side) -> None:
     assert isinstance(side.owner, OwnerProcess)
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     everything = list(range(32)) * 100
@@ -396,7 +382,7 @@ def test_a_fence_takes_no_longer_because_a_frozen_peer_sent_half_a_message(side:
 
 
 class Network:
-    """Makes the next workers of an agent fail, as they do without a device."""
+    """Makes the creation of workers fail, as without a network device."""
 
     def __init__(self, agent: Any) -> None:
         self._context = agent._transports["ucx"]._ucx
@@ -411,7 +397,7 @@ class Network:
         return self._create()
 
 
-def test_a_fence_waits_until_the_network_is_back(side: Side) -> None:
+def test_a_fence_waits_for_the_network(side: Side) -> None:
     network = Network(side.agent)
     network.failures_left = 1
     side.agent.fence()
@@ -420,7 +406,7 @@ def test_a_fence_waits_until_the_network_is_back(side: Side) -> None:
     assert side.run(side.make("READ", [0], [1])) == "DONE"
 
 
-def test_without_a_network_the_fence_says_so(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_without_a_network_is_an_error(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "NETWORK_TIMEOUT_S", 0.0)
     Network(side.agent).failures_left = float("inf")
     with pytest.raises(UCXError, match="No such device"):
@@ -431,12 +417,12 @@ def test_without_a_network_the_fence_says_so(side: Side, monkeypatch: pytest.Mon
     assert "lost its network" in handle.error
 
 
-def test_a_transport_that_is_closed_leaves_nothing_open(
-    make: Callable[[str], TransportHere],
+def test_a_closed_transport_leaves_no_file_open(
+    make: Callable[[str], UCXTransportHere],
 ) -> None:
     num_open = 0
     for attempt in range(4):
-        one, other = TransportHere("one"), TransportHere("other")
+        one, other = UCXTransportHere("one"), UCXTransportHere("other")
         one.transport.add_peer("other", other.transport.address)
         one.transport.send_notif("other", b"hello")
         eventually(lambda other=other: other.notifs, "the notification")
@@ -446,17 +432,19 @@ def test_a_transport_that_is_closed_leaves_nothing_open(
         with pytest.raises(TransportError, match="closed"):
             one.thread.mailbox.call(one.transport.fence)
         del one, other
-        num_open = num_open or len(os.listdir("/proc/self/fd"))  # UCX keeps some for the process
+        num_open = num_open or len(
+            os.listdir("/proc/self/fd")
+        )  # UCX keeps some files for the process
         assert len(os.listdir("/proc/self/fd")) <= num_open, attempt
 
 
-def test_ucx_listens_at_the_hosts_device_only() -> None:
+def test_ucx_listens_only_on_the_hosts_device() -> None:
     assert worker.find_devices("127.0.0.1").split(",")[0] == "lo"
     with pytest.raises(OSError, match=r"cannot be served at 203\.0\.113\.7"):
         create_agent("me", "ucx", "203.0.113.7")
 
 
-def test_a_host_with_a_further_address_of_a_device() -> None:
+def test_a_host_may_be_a_secondary_address_of_a_device() -> None:
     script = f"""ip link set lo up && ip addr add 198.18.0.2/32 dev lo && {sys.executable} -c '
 from baton_kv_transfer.agent.create import create_agent
 create_agent("me", "ucx", "198.18.0.2").close()

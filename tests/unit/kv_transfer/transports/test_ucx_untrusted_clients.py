@@ -1,6 +1,6 @@
-"""Strangers at UCX's own TCP port disturb no transfer and leave nothing behind, unless they speak UCX's protocol.
+"""Clients of UCX's TCP port that do not use its protocol affect no transfer.
 
-What UCX does for those that do: docs/decisions/ucx-carries-the-kv.md.
+For clients that use it see docs/decisions/ucx-carries-the-kv.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def side() -> Iterator[Side]:
     side.owner.stop()
 
 
-class Strangers:
-    """Connections to one port. In turn: one is silent, one sends a few bytes, one sends a flood, one resets its connection."""
+class UntrustedClients:
+    """Connections to one port: silent, with a few bytes, with a flood, or reset, in turn."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._selector = selectors.DefaultSelector()
@@ -60,7 +60,7 @@ class Strangers:
                 )
 
     def work(self) -> bool:
-        """Sends what can be sent at once; whether all that sent something were disconnected."""
+        """Send without blocking. Return whether all clients that sent bytes were disconnected."""
         for key, events in self._selector.select(0):
             stranger, rest = key.fileobj, key.data
             assert isinstance(stranger, socket.socket)
@@ -83,7 +83,7 @@ class Strangers:
 
 
 def move_all(side: Side) -> None:
-    """BlockWriter all blocks to the owner in another order and reads them back, over a new connection."""
+    """Write all blocks to the owner in another order and read them back, over a new connection."""
     side.agent.remove_remote_agent("owner")
     side.meet(side.owner)
     side.words[:] = np.random.default_rng().integers(2**60, size=side.words.size)
@@ -100,7 +100,7 @@ def find_port(owner: psutil.Process) -> int:
     return port
 
 
-def test_600_strangers_disturb_no_transfer_and_leave_nothing_behind(side: Side) -> None:
+def test_600_untrusted_clients_affect_no_transfer_and_leave_no_resources(side: Side) -> None:
     assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     np.testing.assert_array_equal(side.block(0), counting(1))
@@ -109,14 +109,14 @@ def test_600_strangers_disturb_no_transfer_and_leave_nothing_behind(side: Side) 
     num_fds = owner.num_fds() + MARGIN_FDS
     used = []
     for seed in range(NUM_ROUNDS):
-        strangers = Strangers(port, seed)
+        clients = UntrustedClients(port, seed)
         is_over, num_transfers = False, 0
         while not is_over or num_transfers < 20:
-            is_over = strangers.work()  # the silent ones stay until they leave
+            is_over = clients.work()  # the silent ones stay until they leave
             move_all(side)
             num_transfers += 2
-        strangers.leave()
-        eventually(lambda: owner.num_fds() <= num_fds, "the strangers' descriptors are closed")
+        clients.leave()
+        eventually(lambda: owner.num_fds() <= num_fds, "the clients' descriptors are closed")
         used.append(owner.memory_info().rss)
     assert used[-1] <= used[0] + MARGIN_BYTES, used
 
