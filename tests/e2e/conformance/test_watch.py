@@ -1,7 +1,7 @@
 """Watches: resume, selectors, bookmarks and expiry."""
 
+#: How long a server that is busy may take to send what has happened already.
 WATCH_S = "4"
-"""How long a server that is busy may take to send what has happened already."""
 
 
 def _names(events):

@@ -22,8 +22,8 @@ from support.under_load import under_load
 from support.waiting import eventually
 
 STREAMS = 6
+#: An idle service has nothing to drain.
 GONE_S = 30.0
-"""An idle service has nothing to drain."""
 
 
 @pytest.mark.timeout(600)

@@ -29,8 +29,8 @@ VOCAB_SIZE = 512
 WIDTH = 3
 FORCE = ("--force", "--grace-period=0")
 NODE = "baton-local"
+#: Time for the controller manager to observe which pods are ready.
 BUDGET_S = 60.0
-"""Time for the controller manager to observe which pods are ready."""
 
 
 @pytest.mark.chaos

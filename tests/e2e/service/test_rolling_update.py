@@ -29,8 +29,8 @@ from support.waiting import eventually
 NAME = "rolling"
 ROLES = ("prefill", "decode", "gateway")
 VOCAB_SIZE = 512
+#: Two pods start one after the other on two busy cores. Each imports torch and loads a model.
 UPDATED_S = 150.0
-"""Two pods start one after the other on two busy cores. Each imports torch and loads a model."""
 
 
 @pytest.mark.chaos

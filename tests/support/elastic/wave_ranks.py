@@ -12,8 +12,8 @@ from typing import NamedTuple
 from baton_engine.elastic.rank.waves import StepVote, Waves, vote_for
 from baton_protocol.topology import StartWave
 
+#: No generation, no wave.
 NONE = -1
-"""No generation, no wave."""
 
 
 class Key(NamedTuple):

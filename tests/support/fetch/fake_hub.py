@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback: what `huggingface_hub` asks of one for a model, with the real one's headers, and its faults."""
+"""A Hugging Face hub on loopback with the endpoints that `huggingface_hub` uses, and faults."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ LFS_SUFFIX = ".safetensors"
 
 @dataclass
 class FakeHub:
-    """One repository. Fields are changed by tests while it serves."""
+    """One repository. Tests may change its fields while it serves."""
 
     repo: str
     files: dict[str, bytes]
     commit: str = "c0ffee" + "0" * 34
     branch: str = "main"
+    #: Only requests with TOKEN are allowed.
     private: bool = False
-    """Only for who sends TOKEN."""
     claimed_sizes: dict[str, int] = field(default_factory=dict)
+    #: Number of times that a file will be sent with a flipped byte.
     damage: dict[str, int] = field(default_factory=dict)
-    """How many more times a file is sent with a flipped byte."""
+    #: Number of times that a file's connection will be closed in the middle of the body.
     truncate: dict[str, int] = field(default_factory=dict)
-    """How many more times a file's connection ends in the middle of what was asked for."""
+    #: Number of requests that will get 503.
     unavailable: int = 0
-    """How many more requests are answered 503."""
+    #: Bytes of a safetensors body after which the hub waits for `release`.
     hold_after: int | None = None
-    """Bytes of a body in safetensors after which the hub waits for `release`."""
     release: threading.Event = field(default_factory=threading.Event)
+    #: Set when a body waits.
     held: threading.Event = field(default_factory=threading.Event)
-    """Set once a body waits."""
+    #: Number of requested bodies by file.
     downloads: Counter[str] = field(default_factory=Counter)
-    """Bodies asked for, by file."""
+    #: (file, first byte) of each body.
     ranges: list[tuple[str, int]] = field(default_factory=list)
-    """(file, first byte) of each body."""
     url: str = ""
 
     def etag(self, name: str) -> str:
@@ -157,12 +157,12 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients are killed in the middle of bodies
+        pass  # tests kill clients during a body
 
 
 @contextlib.contextmanager
 def fake_hub(files: dict[str, bytes], repo: str = "org/model") -> Iterator[FakeHub]:
-    """Serves until the block ends; bodies that wait are let go then."""
+    """Serve until the block ends. Waiting bodies are released then."""
     hub = FakeHub(repo, files)
     handler = type("_BoundHandler", (_Handler,), {"hub": hub})
     server = _Server(("127.0.0.1", 0), handler)
@@ -179,5 +179,5 @@ def fake_hub(files: dict[str, bytes], repo: str = "org/model") -> Iterator[FakeH
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:
-    """The files at the top of a folder."""
+    """Return the contents of a folder's files by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -1,4 +1,4 @@
-"""An object store of S3's kind on loopback: listings, ranges and conditions, for who signs with the right key, and its faults."""
+"""An S3 object store on loopback: listings, ranges, conditions, one access key, and faults."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 ACCESS_KEY = "AKIDALLOWED"
+#: Number of objects in one page of a listing.
 PAGE = 4
-"""Objects of one answer to a listing."""
 
 
 @dataclass
 class FakeStore:
-    """One bucket. Fields are changed by tests while it serves."""
+    """One bucket. Tests may change its fields while it serves."""
 
     bucket: str
     objects: dict[str, bytes]
+    #: Number of requests that will get 503.
     unavailable: int = 0
-    """How many more requests are answered 503."""
+    #: Number of object bodies that will be closed in the middle.
     truncate: int = 0
-    """How many more bodies of objects end in the middle."""
+    #: An object that is replaced when it is read. The body of that response is incomplete.
     replace_on_read: str = ""
-    """An object that gets other content once it was asked for: the body of that answer ends in the middle."""
+    #: (key, first byte) of each requested body.
     offsets: list[tuple[str, int]] = field(default_factory=list)
-    """(key, first byte) of each body asked for."""
     url: str = ""
 
     def tag(self, key: str) -> str:
@@ -66,13 +66,18 @@ class _Handler(BaseHTTPRequestHandler):
         page = keys[:PAGE]
         here = [key for key in page if delimiter not in key.removeprefix(prefix)]
         contents = "".join(
-            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-            f"<ETag>{escape(self.store.tag(key))}</ETag><Size>{len(self.store.objects[key])}</Size></Contents>"
+            f"<Contents><Key>{escape(key)}</Key>"
+            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<ETag>{escape(self.store.tag(key))}</ETag>"
+            f"<Size>{len(self.store.objects[key])}</Size></Contents>"
             for key in here
         )
         more = len(keys) > PAGE
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
-        body = f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{contents}</ListBucketResult>"
+        body = (
+            f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>"
+            f"{token}{contents}</ListBucketResult>"
+        )
         self._answer(200, body.encode(), {"Content-Type": "application/xml"})
 
     def _object(self, key: str) -> None:
@@ -116,7 +121,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients that leave in the middle
+        pass  # clients disconnect during a body
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 WEIGHTS = random.Random(7).randbytes(300_000)
+#: More than two of huggingface_hub's chunks of 10 MiB.
 LARGE_WEIGHTS = random.Random(8).randbytes(24 * 2**20)
-"""More than two of the pieces (10 MiB) in which huggingface_hub hands on what comes."""
 
 MODEL_FILES = {
     "config.json": b'{"architectures": ["X"]}',
@@ -52,7 +52,7 @@ def start(uri: str, target: Path, *flags: str, **env: str) -> subprocess.Popen[s
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> tuple[int, str]:
-    """(exit code, stderr). What still runs after `timeout_s` is killed."""
+    """Return the exit code and stderr. Kill the process after `timeout_s`."""
     try:
         _, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -71,7 +71,7 @@ def last_line(stderr: str) -> str:
 
 
 def left_behind(target: Path) -> set[str]:
-    """What lies beside the target, but for the lock's empty file and the library's own folder."""
+    """Return the files beside the target, except the lock and the library's folder."""
     return {path.name for path in target.parent.iterdir()} - {
         target.name,
         f"{target.name}.lock",

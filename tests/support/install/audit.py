@@ -1,4 +1,4 @@
-"""Who asked an API server for what, from its audit log."""
+"""The requests in the audit log of an API server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Object = dict[str, Any]
 
 
 class Right(NamedTuple):
-    """What a rule of a role grants: one verb on one resource (`pods`, `pods/status`) of one group."""
+    """One verb on one resource (`pods`, `pods/status`) of one API group."""
 
     group: str
     resource: str
@@ -28,12 +28,15 @@ class Audit:
 
     @property
     def forbidden(self) -> list[str]:
-        """What was refused for want of a right."""
+        """Return the URIs of requests without the necessary right."""
         return sorted({event["requestURI"] for event in self._events if _code(event) == 403})
 
     @property
     def used(self) -> set[Right]:
-        """Rights without which a request would have been refused. An apply that makes the object needs create besides patch."""
+        """Return the rights that successful requests needed.
+
+        An apply that creates the object needs `create` and `patch`.
+        """
         found = set()
         for event in self._events:
             if (reference := event.get("objectRef")) is None or _code(event) in (0, 403):
@@ -51,7 +54,7 @@ def _code(event: Object) -> int:
 
 
 def granted(rules: list[Object]) -> set[Right]:
-    """The rules of a role, one by one."""
+    """Return the rights that a role's rules grant."""
     return {
         Right(group, resource, verb)
         for rule in rules

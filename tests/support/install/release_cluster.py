@@ -1,4 +1,4 @@
-"""What the tests of this folder see of a control plane, and the operator as a release would start it."""
+"""A control plane for install tests, and the operator as a release starts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RELEASE = "baton"
 
 
 class Cluster:
-    """The control plane as an administrator sees it, and one namespace for the release."""
+    """A control plane, with an administrator's rights, and one namespace for the release."""
 
     def __init__(self, kubeconfig: Path, folder: Path) -> None:
         self.kubeconfig = kubeconfig
@@ -51,7 +51,7 @@ class Cluster:
         return name
 
     def crd(self) -> Object | None:
-        """Its spec, once it is served."""
+        """Return the CRD's spec, or None if it is not served."""
         try:
             crd = self.definitions.read_custom_resource_definition(CRD)
         except client.ApiException as error:
@@ -75,7 +75,7 @@ class Cluster:
             "spec": {"model": {"uri": "file:///models/x"}, "prefill": {"replicas": 1}},
         }
 
-        def created() -> bool:  # it may take a moment until the kind is served
+        def created() -> bool:  # the server may not serve the kind yet
             try:
                 self.custom.create_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, body)
             except client.ApiException as error:
@@ -96,7 +96,7 @@ class Cluster:
         return sorted(pod.metadata.name for pod in self.core.list_namespaced_pod(namespace).items)
 
     def wait_for_members(self, namespace: str, service: str, log: Path) -> None:
-        """Until the operator, whose log it is, has made a pod of each role and written a status."""
+        """Wait until the operator with this log has created a pod of each role and a status."""
 
         def probe() -> bool:
             pods, conditions = self.pods(namespace), self.conditions(namespace, service)
@@ -114,12 +114,13 @@ class Cluster:
 
     @contextmanager
     def operator(self, *more: str) -> Iterator[Path]:
-        """The operator as the release's Deployment would start it: with its arguments and the token of its ServiceAccount.
+        """Run the operator with the arguments and the ServiceAccount of the release's Deployment.
 
         Args:
-            more: arguments; a pod's are `--leader-elect` and its namespace's `--lease-namespace`.
+            more: further arguments. A pod has `--leader-elect` and `--lease-namespace`.
 
-        Yields its log.
+        Yields:
+            the operator's log.
         """
         deployment = self.apps.read_namespaced_deployment(f"{RELEASE}-operator", self.namespace)
         pod = deployment.spec.template.spec

@@ -1,4 +1,4 @@
-"""The chart as the real Helm engine renders it."""
+"""The chart as Helm's engine renders it."""
 
 from __future__ import annotations
 

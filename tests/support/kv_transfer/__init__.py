@@ -1,4 +1,4 @@
-"""Helpers of the KV transfer tests. They add the transport `inproc`, which copies in one process."""
+"""Helpers of the KV transfer tests. They register the transport `inproc` within one process."""
 
 from baton_kv_transfer.transports.choose import LOADERS
 from support.kv_transfer.inproc_transport import InprocTransport

@@ -1,4 +1,7 @@
-"""Agents under test: one here, and an owner of memory, in a process of its own wherever the transport goes between processes."""
+"""Agents under test: one in this process, and an owner of memory.
+
+The owner is another process if the transport connects processes.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ def block_rows(base: int) -> Rows:
 
 
 def counting(index: int) -> NDArray[np.int64]:
-    """Block `index` of the owner's memory, as it is at first."""
+    """Return the initial content of block `index` of the owner's memory."""
     return np.arange(index * BLOCK_WORDS, (index + 1) * BLOCK_WORDS)
 
 
 class OwnerMethods:
-    """The agent "owner", with memory that counts up."""
+    """The agent "owner", whose memory contains consecutive numbers."""
 
     def __init__(self, transport: str, name: str = "owner") -> None:
         self.words = np.arange(NUM_BLOCKS * BLOCK_WORDS, dtype=np.int64)
@@ -59,12 +62,12 @@ class OwnerMethods:
         return self.agent.get_new_notifs()
 
     def on_notif(self, notif: bytes) -> tuple[int, int]:
-        """Waits for it in this process; least and greatest word in memory right then."""
+        """Wait for a notification here. Return the smallest and greatest word at that moment."""
         eventually(lambda: notif in self.new_notifs().get("me", []), f"notification {notif!r}")
         return int(self.words.min()), int(self.words.max())
 
     def register_spare(self) -> tuple[bytes, int]:
-        """Registers a block more; its address, and the metadata that name it."""
+        """Register one more block. Return its address and the new metadata."""
         self.agent.register_memory([(self.spare.ctypes.data, self.spare.nbytes, 0, "spare")])
         return self.agent.get_agent_metadata(), self.spare.ctypes.data
 
@@ -85,7 +88,7 @@ class OwnerMethods:
         return self.agent.add_remote_agent(metadata)
 
     def post(self, op: str, peer: str, ours: list[int], base: int, theirs: list[int]) -> str:
-        """Posts a transfer between blocks of its own and blocks at `base` of the peer."""
+        """Post a transfer between own blocks and blocks at `base` of the peer."""
         local = self.agent.prep_xfer_dlist(INIT_AGENT, block_rows(self.words.ctypes.data))
         remote = self.agent.prep_xfer_dlist(peer, block_rows(base))
         self.posted = self.agent.make_prepped_xfer(op, local, ours, remote, theirs)
@@ -117,19 +120,19 @@ class OwnerProcess(_Process):
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
-            eventually(self._stands_still, "all threads to stand still")
+            eventually(self._is_stopped, "all threads to stand still")
             yield
         finally:
-            with suppress(ProcessLookupError):  # killed meanwhile
+            with suppress(ProcessLookupError):  # killed at the same time
                 os.kill(self.process.pid, signal.SIGCONT)
 
-    def _stands_still(self) -> bool:
+    def _is_stopped(self) -> bool:
         stats = [task / "stat" for task in Path(f"/proc/{self.process.pid}/task").iterdir()]
         return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 class OwnerHere:
-    """The same in this process."""
+    """An owner in this process."""
 
     def __init__(self) -> None:
         self._methods = OwnerMethods("inproc")
@@ -148,7 +151,7 @@ Owner = OwnerProcess | OwnerHere
 
 
 class Side:
-    """An agent with zeroed memory, and an owner that it knows."""
+    """An agent with zeroed memory that knows an owner."""
 
     def __init__(self, transport: str, owner: Owner) -> None:
         self.agent = create_agent("me", transport)
@@ -173,7 +176,7 @@ class Side:
         return self.agent.make_prepped_xfer(op, self.local, ours, self.remote, theirs, notif)
 
     def make_everything(self, op: str, notif: bytes = b"", times: int = 1) -> XferHandle:
-        """All blocks, crosswise: nothing merges."""
+        """Make a transfer of all blocks in an order in which none can be merged."""
         order = list(range(NUM_BLOCKS)) * times
         return self.make(op, order[::-1], order, notif)
 
@@ -189,7 +192,7 @@ class Side:
         return self.words[index * BLOCK_WORDS : (index + 1) * BLOCK_WORDS]
 
     def owners_notifs(self, number: int) -> list[bytes]:
-        """What the owner heard of this side, once that is `number` messages."""
+        """Wait for `number` notifications at the owner. Return them."""
         received: list[bytes] = []
 
         def all_there() -> bool:

@@ -1,4 +1,4 @@
-"""A consumer under a test's control: its clock, its transfers, and producers that say and write what the test wants."""
+"""A consumer whose clock and transfers a test controls, and scripted producers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BLOCK_NBYTES = WHOLE.block_nbytes
 
 
 def layout_of(heads: HeadRange) -> KVCacheLayout:
-    """Of a worker with these of the model's heads."""
+    """Return the layout of a worker with these heads of the model."""
     return KVCacheLayout(
         num_blocks=WHOLE.num_blocks,
         num_kv_heads=heads.count,
@@ -55,19 +55,19 @@ def chain_hash(transfer_id: str, index: int) -> bytes:
 
 
 def content(transfer_id: str, index: int) -> np.ndarray:
-    """What block `index` holds: uint8 [heads of the model, bytes of a head]."""
+    """Return the content of block `index`: uint8 [heads of the model, bytes of a head]."""
     seed = int.from_bytes(chain_hash(transfer_id, index), "little")
     return np.random.default_rng(seed).integers(0, 256, (NUM_HEADS, HEAD_NBYTES), dtype=np.uint8)
 
 
 class HeldAgent(TransportAgent):
-    """Over inproc. With `hold` a transfer goes on until the test lands it, or its peer is removed."""
+    """An agent over inproc. With `hold` the test completes transfers with `land`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "inproc")
         self.hold = False
+        #: Removing a peer does not end its transfers.
         self.ignores_removal = False
-        """Removing a peer does not end its transfers."""
         self.held: list[Any] = []
         self.num_fences = 0
 
@@ -101,7 +101,7 @@ class HeldAgent(TransportAgent):
 
 
 class Worker:
-    """One of a producer's workers: a ROUTER, memory, and an agent."""
+    """A producer's worker: a ROUTER, memory and an agent."""
 
     def __init__(
         self,
@@ -126,12 +126,12 @@ class Worker:
         self.lease_s = 30.0
         self.token = auth.derive_token(KEY)
         self.ranks = [RankAddress(HOST, self.port, heads)]
+        #: The consumer's memory.
         self.described: MemoryDescription | None = None
-        """The consumer's memory."""
         self._free = list(range(WHOLE.num_blocks))
 
     def hang_up(self) -> None:
-        """Closes connections and address; when this returns another worker may have it."""
+        """Close the connections. Afterwards another worker may use the address."""
         if not self.router.closed:
             monitor: zmq.Socket[bytes] = self.router.get_monitor_socket(zmq.EVENT_CLOSED)
             self.router.unbind(f"tcp://{HOST}:{self.port}")
@@ -147,7 +147,7 @@ class Worker:
     # -- the side channel
 
     def receive(self, kind: type | None = None) -> Any:
-        """The next message; of this kind, others before it are dropped."""
+        """Return the next message of this kind. Earlier ones of other kinds are dropped."""
         while True:
             assert self.router.poll(WAIT_MS), f"the consumer sent no {kind and kind.__name__}"
             identity, frame = self.router.recv_multipart()
@@ -155,12 +155,12 @@ class Worker:
             if isinstance(message, side_channel.Hello):
                 self.identity = identity
             elif identity != self.identity:
-                continue  # of a connection that is gone
+                continue  # of a closed connection
             if kind is None or isinstance(message, kind):
                 return message
 
     def poll(self) -> list[Any]:
-        """What has arrived, without heartbeats."""
+        """Return the messages that have arrived, except heartbeats."""
         messages = []
         while self.router.poll(0):
             _, frame = self.router.recv_multipart()
@@ -190,7 +190,7 @@ class Worker:
         return side_channel.Welcome(**(fields | changes))
 
     def description(self, **changes: Any) -> side_channel.Description:
-        """Changes: of the description's or the memory's fields."""
+        """Return this worker's description. `changes` replace fields of it or of its memory."""
         memory: dict[str, Any] = {
             "agent_metadata": self.agent.get_agent_metadata(),
             "base_address": self.memory.base_address,
@@ -211,12 +211,12 @@ class Worker:
     # -- blocks
 
     def fill(self, transfer_id: str, indices: Sequence[int]) -> list[int]:
-        """Puts the content of blocks of a transfer into slots, and returns those."""
+        """Write the content of a transfer's blocks into slots. Return the slots."""
         slots = [self._free.pop(0) for _ in indices]
         heads = self.layout.heads
         for index, slot in zip(indices, slots, strict=True):
             self.blocks[slot] = content(transfer_id, index)[heads.first : heads.end].reshape(-1)
-        self._free += slots  # used again once all others were
+        self._free += slots  # reused after all others
         return slots
 
     def published(
@@ -226,7 +226,7 @@ class Worker:
         last: bool = False,
         written: bool = False,
     ) -> Publish:
-        """What an honest producer says of these blocks."""
+        """Return a correct PUBLISH of these blocks."""
         slots = self.fill(subscribe.transfer_id, indices)
         sums = self.memory.block_sums(slots, subscribe.heads).tolist()
         blocks = []
@@ -250,7 +250,7 @@ class Worker:
         consumer_layout: KVCacheLayout,
         notification: bytes | Publish = b"",
     ) -> str:
-        """Pushes published blocks; returns the state of the transfer."""
+        """Push published blocks. Return the state of the transfer."""
         ours, theirs = self.push_lists(subscribe.heads, consumer_layout)
         assert subscribe.push_slots is not None
         slots = [
@@ -291,7 +291,7 @@ class Clock:
 
 
 class Rig:
-    """One of a consumer's workers; nothing happens but what the test asks for."""
+    """A consumer's worker. Only the test advances it."""
 
     def __init__(
         self,
@@ -303,10 +303,11 @@ class Rig:
         max_inflight_bytes: int = 2**20,
         on_result: Callable[[str, LoadResult], None] = lambda transfer_id, result: None,
     ) -> None:
-        """
+        """Create a worker.
+
         Args:
-            engine: heads of all its workers.
-            memory: of blocks [num_blocks, bytes]; the default is HostMemory over them.
+            engine: heads of all workers of the consumer.
+            memory: makes the memory of blocks [num_blocks, bytes]. The default is HostMemory.
         """
         self.clock = Clock()
         self.layout = layout_of(heads)
@@ -322,8 +323,8 @@ class Rig:
         )
         self.stats = ConnectorStats()
         self.results: dict[str, LoadResult] = {}
+        #: Number of the agent's fences at each notification of a fence.
         self.fenced: list[int] = []
-        """Per word of a fence: how many the agent had been asked for."""
         self.on_result = on_result
         self.requests: dict[str, LoadRequest] = {}
         config = KVTransferConfig(
@@ -380,7 +381,7 @@ class Rig:
         self.consumer.advance(self.clock.now)
 
     def receive(self) -> None:
-        """Waits for a message, or the loss of a connection, and acts on it."""
+        """Wait for a message or a lost connection, and process it."""
         poller = zmq.Poller()
         for peer in self.consumer.peers():
             poller.register(peer.socket, zmq.POLLIN)
@@ -400,7 +401,7 @@ class Rig:
     def subscribed(
         self, transfer_id: str, worker: Worker, block_ids: Sequence[int], first: int = 0
     ) -> Subscribe:
-        """A load from a single worker, up to its SUBSCRIBE; greets if that was not done."""
+        """Begin a load from a worker, with a handshake if needed. Return its SUBSCRIBE."""
         is_connected = any(peer.is_ready for peer in self.consumer.peers())
         self.begin(transfer_id, worker, block_ids, first)
         if not is_connected:
@@ -408,7 +409,7 @@ class Rig:
         return worker.receive(Subscribe)
 
     def holds(self, transfer_id: str, num_blocks: int) -> bool:
-        """Whether the first blocks of the load are what they should be."""
+        """Return whether the first blocks of the load have the right content."""
         request, heads = self.requests[transfer_id], self.layout.heads
         for position in range(num_blocks):
             whole = content(transfer_id, request.first_block_index + position)
@@ -427,7 +428,7 @@ class Rig:
 
 
 def tensor_parallel(size: int, instance_id: str = "P") -> list[Worker]:
-    """The workers of a producer of this size; each knows all."""
+    """Return the workers of a producer of this size. Each one lists all."""
     count = NUM_HEADS // size
     workers = [Worker(instance_id, rank, HeadRange(rank * count, count)) for rank in range(size)]
     ranks = [RankAddress(HOST, worker.port, worker.layout.heads) for worker in workers]
@@ -437,13 +438,13 @@ def tensor_parallel(size: int, instance_id: str = "P") -> list[Worker]:
 
 
 def failures(rig: Rig) -> dict[str, int]:
-    """Failed loads by reason."""
+    """Return the number of failed loads by reason."""
     assert sum(rig.stats.failures.values()) == rig.stats.transfers_failed
     return rig.stats.failures
 
 
 class Staging:
-    """Memory whose blocks travel through a few slots, and those."""
+    """Memory whose blocks are staged in a few slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

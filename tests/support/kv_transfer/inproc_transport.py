@@ -19,11 +19,11 @@ class InprocTransport(Transport):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._peers: dict[str, bytes] = {}
-        self._memory_lock = threading.Lock()  # held while a peer touches this side's memory
+        self._memory_lock = threading.Lock()  # held while a peer accesses this side's memory
         self._listen()
 
     def forget_region(self, region: Region) -> None:
-        with self._memory_lock:  # a peer's copy under way ends first
+        with self._memory_lock:  # a peer's running copy ends first
             pass
 
     def add_peer(self, name: str, address: bytes) -> None:
@@ -61,12 +61,12 @@ class InprocTransport(Transport):
             _transports[self.address] = self
 
     def _find(self, peer: str) -> InprocTransport | None:
-        """Who answers at the address under which the peer is known."""
+        """Return the transport at the peer's address."""
         with _lock:
             return _transports.get(self._peers.get(peer, b""))
 
     def _copy(self, transfer: Transfer) -> str:
-        """Returns why it could not."""
+        """Copy the rows. Return the error, if any."""
         target = self._find(transfer.peer)
         if target is None:
             return f"peer {transfer.peer} is gone"

@@ -1,4 +1,4 @@
-"""Processes under test, driven over a pipe; here engines' connectors. Any of them may be killed."""
+"""Connectors of engines in processes that a test controls over a pipe and may kill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from baton_kv_transfer.transports.ucx import library
 from baton_protocol.config import KVRole, KVTransferConfig
 from support.waiting import eventually
 
-library.load()  # here, for the fork server: it takes longer than most tests. Whatever UCX keeps, each process makes for itself.
+# Loaded in the fork server, because loading takes longer than most tests. Each process creates its
+# own UCX resources.
+library.load()
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -37,18 +39,18 @@ LAYOUT = KVCacheLayout(
 
 @functools.cache
 def _fork_server() -> ForkServerContext:
-    """Forks from a process that has imported this module."""
+    """Start a fork server that has imported this module."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with mock.patch.dict(
         os.environ, PYTHONPATH=os.pathsep.join(sys.path)
-    ):  # it is not told where modules are
+    ):  # it does not get sys.path
         forkserver.ensure_running()
     return context
 
 
 class _Process:
-    """A child that answers (method, args) over a pipe."""
+    """A child process that executes (method, args) from a pipe."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         context = _fork_server()
@@ -88,7 +90,7 @@ def _serve(pipe: Connection, methods: Any, hello: Any) -> None:
     while True:
         try:
             method, args = pipe.recv()
-        except EOFError:  # the test is gone
+        except EOFError:  # the test has ended
             return
         if method == "stop":
             methods.stop()
@@ -134,7 +136,7 @@ class _EngineMethods:
         self.words[block_id] = np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
 
     def damage_once_summed(self, block_id: int) -> None:
-        """The next checksum of the block is of its content as it was."""
+        """Damage the block after its next checksum was computed."""
         self.memory.damaged[block_id] = self.words[block_id]
 
     def holds(self, block_id: int, value: int) -> bool:
@@ -171,7 +173,7 @@ def _run_engine(
 
 
 class Engine(_Process):
-    """A connector in a process of its own, with LAYOUT's memory."""
+    """A connector in its own process, with memory of LAYOUT."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class Engine(_Process):
     def load(
         self, transfer_id: str, producer: Engine, block_ids: list[int], first: int = 0, of: str = ""
     ) -> None:
-        """LoadManager blocks first, first + 1, ... of transfer_id (or, wrongly, of another one's tokens)."""
+        """Load the blocks from `first` on of transfer_id, or, as a fault, of other tokens."""
         hashes = [chain_hash(of or transfer_id, first + i) for i in range(len(block_ids))]
         load = LoadRequest(
             transfer_id, HOST, producer.port, producer.instance_id, first, block_ids, hashes
@@ -214,7 +216,7 @@ class Engine(_Process):
         self.call("start", ConnectorMetadata(cancels=[transfer_id]))
 
     def save(self, transfer_id: str, first: int, block_ids: list[int], last: bool) -> None:
-        """Fills the blocks with content that depends on their index, then publishes them."""
+        """Fill the blocks with content that depends on their index, and save them."""
         for offset, block_id in enumerate(block_ids):
             self.call("fill", block_id, first + offset + 1)
         hashes = [chain_hash(transfer_id, first + i) for i in range(len(block_ids))]

@@ -1,7 +1,8 @@
-"""A soak of the KV connectors: random transfers between engines in several processes, which die, freeze and come back.
+"""A soak of the KV connectors: random transfers between processes that die, freeze and restart.
 
-Everything is drawn from one seed; what happens in which order is also the machine's. Every load must end once, with right blocks;
-every offer must end once; at the end nobody holds anything. See `kv_soak_engine` for how that is seen.
+All choices follow from one seed. The order of events also depends on the machine. Every load and
+every offer must end once, with the right blocks, and release all resources. `kv_soak_engine` checks
+this.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from unittest import mock
 from baton_protocol.config import KVRole
 from support.kv_transfer.kv_soak_engine import MAX_BLOCKS, Ended, EngineSpec, Report, SoakEngine
 
+#: Reasons that must not occur between compatible engines.
 UNEXPECTED = ("protocol", "refused", "defect")
-"""Reasons for which no load fails between engines that fit each other."""
 START_S = 60.0
+#: Longest time of a transfer: lease, load timeout, drain and a freeze, on a busy machine.
 END_S = 90.0
-"""Every transfer has ended by then: lease, load timeout and drain in a row, on a busy machine, and a freeze in between."""
 MAX_FROZEN_S = 2.0
 
 
 def _serve(pipe: Connection, specs: Sequence[EngineSpec], seed: str, ports: dict[str, int]) -> None:
-    """A process with engines in it."""
+    """Run engines in this process."""
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     wakeup = lambda: os.eventfd_write(wake_fd, 1)  # noqa: E731
     engines = {
@@ -41,8 +42,8 @@ def _serve(pipe: Connection, specs: Sequence[EngineSpec], seed: str, ports: dict
     }
     pipe.send({name: (engine.instance_id, engine.port) for name, engine in engines.items()})
     while True:
-        lively = any(engine.lively for engine in engines.values())
-        ready = connection.wait([pipe, wake_fd], 0.002 if lively else 0.5)
+        is_active = any(engine.is_active for engine in engines.values())
+        ready = connection.wait([pipe, wake_fd], 0.002 if is_active else 0.5)
         if wake_fd in ready:
             os.eventfd_read(wake_fd)
         while pipe.poll():
@@ -67,10 +68,10 @@ class _Process:
     incarnation: int = 0
     process: Any = None
     pipe: Connection | None = None
+    #: Instance id and port of started engines, by name.
     engines: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Name -> instance id and port, once they are up."""
+    #: 0 if it is not frozen.
     thaws_at: float = 0.0
-    """0: it runs."""
     started_at: float = 0.0
 
     @property
@@ -80,21 +81,22 @@ class _Process:
 
 @dataclass
 class _Transfer:
+    #: (name, incarnation, whether it is the producer) of engines that must report the end.
     waits_for: set[tuple[str, int, bool]]
-    """Name and incarnation of the engines that have to say how it ended, and whether as producer."""
     deadline: float
+    #: The load requests other tokens than the offer has.
     other_prompt: bool
-    """Its load asks for other tokens than are offered."""
     history: list[Any] = field(default_factory=list)
 
 
 class Soak:
-    """
+    """A soak test.
+
     Args:
-        processes: the engines of each; those of one transport reach each other.
-        num_transfers: in all.
-        num_at_a_time: transfers under way.
-        kills, freezes: how many of them happen on the way.
+        processes: the engines of each process. Engines of one transport reach each other.
+        num_transfers: total number of transfers.
+        num_at_a_time: number of concurrent transfers.
+        kills, freezes: number of kills and freezes.
     """
 
     def __init__(
@@ -115,25 +117,25 @@ class Soak:
         self._kills, self._freezes = set(chosen[:kills]), set(chosen[kills:])
         self._processes = [_Process(tuple(specs)) for specs in processes]
         self._transports = sorted({spec.transport for specs in processes for spec in specs})
+        #: (time, action) of planned actions.
         self._due: list[tuple[float, Callable[[_Process], None]]] = []
-        """What happens when."""
         self._transfers: dict[str, _Transfer] = {}
         self._num_started = 0
         self._reports: dict[str, Report] = {}
+        #: Failed rank transfers by reason, per (name, incarnation) of engines.
         self._failures: dict[tuple[str, int], dict[str, int]] = {}
-        """Of every incarnation of an engine, also those that were killed: rank_transfers of loads that failed, by reason."""
+        #: Counts of events by name.
         self.counts: Counter[str] = Counter()
-        """What happened, by name."""
+        #: Errors of loads with a reason in UNEXPECTED.
         self.unexpected: list[str] = []
-        """Errors of loads that failed for a reason in UNEXPECTED."""
         self._context = mp.get_context("forkserver")
 
     def run(self) -> None:
-        """Raises AssertionError where a block is wrong, an end is missing or told twice, or something is left over."""
+        """Raise AssertionError for wrong blocks, missing or repeated ends, and leaked resources."""
         self._context.set_forkserver_preload([__name__])
         with mock.patch.dict(
             os.environ, PYTHONPATH=os.pathsep.join(sys.path)
-        ):  # the server is not told where modules are
+        ):  # the server does not get sys.path
             forkserver.ensure_running()
         try:
             for process in self._processes:
@@ -142,7 +144,7 @@ class Soak:
                 self._listen(0.05)
             while self._num_started < self._num_transfers or self._transfers:
                 self._begin()
-                self._chaos()
+                self._disturb()
                 self._listen(0.05 if not self._due else 0.002)
             self._settle()
         finally:
@@ -150,7 +152,7 @@ class Soak:
                 process.process.kill()
                 process.process.join()
 
-    # What happens
+    # Actions
 
     def _start(self, process: _Process, ports: dict[str, int]) -> None:
         process.incarnation += 1
@@ -164,7 +166,7 @@ class Soak:
         theirs.close()
 
     def _begin(self) -> None:
-        """New transfers, as many as there is room for."""
+        """Start as many transfers as allowed."""
         while (
             self._num_started < self._num_transfers and len(self._transfers) < self._num_at_a_time
         ):
@@ -178,7 +180,7 @@ class Soak:
                 return
 
     def _pick(self) -> tuple[tuple[_Process, EngineSpec], tuple[_Process, EngineSpec]] | None:
-        """A producer and a consumer that reach each other; None while those whose turn it is start."""
+        """Return a producer and a consumer that reach each other, or None while they start."""
         transport = self._rng.choice(self._transports)
         engines = [(process, spec) for process in self._processes for spec in process.specs]
         engines = [
@@ -223,7 +225,7 @@ class Soak:
             ),
         ]
         if rng.random() < 0.02:
-            del acts[rng.randrange(2)]  # the other side never hears of it
+            del acts[rng.randrange(2)]  # only one side starts the transfer
         rng.shuffle(acts)
         waits_for = {(command[1], process.incarnation, sends) for process, command, sends in acts}
         commands = [command for _, command, _ in acts]
@@ -236,7 +238,7 @@ class Soak:
             f"{producer.transport} {consumer.mode} {len(producer.heads)} to {len(consumer.heads)}"
         ] += 1
 
-    def _chaos(self) -> None:
+    def _disturb(self) -> None:
         now = time.monotonic()
         for process in self._processes:
             if process.thaws_at and now >= process.thaws_at:
@@ -247,7 +249,7 @@ class Soak:
                 planned.discard(self._num_started)
                 self._due.append(
                     (now + self._rng.uniform(0.0, 0.04), act)
-                )  # the last transfers are somewhere on their way
+                )  # the last transfers are in flight
         for when, act in list(self._due):
             if now >= when:
                 self._due.remove((when, act))
@@ -261,7 +263,7 @@ class Soak:
         self.counts["freezes"] += 1
 
     def _kill(self, process: _Process) -> None:
-        """And starts it again, at the same address."""
+        """Kill a process and start it again at the same address."""
         process.process.kill()
         process.process.join()
         self.counts["kills"] += 1
@@ -277,7 +279,7 @@ class Soak:
         assert process.pipe is not None
         process.pipe.send(command)
 
-    # What is heard
+    # Reports
 
     def _listen(self, wait_s: float) -> None:
         pipes = {process.pipe: process for process in self._processes}
@@ -333,14 +335,14 @@ class Soak:
             del self._transfers[name]
 
     def _settle(self) -> None:
-        """All transfers are over: soon nobody holds anything."""
+        """Check that all resources are released after the last transfer."""
         deadline = time.monotonic() + END_S
         for process in self._processes:
             if process.thaws_at:
                 os.kill(process.process.pid, signal.SIGCONT)
         while not all(
             process.up for process in self._processes
-        ):  # one of the last kills may have been a moment ago
+        ):  # one of the last kills may be very recent
             self._listen(0.05)
         names = {spec.name for process in self._processes for spec in process.specs}
         while True:

@@ -1,6 +1,6 @@
-"""An engine as the soak of KV transfers needs it: connectors over memory whose every word follows from the block's chain hash.
+"""An engine for the KV soak: connectors over memory whose words follow from the chain hash.
 
-Free blocks and slots hold a poison that is looked at when they are taken again: who writes to memory that is not his is found.
+To find stray writes, free blocks and slots contain a poison, which is checked at allocation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from baton_protocol.service_key import ServiceKey
 HOST = "127.0.0.1"
 NUM_HEADS = 4
 NUM_BLOCKS = 160
+#: Maximum number of blocks of one transfer.
 MAX_BLOCKS = 24
-"""Of one transfer."""
 LEASE_S = 1.0
 LOAD_TIMEOUT_S = 1.0
 POISON = np.uint64(0xBAD0BAD0BAD0BAD0)
@@ -44,17 +44,17 @@ POISON = np.uint64(0xBAD0BAD0BAD0BAD0)
 class EngineSpec:
     name: str
     role: KVRole
+    #: Number of heads of each worker.
     heads: tuple[int, ...]
-    """Of each worker."""
     transport: str
     mode: str = "pull"
+    #: Number of slots in which blocks are staged. 0: they are accessed in place.
     num_slots: int = 0
-    """Blocks travel through this many slots; 0: they are reached where they lie."""
     head_dim: int = 32
+    #: Fraction of the blocks that are damaged in transit.
     corrupt: float = 0.0
-    """Share of the blocks in which a word changes on the way."""
+    #: Fraction of the transfers that this side cancels.
     cancel: float = 0.0
-    """Share of the transfers that this side cancels."""
     service_key_file: str = ""
 
 
@@ -63,7 +63,7 @@ def chain_hash(sequence: int, index: int) -> bytes:
 
 
 def head_content(block_hash: bytes, head: int, num_words: int) -> NDArray[np.uint64]:
-    """What a head of a block holds: [num_words]."""
+    """Return the content of a head of a block: [num_words]."""
     key = int.from_bytes(
         hashlib.blake2b(block_hash + bytes([head]), digest_size=8).digest(), "little"
     )
@@ -74,9 +74,9 @@ def head_content(block_hash: bytes, head: int, num_words: int) -> NDArray[np.uin
 
 
 class SoakMemory(HostMemory):
-    """Counts slots that are out, is short of them at times, and damages what it carries.
+    """Memory that counts used slots, sometimes has none, and damages blocks in transit.
 
-    A producer's block is damaged after its sum was taken, a consumer's before: both are damage on the way.
+    A producer's block is damaged after its checksum was computed, a consumer's before.
     """
 
     def __init__(self, spec: EngineSpec, layout: KVCacheLayout, rng: random.Random) -> None:
@@ -92,15 +92,15 @@ class SoakMemory(HostMemory):
         )
         super().__init__(self.slots.ctypes.data, layout)
         self.num_slots = num_slots
-        self.out: dict[int, int] = {}
-        """Slot -> how often."""
+        #: Number of uses by slot.
+        self.in_use: dict[int, int] = {}
         self.num_damaged = 0
         self.problems: list[str] = []
         self._spec = spec
         self._rng = rng
         self._free = list(range(spec.num_slots))
+        #: Head, word and original value of damaged slots.
         self._damaged: dict[int, tuple[int, int, np.uint64]] = {}
-        """Slot -> head, word and what it held: to be changed back."""
 
     def expose(self, block_ids: Sequence[int]) -> list[int] | None:
         slots = self._take(block_ids)
@@ -120,12 +120,12 @@ class SoakMemory(HostMemory):
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            if slot not in self.out:
-                self.problems.append(f"slot {slot} was released and is not out")
+            if slot not in self.in_use:
+                self.problems.append(f"slot {slot} was released and is not in use")
                 continue
-            self.out[slot] -= 1
-            if not self.out[slot]:
-                del self.out[slot]
+            self.in_use[slot] -= 1
+            if not self.in_use[slot]:
+                del self.in_use[slot]
                 self._heal(slot)
                 if self._spec.num_slots:
                     self.slots[slot] = POISON
@@ -143,7 +143,7 @@ class SoakMemory(HostMemory):
         return sums
 
     def _take(self, block_ids: Sequence[int]) -> list[int] | None:
-        if self.out and self._rng.random() < 0.05:
+        if self.in_use and self._rng.random() < 0.05:
             return None
         slots = list(block_ids)
         if self._spec.num_slots:
@@ -154,7 +154,7 @@ class SoakMemory(HostMemory):
             if (self.slots[slots] != POISON).any():
                 self.problems.append("a free slot was written to")
         for slot in slots:
-            self.out[slot] = self.out.get(slot, 0) + 1
+            self.in_use[slot] = self.in_use.get(slot, 0) + 1
         return slots
 
     def _damage(self, slot: int, heads: HeadRange) -> None:
@@ -162,9 +162,7 @@ class SoakMemory(HostMemory):
             return
         head = self._rng.randrange(heads.first, heads.end) - self.layout.first_kv_head
         word = self._rng.randrange(self.slots.shape[2])
-        if (
-            self._spec.role is KVRole.PRODUCER
-        ):  # a consumer fetches the block again, over the damage
+        if self._spec.role is KVRole.PRODUCER:  # a consumer reads the block again, over the damage
             self._damaged[slot] = head, word, self.slots[slot, head, word]
         self.slots[slot, head, word] ^= np.uint64(1 << self._rng.randrange(64))
         self.num_damaged += 1
@@ -187,8 +185,8 @@ class _Send:
 
 @dataclass
 class _Load:
+    #: The sequence whose content is expected.
     sequence: int
-    """Whose content is wanted."""
     first: int
     block_ids: list[int]
     cancelled: bool = False
@@ -196,42 +194,39 @@ class _Load:
 
 @dataclass
 class Ended:
-    """One side of a transfer ended."""
+    """The end of one side of a transfer."""
 
+    #: Name of the engine.
     name: str
-    """Of the engine."""
     transfer_id: str
+    #: Whether the side is the producer.
     sent: bool
-    """By a producer; else loaded."""
     num_valid: int = 0
     num_wanted: int = 0
     error: str = ""
+    #: Failed rank transfers of this engine so far, by reason.
     failures: dict[str, int] = field(default_factory=dict)
-    """Legs of all loads of this engine that failed so far, by reason."""
 
 
 @dataclass
 class Report:
-    """Of one engine."""
+    """The state of one engine."""
 
     name: str
+    #: Requests that have not ended.
     busy: list[str]
-    """What is not over yet."""
+    #: Violated invariants.
     problems: list[str]
-    """What must never be."""
     checksum_failures: int
     memory_fences: int
     num_damaged: int
 
 
 class SoakEngine:
-    """Not thread-safe; `step` is called again and again."""
+    """An engine. Not thread-safe. Call `step` repeatedly."""
 
     def __init__(self, spec: EngineSpec, seed: str, port: int, wakeup: Callable[[], None]) -> None:
-        """
-        Args:
-            port: of its first worker's side channel; 0: any.
-        """
+        """Create an engine. `port` is that of the first worker's side channel, 0 for any."""
         self.spec = spec
         self.instance_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
         self._rng = random.Random(seed)
@@ -289,8 +284,8 @@ class SoakEngine:
             connector.register_kv_cache(memory, ranks)
 
     @property
-    def lively(self) -> bool:
-        """`step` would do something without a wakeup."""
+    def is_active(self) -> bool:
+        """Return whether `step` has work without a wakeup."""
         return bool(self._backlog or self._loads) or any(
             not send.done for send in self._sends.values()
         )
@@ -306,7 +301,7 @@ class SoakEngine:
         self._backlog.append(("load", (transfer_id, port, producer, sequence, first, num_blocks)))
 
     def step(self) -> list[Ended]:
-        """Lets some of what can happen happen. Returns what ended."""
+        """Take some random actions. Return the transfers that ended."""
         self._admit()
         for transfer_id, send in list(self._sends.items()):
             self._advance(transfer_id, send)
@@ -329,11 +324,12 @@ class SoakEngine:
         ]
         busy += [f"backlog {request}" for request in self._backlog]
         for rank, (memory, stat) in enumerate(zip(self._memories, stats, strict=True)):
-            if memory.out:
-                busy.append(f"worker {rank}: slots {memory.out}")
+            if memory.in_use:
+                busy.append(f"worker {rank}: slots {memory.in_use}")
             if stat.queued_bytes or stat.inflight_bytes:
                 busy.append(
-                    f"worker {rank}: {stat.queued_bytes} bytes queued, {stat.inflight_bytes} in flight"
+                    f"worker {rank}: {stat.queued_bytes} bytes queued, "
+                    f"{stat.inflight_bytes} in flight"
                 )
         if not busy:
             for memory in self._memories:
@@ -365,7 +361,7 @@ class SoakEngine:
             connector.start(metadata)
 
     def _admit(self) -> None:
-        """What waits for memory, first come first served."""
+        """Start requests that wait for memory, in order."""
         while self._backlog:
             kind, arguments = self._backlog[0]
             transfer_id = arguments[0]
@@ -391,7 +387,7 @@ class SoakEngine:
             )
 
     def _advance(self, transfer_id: str, send: _Send) -> None:
-        """A step of the model: the next blocks are complete."""
+        """Simulate a step of the model, which completes the next blocks."""
         if send.done or send.cancelled:
             return
         if self._rng.random() < self.spec.cancel / 4:
@@ -446,7 +442,8 @@ class SoakEngine:
                         != head_content(block_hash, memory.layout.first_kv_head + head, len(block))
                     ).any():
                         self._problems.append(
-                            f"{transfer_id}: block {position} of {wanted} is wrong at worker {rank}, head {head}: {result}"
+                            f"{transfer_id}: block {position} of {wanted} is wrong "
+                            f"at worker {rank}, head {head}: {result}"
                         )
         self._give_back(load.block_ids)
         failures = ConnectorStats.total(

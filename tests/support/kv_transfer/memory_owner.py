@@ -1,4 +1,4 @@
-"""A process that owns registered memory: says how to reach it, then lives until its standard input ends.
+"""A process with registered memory: it prints its metadata and runs until its stdin is closed.
 
 python -m support.kv_transfer.memory_owner TRANSPORT HOST NUM_BYTES
 """

@@ -1,4 +1,4 @@
-"""A program that hands KV blocks over with NIXL alone: the library, a ZeroMQ socket, and the messages of the side channel."""
+"""A program that transfers KV blocks with NIXL, a ZeroMQ socket and side-channel messages only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlainMethods:
         self.words[block_id] = np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
 
     def produce(self, transfer_id: str, block_ids: list[int]) -> bool:
-        """Serves one consumer until it releases the transfer; whether it got all blocks."""
+        """Serve one consumer until it releases the transfer. Return whether it got all blocks."""
         consumer_id, consumer_nonce, nonce = "", b"", auth.new_nonce()
         theirs: MemoryDescription | None = None
         while True:
@@ -81,7 +81,7 @@ class PlainMethods:
     def consume(
         self, port: int, producer_id: str, transfer_id: str, block_ids: list[int], push: bool
     ) -> None:
-        """Fetches a transfer's blocks into these, or has them written there."""
+        """Read a transfer's blocks into these, or let the producer write them."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.RCVTIMEO, RECEIVE_TIMEOUT_MS)
         socket.connect(f"tcp://{HOST}:{port}")
@@ -160,7 +160,7 @@ class PlainMethods:
         self.agent.release_xfer_handle(handle)
         self.agent.remove_remote_agent(
             peer
-        )  # NIXL takes no successor of the same name while it knows this one
+        )  # NIXL refuses a new agent of the same name while it has this one
 
     def _checksum(self, request: side_channel.Subscribe, index: int, block_id: int) -> int:
         address = self.words.ctypes.data + block_id * LAYOUT.block_nbytes

@@ -1,4 +1,4 @@
-"""A producer's half whose clock, memory and writes the test drives, and consumers that say what the test wants."""
+"""A producer whose clock, memory and writes a test controls, and scripted consumers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _serial = itertools.count()
 def layout(
     first: int = 0, count: int = 4, num_blocks: int = NUM_BLOCKS, **changes: Any
 ) -> KVCacheLayout:
-    """Of a worker that holds `count` of the model's 4 KV heads."""
+    """Return the layout of a worker with `count` of the model's 4 KV heads."""
     shape: dict[str, Any] = {"num_layers": 1, "block_size": 2, "head_dim": 4, "dtype": "float32"}
     return KVCacheLayout(
         num_blocks=num_blocks,
@@ -48,14 +48,14 @@ def chain_hash(index: int) -> bytes:
 
 
 class HeldAgent(TransportAgent):
-    """Over inproc; a posted write happens when the test lets it, or fails when its peer is removed."""
+    """An agent over inproc. The test executes posted writes. They fail when the peer is removed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "inproc")
         self.held: list[XferHandle] = []
         self.states: dict[XferHandle, str] = {}
+        #: Removing a peer does not end its writes.
         self.frozen = False
-        """BlockWriter do not end even if the peer is removed."""
 
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
         if self._peers.get(handle.peer) is None:
@@ -84,7 +84,7 @@ class HeldAgent(TransportAgent):
 
 
 class CountedMemory(HostMemory):
-    """KV memory of which at most `free` slots can be exposed; notes what was asked of it."""
+    """KV memory with at most `free` slots that records its calls."""
 
     def __init__(self, layout: KVCacheLayout) -> None:
         self.bytes = np.zeros((layout.num_blocks, layout.block_nbytes), dtype=np.uint8)
@@ -111,7 +111,7 @@ class CountedMemory(HostMemory):
 
 
 class Producer:
-    """Instance P over messages inside this process: every step is the test's."""
+    """Instance P with messages inside this process. Only the test advances it."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Producer:
         self.stats = ConnectorStats()
         self.finished: list[str] = []
         self.address = f"inproc://producer-{next(_serial)}"
-        self.router = open_router(self.address, None)  # within a process nobody is kept out
+        self.router = open_router(self.address, None)  # no authentication within a process
         self.agent = HeldAgent("P/0")
         self.memory = CountedMemory(layout(heads.first, heads.count))
         self.memory.bytes[:] = np.random.default_rng(0).integers(
@@ -148,7 +148,7 @@ class Producer:
         self.side = ProducerSide(context, self.router, self.finished.append)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Time passes without the thread ever being late."""
+        """Advance the clock in small steps, so the thread is never late."""
         while seconds > 0:
             step = min(1.0, seconds)
             self.now, seconds = self.now + step, seconds - step
@@ -178,7 +178,7 @@ class Producer:
 
 
 class Consumer:
-    """One worker of instance D; it knows the messages, and nothing of how to use them."""
+    """A worker of instance D that sends scripted messages."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class Consumer:
         self.description = description
 
     def send(self, *messages: side_channel.ToProducer | bytes) -> list[Any]:
-        """Sends, lets the producer handle it, and returns what it said meanwhile."""
+        """Send a message and let the producer process it. Return the producer's messages."""
         for message in messages:
             self.socket.send(
                 message if isinstance(message, bytes) else side_channel.encode(message)
@@ -256,7 +256,7 @@ class Consumer:
         return self.received()
 
     def received(self) -> list[Any]:
-        """What the producer said since the last time, save its probes of the connection."""
+        """Return the producer's new messages, except its probes of the connection."""
         messages = []
         with contextlib.suppress(zmq.Again):
             while True:
@@ -264,7 +264,7 @@ class Consumer:
         return [message for message in messages if message != side_channel.Pending([])]
 
     def notified(self) -> list[side_channel.Publish]:
-        """What writes that ended said since the last time."""
+        """Return the new notifications of completed writes."""
         messages = self.agent.get_new_notifs().get("P/0", [])
         return [side_channel.decode_notification(message) for message in messages]
 

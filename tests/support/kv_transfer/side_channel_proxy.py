@@ -1,8 +1,8 @@
-"""A man in the middle of the KV side channel: sees every message, and may hold, drop, replace or add one at an exact point.
+"""A proxy of the KV side channel that can hold, drop, replace or inject messages.
 
-It relays TCP between a consumer's DEALER and a producer's ROUTER and reads ZMTP (https://rfc.zeromq.org/spec/23) only as far as it
-must to find messages. So what else the two see of each other stays true: a closed connection closes on the other side, too, and
-ZMQ's own heartbeats pass even where messages are held.
+It relays TCP between a consumer's DEALER and a producer's ROUTER and parses ZMTP
+(https://rfc.zeromq.org/spec/23) only to find messages. So a closed connection is also closed on the
+other side, and ZMQ's own heartbeats pass while messages are held.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ MORE, LONG, COMMAND = 1, 2, 4
 class Verdict(enum.Enum):
     PASS = enum.auto()
     DROP = enum.auto()
+    #: It and all later messages in its direction wait for `release`.
     HOLD = enum.auto()
-    """It waits for `release`, and whatever follows it in its direction, too."""
 
 
 @dataclass(eq=False)
 class Passing:
-    """A message on its way."""
+    """A message in transit."""
 
     connection: Connection
+    #: None if it is no message of the side channel.
     message: ToProducer | ToConsumer | None
-    """None: nothing that the side channel knows."""
+    #: The encoded message.
     frame: bytes
-    """The message as it was sent."""
     to_producer: bool
 
 
@@ -48,20 +48,20 @@ Hook = Callable[[Passing], Verdict]
 
 @dataclass(eq=False)
 class Connection:
-    """Of one consumer's DEALER."""
+    """The connection of one consumer's DEALER."""
 
     proxy: SideChannelProxy
     consumer: asyncio.StreamWriter
     producer: asyncio.StreamWriter
+    #: Held ZMTP data by direction.
     held: dict[bool, list[bytes]] = field(default_factory=lambda: {True: [], False: []})
-    """By direction: what waits, as ZMTP."""
 
     def inject(self, frame: bytes, *, to_producer: bool) -> None:
-        """Sends a message that nobody sent, now."""
+        """Send a forged message now."""
         self.proxy.call(self._write, _zmtp(frame), to_producer)
 
     def release(self) -> None:
-        """Sends on what is held."""
+        """Forward the held messages."""
         self.proxy.call(self._release)
 
     def close(self) -> None:
@@ -85,25 +85,27 @@ class Connection:
 
 
 class SideChannelProxy:
-    """Listens on a free port of `host`; `address` is what a consumer is told instead of the producer's address.
+    """A proxy on a free port of `host`. Consumers use `address` instead of the producer's address.
 
-    A producer names its engine's workers to the consumer. They get proxies of their own, so that nobody is reached around this one.
+    A producer lists its engine's workers. They get their own proxies, so that no connection
+    bypasses this one.
     """
 
     def __init__(
         self, host: str, producer: tuple[str, int], hook: Hook = lambda passing: Verdict.PASS
     ) -> None:
-        """
+        """Start the proxy.
+
         Args:
             producer: host and port of its first worker's side channel.
-            hook: sees every message before it goes on and says what becomes of it. The proxy's thread calls it.
+            hook: called in the proxy's thread with every message. Returns what to do with it.
         """
         self.host = host
         self.hook = hook
+        #: All messages in order, including the one passed to the hook.
         self.seen: list[Passing] = []
-        """In order; appended to before the hook is called."""
+        #: The first exception of a hook.
         self.failure: BaseException | None = None
-        """What a hook raised first."""
         self._ports: dict[tuple[str, int], int] = {}
         self._connections: list[Connection] = []
         self._loop = asyncio.new_event_loop()
@@ -118,20 +120,20 @@ class SideChannelProxy:
         return self.host, self.port
 
     def messages(self, kind: type[Any]) -> list[Passing]:
-        """Those of one kind that came by."""
+        """Return the messages of one kind that passed."""
         return [passing for passing in list(self.seen) if isinstance(passing.message, kind)]
 
     def release(self) -> None:
-        """Sends on what is held."""
+        """Forward the held messages."""
         for connection in list(self._connections):
             connection.release()
 
     def reset(self) -> None:
-        """Ends all connections and forgets what came by."""
+        """Close all connections and clear `seen`."""
         self.call(self._reset)
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
-        """In the proxy's thread; returns when it is done, or at once within a hook."""
+        """Call a function in the proxy's thread and wait for it."""
         if threading.current_thread() is self._thread:
             function(*args)
             return
@@ -145,7 +147,7 @@ class SideChannelProxy:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
     def close(self) -> None:
-        """Ends all connections and the thread. Raises what a hook raised."""
+        """Close all connections and end the thread. Raise the exception of a hook."""
         if not self._thread.is_alive():
             return
         self.run(self._end())
@@ -193,10 +195,10 @@ class SideChannelProxy:
     async def _pump(
         self, reader: asyncio.StreamReader, connection: Connection, *, to_producer: bool
     ) -> None:
-        """One direction, until its sender closes it."""
+        """Relay one direction until its sender closes it."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             left = GREETING_BYTES
-            while left:  # in pieces: the second half answers the first
+            while left:  # in parts, because the second half responds to the first
                 greeting = await reader.read(left)
                 if not greeting:
                     return
@@ -229,7 +231,7 @@ class SideChannelProxy:
         except BaseException as error:
             self.failure = self.failure or error
             verdict = Verdict.PASS
-        frame = passing.frame  # a hook may have replaced it
+        frame = passing.frame  # a hook may have changed it
         if (
             isinstance(message, side_channel.Description)
             and verdict is not Verdict.DROP

@@ -1,4 +1,4 @@
-"""A proxy in front of an API server: what one client asks passes through it and is written down, or goes wrong."""
+"""A proxy in front of an API server that records the requests of one client and injects faults."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from kubernetes.aio import client, config
 
 @dataclass(frozen=True)
 class Fault:
-    """Of one answer. Each may be combined with others."""
+    """Faults of one response. They may be combined."""
 
+    #: With another status the request does not reach the API server.
     status: int = 200
-    """Another one: the request does not reach the API server."""
     retry_after_s: int | None = None
+    #: Number of bytes after which the connection is closed.
     cut_after: int | None = None
-    """Bytes after which the connection is closed."""
+    #: Events of a watch, instead of those of the API server.
     events: bytes | None = None
-    """Of a watch: instead of those of the API server."""
+    #: Number of times that each event is sent.
     repeats: int = 1
-    """How often each event comes."""
+    #: Delay of each event.
     late_s: float = 0.0
-    """How late each event comes."""
 
 
 @dataclass
 class ApiProxy:
-    """`writes`: (monotonic time of arrival, method, path) of every request that could change something."""
+    """The requests that passed, and the fault of the next ones."""
 
     kubeconfig: Path
+    #: (monotonic time of arrival, method, path) of every request that is not a GET.
     writes: list[tuple[float, str, str]] = field(default_factory=list)
     reads: list[tuple[float, str]] = field(default_factory=list)
+    #: (User-Agent, method) of every request.
     agents: list[tuple[str, str]] = field(default_factory=list)
-    """(User-Agent, method) of every request."""
+    #: Returns the fault of a request, if any.
     fault: Callable[[web.Request], Fault | None] = lambda request: None
-    """What goes wrong with a request that has just come."""
 
     def writes_since(self, moment: float) -> list[str]:
         return [f"{method} {path}" for at, method, path in list(self.writes) if at >= moment]
@@ -52,7 +53,7 @@ class ApiProxy:
 
 @contextmanager
 def api_proxy(kubeconfig: Path, folder: Path) -> Iterator[ApiProxy]:
-    """Serves inside the context; `proxy.kubeconfig` leads through it."""
+    """Run a proxy. Clients use it through `proxy.kubeconfig`."""
     folder.mkdir(parents=True, exist_ok=True)
     proxy = ApiProxy(folder / "kubeconfig")
     started, loop = threading.Event(), asyncio.new_event_loop()
@@ -62,7 +63,7 @@ def api_proxy(kubeconfig: Path, folder: Path) -> Iterator[ApiProxy]:
     def serve() -> None:
         try:
             loop.run_until_complete(_serve(kubeconfig, proxy, started, stop))
-        except BaseException as error:  # told below
+        except BaseException as error:  # raised below
             failures.append(error)
             started.set()
         finally:
@@ -105,7 +106,7 @@ async def _serve(
             }
             proxy.agents.append((request.headers.get("User-Agent", ""), request.method))
             if fault := proxy.fault(request):
-                return await _go_wrong(request, fault, session, headers, upstream.host)
+                return await _fail(request, fault, session, headers, upstream.host)
             url = f"{upstream.host}{request.rel_url}"
             async with session.request(
                 request.method, url, headers=headers, data=body or None
@@ -137,14 +138,14 @@ async def _serve(
         await runner.cleanup()
 
 
-async def _go_wrong(
+async def _fail(
     request: web.Request,
     fault: Fault,
     session: aiohttp.ClientSession,
     headers: dict[str, str],
     host: str,
 ) -> web.StreamResponse:
-    """Only GET requests go wrong here: they have no body."""
+    """Respond with the fault. Only GET requests fail, because they have no body."""
     if fault.status != 200:
         retry = {} if fault.retry_after_s is None else {"Retry-After": str(fault.retry_after_s)}
         status = {

@@ -1,4 +1,4 @@
-"""A real etcd and kube-apiserver for one test run, RBAC on, no controllers, scheduler or kubelet."""
+"""A real etcd and kube-apiserver with RBAC, without controllers, scheduler and kubelet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPERATOR_USER = "system:serviceaccount:baton-system:baton-operator"
 
 @contextmanager
 def api_server(binaries: Path, folder: Path) -> Iterator[dict[str, Path]]:
-    """Kubeconfigs by user: `admin` may do everything, `operator` what the generated RBAC gives its service account."""
+    """Run an API server. Yield kubeconfigs of `admin` and of `operator` with its RBAC."""
     etcd_port, peer_port, port = free_ports(3)
     key = create_signing_key(folder / "service-account.key")
     tokens = folder / "tokens.csv"
@@ -64,9 +64,9 @@ def api_server(binaries: Path, folder: Path) -> Iterator[dict[str, Path]]:
                 "--token-auth-file",
                 str(tokens),
                 "--service-cluster-ip-range",
-                "127.96.0.0/16",  # tests play pods behind a Service by listening on its address
+                "127.96.0.0/16",  # tests listen on a Service's address in place of its pods
             ),
-            *("--disable-admission-plugins", "ServiceAccount"),  # its controller is not here
+            *("--disable-admission-plugins", "ServiceAccount"),  # its controller does not run
             *("--enable-admission-plugins", "OwnerReferencesPermissionEnforcement"),
             *("--service-account-issuer", "https://test", "--service-account-key-file", str(key)),
             *("--service-account-signing-key-file", str(key)),
@@ -95,7 +95,7 @@ def _wait_ready(server: str, processes: list[subprocess.Popen[bytes]], folder: P
     last: object = None
     while time.monotonic() < deadline:
         for process in processes:
-            name = Path(process.args[0]).name  # type: ignore[index]
+            name = Path(process.args[0]).name
             assert process.poll() is None, (
                 f"{name} ended:\n{(folder / f'{name}.log').read_text()[-2000:]}"
             )

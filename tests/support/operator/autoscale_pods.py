@@ -1,4 +1,4 @@
-"""Pods for the autoscaler: their objects, and HTTP servers that export the metrics of engines and gateways."""
+"""Pods for the autoscaler: objects, and HTTP servers with metrics of engines and gateways."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """A service under load in simulated time, for the closed-loop tests of the autoscaler.
 
-Prefill: each engine computes one prompt at a time, first come first served. A request goes to the engine with the least work.
+Prefill: each engine computes one prompt at a time, in order. A request is sent to the engine with
+the least work.
 
-Decode: a step takes `step_s + sequence_s` times the number of sequences, and gives each sequence one token. A sequence uses
-`1 / max_sequences` of the engine's KV blocks. Sequences that do not fit wait. New engines need `load_s` to be ready, and engines
-that leave drain.
+Decode: a step takes `step_s + sequence_s` times the number of sequences, and gives each sequence
+one token. A sequence uses `1 / max_sequences` of the engine's KV blocks. Sequences that do not fit
+wait. New engines need `load_s` to be ready, and engines that leave drain.
 
 Histograms have fine buckets, so that the formulas see exact latencies.
 """
@@ -128,7 +129,7 @@ class Simulation:
         return self._wanted[role]
 
     def changes(self, role: MemberRole, since: float = 0.0) -> list[int]:
-        """Changes of the size, in order."""
+        """Return the changes of the size, in order."""
         return [
             b[role] - a[role]
             for (_, a), (at, b) in pairwise(self.sizes)
@@ -136,7 +137,7 @@ class Simulation:
         ]
 
     def latency(self, role: MemberRole) -> float | None:
-        """TTFT of prefill or ITL of decode, p95 of the last window, seconds."""
+        """Return the p95 of the last window in seconds: TTFT of prefill, ITL of decode."""
         measured = self._window()
         assert measured is not None, "nothing was scraped"
         return measured.roles[role].ttft_s if role == "prefill" else measured.roles[role].itl_s

@@ -1,7 +1,8 @@
 """A state machine over the real operator, kopf included, on a simulated cluster.
 
-Its rules edit the service and let pods, nodes, engines, the coordinator, the API server, watches and the operator itself fail. The
-operator must reach the desired state, leave no object behind, and restart no pod without need.
+Its rules edit the service and let pods, nodes, engines, the coordinator, the API server, watches
+and the operator itself fail. The operator must reach the desired state, leave no object behind, and
+restart no pod without need.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.service.pods())
     @rule(data=st.data(), request=st.integers(0, 10), how=DEATHS, delays=DELAYS)
-    def something_dies_meanwhile(
+    def something_dies_during_a_reconcile(
         self, data: st.DataObject, request: int, how: str, delays: list[int]
     ) -> None:
         name = self._pod(data)
@@ -139,7 +140,7 @@ class Machine(RuleBasedStateMachine):
         self.service.reconcile(meanwhile={request: dies}, delays=delays)
 
     @rule(data=st.data(), request=st.integers(0, 10), replicas=SIZES, delays=DELAYS)
-    def scale_meanwhile(
+    def scale_during_a_reconcile(
         self, data: st.DataObject, request: int, replicas: int, delays: list[int]
     ) -> None:
         role = data.draw(st.sampled_from(self._roles()))
@@ -247,7 +248,7 @@ class Machine(RuleBasedStateMachine):
             self.service.close()
 
     def _settle(self) -> None:
-        """Let everything succeed from now on. Repeat it on full nodes, and with an edit during a pause."""
+        """Let everything succeed, also on full nodes and with an edit during a pause."""
         self._mend("y")
         spec = self.service.object()["spec"]
         wanted = sum(spec[role]["replicas"] for role in self._roles())
@@ -273,4 +274,4 @@ class Machine(RuleBasedStateMachine):
         self.service.patch({"paused": False, **mended})
 
 
-# Longer than it takes on a machine with other work: pytest-timeout would raise within one of kopf's tasks.
+# Long enough for a busy machine: pytest-timeout would raise within one of kopf's tasks.

@@ -1,4 +1,4 @@
-"""A simulated cluster of ranks and their coordinator, for tests of the planner of expert-parallel groups."""
+"""A simulated cluster of ranks and their coordinator, for tests of the planner."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ class Simulation:
         self.coordinate()
 
     def settle(self) -> None:
-        """Let everything succeed. Raise AssertionError if the group does not reach the desired state."""
+        """Let everything succeed. The group must reach the desired state."""
         self.coordinator_returns()
         self.fail_next = False
         self.refuses = self.loses = 0

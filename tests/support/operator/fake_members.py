@@ -22,7 +22,7 @@ from support.waiting import until
 
 
 class DrainingEngine:
-    """HTTP server of an engine that answers POST /drain, to clients with the key if there is one."""
+    """HTTP server of an engine with POST /drain, which may require a key."""
 
     def __init__(self, unfinished: int, key: ServiceKey | None = None) -> None:
         self.unfinished, self.asked, self.refused = unfinished, 0, 0

@@ -1,8 +1,8 @@
-"""What NetworkPolicies allow, evaluated as their documentation says: for the direction of incoming connections.
+"""An evaluator of NetworkPolicies for incoming connections.
 
-https://kubernetes.io/docs/concepts/services-networking/network-policies/: a pod that no policy selects is reached by all; one that
-is selected is reached by what at least one rule of one of its policies allows. Peers of a rule are ORed, the selectors of one peer
-ANDed, a missing `from` or `ports` means all.
+https://kubernetes.io/docs/concepts/services-networking/network-policies/: a pod without a policy is
+reachable by all. Other pods are reachable by what at least one rule of their policies allows. Peers
+of a rule are ORed, the selectors of a peer are ANDed, and a missing `from` or `ports` means all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     labels: dict[str, str] = {}
     ip: str = "10.1.0.1"
+    #: Ports of the container by name.
     ports: dict[str, int] = {}
-    """Of the container, by name."""
 
 
 def admits(
@@ -32,10 +32,10 @@ def admits(
     target: Pod,
     port: int,
 ) -> bool:
-    """Whether `source` can open a TCP connection to `port` of `target`.
+    """Return whether `source` can open a TCP connection to `port` of `target`.
 
     Args:
-        policies: as applied, of any namespace.
+        policies: applied policies of any namespace.
         namespaces: labels by name.
     """
     selecting = [policy["spec"] for policy in policies if _selects(policy, target)]
@@ -94,7 +94,7 @@ def _to(ports: list[Object] | None, target: Pod, port: int) -> bool:
 
 
 def _match(selector: Object, labels: dict[str, str]) -> bool:
-    """A label selector; the empty one matches everything."""
+    """Return whether a label selector matches. The empty one matches everything."""
     if not (selector.get("matchLabels") or {}).items() <= labels.items():
         return False
     for expression in selector.get("matchExpressions") or []:

@@ -1,6 +1,6 @@
 """The operator process on a real kube-apiserver, with exactly the rights of its manifests.
 
-Tests take the part of the kubelet and of the Deployment controller: they write the status of objects.
+Tests write the status of objects, as the kubelet and the Deployment controller do.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class Operator:
             lines = response.read().decode().splitlines()
         return next(float(line.split()[-1]) for line in lines if line.split()[0] == name)
 
-    async def look_around(self, times: int) -> None:
+    async def wait_for_reconciles(self, times: int) -> None:
         """Return when the operator has reconciled every service `times` more times."""
         looks = times * self.metric("baton_operator_services") + self.metric(
             "baton_operator_reconcile_seconds_count"
         )
 
-        async def looked() -> bool:
+        async def are_reconciled() -> bool:
             return self.metric("baton_operator_reconcile_seconds_count") >= looks
 
-        await until(looked, f"{times} resyncs")
+        await until(are_reconciled, f"{times} resyncs")
 
 
 class Cluster:
@@ -111,11 +111,13 @@ class Cluster:
         """Write the status of a running pod."""
         flag = "True" if ready else "False"
         container = {
-            "name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": ready, "started": True,
+            "name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": ready,
+            "started": True,
             "state": {"running": {"startedAt": "2020-01-01T00:00:00Z"}},
         }  # fmt: skip
         status = {
-            "phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "containerStatuses": [container],
+            "phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}],
+            "containerStatuses": [container],
             "conditions": [{"type": "Ready", "status": flag}],
         }  # fmt: skip
         await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
@@ -124,11 +126,13 @@ class Cluster:
         """Write the status of a container that ended."""
         ended = {"terminated": {"exitCode": 78, "reason": "Error", "message": message}}
         container = {
-            "name": "engine", "image": "x", "imageID": "x", "restartCount": 1, "ready": False, "started": False,
+            "name": "engine", "image": "x", "imageID": "x", "restartCount": 1, "ready": False,
+            "started": False,
             "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended,
         }  # fmt: skip
         status = {
-            "phase": "Running", "containerStatuses": [container], "conditions": [{"type": "Ready", "status": "False"}],
+            "phase": "Running", "containerStatuses": [container],
+            "conditions": [{"type": "Ready", "status": "False"}],
         }  # fmt: skip
         await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
 
@@ -143,7 +147,10 @@ class Cluster:
         await self.kube.create(
             {
                 "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
-                "metadata": {"name": f"{self.name}-gateway-0", "namespace": NAMESPACE, **template["metadata"]},
+                "metadata": {
+                    "name": f"{self.name}-gateway-0", "namespace": NAMESPACE,
+                    **template["metadata"],
+                },
             }
         )  # fmt: skip
         await self.run("gateway-0")

@@ -1,7 +1,7 @@
 """Invariants of every step of the operator.
 
-The operator's observation may be outdated. So a step is checked against that observation, the operator's earlier actions and the
-present cluster.
+The operator's observation may be outdated. So a step is checked against that observation, the
+operator's earlier actions and the present cluster.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StepChecks:
         ]
         now, alive = self._alive(after), self._alive(before)
         if spec.paused:
-            # A topology has members: when all ranks leave, or somebody deletes them, one is made at once.
+            # A topology needs members: when all ranks leave or are deleted, one is created at once.
             begins = (
                 is_group and len(made) == 1 and not any(stays(member(pod)) for pod in seen.values())
             )
@@ -183,7 +183,10 @@ class StepChecks:
 
 
 def _size(role: names.MemberRole, spec: Spec, service: Object) -> int:
-    """Return the desired size of a group. A group that an edit in a pause removes keeps the size in the status."""
+    """Return the desired size of a group.
+
+    A group that is removed by an edit during a pause keeps the size in the status.
+    """
     group = spec.prefill if role == "prefill" else spec.decode
     if group is None and spec.paused:
         return int(((service.get("status") or {}).get(role) or {}).get("desired", 0))

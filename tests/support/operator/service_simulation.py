@@ -1,6 +1,7 @@
 """A service on a simulated cluster, with the real operator.
 
-API server, nodes, engines and coordinator are simulated. kopf, the handlers, the controller and the Reconciler are real.
+API server, nodes, engines and coordinator are simulated. kopf, the handlers, the controller and the
+Reconciler are real.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ROUNDS = 200
 
 
 class Service:
-    """One LLMService and its cluster. `reconcile` checks every step, and `settle` the final state."""
+    """An LLMService and its cluster. `reconcile` checks every step, `settle` the final state."""
 
     def __init__(self) -> None:
         self.server = ApiServer()
@@ -85,7 +86,8 @@ class Service:
 
     def create(self, spec: Object) -> None:
         body = {
-            "apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": NAME, "namespace": NAMESPACE},
+            "apiVersion": names.API_VERSION, "kind": names.KIND,
+            "metadata": {"name": NAME, "namespace": NAMESPACE},
             "spec": spec,
         }  # fmt: skip
         self.server.request("POST", service_path(), body, {}, "application/json")
@@ -255,7 +257,7 @@ class Service:
     # The end
 
     def settle(self) -> None:
-        """Let everything succeed. Raise AssertionError if the service does not reach the desired state."""
+        """Let everything succeed. The service must reach the desired state."""
         self.silent.clear()
         self.nodes.unfinished.clear()
         self.coordinator.returns()
@@ -337,7 +339,7 @@ class Service:
         self._check_orphans(service["metadata"]["uid"])
 
     def _check_orphans(self, uid: str) -> None:
-        """Return whether all labelled objects belong to the service or to one of its Deployments."""
+        """Check that all labelled objects belong to the service or to one of its Deployments."""
         deployments = [
             d["metadata"]["uid"]
             for d in self.server.list("deployments.apps")

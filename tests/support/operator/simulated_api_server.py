@@ -328,7 +328,7 @@ class SimulatedClient(KubeClient):
 
 
 def _without_rules(node: Any) -> Any:
-    """CEL rules are not evaluated: the simulated user breaks none, and evaluation would dominate the run time."""
+    """Remove the CEL rules: their evaluation is slow, and the simulated user breaks none."""
     if isinstance(node, dict):
         return {
             key: _without_rules(value)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type] - which class it is depends on the system
+class _Selector(selectors.DefaultSelector):
     """A selector that records that nothing is due instead of waiting."""
 
     idle: Callable[[], None]
@@ -43,11 +43,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine. Raise RuntimeError if it waits for something that is not due at this time."""
+        """Run a coroutine. Raise RuntimeError if it waits for something that is not due."""
         return self.run_until_complete(work)
 
     def end(self) -> None:
-        """Close the loop after all cancelled tasks have ended. Raise AssertionError if one does not within 100 s."""
+        """Close the loop after all cancelled tasks have ended, within 100 s of simulated time."""
         while asyncio.all_tasks(self) and self._ended_s < 100.0:
             self.run_until_idle()
             self._ended_s += 10.0

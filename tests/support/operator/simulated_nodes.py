@@ -73,7 +73,8 @@ class Nodes:
     def _no_room(self, name: str, now: datetime) -> None:
         condition = {
             "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-            "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", "lastTransitionTime": now.isoformat(),
+            "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.",
+            "lastTransitionTime": now.isoformat(),
         }  # fmt: skip
 
         def say(pod: Object) -> None:
@@ -90,7 +91,8 @@ class Nodes:
 
         def run(pod: Object) -> None:
             pod["status"] = {
-                "phase": "Running", "podIP": address, "containerStatuses": [container], "conditions": [condition],
+                "phase": "Running", "podIP": address, "containerStatuses": [container],
+                "conditions": [condition],
             }  # fmt: skip
 
         self.server.edit("pods", name, run)
@@ -135,7 +137,8 @@ class Nodes:
                 self.server.remove("pods", pod["metadata"]["name"])
             for _ in range(spec["replicas"] - len(current)):
                 reference = {
-                    "apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": metadata["uid"],
+                    "apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"],
+                    "uid": metadata["uid"],
                     "controller": True,
                 }  # fmt: skip
                 pod = self.server.put(

@@ -89,7 +89,7 @@ class Wire:
     async def watch(
         self, matches: Matches, since: int, *, timeout_s: float
     ) -> AsyncGenerator[Object]:
-        """Yield the events after `since` until the server ends the watch. Raise ConnectionError if it breaks."""
+        """Yield the events after `since`. Raise ConnectionError if the watch breaks."""
         if since < self.forgotten:
             yield {
                 "type": "ERROR",

@@ -1,4 +1,4 @@
-"""A real etcd and kube-apiserver for kubelet tests: no controllers, no scheduler, every request allowed."""
+"""A real etcd and kube-apiserver for kubelet tests, without controllers, scheduler and RBAC."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ TOKEN = "test-admin-token"
 
 
 class ApiServer:
-    """Started by `start`; `request` speaks JSON to it."""
+    """An API server. `request` sends JSON requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -85,7 +85,7 @@ class ApiServer:
         return answer
 
     def get(self, path: str) -> Json | None:
-        """The object, or None if there is none."""
+        """Return the object, or None if there is none."""
         try:
             return self.request("GET", path)
         except urllib.error.HTTPError as error:

@@ -18,12 +18,12 @@ from support.service.local_cluster import LocalClusterUnderTest, manifest
 from support.waiting import eventually
 
 NAME = "experts"
+#: A new rank imports torch and loads a model while streams run on two cores.
 SCALED_S = 90.0
-"""A rank's process that starts imports torch and loads, beside the streams and other tests on two cores."""
 
 
 def service_of(checkpoint: Path) -> dict[str, Any]:
-    """Two ranks. The served name is what `Load` asks for."""
+    """Return a service with two ranks, whose served name is the one that `Load` requests."""
     engine = {"device": "cpu", "numThreads": 1, "maxNumBatchedTokens": 256, "kvCacheMemory": "32Mi"}
     service = manifest(NAME, checkpoint, prefill=0, decode=2, engine=engine)
     service["spec"]["model"]["servedName"] = "m"
@@ -32,7 +32,7 @@ def service_of(checkpoint: Path) -> dict[str, Any]:
 
 
 class ExpertService:
-    """What a user sees of the service, and does to it."""
+    """A user's view of the service and actions on it."""
 
     def __init__(self, cluster: LocalClusterUnderTest) -> None:
         self._cluster = cluster
@@ -42,7 +42,7 @@ class ExpertService:
         self._cluster.kubectl("scale", f"llms/{NAME}", f"--replicas={replicas}")
 
     def kill(self, pod: str) -> None:
-        """Its process, with -9."""
+        """Kill the pod's process with SIGKILL."""
         self._cluster.process_of(pod).send_signal(signal.SIGKILL)
 
     def kill_coordinator(self) -> None:
@@ -50,12 +50,12 @@ class ExpertService:
         self.kill(pod["metadata"]["name"])
 
     def recorded(self) -> dict[str, Any]:
-        """The topology as the service's status says."""
+        """Return the topology in the service's status."""
         topology: dict[str, Any] = self._cluster.get("llms", NAME)["status"]["decode"]["topology"]
         return topology
 
     def topology(self) -> TopologyStatus:
-        """As the coordinator says. Raises AssertionError: it does not answer."""
+        """Return the coordinator's topology. Raise AssertionError if it does not respond."""
         url = f"http://{self._coordinator}:{COORDINATOR_HTTP_PORT}/topology"
         try:
             with urllib.request.urlopen(url, timeout=5) as response:
@@ -70,7 +70,10 @@ class ExpertService:
         return int(found["status"]["containerStatuses"][0]["restartCount"])
 
     def wait_at_rest(self, *ordinals: int) -> dict[str, Any]:
-        """Until exactly these pods exist and are ranks that serve, and no operation runs. The topology as the status says."""
+        """Wait until exactly these pods are serving ranks and no operation runs.
+
+        Return the topology in the service's status.
+        """
         names = [f"{NAME}-decode-{ordinal}" for ordinal in ordinals]
 
         def reached() -> dict[str, Any]:
@@ -94,7 +97,7 @@ class ExpertService:
 
     @contextlib.contextmanager
     def watching_deletions(self) -> Iterator[dict[str, bool]]:
-        """Collects each decode pod that is being deleted: whether the coordinator, asked at once, still counts it as a rank."""
+        """Collect terminating decode pods and whether the coordinator still lists them as ranks."""
         deleted: dict[str, bool] = {}
         columns = "custom-columns=:.metadata.name,:.metadata.deletionTimestamp"
         labels = f"serving.baton.dev/service={NAME},serving.baton.dev/role=decode"

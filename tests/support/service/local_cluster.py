@@ -1,4 +1,4 @@
-"""A local cluster under test: `baton up --detach` in a state folder of its own, driven with kubectl and HTTP."""
+"""A local cluster under test: `baton up --detach` with its own state folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASSETS = (
 
 
 def require_control_plane(kind: str) -> None:
-    """Skips (or, where CI demands it, fails) when kubectl or the real binaries are not on this machine."""
+    """Skip, or fail if CI requires it, if kubectl or the control plane's binaries are missing."""
     missing = ""
     if shutil.which("kubectl") is None:
         missing = "no kubectl on this machine: install 1.32 or newer"
@@ -34,7 +34,10 @@ def require_control_plane(kind: str) -> None:
         and not os.environ.get("KUBEBUILDER_ASSETS")
         and not (ASSETS / "kube-apiserver").exists()
     ):
-        missing = "no real control plane on this machine: run `make control-plane` once, or set KUBEBUILDER_ASSETS"
+        missing = (
+            "no real control plane on this machine: run `make control-plane` once, "
+            "or set KUBEBUILDER_ASSETS"
+        )
     if missing and os.environ.get("BATON_REQUIRE_REAL_CONTROL_PLANE") == "1":
         pytest.fail(missing)
     if missing:
@@ -42,7 +45,7 @@ def require_control_plane(kind: str) -> None:
 
 
 def processes_with_home(home: Path) -> list[psutil.Process]:
-    """Every live process of the cluster in this folder: its components know BATON_HOME, its pods a root below it."""
+    """Return the running processes of the cluster in this folder, found by their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -89,7 +92,7 @@ class LocalClusterUnderTest:
     def kubectl(
         self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = 120.0
     ) -> str:
-        """stdout, or with check=False stdout and stderr of the failed command."""
+        """Return stdout. With check=False return stdout and stderr, also of a failed command."""
         done = subprocess.run(
             ["kubectl", "--kubeconfig", str(self.home / "control-plane" / "kubeconfig"), *args],
             capture_output=True,
@@ -107,7 +110,7 @@ class LocalClusterUnderTest:
 
     @contextlib.contextmanager
     def following(self, *args: str) -> Iterator[Callable[[], str]]:
-        """Runs a kubectl command that does not end by itself; yields what it has printed so far."""
+        """Run a kubectl command that does not end. Yield a function that returns its output."""
         command = [
             "kubectl",
             "--kubeconfig",
@@ -127,7 +130,7 @@ class LocalClusterUnderTest:
         return json.loads(self.kubectl("get", *args, "-o", "json"))
 
     def apply(self, manifest: dict[str, Any]) -> None:
-        # 1.20 has no server-side field validation, and kubectl's own needs a schema that this server does not publish for CRs.
+        # Kubernetes 1.20 has no server-side field validation, and no schema for kubectl's own.
         self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
 
     def condition(self, name: str, kind: str = "Ready") -> dict[str, Any]:
@@ -138,7 +141,7 @@ class LocalClusterUnderTest:
         )
 
     def wait_ready(self, name: str, timeout_s: float = 120.0) -> dict[str, Any]:
-        """The service's status once Ready=True for its current generation."""
+        """Wait for Ready=True of the current generation. Return the service's status."""
 
         def probe() -> dict[str, Any] | None:
             service = self.get("llms", name)
@@ -157,7 +160,7 @@ class LocalClusterUnderTest:
         return self.get("pods", "-l", labels)["items"]
 
     def pod_processes(self) -> list[tuple[str, psutil.Process]]:
-        """(name of the pod, process) of every process of a pod."""
+        """Return (name of the pod, process) of all processes of pods."""
         found = []
         for process in processes_with_home(self.home):
             with contextlib.suppress(psutil.Error):
@@ -167,7 +170,7 @@ class LocalClusterUnderTest:
         return found
 
     def process_of(self, pod: str) -> psutil.Process:
-        """The first of the pod's processes: its container's, if that has one container."""
+        """Return the first process of the pod, which is its container's."""
         for name, process in self.pod_processes():
             if name == pod:
                 return process
@@ -188,7 +191,7 @@ def local_cluster(control_plane: str) -> Iterator[LocalClusterUnderTest]:
 def manifest(
     name: str, checkpoint: Path, *, prefill: int = 1, decode: int = 1, **spec: Any
 ) -> dict[str, Any]:
-    """An LLMService small enough for several on two cores."""
+    """Return an LLMService so small that several fit on two cores."""
     return {
         "apiVersion": "serving.baton.dev/v1alpha1",
         "kind": "LLMService",
@@ -200,7 +203,7 @@ def manifest(
             "engine": {
                 "numThreads": 1,
                 "maxNumBatchedTokens": 64,
-            },  # so that longer prompts are prefilled in chunks
+            },  # longer prompts are prefilled in chunks
             **spec,
         },
     }

@@ -1,4 +1,4 @@
-"""Pods of a service that somebody else deletes: who is gone, who came instead, and for how long the service was short of it."""
+"""Loss of pods of a service: which pod replaces a deleted one, and after what time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from baton_operator.observe.observation import is_ready
 from support.service.local_cluster import LocalClusterUnderTest
 from support.waiting import eventually
 
+#: A pod drains, and another one imports torch and loads a model, under load on two cores.
 REPLACED_S = 120.0
-"""A pod drains, another one imports torch and loads, beside a load on two cores."""
 
 
 @dataclass
 class Loss:
-    """What became of one pod, in seconds after its deletion."""
+    """The replacement of one pod, in seconds after its deletion."""
 
     pod: str
+    #: Time until the pod does not exist.
     gone_s: float | None = None
-    """The API server has forgotten it."""
+    #: Time until another pod exists.
     made_s: float | None = None
-    """Another pod exists."""
+    #: Time until as many pods as before are ready.
     short_s: float | None = None
-    """As many pods as before are ready."""
 
     def __str__(self) -> str:
-        return f"{self.pod}: gone after {self.gone_s:.1f} s, replaced after {self.made_s:.1f} s, short for {self.short_s:.1f} s"
+        return (
+            f"{self.pod}: gone after {self.gone_s:.1f} s, replaced after {self.made_s:.1f} s, "
+            f"ready after {self.short_s:.1f} s"
+        )
 
 
 def uids(cluster: LocalClusterUnderTest, service: str, role: str) -> set[str]:
@@ -36,7 +39,7 @@ def uids(cluster: LocalClusterUnderTest, service: str, role: str) -> set[str]:
 
 
 def delete_pod(cluster: LocalClusterUnderTest, service: str, role: str, *flags: str) -> Loss:
-    """Deletes one pod of the role and waits for another; no other pod may go. `flags`: of `kubectl delete`."""
+    """Delete one pod of the role, with flags of `kubectl delete`. See `lose_pod`."""
     return lose_pod(
         cluster,
         service,
@@ -48,7 +51,10 @@ def delete_pod(cluster: LocalClusterUnderTest, service: str, role: str, *flags: 
 def lose_pod(
     cluster: LocalClusterUnderTest, service: str, role: str, take: Callable[[str], object]
 ) -> Loss:
-    """Has `take` remove one pod of the role, by name, and waits until another serves instead; no other pod may go."""
+    """Let `take` remove one pod of the role and wait for a ready replacement.
+
+    No other pod may be removed.
+    """
     before = cluster.pods(service, role)
     known = {pod["metadata"]["uid"] for pod in before}
     victim = before[0]["metadata"]
@@ -56,13 +62,11 @@ def lose_pod(
     began = time.monotonic()
     take(victim["name"])
 
-    def whole() -> bool:
+    def is_complete() -> bool:
         pods: list[dict[str, Any]] = cluster.pods(service, role)
         passed = time.monotonic() - began
         now = {pod["metadata"]["uid"] for pod in pods}
-        assert known - now <= {victim["uid"]}, (
-            f"pods that nobody deleted are gone, too: {known - now}"
-        )
+        assert known - now <= {victim["uid"]}, f"other pods were removed: {known - now}"
         if loss.gone_s is None and victim["uid"] not in now:
             loss.gone_s = passed
         if loss.made_s is None and now - known:
@@ -75,5 +79,7 @@ def lose_pod(
         )
         return victim["uid"] not in now
 
-    eventually(whole, timeout_s=REPLACED_S, what=f"another pod instead of {loss.pod}", every_s=0.3)
+    eventually(
+        is_complete, timeout_s=REPLACED_S, what=f"another pod instead of {loss.pod}", every_s=0.3
+    )
     return loss

@@ -194,7 +194,7 @@ async def test_a_steady_service_is_not_written_again(kube: Kube, operator: Opera
         }
 
     before = await versions()
-    await operator.look_around(times=4)
+    await operator.wait_for_reconciles(times=4)
     assert await versions() == before
 
 
@@ -253,7 +253,7 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator
 
     await until(replaced("roll-decode-1"), "decode-1 to be replaced")
     await roll.condition("DecodeReady", "False")
-    await operator.look_around(times=3)
+    await operator.wait_for_reconciles(times=3)
     assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"][
         "metadata"
     ]["uid"]
@@ -319,7 +319,7 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
         return [pod for pod in await decode_pods() if key_of(pod) != old_key]
 
     await until(begun, "a decode pod with another key")
-    await operator.look_around(times=3)
+    await operator.wait_for_reconciles(times=3)
     assert [pod for pod in await decode_pods() if key_of(pod) == old_key], (
         "all went although no new one is ready"
     )
