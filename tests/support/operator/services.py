@@ -5,9 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
+
 from baton_operator.api.llmservice import decode_spec
+from baton_operator.builders import config
 from baton_operator.builders.owner import Owner
-from baton_operator.names import GROUP
+from baton_operator.names import GROUP, ConfiguredRole
 
 Object = dict[str, Any]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -71,3 +74,9 @@ def pod(
             **(status or {}),
         },
     }
+
+
+def decoded_config(role: ConfiguredRole, type_: type[Any], **spec: Any) -> Any:
+    """Return the configuration of a role as the component decodes it."""
+    config_map = config.config_map(owner(**spec), role)
+    return msgspec.json.decode(config_map["data"][f"{role}.json"], type=type_)

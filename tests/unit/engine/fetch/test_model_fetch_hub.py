@@ -19,8 +19,8 @@ from support.waiting import eventually
 URI = "hf://org/model"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 HELD_BYTES = 12 * 2**20
+#: The part of HELD_BYTES that huggingface_hub writes, in whole chunks.
 WRITTEN_BYTES = 10 * 2**20
-"""The part of HELD_BYTES that huggingface_hub writes, in whole chunks."""
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.memory.staged_memory import StagedMemory
 
+#: The second of three workers.
 LAYOUT = KVCacheLayout(
     num_blocks=6,
     num_kv_heads=3,
@@ -25,7 +26,6 @@ LAYOUT = KVCacheLayout(
     first_kv_head=3,
     total_kv_heads=9,
 )
-"""The second of three workers."""
 ALL_HEADS = LAYOUT.heads
 
 
@@ -219,8 +219,8 @@ class AnyUse(RuleBasedStateMachine):
         super().__init__()
         self.device = Device(num_slots=5)
         self.memory = self.device.memory
+        #: slot -> the block it holds.
         self.held: dict[int, int] = {}
-        """slot -> the block it holds."""
 
     @rule(target=used, block_ids=st.lists(st.integers(0, 5), max_size=5), exposing=st.booleans())
     def take(self, block_ids: list[int], exposing: bool) -> object:

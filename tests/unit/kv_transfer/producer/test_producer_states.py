@@ -18,8 +18,9 @@ from baton_kv_transfer.side_channel import Cancelled, Publish, Refused, Released
 from support.kv_transfer.scripted_consumer import LEASE_S, NUM_BLOCKS, Consumer, Producer
 
 TRANSFERS = st.sampled_from(["a", "a", "a", "b"])
+#: Two workers of consumer D and, rarely, one of consumer E, which has no offered transfer.
 WORKERS = st.sampled_from([0, 0, 0, 1, 1, 1, 2])
-"""Two of the consumer D, and now and then one of E, to whom nothing is offered."""
+#: Reasons in CANCELLED for subscriptions that the producer refused.
 REFUSALS = (
     "exists already",
     "has ended",
@@ -28,7 +29,6 @@ REFUSALS = (
     "was not offered",
     "released transfer",
 )
-"""Reasons of CANCELLED given to who was never let in."""
 RARELY = st.sampled_from([False, False, False, True])
 
 
@@ -43,12 +43,12 @@ class Load:
         self.last_sign = last_sign
         self.number = number
         self.of = of
+        #: CANCELLED arrived or the connection made a new handshake: signs renew no lease now.
         self.stopped = False
-        """CANCELLED came, or the connection greeted anew: signs renew nothing any more."""
+        #: Released by the consumer, or refused. It reads no more.
         self.gone = False
-        """Released by the consumer, or refused: it reads nothing."""
+        #: Contents of the slots when RELEASED arrived.
         self.released: np.ndarray | None = None
-        """RELEASED came: what the slots held then."""
         self.last_sent_at = False
 
 

@@ -21,8 +21,8 @@ from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, 
 from support.waiting import eventually
 
 NUM_KILLS = int(os.environ.get("BATON_CHAOS_ROUNDS", "4"))
+#: How often a transfer moves all blocks: 200 MiB, so that a kill is in its middle.
 NUM_TIMES = 100
-"""How often a transfer moves all blocks: 200 MiB, so that a kill is in its middle."""
 MEDIAN_S, MOST_S = 0.1, 1.0
 
 

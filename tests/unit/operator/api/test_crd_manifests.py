@@ -1,4 +1,4 @@
-"""The generated manifests: structural schema, defaults that match the structs, nothing stale in the repository."""
+"""The generated manifests: a structural schema with the structs' defaults, and no stale file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_number_of_the_spec_has_bounds() -> None:
     assert [path for path, node in numbers if not {"minimum", "maximum"} <= set(node)] == []
 
 
-def test_the_schema_defaults_what_the_structs_default() -> None:
+def test_the_schema_and_the_structs_have_the_same_defaults() -> None:
     def defaulted(node: dict[str, Any], value: Any) -> Any:
         for name, child in node.get("properties", {}).items():
             if name not in value and "default" in child:
@@ -88,7 +88,7 @@ def test_the_schema_defaults_what_the_structs_default() -> None:
     ) == llmservice.decode_spec(minimal)
 
 
-def test_scale_points_at_decode() -> None:
+def test_the_scale_subresource_refers_to_decode() -> None:
     scale = custom_resource_definition()["spec"]["versions"][0]["subresources"]["scale"]
     assert set(scale.values()) == {
         ".spec.decode.replicas",
@@ -100,7 +100,7 @@ def test_scale_points_at_decode() -> None:
     )
 
 
-def test_what_a_stored_object_has_wrong_is_named() -> None:
+def test_errors_in_a_stored_object_are_named() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"decode\.replicas"):
         llmservice.decode_spec({"model": {"uri": "file:///m"}, "decode": {"replicas": -1}})
     with pytest.raises(msgspec.ValidationError, match=r"decode\.parallelism\.redundantExperts"):
@@ -109,7 +109,7 @@ def test_what_a_stored_object_has_wrong_is_named() -> None:
         )
 
 
-def test_the_repository_is_up_to_date() -> None:
+def test_the_manifests_are_up_to_date() -> None:
     assert main(["--check", str(MANIFESTS)]) == 0
 
 
@@ -122,7 +122,7 @@ def test_the_reference_is_up_to_date_and_a_stale_one_is_found(tmp_path: Path) ->
         assert subprocess.run(command, check=False).returncode == code, page
 
 
-def test_check_names_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifests = tmp_path / "manifests"
     shutil.copytree(MANIFESTS, manifests)
     assert main([str(manifests)]) == 0

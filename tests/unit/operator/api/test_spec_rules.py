@@ -27,7 +27,7 @@ TEXTS = (
 
 
 def stored(spec: Object) -> Object:
-    """As the API server keeps it."""
+    """Return the service as the API server stores it."""
     document: Object = {
         "apiVersion": "serving.baton.dev/v1alpha1",
         "kind": "LLMService",
@@ -37,7 +37,7 @@ def stored(spec: Object) -> Object:
 
 
 def refused(spec: Object) -> set[str]:
-    """By the API server: `path: message`, with the path below spec."""
+    """Return the errors of the API server as `path: message`, with the path below spec."""
     said = set()
     for error in SCHEMA.validate(stored(spec), None):
         match = re.fullmatch(r'Invalid value: "object": (.*)', error.message, re.DOTALL)
@@ -48,7 +48,7 @@ def refused(spec: Object) -> set[str]:
 
 
 def values(schema: Object) -> st.SearchStrategy[Any]:
-    """Values that the schema takes without its rules; numbers near their bounds, so that comparisons go both ways."""
+    """Draw values that are valid without the rules. Numbers are near their bounds."""
     if schema.get("x-kubernetes-preserve-unknown-fields"):
         return st.just({"a": "b"} if schema.get("minProperties") else {})
     if "enum" in schema:
@@ -81,7 +81,7 @@ def values(schema: Object) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=100, deadline=None)
 @given(values(ROOT["properties"]["spec"]))
-def test_both_say_the_same_of_any_spec(spec: Object) -> None:
+def test_both_agree_on_any_spec(spec: Object) -> None:
     assert set(violations(decode_spec(stored(spec)["spec"]))) == refused(spec)
 
 
@@ -157,7 +157,7 @@ BROKEN: list[tuple[str, Object]] = [
 
 
 @pytest.mark.parametrize(("says", "spec"), BROKEN)
-def test_what_can_never_work_is_refused_in_words(says: str, spec: Object) -> None:
+def test_invalid_specs_are_refused_with_a_message(says: str, spec: Object) -> None:
     spec = M | spec
     (found,) = violations(decode_spec(spec))
     assert says in found
@@ -194,7 +194,7 @@ def test_what_can_never_work_is_refused_in_words(says: str, spec: Object) -> Non
         *("file:///etc/baton-tls", "file:///etc/baton-api-keys/x"),
     ],
 )
-def test_a_uri_that_can_never_work_is_refused(uri: str) -> None:
+def test_an_invalid_uri_is_refused(uri: str) -> None:
     spec = {"model": {"uri": uri}}
     (found,) = violations(decode_spec(spec))
     assert found.startswith("model: uri must not")
@@ -224,7 +224,7 @@ def test_a_uri_that_can_never_work_is_refused(uri: str) -> None:
         ),
     ],
 )
-def test_a_uri_that_may_work_is_taken(uri: str) -> None:
+def test_a_valid_uri_is_accepted(uri: str) -> None:
     assert not violations(decode_spec({"model": {"uri": uri}}))
     assert not refused({"model": {"uri": uri}})
 
@@ -236,21 +236,21 @@ PARTS = st.sampled_from(["", ".", "..", "tmp", "etc", "baton", "baton-tls", "bat
 @given(
     st.sampled_from(["file:///", "pvc://c/", "s3://b/"]), st.lists(PARTS, min_size=1, max_size=5)
 )
-def test_both_say_the_same_of_any_uri(root: str, parts: list[str]) -> None:
+def test_both_agree_on_any_uri(root: str, parts: list[str]) -> None:
     uri = root + "/".join(parts)
     if re.search(MODEL_URI, uri):
         spec = {"model": {"uri": uri}}
         assert set(violations(decode_spec(spec))) == refused(spec)
 
 
-def test_every_rule_was_broken_above() -> None:
+def test_every_rule_is_broken_by_an_example() -> None:
     broken = {found for _, spec in BROKEN for found in violations(decode_spec(M | spec))}
     assert broken == {
         f"{rule.path}: {rule.message}" if rule.path else rule.message for rule in RULES
     }
 
 
-def test_the_api_server_evaluates_each_where_its_fields_are() -> None:
+def test_each_rule_is_placed_at_its_fields() -> None:
     def rules(node: Object, path: str) -> list[tuple[str, str]]:
         here = [(path, rule["rule"]) for rule in node.get("x-kubernetes-validations", ())]
         below = (

@@ -1,4 +1,4 @@
-"""The autoscaler against a simulated service: it finds sizes that meet the targets, and stays there."""
+"""The autoscaler with a simulated service: it reaches and keeps sizes that meet the targets."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def assert_meets_targets(simulation: Simulation) -> None:
 
 
 @pytest.mark.parametrize("start", [3, 10])
-def test_a_constant_load_finds_its_sizes_from_either_side_and_keeps_them(start: int) -> None:
-    # 20 prompts of 0.2 s keep 4 engines busy; 2000 tokens per second on 2 decode engines take 20 ms each.
+def test_sizes_for_a_constant_load_are_reached_from_both_sides_and_kept(start: int) -> None:
+    # 20 prompts of 0.2 s keep 4 engines busy. 2000 tokens per second on 2 decode engines take
+    # 20 ms each.
     simulation = Simulation(lambda _: 20.0, TARGETS, start={"prefill": start, "decode": start})
     simulation.run(100 * PERIOD_S)
     assert_meets_targets(simulation)
@@ -37,7 +38,7 @@ def test_a_constant_load_finds_its_sizes_from_either_side_and_keeps_them(start: 
     assert [simulation.changes(role, since=100 * PERIOD_S) for role in MEMBER_ROLES] == [[], []]
 
 
-def test_a_step_of_load_is_followed_up_and_down_without_oscillation() -> None:
+def test_sizes_follow_a_step_of_load_without_oscillation() -> None:
     up_s, down_s, end_s = 600.0, 2100.0, 3600.0
     simulation = Simulation(
         lambda t: 30.0 if up_s < t < down_s else 6.0, TARGETS, start={"prefill": 2, "decode": 1}
@@ -56,8 +57,8 @@ def test_a_step_of_load_is_followed_up_and_down_without_oscillation() -> None:
         assert turns == 1, f"{role}: {simulation.changes(role, since=up_s)}"
 
 
-def test_decode_engines_short_of_kv_settle_though_fewer_of_them_take_longer_for_the_same() -> None:
-    # Two engines of 20 sequences would stay full, because each sequence takes longer the more there are.
+def test_decode_engines_with_few_kv_blocks_reach_a_stable_size() -> None:
+    # Two engines of 20 sequences would stay full, because more sequences make each one slower.
     simulation = Simulation(
         lambda _: 20.0,
         Targets(ttft_s=1.0, itl_s=0.2),
@@ -69,7 +70,7 @@ def test_decode_engines_short_of_kv_settle_though_fewer_of_them_take_longer_for_
     assert all(step < 0 for step in simulation.changes("decode"))
 
 
-def test_a_service_sleeps_and_wakes() -> None:
+def test_a_service_scales_to_zero_and_back() -> None:
     simulation = Simulation(
         lambda t: 5.0 if t < 300 or 1500 < t < 2100 else 0.0,
         TARGETS,
@@ -88,7 +89,7 @@ def test_a_service_sleeps_and_wakes() -> None:
     assert [simulation.size(role) for role in MEMBER_ROLES] == [0, 0]
 
 
-def test_a_target_that_no_size_can_meet_does_not_take_the_maximum() -> None:
+def test_a_target_that_no_size_can_meet_does_not_lead_to_the_maximum() -> None:
     simulation = Simulation(
         lambda _: 3.0, Targets(ttft_s=0.1, itl_s=0.008), start={"prefill": 4, "decode": 1}
     )
@@ -105,7 +106,7 @@ def test_a_target_that_no_size_can_meet_does_not_take_the_maximum() -> None:
     bounds=st.tuples(st.integers(1, 4), st.integers(5, 16)),
     seed=st.integers(0, 99),
 )
-def test_any_constant_load_ends_in_bounds_and_without_a_step_back(
+def test_any_constant_load_leads_to_a_size_in_bounds_without_oscillation(
     rate: float, start: int, bounds: tuple[int, int], seed: int
 ) -> None:
     low, high = bounds
@@ -131,5 +132,5 @@ def test_any_constant_load_ends_in_bounds_and_without_a_step_back(
         assert len(simulation.changes(role, since=1350.0)) <= 1, simulation.changes(role)
     again = simulated(450.0).decisions
     assert again == simulation.decisions[: len(again)], (
-        "the same measurements lead to the same decisions"
+        "equal measurements led to different decisions"
     )

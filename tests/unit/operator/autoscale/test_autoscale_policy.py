@@ -1,4 +1,4 @@
-"""The decided size and its reason: a table of situations, sequences of decisions, and properties."""
+"""The decided size and its reason: a table of cases, sequences of decisions, and properties."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ TARGETS = Targets(ttft_s=1.0, itl_s=0.05)
 BEHAVIOR = Behavior()
 BOUNDS = Bounds(1, 10)
 
+#: Four engines at their target.
 PREFILL: dict[str, Any] = {
-    "ttft_s": 0.95, "first_tokens": 600, "requests_per_s": 10.0, "prefill_s": 0.3, "queue_s": 0.2, "busy": 0.75,
+    "ttft_s": 0.95, "first_tokens": 600, "requests_per_s": 10.0, "prefill_s": 0.3, "queue_s": 0.2,
+    "busy": 0.75,
 }  # fmt: skip
-"""Four engines at their target."""
 DECODE: dict[str, Any] = {
     "itl_s": 0.048, "tokens": 60_000, "tokens_per_s": 1000.0, "running": 10.0, "kv_usage": 0.6,
 }  # fmt: skip
@@ -53,7 +54,7 @@ def group(role: MemberRole, size: int = 4, **fields: Any) -> Group:
 
 
 def settled(size: int, **fields: Any) -> History:
-    """For ten minutes `size` was recommended."""
+    """Return a history in which `size` was recommended for ten minutes."""
     return History(runs=(Run(size, NOW - 600, NOW - 15),), **fields)
 
 
@@ -70,8 +71,10 @@ def chosen(
 QUIET_PREFILL = {"ttft_s": 0.35, "queue_s": 0.01, "busy": 0.3}
 QUIET_DECODE = {"itl_s": 0.02, "running": 2.0, "kv_usage": 0.2}
 NOTHING = {
-    "ttft_s": None, "first_tokens": 0, "itl_s": None, "tokens": 0, "requests_per_s": 0.0, "tokens_per_s": 0.0, "busy": 0.0,
-    "running": 0.0, "queue_s": 0.0, "prefill_s": 0.0, "kv_usage": 0.0, "in_flight": 0, "gateway_rps": 0.0,
+    "ttft_s": None, "first_tokens": 0, "itl_s": None, "tokens": 0, "requests_per_s": 0.0,
+    "tokens_per_s": 0.0, "busy": 0.0,
+    "running": 0.0, "queue_s": 0.0, "prefill_s": 0.0, "kv_usage": 0.0, "in_flight": 0,
+    "gateway_rps": 0.0,
 }  # fmt: skip
 
 BUSY_MOMENT = History(
@@ -82,8 +85,12 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     # role, what differs from four engines at their target, history, expected size, reason
     "prefill at its target stays": ("prefill", {}, settled(4), 4, "OnTarget"),
     "decode at its target stays": ("decode", {}, settled(4), 4, "OnTarget"),
-    "TTFT within the tolerance changes nothing": ("prefill", {"ttft_s": 1.09}, settled(4), 4, "OnTarget"),
-    "ITL within the tolerance changes nothing": ("decode", {"itl_s": 0.0549}, settled(4), 4, "OnTarget"),
+    "TTFT within the tolerance changes nothing": (
+        "prefill", {"ttft_s": 1.09}, settled(4), 4, "OnTarget",
+    ),
+    "ITL within the tolerance changes nothing": (
+        "decode", {"itl_s": 0.0549}, settled(4), 4, "OnTarget",
+    ),
     "TTFT above target while requests wait adds prefill engines": (
         "prefill", {"ttft_s": 1.3, "queue_s": 0.6, "busy": 0.95}, History(), 5, "TTFTAboveTarget"),
     "but no more than the load needs": (
@@ -91,9 +98,14 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     "TTFT above target without waiting is beyond what a size can do": (
         "prefill", {"ttft_s": 1.5, "queue_s": 0.02}, History(), 4, "TargetUnreachable"),
     "a growing queue asks for what keeps up and drains it": (
-        "prefill", {"busy": 1.0, "waiting": 10.0, "waiting_growth_per_s": 2.0}, History(), 7, "RequestsQueue"),
+        "prefill", {"busy": 1.0, "waiting": 10.0, "waiting_growth_per_s": 2.0}, History(), 7,
+        "RequestsQueue"),
     "a draining queue asks for no more": (
-        "prefill", {"ttft_s": 30.0, "queue_s": 20.0, "busy": 1.0, "waiting": 10.0, "waiting_growth_per_s": -5.0},
+        "prefill",
+        {
+            "ttft_s": 30.0, "queue_s": 20.0, "busy": 1.0, "waiting": 10.0,
+            "waiting_growth_per_s": -5.0,
+        },
         History(), 4, "OnTarget"),
     "a queue that nothing leaves doubles the role": (
         "prefill", {**NOTHING, "waiting": 3.0, "in_flight": 12}, History(), 8, "RequestsQueue"),
@@ -112,17 +124,23 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
         "decode", {"itl_s": 0.5}, History(changes=(Change(NOW - 30, 3),)), 5, "ITLAboveTarget"),
     "a single bad window is not acted on": ("decode", {"itl_s": 0.5}, settled(4), 4, "Stabilizing"),
     "one that lasts is": (
-        "decode", {"itl_s": 0.07}, History(runs=(Run(4, NOW - 600, NOW - 45), Run(6, NOW - 40, NOW - 15))), 6,
+        "decode", {"itl_s": 0.07},
+        History(runs=(Run(4, NOW - 600, NOW - 45), Run(6, NOW - 40, NOW - 15))), 6,
         "ITLAboveTarget"),
     "the least of late recommendations is added": (
-        "decode", {"itl_s": 0.09}, History(runs=(Run(5, NOW - 40, NOW - 15),)), 5, "ITLAboveTarget"),
-    "quiet prefill engines leave in steps": ("prefill", QUIET_PREFILL, settled(2), 3, "BelowTargets"),
+        "decode", {"itl_s": 0.09}, History(runs=(Run(5, NOW - 40, NOW - 15),)), 5,
+        "ITLAboveTarget"),
+    "quiet prefill engines leave in steps": (
+        "prefill", QUIET_PREFILL, settled(2), 3, "BelowTargets",
+    ),
     "quiet decode engines leave in steps": ("decode", QUIET_DECODE, settled(2), 3, "BelowTargets"),
     "no more leave within the period": (
         "decode", QUIET_DECODE, settled(2, changes=(Change(NOW - 30, -1),)), 4, "Stabilizing"),
     "nothing leaves before the window of quiet is over": (
         "decode", QUIET_DECODE, History(runs=(Run(2, NOW - 290, NOW - 15),)), 4, "Stabilizing"),
-    "a busy moment in the window keeps them": ("decode", QUIET_DECODE, BUSY_MOMENT, 4, "Stabilizing"),
+    "a busy moment in the window keeps them": (
+        "decode", QUIET_DECODE, BUSY_MOMENT, 4, "Stabilizing",
+    ),
     "an operator that comes back looks on first": (
         "decode", QUIET_DECODE, History(runs=(Run(1, NOW - 9000, NOW - 400),)), 4, "Stabilizing"),
     "fast tokens say nothing about fewer engines that share many sequences": (
@@ -130,17 +148,21 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     "sequences that share an engine with more others hold their KV for longer": (
         "decode", {"itl_s": 0.01, "running": 20.0, "kv_usage": 0.5}, settled(3), 4, "OnTarget"),
     "busy prefill engines stay though TTFT is far below its target": (
-        "prefill", {"ttft_s": 0.3, "queue_s": 0.0, "prefill_s": 0.01, "busy": 0.79}, settled(4), 4, "OnTarget"),
+        "prefill", {"ttft_s": 0.3, "queue_s": 0.0, "prefill_s": 0.01, "busy": 0.79}, settled(4), 4,
+        "OnTarget"),
     "a load that missed a target is not tried again": (
         "decode", QUIET_DECODE, settled(3, breach=Breach(NOW - 600, 270.0)), 4, "OnTarget"),
-    "for an hour": ("decode", QUIET_DECODE, settled(2, breach=Breach(NOW - 3601, 270.0)), 3, "BelowTargets"),
+    "for an hour": (
+        "decode", QUIET_DECODE, settled(2, breach=Breach(NOW - 3601, 270.0)), 3, "BelowTargets",
+    ),
     "lower load may be": (
-        "decode", {**QUIET_DECODE, "tokens_per_s": 400.0}, settled(2, breach=Breach(NOW - 600, 270.0)), 3, "BelowTargets"),
+        "decode", {**QUIET_DECODE, "tokens_per_s": 400.0},
+        settled(2, breach=Breach(NOW - 600, 270.0)), 3, "BelowTargets"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_what_is_chosen(situation: str) -> None:
+def test_the_size_and_its_reason(situation: str) -> None:
     role, fields, history, size, reason = SITUATIONS[situation]
     decision = chosen(group(role), window(role, **fields), history)
     assert (decision.size, decision.reason) == (size, reason), decision.explanation
@@ -152,22 +174,31 @@ def test_what_is_chosen(situation: str) -> None:
 HOLDS: dict[str, tuple[Group, Window | None, str]] = {
     "nothing was measured": (group("decode"), None, "MetricsMissing"),
     "old measurements": (group("decode"), window("decode", age=61, itl_s=0.5), "MetricsStale"),
-    "an engine did not answer": (group("decode"), window("decode", engines=3, itl_s=0.5), "MetricsMissing"),
-    "no gateway answered": (group("decode"), window("decode", gateways=0, itl_s=0.5), "MetricsMissing"),
-    "an engine is not ready": (group("decode", ready=3), window("decode", itl_s=0.5), "PodsNotReady"),
+    "an engine did not answer": (
+        group("decode"), window("decode", engines=3, itl_s=0.5), "MetricsMissing",
+    ),
+    "no gateway answered": (
+        group("decode"), window("decode", gateways=0, itl_s=0.5), "MetricsMissing",
+    ),
+    "an engine is not ready": (
+        group("decode", ready=3), window("decode", itl_s=0.5), "PodsNotReady",
+    ),
     "an engine drains": (group("decode", pods=5), window("decode", itl_s=0.5), "PodsNotReady"),
-    "the topology changes": (group("decode", operation="a change of topology"), window("decode", itl_s=0.5), "OperationRunning"),
+    "the topology changes": (
+        group("decode", operation="a change of topology"), window("decode", itl_s=0.5),
+        "OperationRunning",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("situation", HOLDS)
-def test_what_is_unknown_or_under_way_holds_the_size(situation: str) -> None:
+def test_unknown_values_and_running_changes_keep_the_size(situation: str) -> None:
     now_group, measured, reason = HOLDS[situation]
     decision = chosen(now_group, measured)
     assert (decision.size, decision.reason, decision.recommended) == (4, reason, 4)
 
 
-def test_measurements_from_before_the_engines_were_ready_do_not_count() -> None:
+def test_measurements_from_before_the_engines_were_ready_are_ignored() -> None:
     bad = window("decode", itl_s=0.5)
     starting = chosen(group("decode", ready=3), bad)
     assert starting.history.unsettled_until == NOW
@@ -177,7 +208,7 @@ def test_measurements_from_before_the_engines_were_ready_do_not_count() -> None:
     assert (after.size, after.reason) == (8, "ITLAboveTarget")
 
 
-def test_the_next_step_down_waits_for_new_measurements_but_not_for_the_window_again() -> None:
+def test_the_next_step_down_waits_for_new_measurements_but_not_for_a_whole_window() -> None:
     def at(seconds: float, now_group: Group, engines: int, history: History) -> Decision:
         now = NOW + seconds
         measured = msgspec.structs.replace(
@@ -201,29 +232,30 @@ def test_the_next_step_down_waits_for_new_measurements_but_not_for_the_window_ag
     assert [d.size for d in decisions] == [3, 3, 3, 3, 2]
 
 
-def test_a_size_outside_its_bounds_is_brought_inside_without_measurements() -> None:
+def test_a_size_outside_its_bounds_is_corrected_without_measurements() -> None:
     assert chosen(group("decode", 4), None, bounds=Bounds(6, 8)).size == 6
     decision = chosen(group("decode", 4), None, bounds=Bounds(0, 2))
     assert (decision.size, decision.reason) == (2, "OutOfBounds")
 
 
-def test_the_maximum_is_said() -> None:
+def test_the_reason_names_the_maximum() -> None:
     decision = chosen(group("decode"), window("decode", itl_s=0.1), bounds=Bounds(1, 4))
     assert (decision.size, decision.reason) == (4, "AtMaximum")
     assert decision.explanation == (
-        "decode stays at 4: ITL p95 is 100 ms for a target of 50 ms with 10.0 sequences per engine, which calls for 8, "
+        "decode stays at 4: ITL p95 is 100 ms for a target of 50 ms with 10.0 sequences per "
+        "engine, which calls for 8, "
         "but the maximum is 4."
     )
 
 
-def test_decode_engines_that_prefill_for_themselves_answer_for_ttft() -> None:
+def test_decode_engines_that_prefill_are_sized_by_ttft() -> None:
     slow = window("decode", ttft_s=1.6, first_tokens=600)
     assert chosen(group("decode"), slow, settled(4)).reason == "OnTarget"
     decision = chosen(group("decode", aggregated=True), slow)
     assert (decision.size, decision.reason) == (7, "TTFTAboveTarget")
 
 
-def test_to_zero_after_the_idle_time_and_only_if_the_minimum_allows() -> None:
+def test_scaling_to_zero_needs_the_idle_time_and_a_minimum_of_zero() -> None:
     idle = window("decode", **NOTHING)
     for minimum, quiet_s, size in ((0, 601, 0), (0, 590, 3), (1, 601, 3)):
         decision = chosen(
@@ -239,7 +271,7 @@ def test_to_zero_after_the_idle_time_and_only_if_the_minimum_allows() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_from_zero_as_soon_as_a_gateway_has_a_request(role: MemberRole) -> None:
+def test_scaling_from_zero_starts_with_the_first_request(role: MemberRole) -> None:
     bounds = Bounds(0, 4)
     assert chosen(group(role, 0), window(role, 0, **NOTHING), bounds=bounds).reason == "Idle"
     for demand in ({"in_flight": 1}, {"answered_at": NOW - 2}):
@@ -248,23 +280,23 @@ def test_from_zero_as_soon_as_a_gateway_has_a_request(role: MemberRole) -> None:
     answered = window(role, 0, **NOTHING, answered_at=NOW - 4)
     asleep = History(changes=(Change(NOW - 2, -1),))
     assert chosen(group(role, 0), answered, asleep, bounds).reason == "Idle", (
-        "it was answered before the engines left"
+        "an answered request must not scale up"
     )
     assert chosen(group(role, 0), None, bounds=bounds).reason == "MetricsMissing"
 
 
-def test_idle_time_counts_from_the_last_request_though_it_was_seconds_ago() -> None:
+def test_the_idle_time_begins_with_the_last_request() -> None:
     behavior, bounds = Behavior(idle_s=8.0), Bounds(0, 4)
     for age, size in ((6.0, 1), (8.0, 0)):
         answered = window("decode", 1, **NOTHING, answered_at=NOW - age)
         assert chosen(group("decode", 1), answered, settled(1), bounds, behavior).size == size
     never = window("decode", 1, **NOTHING)
     assert chosen(group("decode", 1), never, History(), bounds, behavior).size == 0, (
-        "nothing in the whole window"
+        "a window without requests"
     )
 
 
-def test_a_miss_after_a_step_down_is_remembered_and_one_after_a_step_up_is_not() -> None:
+def test_a_missed_target_is_remembered_after_a_step_down_only() -> None:
     slow = window("decode", itl_s=0.07)
     down = chosen(group("decode"), slow, History(changes=(Change(NOW - 900, -1),)))
     assert down.history.breach == Breach(NOW, 250.0)
@@ -274,7 +306,7 @@ def test_a_miss_after_a_step_down_is_remembered_and_one_after_a_step_up_is_not()
     )
 
 
-def test_history_survives_its_own_encoding_and_keeps_equal_recommendations_as_one() -> None:
+def test_the_history_is_encoded_with_equal_recommendations_merged() -> None:
     history = History(breach=Breach(1.0, 2.0))
     for step in range(100):
         history = history.with_decision(15.0 * step, 3 if step < 85 else 4, keep_s=300, idle=1365.0)
@@ -295,10 +327,14 @@ def test_waits_of_the_queueing_model() -> None:
 fractions = st.floats(0, 1)
 measurements = st.fixed_dictionaries(
     {
-        "ttft_s": st.none() | st.floats(0.001, 100), "first_tokens": st.floats(0, 10_000), "itl_s": st.none() | st.floats(0.001, 5),
-        "tokens": st.floats(0, 1e6), "tokens_per_s": st.floats(0, 1e5), "requests_per_s": st.floats(0, 1000),
-        "queue_s": st.floats(0, 50), "prefill_s": st.floats(0, 10), "busy": fractions, "running": st.floats(0, 300),
-        "waiting": st.floats(0, 300), "waiting_growth_per_s": st.floats(-100, 100), "kv_usage": fractions,
+        "ttft_s": st.none() | st.floats(0.001, 100), "first_tokens": st.floats(0, 10_000),
+        "itl_s": st.none() | st.floats(0.001, 5),
+        "tokens": st.floats(0, 1e6), "tokens_per_s": st.floats(0, 1e5),
+        "requests_per_s": st.floats(0, 1000),
+        "queue_s": st.floats(0, 50), "prefill_s": st.floats(0, 10), "busy": fractions,
+        "running": st.floats(0, 300),
+        "waiting": st.floats(0, 300), "waiting_growth_per_s": st.floats(-100, 100),
+        "kv_usage": fractions,
         "in_flight": st.integers(0, 5), "gateway_rps": st.floats(0, 5),
     }
 )  # fmt: skip
@@ -378,7 +414,7 @@ def test_higher_latency_or_usage_never_gives_a_smaller_size(
 
 
 @given(st.integers(1, 10), st.lists(st.floats(0.92, 1.09), min_size=1, max_size=40), roles)
-def test_noise_within_the_tolerance_changes_nothing(
+def test_noise_within_the_tolerance_does_not_change_the_size(
     size: int, noise: list[float], role: MemberRole
 ) -> None:
     history, now_group = History(), group(role, size)

@@ -1,4 +1,4 @@
-"""Measurements from scrapes: text of real exporters, quantiles, restarts, pods that start and leave."""
+"""Measurements from scrapes: real exporters, quantiles, restarts, and pods that start and leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from baton_operator.autoscale.windows import Histogram, Sample, Snapshot, Window
 def engine(
     *, ttft: int = 0, prefill_s: float = 0.0, running: int = 0, waiting: int = 0, kv: float = 0.0
 ) -> Sample:
-    """A prefill engine that has had `ttft` first tokens of 0.3 s and computed prompts for `prefill_s`."""
+    """Return the metrics of a prefill engine.
+
+    It had `ttft` first tokens of 0.3 s and computed prompts for `prefill_s`.
+    """
     return Sample(
         "prefill",
         {
@@ -50,7 +53,7 @@ def measured(*snapshots: tuple[float, dict[str, Sample]], start: float = 0.0) ->
     return result
 
 
-def test_what_an_engine_exports_is_read() -> None:
+def test_metrics_of_an_engine_are_parsed() -> None:
     stats = EngineStats(
         num_requests_running=3,
         num_requests_waiting=5,
@@ -80,7 +83,7 @@ def test_what_an_engine_exports_is_read() -> None:
     assert read.histograms[windows.QUEUE_TIME].quantile(0.5) is None
 
 
-def test_what_a_gateway_exports_is_read() -> None:
+def test_metrics_of_a_gateway_are_parsed() -> None:
     metrics = GatewayMetrics()
     metrics.in_flight.set(4)
     metrics.held.set(2)
@@ -98,7 +101,7 @@ def test_what_a_gateway_exports_is_read() -> None:
     assert read.histograms[windows.CLIENT_TTFT].count == 1
 
 
-def test_text_that_is_no_metrics_is_an_error() -> None:
+def test_invalid_metrics_are_an_error() -> None:
     with pytest.raises(ValueError, match="no metric of an engine or a gateway"):
         sample("decode", "<html>502</html> oops\n")
     with pytest.raises(ValueError, match=r"could not convert|invalid"):
@@ -107,7 +110,7 @@ def test_text_that_is_no_metrics_is_an_error() -> None:
         sample("decode", "# TYPE baton:kv_cache_usage_perc gauge\nbaton:kv_cache_usage_perc NaN\n")
 
 
-def test_quantiles_are_linear_in_their_bucket_and_end_at_the_last_finite_bound() -> None:
+def test_quantiles_are_interpolated_and_end_at_the_last_finite_bound() -> None:
     histogram = Histogram({0.1: 0, 0.2: 50, 0.4: 90, inf: 100}, 0)
     assert histogram.quantile(0.25) == pytest.approx(0.15)
     assert histogram.quantile(0.7) == pytest.approx(0.3)
@@ -115,7 +118,7 @@ def test_quantiles_are_linear_in_their_bucket_and_end_at_the_last_finite_bound()
 
 
 @given(st.lists(st.floats(0.001, 9.0), min_size=1), st.floats(0.05, 0.95))
-def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
+def test_a_quantile_is_in_the_same_bucket_as_the_exact_one(values: list[float], q: float) -> None:
     bounds = [0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0]
     histogram = Histogram(
         {b: sum(v <= b for v in values) for b in bounds} | {inf: len(values)}, sum(values)
@@ -128,7 +131,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], q: f
     assert lower <= estimate <= upper * (1 + 1e-9)
 
 
-def test_only_what_happened_between_scrapes_counts() -> None:
+def test_only_differences_between_scrapes_count() -> None:
     result = measured(
         (0, {"a": engine(ttft=100, prefill_s=30)}),
         (60, {"a": engine(ttft=160, prefill_s=60, kv=0.5)}),
@@ -140,22 +143,23 @@ def test_only_what_happened_between_scrapes_counts() -> None:
     assert role.kv_usage == 0.25
 
 
-def test_prompts_computed_at_once_keep_an_engine_busy_once() -> None:
+def test_concurrent_prompts_keep_an_engine_busy_only_once() -> None:
     after = {"a": engine(ttft=9, prefill_s=90), "b": engine(ttft=3, prefill_s=30)}
     result = measured((0, {"a": engine(), "b": engine()}), (60, after))
     assert result.roles["prefill"].busy == pytest.approx(0.75)
 
 
-def test_a_restart_counts_from_zero_under_the_same_name_and_under_a_new_one() -> None:
+def test_counters_restart_at_zero_after_a_restart_of_the_container_or_the_pod() -> None:
     for name in ("a/0", "a/1"):
         after = {name: engine(ttft=7, prefill_s=3)}
         later = {name: engine(ttft=20, prefill_s=9)}
         result = measured((0, {"a/0": engine(ttft=1000, prefill_s=500)}), (30, after), (60, later))
-        # A new container's first scrape is a starting point only; a counter that went back started at zero.
+        # The first scrape of a new container is a starting point. A decreased counter restarted
+        # at zero.
         assert result.roles["prefill"].first_tokens == (20 if name == "a/0" else 13)
 
 
-def test_pods_come_and_go() -> None:
+def test_pods_may_start_and_leave_within_a_window() -> None:
     result = measured(
         (0, {"gone": engine(), "stays": engine()}),
         (15, {"gone": engine(ttft=30), "stays": engine(ttft=10)}),
@@ -173,14 +177,14 @@ def test_one_scrape_of_a_pod_measures_nothing() -> None:
     assert window([Snapshot(0, {"a": engine()})], start=0, fresh_s=40, quantile=0.95) is None
 
 
-def test_what_was_before_the_window_is_not_in_it() -> None:
+def test_scrapes_before_the_window_are_ignored() -> None:
     result = measured(
         (0, {"a": engine()}), (60, {"a": engine(ttft=50)}), (90, {"a": engine(ttft=53)}), start=60
     )
     assert (result.start, result.roles["prefill"].first_tokens) == (60, 3)
 
 
-def test_requests_that_wait_for_remote_kv_do_not_wait_for_an_engine() -> None:
+def test_requests_waiting_for_remote_kv_do_not_count_as_queued() -> None:
     def decode(waiting: int, remote: int) -> Sample:
         return Sample(
             "decode", {windows.WAITING: waiting, windows.WAITING_FOR_REMOTE_KV: remote}, {}
@@ -191,7 +195,7 @@ def test_requests_that_wait_for_remote_kv_do_not_wait_for_an_engine() -> None:
     assert result.roles["decode"].waiting_growth_per_s == pytest.approx(0.6)
 
 
-def test_gateways_tell_demand() -> None:
+def test_demand_is_measured_at_the_gateways() -> None:
     def gateway(requests: float, in_flight: float) -> Sample:
         return Sample(None, {windows.IN_FLIGHT: in_flight}, {}, requests)
 
@@ -206,7 +210,7 @@ def test_gateways_tell_demand() -> None:
     st.randoms(use_true_random=False),
     st.lists(st.tuples(st.integers(0, 99), st.floats(0, 15)), min_size=2, max_size=8),
 )
-def test_the_order_of_pods_and_scrapes_means_nothing(
+def test_the_order_of_pods_and_scrapes_does_not_matter(
     random: Random, pods: list[tuple[int, float]]
 ) -> None:
     first = {f"p{i}": engine() for i in range(len(pods))}
@@ -229,9 +233,7 @@ def test_the_order_of_pods_and_scrapes_means_nothing(
     assert other.roles["prefill"].ttft_s == one.roles["prefill"].ttft_s
 
 
-def test_an_engine_that_counts_its_busy_time_is_believed_and_one_that_restarts_counts_from_zero() -> (
-    None
-):
+def test_the_busy_time_of_an_engine_is_used_and_restarts_at_zero() -> None:
     def counted(busy_s: float, first_tokens: int) -> Sample:
         return msgspec.structs.replace(engine(ttft=first_tokens, prefill_s=30.0), busy_s=busy_s)
 
@@ -241,7 +243,7 @@ def test_an_engine_that_counts_its_busy_time_is_believed_and_one_that_restarts_c
     assert anew.roles["prefill"].busy == pytest.approx(0.3)
 
 
-def test_a_window_knows_when_gateways_had_and_answered_their_last_request() -> None:
+def test_a_window_has_the_times_of_the_last_request_and_of_its_response() -> None:
     def gateway(in_flight: float, requests: float, held: float = 0.0) -> Sample:
         return Sample(None, {windows.IN_FLIGHT: in_flight, windows.HELD: held}, {}, requests)
 

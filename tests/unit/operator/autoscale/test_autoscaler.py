@@ -1,4 +1,4 @@
-"""The autoscaler of a service whose pods reply over HTTP: sizes, status, and faults that change no size."""
+"""The autoscaler of a service with HTTP pods: sizes, status and faults."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ TO_ZERO = {**DECODE, "minReplicas": 0, "idleSeconds": 60}
 
 
 def stored(status: AutoscalingStatus | None = None) -> dict[str, Any]:
-    """The LLMService, with what its status says of decode."""
+    """Return the LLMService with this decode status."""
     told = {"decode": {"autoscaling": msgspec.to_builtins(status)}} if status else {}
     return {**service(), "status": told}
 
 
 class Stand:
-    """An autoscaler, the service `demo` and its pods, in simulated time: nothing of the service follows by itself."""
+    """An autoscaler, the service `demo` and its pods, in simulated time. Tests change the pods."""
 
     def __init__(
         self, scraping: Scraper, autoscaling: dict[str, Any], *, replicas: int = 1
@@ -58,7 +58,7 @@ class Stand:
         self.restart()
 
     def restart(self) -> None:
-        """State of the operator."""
+        """Create a new autoscaler, as after a restart of the operator."""
         self.autoscaler = Autoscaler(self.clock, lambda: WALL)
         self.reconcile()
 
@@ -76,7 +76,7 @@ class Stand:
         return sized
 
     async def scrape_and_decide(self, after_s: float = SCRAPE_S) -> bool:
-        """Whether there is something to do or to say."""
+        """Scrape and decide. Return whether the size or the status changed."""
         self.clock.now += after_s
         due = await self.autoscaler.scrape_and_decide(KEY, self.scraping)
         if due:
@@ -92,7 +92,7 @@ class Stand:
         return self.autoscaler.take_events(owner(decode=self.spec))
 
     async def load(self, itl_s: float, rounds: int) -> None:
-        """Every engine gives tokens of this latency between scrapes."""
+        """Let every engine generate tokens of this latency between scrapes."""
         for _ in range(rounds):
             for engine in self.engines:
                 engine.serve_load(tokens=500, itl_s=itl_s)
@@ -100,7 +100,7 @@ class Stand:
             await self.scrape_and_decide()
 
 
-async def test_a_fault_of_a_pod_is_told_by_its_name_and_spoils_no_other_answer() -> None:
+async def test_a_fault_of_a_pod_is_reported_with_its_name_and_affects_no_other() -> None:
     faults = ("error", "garbage", "long", "silent", "")
     pods = [FakePod(f"demo-decode-{number}", "decode") for number in range(len(faults))]
     gone = FakePod("demo-decode-9", "decode")
@@ -122,7 +122,7 @@ async def test_a_fault_of_a_pod_is_told_by_its_name_and_spoils_no_other_answer()
     assert counted == {"ok": 1, "error": 5}
 
 
-async def test_a_missed_target_grows_the_group_and_says_so_once() -> None:
+async def test_a_missed_target_grows_the_group_with_one_event() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, DECODE, replicas=2)
         stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(2)]
@@ -139,11 +139,11 @@ async def test_a_missed_target_grows_the_group_and_says_so_once() -> None:
             assert stand.news == [Event("Scaled", told.message)]
             assert stand.news == []
             await stand.load(itl_s=0.1, rounds=8)
-            assert stand.told.size == told.size, "before its engines are there nothing is known"
+            assert stand.told.size == told.size, "a decision before the new engines are ready"
             assert stand.told.reason == "PodsNotReady"
 
 
-async def test_a_failing_scrape_is_visible_and_decides_nothing() -> None:
+async def test_a_failing_scrape_is_reported_and_changes_no_size() -> None:
     async with scraper(timeout_s=1.0) as (scraping, _):
         stand = Stand(scraping, DECODE, replicas=2)
         stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(2)]
@@ -157,7 +157,7 @@ async def test_a_failing_scrape_is_visible_and_decides_nothing() -> None:
             assert stand.news == []
 
 
-async def test_the_size_outlives_the_operator_and_shrinks_only_after_a_whole_window() -> None:
+async def test_the_size_survives_a_restart_and_shrinks_only_after_a_whole_window() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, {**DECODE, "scaleDownStabilizationSeconds": 120}, replicas=1)
         stand.stored = stored(
@@ -166,19 +166,19 @@ async def test_the_size_outlives_the_operator_and_shrinks_only_after_a_whole_win
         stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(3)]
         async with serving(stand.gateway, *stand.engines):
             stand.restart()
-            assert stand.reconcile().replicas("decode") == 3, "not the spec's replicas"
+            assert stand.reconcile().replicas("decode") == 3, (
+                "the size must not be the spec's replicas"
+            )
             began, sizes = stand.clock.now, []
             for _ in range(16):
                 await stand.load(itl_s=0.02, rounds=1)
                 sizes.append((stand.clock.now - began, stand.told.size))
             assert all(size == 3 for at, size in sizes if at < 120)
-            assert sizes[-1][1] == 2, "one at a time, and not before the pod has gone"
+            assert sizes[-1][1] == 2, "a step down before the last pod was gone"
 
 
 @pytest.mark.parametrize(("told", "size"), [(0, 2), (1, 2), (2, 2), (3, 3), (4, 3), (10000, 3)])
-def test_a_size_that_somebody_wrote_into_the_status_stays_within_the_bounds(
-    told: int, size: int
-) -> None:
+def test_a_size_in_the_status_is_limited_to_the_bounds(told: int, size: int) -> None:
     autoscaling = {**DECODE, "minReplicas": 2, "maxReplicas": 3}
     written = stored(
         AutoscalingStatus(size=told, recommended=told, reason="OnTarget", message="somebody's")
@@ -194,7 +194,7 @@ def test_a_size_that_somebody_wrote_into_the_status_stays_within_the_bounds(
     assert (status.reason == "OutOfBounds") == (told != size)
 
 
-async def test_figures_that_vary_are_written_once_a_minute() -> None:
+async def test_varying_figures_are_written_once_a_minute() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, DECODE, replicas=1)
         stand.engines = [FakePod("demo-decode-0", "decode")]
@@ -207,10 +207,10 @@ async def test_figures_that_vary_are_written_once_a_minute() -> None:
                 written += await stand.scrape_and_decide()
             assert stand.told.size == 1
             assert stand.told.reason == "OnTarget"
-            assert 5 <= written <= 10, "in ten minutes"
+            assert 5 <= written <= 10, "too many writes in ten minutes"
 
 
-async def test_a_service_at_rest_is_never_written() -> None:
+async def test_the_status_of_an_idle_service_is_not_written() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, DECODE, replicas=1)
         stand.engines = [FakePod("demo-decode-0", "decode")]
@@ -221,7 +221,7 @@ async def test_a_service_at_rest_is_never_written() -> None:
             assert not any([await stand.scrape_and_decide() for _ in range(20)])
 
 
-async def test_to_zero_after_the_idle_time_and_back_when_a_request_is_held() -> None:
+async def test_a_service_scales_to_zero_and_back_for_a_held_request() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, TO_ZERO)
         engine = FakePod("demo-decode-0", "decode")
@@ -242,7 +242,7 @@ async def test_to_zero_after_the_idle_time_and_back_when_a_request_is_held() -> 
                 assert stand.told.size == 0, stand.told.message
             stand.gateway.gateway.requests.labels("/v1/completions", "404").inc()
             await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
-            assert stand.told.size == 0, "a request that nobody could answer"
+            assert stand.told.size == 0, "a refused request must not scale up"
             stand.gateway.gateway.held.set_function(lambda: 1)
             stand.gateway.gateway.in_flight.set(1)
             await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
@@ -250,10 +250,10 @@ async def test_to_zero_after_the_idle_time_and_back_when_a_request_is_held() -> 
             assert [news.reason for news in stand.news] == ["Scaled", "Scaled"]
             for _ in range(60):
                 await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
-                assert stand.told.size == 1, "it is held while the engine loads"
+                assert stand.told.size == 1, "a scale-down while the request is held"
 
 
-async def test_it_goes_by_itself_and_ends_with_what_is_forgotten() -> None:
+async def test_the_autoscaler_runs_by_itself_and_stops_with_the_service() -> None:
     async with scraper() as (scraping, _):
         stand = Stand(scraping, TO_ZERO, replicas=0)
         async with serving(stand.gateway):
@@ -283,24 +283,24 @@ async def test_it_goes_by_itself_and_ends_with_what_is_forgotten() -> None:
                 await asyncio.gather(task, return_exceptions=True)
 
 
-def test_an_edit_of_replicas_changes_nothing_and_is_answered_by_a_warning() -> None:
+def test_an_edit_of_replicas_is_ignored_with_a_warning() -> None:
     autoscaler = Autoscaler()
 
     def size(replicas: int, autoscaling: dict[str, Any] | None) -> int:
         spec = {"replicas": replicas, **({"autoscaling": autoscaling} if autoscaling else {})}
         return autoscaler.apply_sizes(owner(decode=spec), stored()).replicas("decode")
 
-    assert size(5, {**DECODE, "maxReplicas": 3}) == 3, "within the bounds"
+    assert size(5, {**DECODE, "maxReplicas": 3}) == 3, "the size is not within the bounds"
     assert size(3, {**DECODE, "maxReplicas": 3}) == 3
     [news] = autoscaler.take_events(owner())
     assert (news.reason, news.warning) == ("ReplicasIgnored", True)
     assert "stays at 3" in news.message
     assert size(1, {**DECODE, "maxReplicas": 3}) == 3
-    assert size(1, None) == 1, "without autoscaling the spec counts again"
+    assert size(1, None) == 1, "without autoscaling the size must be the spec's replicas"
     assert autoscaler.status(owner(), "decode") is None
 
 
-def test_a_service_of_the_same_name_begins_anew() -> None:
+def test_a_new_service_of_the_same_name_has_no_history() -> None:
     autoscaler = Autoscaler()
     first = owner(decode={"replicas": 4, "autoscaling": DECODE})
     assert autoscaler.apply_sizes(first, stored()).replicas("decode") == 4
@@ -310,7 +310,7 @@ def test_a_service_of_the_same_name_begins_anew() -> None:
     assert autoscaler.apply_sizes(successor, stored()).replicas("decode") == 2
 
 
-def test_what_is_under_way_is_told_to_the_policy() -> None:
+def test_running_changes_are_passed_to_the_policy() -> None:
     spec = {"autoscaling": DECODE, "parallelism": {"expert": True}}
     settings = settings_of(owner(decode=spec).spec)
 
@@ -336,7 +336,7 @@ def test_what_is_under_way_is_told_to_the_policy() -> None:
     assert "coordinator" in operation(topology=of_topology(reachable=False))
 
 
-def test_only_containers_that_serve_or_finish_are_scraped() -> None:
+def test_only_serving_and_draining_containers_are_scraped() -> None:
     ready, loading, draining = (FakePod(f"demo-decode-{number}", "decode") for number in range(3))
     loading.is_ready = draining.is_ready = False
     ready.restarts = 2
@@ -367,14 +367,14 @@ def test_only_containers_that_serve_or_finish_are_scraped() -> None:
         ({**TO_ZERO, "idleSeconds": 20}, 1, 5.0),
     ],
 )
-def test_services_that_sleep_or_soon_will_are_looked_at_more_often(
+def test_services_near_zero_are_checked_more_often(
     autoscaling: dict[str, Any], size: int, period_s: float
 ) -> None:
     settings = settings_of(owner(decode={"autoscaling": autoscaling}).spec)
     assert scrape_period_s(settings, {"decode": size}) == period_s
 
 
-def test_the_gateway_holds_requests_only_where_decode_may_go_to_zero() -> None:
+def test_the_gateway_holds_requests_only_if_decode_may_scale_to_zero() -> None:
     assert gateway_config(owner(decode={"autoscaling": DECODE})).hold_s == 0
     assert gateway_config(owner(decode={"autoscaling": TO_ZERO})).hold_s == 300
     assert (
@@ -392,7 +392,7 @@ def sized_group(reason: str, *, desired: int = 1) -> Group:
     )
 
 
-def test_scaling_says_what_the_autoscaler_does() -> None:
+def test_the_scaling_condition_reports_the_autoscaler() -> None:
     def verdict(*groups: Group, of_topology: Verdict | None = None) -> tuple[str, str] | None:
         found = autoscaling_verdict(list(groups), of_topology)
         return found[:2] if found else None
@@ -410,7 +410,7 @@ def test_scaling_says_what_the_autoscaler_does() -> None:
     )
 
 
-def test_a_group_that_sleeps_is_as_it_should_be() -> None:
+def test_a_group_at_zero_is_ready() -> None:
     status, reason, _ = group_verdict(sized_group("Idle", desired=0))
     assert (status, reason) == ("True", "ScaledToZero")
     unsized = Group(role="decode", desired=0, pods=[])

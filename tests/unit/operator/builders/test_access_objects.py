@@ -23,14 +23,14 @@ KEYS = {"apiKeys": {"secretName": "clients"}}
 
 
 def told(role: ConfiguredRole, kind: type[Any], **spec: Any) -> Any:
-    """The configuration as the component decodes it."""
+    """Return the configuration as the component decodes it."""
     return msgspec.json.decode(
         config.config_map(owner(**spec), role)["data"][f"{role}.json"], type=kind
     )
 
 
 def mounted(pod: Object) -> dict[str, str]:
-    """Secret -> path in the first container."""
+    """Return the mount path of each Secret in the first container."""
     paths = {
         mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]
     }
@@ -44,7 +44,7 @@ def pod_template(**spec: Any) -> Object:
     return template
 
 
-def test_the_gateway_reads_keys_where_their_secret_is_mounted() -> None:
+def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
     secrets = mounted(pod_template(**KEYS))
     limits = {"maxConcurrentPerKey": 3, "maxPromptTokens": 4, "maxCompletionTokens": 5}
     got = told("gateway", GatewayConfig, gateway={**KEYS, "limits": limits}).access
@@ -57,11 +57,11 @@ def test_the_gateway_reads_keys_where_their_secret_is_mounted() -> None:
     assert "clients" not in mounted(pod_template())
     assert told("gateway", GatewayConfig).access.api_keys_dir == ""
     assert "clients" not in mounted(MemberTemplate(owner(gateway=KEYS), "decode").pod(0)), (
-        "engines know no client"
+        "API keys in the configuration of an engine"
     )
 
 
-def test_https_from_probe_to_service() -> None:
+def test_tls_changes_probes_ports_and_the_service() -> None:
     template = pod_template(**TLS)
     assert told("gateway", GatewayConfig, gateway=TLS).access.tls_dir == mounted(template)["cert"]
     assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
@@ -95,7 +95,7 @@ def test_https_from_probe_to_service() -> None:
         ([TLS], ["https"], "https"),
     ],
 )
-def test_while_tls_is_switched_on_each_port_leads_to_those_that_speak_it(
+def test_during_the_switch_to_tls_each_port_selects_matching_pods(
     ready: list[Object], ports: list[str], in_use: str
 ) -> None:
     pods = []
@@ -125,14 +125,14 @@ def test_while_tls_is_switched_on_each_port_leads_to_those_that_speak_it(
     assert gateway.scheme_in_use(service) == in_use
 
 
-def test_a_service_without_access_settings_keeps_its_pods() -> None:
-    """Their revision must not change with an operator that knows more fields."""
+def test_default_access_settings_do_not_change_the_revision() -> None:
+    """The revision must not change with an operator that has more fields."""
     plain = config.config_map(owner(), "gateway")["data"]["gateway.json"]
     assert "access" not in plain
     assert "pipeline" not in config.config_map(owner(), "decode")["data"]["decode.json"]
 
 
-def test_ingress_only_when_asked() -> None:
+def test_an_ingress_is_built_only_on_request() -> None:
     assert ingress(owner()) is None
     assert ("Ingress", "demo-gateway") in compute_desired(owner(), None).absent
     asked = {
@@ -149,7 +149,7 @@ def test_ingress_only_when_asked() -> None:
     assert built["metadata"]["annotations"] == {"a/b": "c"}
 
 
-def test_a_route_where_the_cluster_knows_them() -> None:
+def test_a_route_is_built_if_the_cluster_has_the_kind() -> None:
     parents = [
         {"name": "public", "namespace": "infra", "sectionName": "https"},
         {"name": "inner", "port": 8443},

@@ -16,13 +16,14 @@ from support.operator.services import owner
 
 Object = dict[str, Any]
 BASE: Object = {
-    "model": {"uri": "file:///models/x"}, "image": "baton:1", "prefill": {"replicas": 1}, "decode": {"replicas": 2},
+    "model": {"uri": "file:///models/x"}, "image": "baton:1", "prefill": {"replicas": 1},
+    "decode": {"replicas": 2},
     "gateway": {"replicas": 1},
 }  # fmt: skip
 
 
 def revisions(spec: Object) -> dict[str, str]:
-    """By role, of all that its pods are made of."""
+    """Return the revisions by role."""
     made = owner(coordinator="10.96.0.9", **spec)
     deployment = gateway.deployment(made)
     labels = deployment["spec"]["template"]["metadata"]["labels"]
@@ -54,7 +55,7 @@ EDITS: list[tuple[str, Any, set[str]]] = [
         "model.servedName",
         "other",
         {"prefill", "decode", "gateway"},
-    ),  # engines label their metrics with it
+    ),  # engines use it as a metric label
     ("engine.maxNumSeqs", 7, {"prefill", "decode"}),
     ("engine.blockSize", 32, {"prefill", "decode"}),
     ("kvTransfer.mode", "push", {"prefill", "decode"}),
@@ -79,7 +80,7 @@ EDITS: list[tuple[str, Any, set[str]]] = [
 
 
 @pytest.mark.parametrize(("path", "value", "restarted"), EDITS, ids=[path for path, _, _ in EDITS])
-def test_an_edit_of_one_field_replaces_only_who_reads_it(
+def test_an_edit_of_one_field_changes_only_the_revisions_that_use_it(
     path: str, value: Any, restarted: set[str]
 ) -> None:
     before, after = revisions(BASE), revisions(edited(path, value))
@@ -94,7 +95,7 @@ def test_an_edit_of_one_field_replaces_only_who_reads_it(
     group=st.sampled_from(["prefill", "decode", "gateway"]),
     value=st.text("ab", min_size=1),
 )
-def test_a_groups_own_settings_are_nobody_elses(
+def test_settings_of_a_group_do_not_change_other_revisions(
     tensor: int, limit: int, threshold: int, group: str, value: str
 ) -> None:
     spec = copy.deepcopy(BASE)
@@ -107,3 +108,26 @@ def test_a_groups_own_settings_are_nobody_elses(
         spec[group]["parallelism"] = {"tensor": tensor}
     before, after = revisions(BASE), revisions(spec)
     assert [role for role in before if before[role] != after[role]] == [group]
+
+
+def test_a_change_of_one_role_keeps_the_revisions_of_the_others() -> None:
+    before, after = owner(prefill={}), owner(prefill={}, gateway={"maxConcurrentRequests": 5})
+    for role in ("prefill", "decode"):
+        assert MemberTemplate(before, role).revision == MemberTemplate(after, role).revision
+    resized = owner(
+        prefill={"replicas": 0, "template": {"metadata": {"labels": {"a": "b"}}}},
+        decode={"replicas": 9},
+    )
+    assert MemberTemplate(before, "decode").revision == MemberTemplate(resized, "decode").revision
+    assert MemberTemplate(before, "prefill").revision != MemberTemplate(resized, "prefill").revision
+
+
+def test_the_engine_configuration_is_part_of_the_revision() -> None:
+    assert (
+        MemberTemplate(owner(), "decode").revision
+        != MemberTemplate(owner(engine={"maxNumSeqs": 5}), "decode").revision
+    )
+    assert (
+        MemberTemplate(owner(), "decode").revision
+        != MemberTemplate(owner(image="other:1"), "decode").revision
+    )

@@ -39,7 +39,7 @@ RESOURCES = {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}}
 
 def fetcher_of(spec: Object) -> Object:
     (container,) = spec["initContainers"]
-    return container  # type: ignore[no-any-return]
+    return container
 
 
 def volume_of(spec: Object) -> Object:
@@ -73,9 +73,7 @@ def volume_of(spec: Object) -> Object:
         ),
     ],
 )
-def test_what_is_there_already_is_mounted_and_not_fetched(
-    uri: str, path: str, source: Object
-) -> None:
+def test_local_models_are_mounted_and_not_fetched(uri: str, path: str, source: Object) -> None:
     assert re.fullmatch(MODEL_URI, uri)
     found = model.source(Model(uri=uri), "decode")
     assert found.path == path
@@ -99,11 +97,11 @@ def test_what_is_there_already_is_mounted_and_not_fetched(
         "x",
     ],
 )
-def test_what_names_no_model_is_refused_by_the_schema(uri: str) -> None:
+def test_invalid_uris_are_refused_by_the_schema(uri: str) -> None:
     assert not re.fullmatch(MODEL_URI, uri)
 
 
-def test_a_model_of_a_hub_is_fetched_into_the_folder_that_the_engine_reads() -> None:
+def test_a_model_of_a_hub_is_fetched_into_the_engines_model_folder() -> None:
     spec = member_spec(**HUB)
     container, engine = fetcher_of(spec), spec["containers"][0]
     flags = dict(zip(container["command"][2::2], container["command"][3::2], strict=True))
@@ -119,11 +117,11 @@ def test_a_model_of_a_hub_is_fetched_into_the_folder_that_the_engine_reads() -> 
     assert volume_of(spec) == {"emptyDir": {}}
     assert container["securityContext"] == engine["securityContext"]
     assert container["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}}, (
-        "no device waits for a download"
+        "the fetcher requests a GPU"
     )
 
 
-def test_a_gateway_fetches_no_weights_and_has_a_folder_of_its_own() -> None:
+def test_a_gateway_fetches_no_weights_and_has_its_own_folder() -> None:
     wanted = owner(model=HUB)
     spec = gateway.deployment(wanted)["spec"]["template"]["spec"]
     command = fetcher_of(spec)["command"]
@@ -136,7 +134,7 @@ def test_a_gateway_fetches_no_weights_and_has_a_folder_of_its_own() -> None:
     )
 
 
-def test_other_models_and_revisions_have_other_folders() -> None:
+def test_models_and_revisions_have_different_folders() -> None:
     uris = ["hf://org/a", "hf://org/a@v1", "hf://org/a-v1", "s3://org/a", "s3://org/b/a"]
     assert len({model.source(Model(uri=uri), "decode").path for uri in uris}) == len(uris)
 
@@ -158,7 +156,7 @@ def test_other_models_and_revisions_have_other_folders() -> None:
         ),
     ],
 )
-def test_the_cache(cache: Object, source: Object, limit: int | None) -> None:
+def test_volumes_of_the_model_cache(cache: Object, source: Object, limit: int | None) -> None:
     spec = member_spec(**HUB, cache=cache)
     assert volume_of(spec) == source
     command = fetcher_of(spec)["command"]
@@ -167,7 +165,7 @@ def test_the_cache(cache: Object, source: Object, limit: int | None) -> None:
         assert command[command.index("--max-bytes") + 1] == str(limit)
 
 
-def test_only_the_fetcher_has_the_credentials() -> None:
+def test_only_the_fetcher_gets_the_credentials() -> None:
     spec = member_spec(**HUB, credentialsSecret="hub-token")
     assert fetcher_of(spec)["envFrom"] == [{"secretRef": {"name": "hub-token"}}]
     assert "hub-token" not in str(spec["containers"]) + str(spec["volumes"])
@@ -217,7 +215,7 @@ def verdict(*args: Any, **kwargs: Any) -> tuple[str, str, str]:
     return found.status, found.reason, found.message
 
 
-def test_unknown_before_any_pod() -> None:
+def test_the_condition_is_unknown_without_pods() -> None:
     assert verdict([])[:2] == ("Unknown", "NotObserved")
     assert verdict([fetching_pod({"waiting": {"reason": "PodInitializing"}})])[:2] == (
         "Unknown",
@@ -225,7 +223,7 @@ def test_unknown_before_any_pod() -> None:
     )
 
 
-def test_how_far_the_first_pod_is() -> None:
+def test_the_condition_reports_the_progress_of_the_first_pod() -> None:
     status = status_of([fetching_pod(RUNNING)], ON_THE_WAY)
     for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
         found = condition(status, type_)
@@ -234,11 +232,11 @@ def test_how_far_the_first_pod_is() -> None:
         assert (found.status, found.reason) == ("False", "Fetching")
         assert "21 % of 14.0 GiB" in found.message
     assert not [found for found in new_failures(service(), status) if found.reason == "Fetching"], (
-        "a station is no failure"
+        "progress counts as a failure"
     )
 
 
-def test_a_source_that_does_not_answer_is_told_rather_than_who_waits_or_gets_on() -> None:
+def test_an_unreachable_source_takes_precedence_over_progress() -> None:
     asking = "listing the files of hf://org/m"
     refused = Health("Fetching", asking, error="ConnectError: Connection refused")
     waits = Health(
@@ -253,7 +251,7 @@ def test_a_source_that_does_not_answer_is_told_rather_than_who_waits_or_gets_on(
         assert found.message.startswith(expected)
 
 
-def test_available_once_a_pod_is_past_fetching_and_the_revision_is_kept() -> None:
+def test_the_model_is_available_after_the_first_fetch_with_its_revision() -> None:
     status = status_of([fetching_pod(DONE)])
     assert condition(status).status == "True"
     assert (status.model.uri, status.model.revision) == (HUB["uri"], "c0ffee")
@@ -283,7 +281,7 @@ def test_available_once_a_pod_is_past_fetching_and_the_revision_is_kept() -> Non
 def after(
     before: Any, pods: list[Object], loading: dict[str, Health] | None = None, **model: Any
 ) -> tuple[str, str]:
-    """ModelAvailable of the service whose status `before` was written."""
+    """Return ModelAvailable of a service with the status `before`."""
     told = {**service(), "status": msgspec.to_builtins(before)}
     group = Group(role="decode", desired=0, pods=pods, revision="new", loading=loading or {})
     status = report(
@@ -296,11 +294,13 @@ def after(
 FILE = {"uri": "file:///models/x"}
 
 
-def test_a_service_that_sleeps_has_the_model_that_its_pods_had() -> None:
+def test_a_service_at_zero_keeps_its_available_model() -> None:
     awake = status_of([pod(ready=True)], **FILE)
     assert (awake.model.uri, awake.model.revision) == (FILE["uri"], None)
     assert after(awake, [], **FILE) == ("True", "no pod runs; those before had the model")
-    assert after(awake, [], uri="file:///models/other")[0] == "Unknown", "of that nobody knows"
+    assert after(awake, [], uri="file:///models/other")[0] == "Unknown", (
+        "the new model must be unknown"
+    )
     fetched = status_of([fetching_pod(DONE)])
     assert after(fetched, [], **HUB) == (
         "True",
@@ -313,7 +313,7 @@ def test_a_service_that_sleeps_has_the_model_that_its_pods_had() -> None:
     )
 
 
-def test_a_service_that_never_had_its_model_does_not_say_so_in_its_sleep() -> None:
+def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
     missing = pod(ready=False)
     missing["status"]["containerStatuses"] = [
         {
@@ -336,7 +336,7 @@ def test_a_service_that_never_had_its_model_does_not_say_so_in_its_sleep() -> No
     assert after(status_of([], **FILE), [], **FILE)[0] == "Unknown"
 
 
-def test_a_service_that_wakes_knows_of_a_model_that_is_not_fetched_anew() -> None:
+def test_a_service_that_scales_up_keeps_a_model_that_is_not_fetched_again() -> None:
     loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
     awake = status_of([pod(ready=True)], **FILE)
     assert after(awake, [pod()], **FILE) == ("True", "pods start; those before had the model")
@@ -353,7 +353,7 @@ def test_a_service_that_wakes_knows_of_a_model_that_is_not_fetched_anew() -> Non
 @pytest.mark.parametrize(
     "reason", ["ModelMissing", "ModelAccessDenied", "NoSpace", "ModelCacheInvalid"]
 )
-def test_the_fetchers_last_line_is_the_reason(reason: str) -> None:
+def test_the_last_line_of_the_fetcher_is_the_reason(reason: str) -> None:
     ended = failed(f"FATAL {reason}: the words of the fetcher")
     back_off = {"waiting": {"reason": "CrashLoopBackOff"}}
     for state, last in ((ended, None), (back_off, ended)):
@@ -362,7 +362,7 @@ def test_the_fetchers_last_line_is_the_reason(reason: str) -> None:
         assert "the words of the fetcher" in message
 
 
-def test_a_fetcher_that_runs_again_still_says_why_and_how_far_it_is() -> None:
+def test_a_restarted_fetcher_reports_its_last_error_and_progress() -> None:
     again = {"running": {"startedAt": (NOW - timedelta(minutes=1)).isoformat()}}
     pods = [fetching_pod(again, failed("FATAL ModelSourceUnavailable: no network", 1))]
     status, reason, message = verdict(pods, ON_THE_WAY)
@@ -371,7 +371,7 @@ def test_a_fetcher_that_runs_again_still_says_why_and_how_far_it_is() -> None:
     assert "21 % of 14.0 GiB" in message
 
 
-def test_an_engines_own_fatal_line_about_its_model() -> None:
+def test_a_fatal_line_of_an_engine_about_its_model_is_the_reason() -> None:
     crashed = pod(ready=False)
     crashed["status"]["containerStatuses"] = [
         {
@@ -383,7 +383,7 @@ def test_an_engines_own_fatal_line_about_its_model() -> None:
     assert verdict([crashed], uri="file:///models/x")[:2] == ("False", "ModelNotFound")
 
 
-def test_a_configuration_that_is_wrong_for_other_reasons_says_nothing_about_the_model() -> None:
+def test_other_configuration_errors_do_not_affect_the_model_condition() -> None:
     crashed = fetching_pod(DONE)
     crashed["status"]["containerStatuses"] = [
         {"name": "engine", "state": failed("FATAL ConfigInvalid: no"), "restartCount": 1}
@@ -391,7 +391,7 @@ def test_a_configuration_that_is_wrong_for_other_reasons_says_nothing_about_the_
     assert verdict([crashed])[:2] == ("True", "Available")
 
 
-def test_a_cluster_without_image_volumes_is_told_apart() -> None:
+def test_a_cluster_without_image_volumes_has_its_own_reason() -> None:
     refused = ReconcileError(
         'Pod "x" is invalid: spec.volumes[1]: Required value: must specify a volume type'
     )
@@ -402,7 +402,7 @@ def test_a_cluster_without_image_volumes_is_told_apart() -> None:
     assert verdict([], problem=refused, **HUB)[:2] == ("Unknown", "NotObserved")
 
 
-def test_a_claim_that_does_not_exist() -> None:
+def test_a_missing_claim_is_reported() -> None:
     text = 'persistentvolumeclaim "models" not found'
     waiting = pod(ready=False)
     waiting["status"]["conditions"] = [
@@ -413,9 +413,10 @@ def test_a_claim_that_does_not_exist() -> None:
     assert text in message
 
 
-async def test_pods_that_are_not_ready_are_asked_and_nonsense_is_no_answer() -> None:
+async def test_unready_pods_are_probed_and_invalid_responses_are_ignored() -> None:
     answers = {
-        "127.0.0.1": '{"reason":"Fetching","message":"m","progress":{"done_bytes":1,"total_bytes":4}}',
+        "127.0.0.1": '{"reason":"Fetching","message":"m",'
+        '"progress":{"done_bytes":1,"total_bytes":4}}',
         "127.0.0.2": "<html>",
     }
 
@@ -451,19 +452,19 @@ async def test_pods_that_are_not_ready_are_asked_and_nonsense_is_no_answer() -> 
     ],
     ids=["it starts", "it answered its startup probe", "it waits", "it ended"],
 )
-def test_who_begins_to_run_is_asked_again_soon(
+def test_a_pod_that_starts_is_probed_again_soon(
     state: Object, started: bool, expected: bool
 ) -> None:
     member = pod(state=state, status={"podIP": "10.0.0.1"})
     member["status"]["containerStatuses"][0]["started"] = started
     assert is_progress_expected([member], {}) is expected
-    assert is_progress_expected([member], ON_THE_WAY), "somebody tells"
+    assert is_progress_expected([member], ON_THE_WAY), "the next probe is too late"
     ready = pod(ready=True, state=RUNNING, status={"podIP": "10.0.0.1"})
     assert not is_progress_expected([ready], {})
 
 
-def test_a_fetcher_that_is_silent_as_yet_is_asked_again_soon() -> None:
-    """Otherwise its first progress is reported twenty seconds later."""
+def test_a_fetcher_without_a_report_is_probed_again_soon() -> None:
+    """Otherwise its first progress would be reported twenty seconds later."""
     waiting = {"waiting": {"reason": "PodInitializing"}}
     assert is_progress_expected(
         [fetching_pod(RUNNING, state=waiting, status={"podIP": "10.0.0.1"})], {}

@@ -1,4 +1,4 @@
-"""Who reaches which port of a service: the policies as built, evaluated over every pair of pods that matters."""
+"""Network policies of a service, evaluated for all relevant pairs of pods."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from support.operator.network_policies import Object, Pod, admits
 from support.operator.services import owner
 
 ROOT = Path(__file__).parents[4]
+#: A random port of a rank store, of gloo or of a KV transport.
 CHOSEN_PORT = 41234
-"""A random port of a rank store, of gloo or of a KV transport."""
 OPERATOR_NAMESPACE = "baton-system"
 NAMESPACES = {
     "default": {"kubernetes.io/metadata.name": "default"},
@@ -37,7 +37,7 @@ def policies(service: Owner, operator_namespace: str | None = OPERATOR_NAMESPACE
 
 
 def pods(name: str, namespace: str = "default") -> dict[str, Pod]:
-    """One pod of each role of a service."""
+    """Return a pod of each role of a service."""
     service = owner(name, coordinator="10.0.0.1", **SPEC)
     labels = {
         role: MemberTemplate(service, role).pod(0)["metadata"]["labels"]
@@ -90,7 +90,7 @@ ALLOWED["decode"] = ALLOWED["prefill"]
 
 
 @pytest.mark.parametrize("target", ["prefill", "decode", "coordinator"])
-def test_engines_and_coordinator_are_reached_by_their_own_and_the_operator_only(
+def test_engines_and_coordinator_are_reachable_by_the_service_and_the_operator_only(
     target: str,
 ) -> None:
     applied = [
@@ -107,13 +107,13 @@ def test_engines_and_coordinator_are_reached_by_their_own_and_the_operator_only(
     assert reached == {(name, port) for name, ports in ALLOWED[target].items() for port in ports}
 
 
-def test_the_gateway_is_reached_by_everybody() -> None:
+def test_the_gateway_is_reachable_by_all_pods() -> None:
     applied = policies(owner(coordinator="10.0.0.1", **SPEC))
     for name, source in sources().items():
         assert admits(applied, NAMESPACES, source, pods("demo")["gateway"], GATEWAY_PORT), name
 
 
-def test_who_collects_metrics_reaches_http_and_nothing_else() -> None:
+def test_scrapers_reach_only_the_http_ports() -> None:
     applied = policies(
         owner(coordinator="10.0.0.1", security={"metricsFrom": [MONITORING]}, **SPEC)
     )
@@ -131,7 +131,7 @@ def test_who_collects_metrics_reaches_http_and_nothing_else() -> None:
         assert not any(admits(applied, NAMESPACES, web, target, port) for port in ports)
 
 
-def test_an_operator_that_is_no_pod_is_not_locked_out() -> None:
+def test_an_operator_outside_of_the_cluster_is_not_blocked() -> None:
     applied = policies(owner(coordinator="10.0.0.1", **SPEC), operator_namespace=None)
     elsewhere = sources()["a pod of another namespace"]
     target = pods("demo")["decode"]
@@ -140,7 +140,7 @@ def test_an_operator_that_is_no_pod_is_not_locked_out() -> None:
     ] == [ENGINE_HTTP_PORT]
 
 
-def test_policies_can_be_switched_off_and_go_with_the_coordinator() -> None:
+def test_policies_can_be_disabled_and_are_deleted_with_the_coordinator() -> None:
     names = ("demo-members", "demo-coordinator")
     off = compute_desired(
         owner(coordinator="10.0.0.1", security={"networkPolicy": False}, **SPEC), None
@@ -153,7 +153,7 @@ def test_policies_can_be_switched_off_and_go_with_the_coordinator() -> None:
     assert ("NetworkPolicy", "demo-coordinator") not in kept.absent
 
 
-def test_what_keeps_others_out_is_there_before_the_pods() -> None:
+def test_policies_are_created_before_the_pods() -> None:
     kinds = [
         obj["kind"] for obj in compute_desired(owner(coordinator="10.0.0.1", **SPEC), None).objects
     ]
@@ -162,7 +162,7 @@ def test_what_keeps_others_out_is_there_before_the_pods() -> None:
     )
 
 
-def test_the_evaluator_knows_blocks_expressions_named_ports_and_ranges() -> None:
+def test_the_evaluator_supports_ip_blocks_expressions_named_ports_and_port_ranges() -> None:
     def policy(rule: Object) -> list[Object]:
         spec = {"podSelector": {}, "ingress": [rule]}
         return [{"metadata": {"namespace": "default"}, "spec": spec}]

@@ -1,4 +1,4 @@
-"""Every pod that the operator builds, and its own, against the restricted profile of the Pod Security Standards."""
+"""All built pods and the operator's own pod comply with the restricted Pod Security profile."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SPECS: dict[str, Object] = {
 
 
 def templates(service: Owner) -> dict[str, Object]:
-    """Pod templates by role, that of the coordinator included."""
+    """Return the pod templates by role, including the coordinator's."""
     found = {
         role: MemberTemplate(service, role).pod(0)
         for role in MEMBER_ROLES
@@ -78,7 +78,7 @@ def templates(service: Owner) -> dict[str, Object]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_every_pod_is_restricted(name: str) -> None:
+def test_every_pod_complies_with_the_restricted_profile(name: str) -> None:
     for role, pod in templates(
         owner(coordinator="10.0.0.1", key_name="k", **{"model": CLAIM, **SPECS[name]})
     ).items():
@@ -89,7 +89,7 @@ def test_every_pod_is_restricted(name: str) -> None:
         assert security["runAsUser"] == security["runAsGroup"] == security["fsGroup"] == 65532, role
 
 
-def test_a_model_on_the_nodes_disk_is_the_one_thing_that_the_profile_refuses() -> None:
+def test_a_host_path_model_is_the_only_violation() -> None:
     for role, pod in templates(owner(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)).items():
         expected = [] if role == "coordinator" else ["volume model is a hostPath"]
         assert violations(pod["metadata"], pod["spec"]) == expected, role
@@ -109,13 +109,13 @@ def test_only_the_gateway_has_access_to_the_api() -> None:
     ]
 
 
-def test_the_operators_own_pod_is_restricted() -> None:
+def test_the_operators_own_pod_complies_with_the_restricted_profile() -> None:
     template = yaml.safe_load((ROOT / "manifests/operator.yaml").read_text())["spec"]["template"]
     assert violations(template["metadata"], template["spec"]) == []
 
 
 def _set(path: str, value: Any) -> Callable[[Object], None]:
-    """A change of a pod: `path` through objects and lists, dots between."""
+    """Return a change of a pod. `path` is separated by dots."""
 
     def change(pod: Object) -> None:
         node: Any = pod
@@ -162,7 +162,7 @@ def _set(path: str, value: Any) -> Callable[[Object], None]:
         ("spec.initContainers", [{"name": "init"}]),
     ],
 )
-def test_the_checker_sees_each_thing_that_the_profile_refuses(path: str, value: Any) -> None:
+def test_the_checker_finds_every_violation(path: str, value: Any) -> None:
     pod = copy.deepcopy(MemberTemplate(owner(model=CLAIM), "decode").pod(0))
     assert violations(pod["metadata"], pod["spec"]) == []
     _set(path, value)(pod)

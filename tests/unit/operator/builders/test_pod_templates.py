@@ -8,7 +8,8 @@ import pytest
 
 from baton_operator.builders import gateway
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.names import ConfiguredRole
+from baton_operator.builders.overlay import merge
+from baton_operator.names import GROUP, ConfiguredRole
 from support.operator.services import owner
 
 Object = dict[str, Any]
@@ -61,12 +62,14 @@ def main_container(spec: Object, name: str) -> Object:
         ("terminationGracePeriodSeconds", 7),
     ],
 )
-def test_fields_of_the_pod(role: ConfiguredRole, name: str, field: str, value: Any) -> None:
+def test_a_template_sets_fields_of_the_pod(
+    role: ConfiguredRole, name: str, field: str, value: Any
+) -> None:
     assert pod_spec(role, template={"spec": {field: value}})[field] == value
 
 
 @pytest.mark.parametrize(("role", "name"), ROLES)
-def test_resources_and_devices(role: ConfiguredRole, name: str) -> None:
+def test_resources_and_a_template_set_devices(role: ConfiguredRole, name: str) -> None:
     assert main_container(pod_spec(role, resources=GPU), name)["resources"] == GPU
     template = {
         "spec": {"containers": [{"name": name, "resources": {"limits": {"nvidia.com/gpu": 4}}}]}
@@ -76,12 +79,12 @@ def test_resources_and_devices(role: ConfiguredRole, name: str) -> None:
     }
     both = main_container(pod_spec(role, resources=GPU, template=template), name)["resources"]
     assert both == {**GPU, "limits": {"nvidia.com/gpu": 4, "memory": "64Gi"}}, (
-        "the template has the last word"
+        "the template must take precedence"
     )
 
 
 @pytest.mark.parametrize(("role", "name"), ROLES)
-def test_volumes_are_added_to_those_the_operator_mounts(role: ConfiguredRole, name: str) -> None:
+def test_volumes_of_a_template_are_added(role: ConfiguredRole, name: str) -> None:
     shared = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     mount = {"name": "shm", "mountPath": "/dev/shm"}
     before = pod_spec(role)
@@ -97,7 +100,7 @@ def test_volumes_are_added_to_those_the_operator_mounts(role: ConfiguredRole, na
 
 
 @pytest.mark.parametrize(("role", "name"), ROLES)
-def test_variables_are_added_and_replaced_but_who_the_pod_is_stays(
+def test_variables_of_a_template_are_added_or_replaced_except_the_pods_identity(
     role: ConfiguredRole, name: str
 ) -> None:
     secret = {"name": "XDG_CACHE_HOME", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
@@ -109,12 +112,74 @@ def test_variables_are_added_and_replaced_but_who_the_pod_is_stays(
     spec = pod_spec(role, template={"spec": {"containers": [{"name": name, "env": wanted}]}})
     env = {item["name"]: item for item in main_container(spec, name)["env"]}
     assert env["NCCL_DEBUG"]["value"] == "INFO"
-    assert env["XDG_CACHE_HOME"] == secret, "a value and a reference at once would be refused"
+    assert env["XDG_CACHE_HOME"] == secret, "the API server refuses a value with a reference"
     own = {item["name"]: item for item in main_container(pod_spec(role), name)["env"]}
     for variable in ("POD_IP", "POD_NAME", "POD_NAMESPACE"):
         assert env[variable] == own[variable]
-    assert next(iter(env)) == "POD_IP", "others may refer to it"
+    assert next(iter(env)) == "POD_IP", (
+        "the variable must come first, because others may refer to it"
+    )
     without = main_container(
         pod_spec(role, template={"spec": {"containers": [{"name": name, "env": None}]}}), name
     )
     assert {item["name"] for item in without["env"]} == {"POD_IP", "POD_NAME", "POD_NAMESPACE"}
+
+
+def test_a_template_changes_fields_but_not_the_labels_of_selectors() -> None:
+    template = {
+        "metadata": {
+            "labels": {f"{GROUP}/role": "mine", "team": "a"},
+            "annotations": {"note": "b"},
+        },
+        "spec": {
+            "nodeSelector": {"gpu": "yes"},
+            "containers": [
+                {"name": "engine", "env": [{"name": "MORE", "value": "1"}]},
+                {"name": "sidecar", "image": "s"},
+            ],
+        },
+    }
+    resources = {"limits": {"memory": "1Gi"}}
+    pod = MemberTemplate(
+        owner(decode={"template": template, "resources": resources}), "decode"
+    ).pod(0)
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["labels"][f"{GROUP}/role"] == "decode"
+    assert pod["metadata"]["annotations"] == {"note": "b"}
+    engine, sidecar = pod["spec"]["containers"]
+    env = [item["name"] for item in engine["env"]]
+    assert env[0] == "POD_IP"
+    assert env[-1] == "MORE"
+    assert engine["resources"] == resources
+    assert sidecar == {"name": "sidecar", "image": "s"}
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ({"spec": None}, "spec"),
+        ({"spec": []}, "spec"),
+        ({"metadata": None}, "metadata"),
+        ({"metadata": {"labels": None}}, "metadata.labels"),
+        ({"metadata": {"labels": "x"}}, "metadata.labels"),
+        ({"spec": {"containers": [{"name": ["engine"]}]}}, "spec.containers"),
+        ({"spec": {"containers": None}}, "spec.containers"),
+    ],
+)
+def test_a_template_that_removes_required_fields_is_refused_with_the_field(
+    template: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^decode\.template\.{field}\b"):
+        MemberTemplate(owner(decode={"template": template}), "decode")
+
+
+def test_merge_of_templates() -> None:
+    assert merge({"a": 1, "b": {"c": 2}}, {"a": None, "b": {"d": 3}}, "template") == {
+        "b": {"c": 2, "d": 3}
+    }
+    assert merge({"command": ["a", "b"]}, {"command": ["c"]}, "template") == {"command": ["c"]}
+    mounts = {"volumeMounts": [{"name": "v", "mountPath": "/a"}]}
+    more = {"volumeMounts": [{"name": "v", "mountPath": "/b"}]}
+    assert len(merge(mounts, more, "template")["volumeMounts"]) == 2
+    with pytest.raises(ValueError, match=r"containers\[0\] must be an object with .name."):
+        merge({"containers": [{"name": "a"}]}, {"containers": [{"image": "b"}]}, "template")

@@ -1,4 +1,4 @@
-"""Kinds by name, and the service that an event belongs to."""
+"""Kinds and their paths, and the service of an event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUTES = "/apis/gateway.networking.k8s.io/v1"
 
 
 class Discovery:
-    """A client of a server that has these API groups only."""
+    """A client of a server with these API groups only."""
 
     def __init__(self) -> None:
         self.groups: dict[str, list[str]] = {f"/apis/{names.API_VERSION}": [names.PLURAL]}
@@ -28,9 +28,9 @@ class Discovery:
         return {"resources": [{"name": name} for name in self.groups[path]]}
 
 
-async def test_routes_that_the_server_no_longer_has_are_not_looked_for() -> None:
+async def test_a_removed_kind_is_not_requested() -> None:
     client = Discovery()
-    kube = Kube(client)  # type: ignore[arg-type]
+    kube = Kube(client)
     client.groups[ROUTES] = ["httproutes"]
     assert await kube.discover()
     assert kube.http_routes
@@ -49,14 +49,14 @@ async def test_routes_that_the_server_no_longer_has_are_not_looked_for() -> None
         ("/version", ""),
     ],
 )
-def test_metrics_name_the_resource_and_no_object(path: str, resource: str) -> None:
+def test_metric_labels_have_the_resource_but_no_object(path: str, resource: str) -> None:
     assert resource_of(path) == resource
 
 
 @pytest.mark.parametrize("name", ["..", "../../victim/llmservices/s", ".?17", "a/b"])
-def test_a_name_cannot_lead_to_another_path(name: str) -> None:
+def test_a_name_cannot_change_the_path(name: str) -> None:
     assert list(keys_of("Pod", event(labels={names.LABEL_SERVICE: name}))) == []
-    path = Kube(Discovery()).path("Secret", "ns", name)  # type: ignore[arg-type]
+    path = Kube(Discovery()).path("Secret", "ns", name)
     assert path.count("/") == "/api/v1/namespaces/ns/secrets/x".count("/")
 
 
@@ -71,7 +71,7 @@ def event(
             "ownerReferences": references or [],
         }
     }
-    return kopf.Body(body).metadata  # type: ignore[arg-type]
+    return kopf.Body(body).metadata
 
 
 def test_an_event_belongs_to_the_service_of_its_label_and_to_its_controller() -> None:

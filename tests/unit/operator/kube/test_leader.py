@@ -1,4 +1,4 @@
-"""Leader election: never two holders, for any network and any clocks within their bounds; and its requests."""
+"""Leader election: never two holders for any network and clocks within the bounds."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from baton_operator.kube.kinds import Kube
 from baton_operator.kube.leader import Election, Elector, LeaseLostError, Record
 
 LEASE_S = 15.0
+#: Clocks may run this much too fast or too slow.
 DRIFT = 0.05
-"""Clocks may run this much too fast or too slow."""
 
 
 @dataclass(eq=False)
 class Candidate:
-    """One process: its clock, and at most one write on its way."""
+    """One process with its clock and at most one write in flight."""
 
     rate: float
     offset: float
     election: Election = field(init=False)
     writing: tuple[Record, float] | None = None
+    #: What the server answered, not arrived yet.
     stored: Record | None = None
-    """What the server answered, not arrived yet."""
     refused: bool = False
     stopped: bool = False
 
 
 class ElectionMachine(RuleBasedStateMachine):
-    """Candidates with clocks of their own around one stored record, whose reads and writes are delayed and lost."""
+    """Candidates with their own clocks. Reads and writes of the Lease are delayed or lost."""
 
     @initialize(
         rates=st.lists(st.floats(1 - DRIFT, 1 + DRIFT), min_size=2, max_size=3), data=st.data()
@@ -63,7 +63,7 @@ class ElectionMachine(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(data=st.data())
-    def it_stops_or_goes_on(self, data: st.DataObject) -> None:
+    def it_freezes_or_resumes(self, data: st.DataObject) -> None:
         candidate = self._one(data)
         candidate.stopped = not candidate.stopped
 
@@ -153,7 +153,7 @@ class ElectionMachine(RuleBasedStateMachine):
                     ):
                         then = other.offset + other.rate * at
                         assert then <= other.election._seen_at + seen.duration_s, (
-                            "another may hold it by then"
+                            "another candidate may hold the Lease"
                         )
 
 
@@ -166,7 +166,7 @@ TestElection.settings = settings(max_examples=150, stateful_step_count=50, deadl
 
 
 class Leases(Kube):
-    """The API server's part: one Lease, optimistic locking, and requests that fail when told to."""
+    """A fake API server with one Lease, optimistic locking, and failing requests on demand."""
 
     def __init__(self) -> None:
         super().__init__(client.ApiClient())
@@ -204,7 +204,7 @@ def elector(leases: Leases, identity: str, lease_s: float = 1.0) -> tuple[Electo
     return Elector(leases, election, "ns", "operator"), election
 
 
-async def test_the_first_takes_it_and_the_second_waits_until_it_is_released() -> None:
+async def test_a_second_candidate_waits_until_the_lease_is_released() -> None:
     leases = Leases()
     (first, held), (second, waiting) = (
         elector(leases, "a", lease_s=30),
@@ -227,7 +227,7 @@ async def test_the_first_takes_it_and_the_second_waits_until_it_is_released() ->
     assert leases.lease["spec"]["leaseTransitions"] == 1
 
 
-async def test_a_holder_that_cannot_renew_loses_it_before_another_takes_it() -> None:
+async def test_a_holder_that_cannot_renew_stops_before_another_takes_over() -> None:
     leases = Leases()
     (first, held), (second, _) = elector(leases, "a"), elector(leases, "b")
     await first.acquire()
@@ -235,7 +235,7 @@ async def test_a_holder_that_cannot_renew_loses_it_before_another_takes_it() -> 
     async with asyncio.timeout(60):
         while len(leases.writes) < 4:
             await asyncio.sleep(0.01)
-    assert not keeping.done(), "it renews"
+    assert not keeping.done(), "the holder did not renew"
     leases.failure = OSError("no route")
     with pytest.raises(LeaseLostError, match="in time"):
         async with asyncio.timeout(60):
@@ -247,20 +247,20 @@ async def test_a_holder_that_cannot_renew_loses_it_before_another_takes_it() -> 
     assert leases.writes[-1] == "b"
 
 
-async def test_a_holder_that_slept_finds_another_and_ends() -> None:
+async def test_a_holder_that_was_frozen_too_long_stops() -> None:
     leases = Leases()
     (first, held), (second, _) = elector(leases, "a"), elector(leases, "b")
     await first.acquire()
     async with asyncio.timeout(60):
         await second.acquire()
-    assert held.held_s < 0, "it sees by its own clock, before it has asked anybody"
+    assert held.held_s < 0, "it must stop by its own clock, without a request"
     with pytest.raises(LeaseLostError):
         await first.keep()
     await first.release()
-    assert leases.writes[-1] == "b", "what it does not hold it does not release"
+    assert leases.writes[-1] == "b", "it released a Lease of another holder"
 
 
-async def test_whoever_does_not_hold_it_writes_nothing() -> None:
+async def test_a_candidate_without_the_lease_writes_nothing() -> None:
     asked: list[str] = []
     async with client.ApiClient() as api:
         kube = Kube(KubeClient(api))
@@ -278,14 +278,14 @@ async def test_whoever_does_not_hold_it_writes_nothing() -> None:
     assert asked == []
 
 
-def test_an_answer_that_comes_late_does_not_lengthen_the_hold() -> None:
+def test_a_late_response_does_not_extend_the_lease() -> None:
     now = 0.0
     election = Election("a", LEASE_S, clock=lambda: now)
     sent_at = election.now()
     now = LEASE_S / 2
     election.wrote(Record(holder="a", duration_s=LEASE_S, version="1"), sent_at)
     assert 0 < election.held_s < LEASE_S - now, (
-        "others count from when the server stored it, or a little later"
+        "the duration must begin before the request was sent"
     )
     now = LEASE_S
-    assert election.held_s <= 0, "by now another may hold it"
+    assert election.held_s <= 0, "another candidate may hold the Lease now"

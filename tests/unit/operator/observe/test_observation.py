@@ -1,4 +1,4 @@
-"""Member pods as the planner sees them, and the replies of engines to POST /drain."""
+"""Members observed from pods, and the responses of engines to POST /drain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_member_is_read_from_its_pod() -> None:
     assert not seen.draining
 
 
-def test_drain_marks_are_read_and_garbled_ones_do_no_harm() -> None:
+def test_drain_marks_are_read_and_invalid_ones_are_ignored() -> None:
     observed = pod(draining=True)
     observed["metadata"]["annotations"][ANNOTATION_DRAIN_STARTED] = "2026-01-02T03:04:05+00:00"
     assert member(observed).drain_started == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -46,7 +46,7 @@ def test_drain_marks_are_read_and_garbled_ones_do_no_harm() -> None:
     assert member(observed).drain_started is None
 
 
-def test_a_pod_that_terminates_is_not_ready() -> None:
+def test_a_terminating_pod_is_not_ready() -> None:
     observed = running(started=True)
     observed["metadata"]["deletionTimestamp"] = "2026-01-02T03:04:05Z"
     assert not member(observed).ready
@@ -58,7 +58,7 @@ def test_a_pod_that_terminates_is_not_ready() -> None:
     [
         ({"started": True}, True),
         ({"started": False}, False),
-        ({}, True),  # a kubelet that does not say: it runs, so it may hold requests
+        ({}, True),  # not reported by the kubelet: a running engine may hold requests
         ({"state": {"waiting": {"reason": "CrashLoopBackOff"}}}, False),
         ({"name": "sidecar", "started": True}, False),
     ],
@@ -67,7 +67,7 @@ def test_only_a_started_engine_can_hold_requests(container: Object, serving: boo
     assert member(running(**container)).serving is serving
 
 
-def test_only_the_controller_reference_counts() -> None:
+def test_only_the_controller_reference_makes_a_member() -> None:
     owned = {"metadata": {"ownerReferences": [{"uid": "u", "controller": True}]}}
     assert controlled_by(owned, "u")
     assert not controlled_by(owned, "another")
@@ -84,7 +84,7 @@ def test_only_the_controller_reference_counts() -> None:
         (200, "not JSON", None),
     ],
 )
-async def test_drain_answers(status: int, body: str, unfinished: int | None) -> None:
+async def test_responses_to_drain(status: int, body: str, unfinished: int | None) -> None:
     async def drain(_: web.Request) -> web.Response:
         return web.Response(status=status, text=body, content_type="application/json")
 
@@ -102,7 +102,7 @@ async def test_drain_answers(status: int, body: str, unfinished: int | None) -> 
         await runner.cleanup()
 
 
-async def test_an_engine_that_is_gone_gives_no_answer() -> None:
+async def test_an_unreachable_engine_gives_no_response() -> None:
     async with aiohttp.ClientSession() as session:
         assert await Drainer(session, port=1).drain("127.0.0.1") is None
 
@@ -137,7 +137,7 @@ async def test_a_redirect_of_a_pod_is_not_followed() -> None:
     assert asked == ["/drain"]
 
 
-async def test_no_more_of_a_reply_is_read_than_a_reply_can_have() -> None:
+async def test_only_a_bounded_part_of_a_response_is_read() -> None:
     sent = 0
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -153,7 +153,7 @@ async def test_no_more_of_a_reply_is_read_than_a_reply_can_have() -> None:
     assert sent < 64 * pod_clients.MAX_BODY_BYTES
 
 
-async def test_an_address_that_is_silent_holds_up_one_request_only(
+async def test_a_silent_address_delays_only_its_own_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pod_clients, "TIMEOUT_S", 0.2)

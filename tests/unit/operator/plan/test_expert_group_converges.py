@@ -1,5 +1,7 @@
-"""An expert-parallel group under everything that can happen at once: pods die and are deleted, nodes are full, bounds are edited,
-and the coordinator dies, forgets and does not answer. The group becomes what it should be, and no member is deleted."""
+"""An expert-parallel group with random faults of pods, nodes and the coordinator.
+
+The group reaches the desired state, and no member is deleted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from support.operator.expert_group_simulation import Simulation
 
 
 class Group(RuleBasedStateMachine):
-    """The checks are in `Simulation.reconcile`, the end in `Simulation.settle`."""
+    """`Simulation.reconcile` checks every step, and `Simulation.settle` the final state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class Group(RuleBasedStateMachine):
 
     @rule(refuses=st.integers(0, 2), loses=st.integers(0, 2))
     def the_coordinator_fails(self, refuses: int, loses: int) -> None:
-        """Any status but 200, a timeout and a broken connection are the same to the operator: there is no answer."""
+        """An error status, a timeout and a broken connection are equivalent for the operator."""
         self.simulation.refuses, self.simulation.loses = refuses, loses
 
     def teardown(self) -> None:

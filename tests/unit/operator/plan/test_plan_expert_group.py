@@ -1,4 +1,4 @@
-"""The planner of expert-parallel groups: single decisions as a table, and whole stories on a simulated cluster."""
+"""The planner of expert-parallel groups: a table of decisions, and runs on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STANDBY, SERVING, LOADING = RankPhase.STANDBY, RankPhase.SERVING, RankPhase.LOAD
 
 
 def member(ordinal: int, **fields: Any) -> Member:
-    """A started member of the newest revision, but for `fields`."""
+    """Return a started member of the newest revision, with these fields changed."""
     started = {
         "revision": "new",
         "ready": True,
@@ -46,7 +46,7 @@ def member(ordinal: int, **fields: Any) -> Member:
 def ranks(
     *ordinals: int, others: tuple[int, ...] = (), phase: RankPhase = STANDBY, **fields: Any
 ) -> TopologyStatus:
-    """A generation of these, asked for; `others` are registered and in no topology."""
+    """Return a requested generation of these. `others` are registered, but in no topology."""
     members = [
         MemberStatus(name=f"m-{o}", instance_id=f"i{o}", phase=SERVING, rank=r)
         for r, o in enumerate(ordinals)
@@ -76,7 +76,8 @@ def plan(
     name: str = "g",
 ) -> ExpertGroupPlan:
     group = ExpertGroup(
-        service_uid="uid", name=name, desired=desired, revision="new", topology=topology, recorded=record,
+        service_uid="uid", name=name, desired=desired, revision="new", topology=topology,
+        recorded=record,
         drain_timeout_s=TIMEOUT_S,
     )  # fmt: skip
     return plan_expert_group(members, group, NOW)
@@ -97,13 +98,19 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
     "members that have started form a group": (
         [member(0), member(1)], 2, ranks(others=(0, 1), generation=0), {"asked": ["m-0", "m-1"]},
     ),
-    "they wait for one that was made a moment ago": ([member(0), member(1, **FRESH)], 2, NOTHING, {}),
-    "and not for one that does not start": ([member(0), member(1, **DOWN)], 2, NOTHING, {"asked": ["m-0"]}),
+    "they wait for one that was made a moment ago": (
+        [member(0), member(1, **FRESH)], 2, NOTHING, {},
+    ),
+    "and not for one that does not start": (
+        [member(0), member(1, **DOWN)], 2, NOTHING, {"asked": ["m-0"]},
+    ),
     "ranks that leave make room for the one that is to come": (
-        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **NO_ROOM)], 1, ranks(0, 1), {"asked": ["m-0"]},
+        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **NO_ROOM)], 1,
+        ranks(0, 1), {"asked": ["m-0"]},
     ),
     "and serve on while it starts": (
-        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **DOWN)], 1, ranks(0, 1), {},
+        [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **DOWN)], 1,
+        ranks(0, 1), {},
     ),
     "what is asked for is not asked for again": ([member(0), member(1)], 2, ranks(0, 1), {}),
     "a group grows by pods first": ([member(0), member(1)], 4, ranks(0, 1), {"create": [2, 3]}),
@@ -120,7 +127,8 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
         ranks(0, 1, 2, operation=operation(OperationPhase.PREPARING)), {"asked": ["m-0", "m-1"]},
     ),
     "the highest ordinals leave, by topology first": (
-        [member(0), member(1), member(2), member(3)], 2, ranks(0, 1, 2, 3), {"asked": ["m-0", "m-1"]},
+        [member(0), member(1), member(2), member(3)], 2, ranks(0, 1, 2, 3),
+        {"asked": ["m-0", "m-1"]},
     ),
     "one that was asked to leave stays while it is a rank": (
         [member(0), member(1)], 1, ranks(0, 1, desired=["m-0"]), {},
@@ -128,7 +136,9 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
     "one that retires and still has requests stays": (
         [member(0), member(1)], 1, ranks(0, others=(1,), phase=SERVING), {},
     ),
-    "one that stands by is drained": ([member(0), member(1)], 1, ranks(0, others=(1,)), {"drain": ["m-1"]}),
+    "one that stands by is drained": (
+        [member(0), member(1)], 1, ranks(0, others=(1,)), {"drain": ["m-1"]},
+    ),
     "and deleted when it has drained": (
         [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,)), {"delete": ["m-1"]},
     ),
@@ -141,10 +151,15 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
         ranks(0, others=(1,), operation=operation(OperationPhase.COMMITTING)), {},
     ),
     "nor while it is asked for": (
-        [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,), desired=["m-0", "m-1"]), {"asked": ["m-0"]},
+        [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,), desired=["m-0", "m-1"]),
+        {"asked": ["m-0"]},
     ),
-    "nobody is deleted while the coordinator is away": ([member(0), member(1, **DRAINED)], 1, None, {}),
-    "but one that failed": ([member(0), member(1, **DOWN, failed=True)], 2, None, {"delete": ["m-1"], "create": [2]}),
+    "nobody is deleted while the coordinator is away": (
+        [member(0), member(1, **DRAINED)], 1, None, {},
+    ),
+    "but one that failed": (
+        [member(0), member(1, **DOWN, failed=True)], 2, None, {"delete": ["m-1"], "create": [2]},
+    ),
     "one that failed as a rank is replaced": (
         [member(0), member(1, **DOWN, failed=True)], 2, ranks(0, 1),
         {"delete": ["m-1"], "create": [2], "asked": ["m-0"]},
@@ -152,8 +167,12 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
     "one that failed at once is held, and not replaced yet": (
         [member(0), member(1, **FRESH, failed=True)], 2, ranks(0, desired=["m-0"]), {},
     ),
-    "a rank whose container restarts is waited for": ([member(0), member(1, **DOWN)], 2, ranks(0, 1), {}),
-    "surplus that never started is deleted": ([member(0), member(1, **DOWN)], 1, ranks(0), {"delete": ["m-1"]}),
+    "a rank whose container restarts is waited for": (
+        [member(0), member(1, **DOWN)], 2, ranks(0, 1), {},
+    ),
+    "surplus that never started is deleted": (
+        [member(0), member(1, **DOWN)], 1, ranks(0), {"delete": ["m-1"]},
+    ),
     "one that somebody deletes leaves the topology": (
         [member(0), member(1, deletion=NOW)], 2, ranks(0, 1), {"asked": ["m-0"], "create": [2]},
     ),
@@ -165,7 +184,8 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
         {"asked": ["m-0", "m-1", "m-2"]},
     ),
     "then one old one leaves": (
-        [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, 2), {"asked": ["m-0", "m-2"]},
+        [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, 2),
+        {"asked": ["m-0", "m-2"]},
     ),
     "a revision that does not start replaces nobody": (
         [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 2, ranks(0, 1), {},
@@ -174,7 +194,9 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
         [member(0), member(1)], 0, ranks(0, 1), {"asked": ["m-0"]},
     ),
     "the last rank drains as one": ([member(0)], 0, ranks(0), {"drain": ["m-0"]}),
-    "and goes when nothing is unfinished": ([member(0, **DRAINED)], 0, ranks(0), {"delete": ["m-0"]}),
+    "and goes when nothing is unfinished": (
+        [member(0, **DRAINED)], 0, ranks(0), {"delete": ["m-0"]},
+    ),
     "a group that grows again leaves the draining one out": (
         [member(0, **DRAINED), member(1)], 1, ranks(0, others=(1,)), {"asked": ["m-1"]},
     ),
@@ -185,16 +207,19 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
         [member(0, **ALONE), member(1, **ALONE), member(2)], 2, ranks(2), {"drain": ["m-1"]},
     ),
     "and is deleted when it has drained": (
-        [member(0, **ALONE), member(1, **ALONE, **DRAINED), member(2)], 2, ranks(2), {"delete": ["m-1"]},
+        [member(0, **ALONE), member(1, **ALONE, **DRAINED), member(2)], 2, ranks(2),
+        {"delete": ["m-1"]},
     ),
     "another model's group goes on until a pod has started": (
         [member(0, **OTHER), member(1, **OTHER), member(2, **FRESH)], 2, ranks(0, 1), {},
     ),
     "is then scaled down to one": (
-        [member(0, **OTHER), member(1, **OTHER), member(2)], 2, ranks(0, 1, others=(2,)), {"asked": ["m-0"]},
+        [member(0, **OTHER), member(1, **OTHER), member(2)], 2, ranks(0, 1, others=(2,)),
+        {"asked": ["m-0"]},
     ),
     "which drains": (
-        [member(0, **OTHER), member(2)], 2, ranks(0, others=(2,)), {"drain": ["m-0"], "create": [1]},
+        [member(0, **OTHER), member(2)], 2, ranks(0, others=(2,)),
+        {"drain": ["m-0"], "create": [1]},
     ),
     "and when it has gone the new group is formed": (
         [member(1), member(2)], 2, ranks(others=(1, 2), generation=0), {"asked": ["m-1", "m-2"]},
@@ -205,7 +230,7 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
 @pytest.mark.parametrize(
     ("members", "desired", "topology", "step"), DECISIONS.values(), ids=DECISIONS.keys()
 )
-def test_decision(
+def test_decisions(
     members: list[Member], desired: int, topology: TopologyStatus | None, step: dict[str, Any]
 ) -> None:
     result = plan(members, desired, topology)
@@ -215,7 +240,7 @@ def test_decision(
     assert (result.request.members if result.request else None) == step.get("asked")
 
 
-def test_ranks_that_a_new_coordinator_does_not_know_yet_are_members() -> None:
+def test_ranks_not_registered_with_a_new_coordinator_are_still_members() -> None:
     starting = TopologyStatus(generation=0, desired=[], members=[])
     members = [member(0), member(1), member(2, **DOWN)]
     asked = plan(members, 2, starting, recorded(7, 0, 1, 2)).request
@@ -231,7 +256,7 @@ def test_ranks_that_a_new_coordinator_does_not_know_yet_are_members() -> None:
     ] == ["m-1"]
 
 
-def test_one_that_never_registered_is_deleted_only_after_a_while() -> None:
+def test_a_pod_that_never_registered_is_deleted_only_after_a_time() -> None:
     soon = member(1, draining=True, drain_started=NOW - UNREGISTERED / 2, unfinished=0)
     late = member(1, draining=True, drain_started=NOW - UNREGISTERED, unfinished=0)
     assert plan([member(0), soon], 1, ranks(0)).delete == []
@@ -240,7 +265,7 @@ def test_one_that_never_registered_is_deleted_only_after_a_while() -> None:
 
 @pytest.mark.parametrize("topology", [ranks(0), NOTHING], ids=["listed", "recorded"])
 @pytest.mark.parametrize("container", [{}, DOWN], ids=["runs", "is down"])
-def test_the_last_rank_drains_whether_its_container_runs_or_not(
+def test_the_last_rank_drains_even_if_its_container_is_down(
     topology: TopologyStatus, container: dict[str, Any]
 ) -> None:
     def step(**fields: Any) -> tuple[list[str], list[str]]:
@@ -250,11 +275,13 @@ def test_the_last_rank_drains_whether_its_container_runs_or_not(
     assert step() == (["m-0"], [])
     soon = {**DRAINED, "drain_started": NOW - UNREGISTERED / 2}
     is_known = topology is not NOTHING and not container
-    assert step(**soon) == ([], ["m-0"] if is_known else []), "its process may be about to register"
+    assert step(**soon) == ([], ["m-0"] if is_known else []), (
+        "deleted although its process may register"
+    )
     assert step(**{**DRAINED, "drain_started": NOW - UNREGISTERED}) == ([], ["m-0"])
 
 
-def test_ranks_whose_containers_are_all_down_do_not_keep_a_group_from_zero() -> None:
+def test_a_group_whose_containers_are_all_down_can_scale_to_zero() -> None:
     down = plan([member(0, **DOWN), member(1, **DOWN)], 0, NOTHING, recorded(3, 0, 1))
     assert (down.drain, down.delete) == (["m-0", "m-1"], [])
     marked = {**DOWN, "draining": True, "drain_started": NOW - UNREGISTERED}
@@ -264,19 +291,21 @@ def test_ranks_whose_containers_are_all_down_do_not_keep_a_group_from_zero() -> 
         "m-1",
     ]
     assert plan([member(0), *members[1:]], 0, NOTHING, recorded(3, 0, 1)).delete == [], (
-        "one of them runs again"
+        "deleted although one of them runs again"
     )
 
 
-def test_an_earlier_engine_of_its_own_leaves_before_the_last_rank_does() -> None:
+def test_an_earlier_engine_leaves_before_the_last_rank() -> None:
     members = [member(0, **OLD), member(1, **ALONE), member(2, expert_group="")]
-    assert plan(members, 2, ranks(0), name="").drain == ["m-1"], "two others serve"
+    assert plan(members, 2, ranks(0), name="").drain == ["m-1"], (
+        "the rank left although only it and the earlier engine serve"
+    )
     assert (
         plan([*members[:2], member(2, **DOWN, expert_group="")], 2, ranks(0), name="").drain == []
     )
 
 
-def test_an_operation_is_named_after_what_is_observed_and_after_the_one_before_it() -> None:
+def test_an_operations_id_depends_on_the_observation_and_the_previous_id() -> None:
     group = ExpertGroup(
         service_uid="uid",
         name="g",
@@ -293,7 +322,7 @@ def test_an_operation_is_named_after_what_is_observed_and_after_the_one_before_i
     assert first != operation_id(group, ["m-0", "m-1"], ranks(0, operation=done))
 
 
-def test_what_is_under_way_is_looked_at_again_and_what_is_at_rest_is_not() -> None:
+def test_running_changes_are_checked_again_and_groups_at_rest_are_not() -> None:
     assert plan([member(0)], 1, ranks(0)).revisit_s is None
     assert (
         plan([member(0)], 1, ranks(0, operation=operation(OperationPhase.DONE))).revisit_s is None
@@ -308,7 +337,7 @@ def test_what_is_under_way_is_looked_at_again_and_what_is_at_rest_is_not() -> No
     assert plan([member(0)], 1, None).revisit_s
     assert plan([member(0), member(1)], 1, ranks(0, 1)).revisit_s
     assert plan([member(0), member(1, **FRESH)], 2, ranks(0)).revisit_s, (
-        "its patience ends without an event"
+        "the deadline passes without an event"
     )
 
 
@@ -327,7 +356,7 @@ def test_a_group_forms_grows_and_shrinks_in_one_operation_each() -> None:
     assert len({request.operation_id for request in simulation.requests}) == 5
 
 
-def test_asking_again_for_members_that_were_left_is_another_operation() -> None:
+def test_a_repeated_request_for_earlier_members_is_another_operation() -> None:
     simulation = grown(1)
     for desired in (2, 1, 2):
         simulation.desired = desired
@@ -336,7 +365,7 @@ def test_asking_again_for_members_that_were_left_is_another_operation() -> None:
     assert len(set(twice)) == 2
 
 
-def test_a_new_revision_never_costs_a_serving_rank() -> None:
+def test_a_new_revision_never_removes_a_serving_rank() -> None:
     simulation = grown(3)
     simulation.revision = "r1"
     for _ in range(60):
@@ -347,7 +376,7 @@ def test_a_new_revision_never_costs_a_serving_rank() -> None:
     assert simulation.is_settled()
 
 
-def test_a_failed_operation_leaves_the_old_topology_alone_until_it_succeeds() -> None:
+def test_a_failed_operation_keeps_the_old_topology_until_a_retry_succeeds() -> None:
     simulation = grown(2)
     simulation.desired, simulation.fail_next = 3, True
     before = dict(simulation.ranks)
@@ -363,7 +392,7 @@ def test_a_failed_operation_leaves_the_old_topology_alone_until_it_succeeds() ->
     assert len(simulation.ranks) == 3
 
 
-def test_a_coordinator_that_is_away_stops_deletions_and_nothing_else() -> None:
+def test_an_unreachable_coordinator_stops_only_deletions() -> None:
     simulation = grown(3)
     simulation.coordinator_dies()
     simulation.desired = 1
@@ -377,12 +406,12 @@ def test_a_coordinator_that_is_away_stops_deletions_and_nothing_else() -> None:
     simulation.settle()
 
 
-def test_ranks_with_an_earlier_key_whom_the_new_coordinator_cannot_hear_drain_and_go() -> None:
+def test_ranks_with_an_earlier_key_drain_and_leave() -> None:
     others = [member(0, expert_group="old key"), member(1, expert_group="old key")]
     coordinator = ranks(others=(2,), generation=0)
     held_up = plan([*others, member(2)], 2, coordinator, recorded(3, 0, 1))
     assert held_up.drain == [], (
-        "ranks that are recorded count until the coordinator knows better, which it never does"
+        "recorded ranks count, because the new coordinator never receives their statuses"
     )
     first = plan([*others, member(2)], 2, coordinator, recorded(3))
     assert (sorted(first.drain), first.request) == (["m-0", "m-1"], None)

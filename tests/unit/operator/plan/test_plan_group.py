@@ -1,4 +1,4 @@
-"""The planner: single decisions as a table, and convergence on a simulated cluster."""
+"""The planner: a table of decisions, and convergence on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 
 def member(ordinal: int, **fields: Any) -> Member:
-    """A ready member of the newest revision, but for `fields`."""
+    """Return a ready member of the newest revision, with these fields changed."""
     ready = {"revision": "new", "ready": True, "serving": True}
     return Member(name=f"m-{ordinal}", ordinal=ordinal, **{**ready, **fields})
 
@@ -62,8 +62,12 @@ DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
     "one that is not ready leaves before one that is": (
         [member(0, ready=False), member(1)], 1, {"drain": ["m-0"]},
     ),
-    "one that never started needs no drain": ([member(0, **DOWN), member(1)], 1, {"delete": ["m-0"]}),
-    "an old revision leaves before a new one": ([member(0, **OLD), member(1)], 1, {"drain": ["m-0"]}),
+    "one that never started needs no drain": (
+        [member(0, **DOWN), member(1)], 1, {"delete": ["m-0"]},
+    ),
+    "an old revision leaves before a new one": (
+        [member(0, **OLD), member(1)], 1, {"drain": ["m-0"]},
+    ),
     "scaling to zero drains all": ([member(0), member(1)], 0, {"drain": ["m-1", "m-0"]}),
     "a draining member that has drained is deleted": (
         [member(0), member(1, **DRAINS, unfinished=0)], 1, {"delete": ["m-1"]},
@@ -71,7 +75,8 @@ DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
     "a draining member that is busy stays": ([member(0), member(1, **DRAINS, unfinished=3)], 1, {}),
     "a draining member that does not answer stays": ([member(0), member(1, **DRAINS)], 1, {}),
     "a draining member goes when its time is up": (
-        [member(0), member(1, draining=True, drain_started=EXPIRED, unfinished=3)], 1, {"delete": ["m-1"]},
+        [member(0), member(1, draining=True, drain_started=EXPIRED, unfinished=3)], 1,
+        {"delete": ["m-1"]},
     ),
     "a draining member holds its place": ([member(0), member(1, **DRAINS, unfinished=3)], 2, {}),
     "one that terminates holds its place": ([member(0), member(1, deletion=NOW)], 2, {}),
@@ -85,9 +90,12 @@ DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
         [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=2))], 2, {},
     ),
     "one that failed later is deleted": (
-        [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=20))], 2, {"delete": ["m-1"]},
+        [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=20))], 2,
+        {"delete": ["m-1"]},
     ),
-    "one that failed is deleted": ([member(0), member(1, **DOWN, failed=True)], 2, {"delete": ["m-1"]}),
+    "one that failed is deleted": (
+        [member(0), member(1, **DOWN, failed=True)], 2, {"delete": ["m-1"]},
+    ),
     "no replacement while another leaves": ([member(0, **OLD), member(1, deletion=NOW)], 2, {}),
 }  # fmt: skip
 
@@ -95,23 +103,30 @@ ROOMLESS = {**DOWN, "no_room_since": NOW - timedelta(seconds=31)}
 WAITS_FOR_ROOM = {**DOWN, "no_room_since": NOW - timedelta(seconds=29)}
 
 ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
-    # In place: the place of an old member is needed for a new one.
+    # In place: a new member needs the place of an old one.
     "in place: one old member is replaced at a time": (
         IN_PLACE, [member(0, **OLD), member(1, **OLD)], 2, {"drain": ["m-1"]},
     ),
     "in place: a replacement must be ready before the next": (
         IN_PLACE, [member(0, **OLD), member(1, ready=False)], 2, {},
     ),
-    "in place: the new member is made when the old one is gone": (IN_PLACE, [member(0, **OLD)], 2, {"create": [1]}),
+    "in place: the new member is made when the old one is gone": (
+        IN_PLACE, [member(0, **OLD)], 2, {"create": [1]},
+    ),
     "in place: a broken old member is the first to go": (
         IN_PLACE, [member(0, **OLD, **DOWN), member(1, **OLD)], 2, {"delete": ["m-0"]},
     ),
-    "in place: a single member is replaced, too": (IN_PLACE, [member(0, **OLD)], 1, {"drain": ["m-0"]}),
+    "in place: a single member is replaced, too": (
+        IN_PLACE, [member(0, **OLD)], 1, {"drain": ["m-0"]},
+    ),
     "in place: two at a time where two may be away": (
-        Update(max_surge=0, max_unavailable=2), [member(i, **OLD) for i in range(3)], 3, {"drain": ["m-2", "m-1"]},
+        Update(max_surge=0, max_unavailable=2), [member(i, **OLD) for i in range(3)], 3,
+        {"drain": ["m-2", "m-1"]},
     ),
     # With a surge: a new member is ready before an old one leaves.
-    "a surge begins with a new member": (SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]}),
+    "a surge begins with a new member": (
+        SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]},
+    ),
     "an old member stays while the new one starts": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 2, {},
     ),
@@ -121,21 +136,25 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "one that drains holds its place in the surge": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DRAINS, unfinished=1), member(2)], 2, {},
     ),
-    "the next new member comes when the old one is gone": (SURGE, [member(0, **OLD), member(2)], 2, {"create": [1]}),
+    "the next new member comes when the old one is gone": (
+        SURGE, [member(0, **OLD), member(2)], 2, {"create": [1]},
+    ),
     "no more are made than are wanted in the end": (
         SURGE, [member(0), member(2), member(1, **OLD, **DRAINS, unfinished=1)], 2, {},
     ),
     "a larger surge makes and replaces several": (
-        Update(max_surge=2), [member(0, **OLD), member(1, **OLD), member(2), member(3)], 2, {"drain": ["m-1", "m-0"]},
+        Update(max_surge=2), [member(0, **OLD), member(1, **OLD), member(2), member(3)], 2,
+        {"drain": ["m-1", "m-0"]},
     ),
     "surge and unavailable together": (
         Update(max_surge=1, max_unavailable=1), [member(0, **OLD), member(1, **OLD)], 2,
         {"create": [2], "drain": ["m-1"]},
     ),
     "nothing serves, so nothing can be lost: all are replaced at once": (
-        SURGE, [member(0, **OLD, **DOWN), member(1, **OLD, **DOWN)], 2, {"create": [2], "delete": ["m-0", "m-1"]},
+        SURGE, [member(0, **OLD, **DOWN), member(1, **OLD, **DOWN)], 2,
+        {"create": [2], "delete": ["m-0", "m-1"]},
     ),
-    # A revision that never gets ready.
+    # A revision that is never ready.
     "a broken revision takes nobody's place": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, ready=False)], 2, {},
     ),
@@ -154,7 +173,8 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         SURGE, [member(0), member(1, **OLD), member(2, **OLD)], 2, {"drain": ["m-2"]},
     ),
     "going on to a third revision: the broken second leaves first": (
-        SURGE, [member(0, **OLD), member(1, **OLD), member(2, revision="broken", **DOWN)], 2, {"delete": ["m-2"]},
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, revision="broken", **DOWN)], 2,
+        {"delete": ["m-2"]},
     ),
     # A full cluster.
     "a surge that has no room is waited for": (
@@ -166,7 +186,9 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "and of one only, until it is ready": (
         SURGE, [member(0, **OLD), member(2, **DOWN), member(3, **ROOMLESS)], 2, {},
     ),
-    "of the next, when it is": (SURGE, [member(0, **OLD), member(2), member(3, **ROOMLESS)], 2, {"drain": ["m-0"]}),
+    "of the next, when it is": (
+        SURGE, [member(0, **OLD), member(2), member(3, **ROOMLESS)], 2, {"drain": ["m-0"]},
+    ),
     "a member that is ready and old is not needed for one without room when no rollout is on": (
         SURGE, [member(0), member(1, **ROOMLESS)], 2, {},
     ),
@@ -181,28 +203,44 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         SURGE, [member(0, **OLD), member(1)], 4, {"create": [2, 3, 4]},
     ),
     "none wanted: all leave": (SURGE, [member(0, **OLD), member(1)], 0, {"drain": ["m-1", "m-0"]}),
-    # Somebody else deletes members.
-    "what somebody deletes is replaced at once": (SURGE, [member(0), member(1, deletion=NOW)], 2, {"create": [2]}),
-    "within the surge": (SURGE, [member(0, deletion=NOW), member(1, deletion=NOW)], 2, {"create": [2]}),
+    # Another client deletes members.
+    "what somebody deletes is replaced at once": (
+        SURGE, [member(0), member(1, deletion=NOW)], 2, {"create": [2]},
+    ),
+    "within the surge": (
+        SURGE, [member(0, deletion=NOW), member(1, deletion=NOW)], 2, {"create": [2]},
+    ),
     "without one, when it is gone": (IN_PLACE, [member(0), member(1, deletion=NOW)], 2, {}),
-    "but what has drained is waited for": (SURGE, [member(0), member(1, **DRAINS, deletion=NOW)], 2, {}),
+    "but what has drained is waited for": (
+        SURGE, [member(0), member(1, **DRAINS, deletion=NOW)], 2, {},
+    ),
     "paused: what somebody deletes is replaced at once, too": (
         PAUSED, [member(0, **OLD), member(1, **OLD, deletion=NOW)], 2, {"create": [2]},
     ),
     # Paused.
-    "paused: an old member is as good as a new one": (PAUSED, [member(0, **OLD), member(1, **OLD)], 2, {}),
+    "paused: an old member is as good as a new one": (
+        PAUSED, [member(0, **OLD), member(1, **OLD)], 2, {},
+    ),
     "paused: a dead member is replaced": (PAUSED, [member(0, **OLD)], 2, {"create": [1]}),
     "paused: a group still grows": (PAUSED, [member(0, **OLD)], 3, {"create": [1, 2]}),
-    "paused: a group still shrinks": (PAUSED, [member(0, **OLD), member(1, **OLD)], 1, {"drain": ["m-1"]}),
-    "paused in the middle: even the surge stays": (PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {}),
-    "paused: a surplus of one revision leaves": (PAUSED, [member(0), member(1), member(2)], 2, {"drain": ["m-2"]}),
+    "paused: a group still shrinks": (
+        PAUSED, [member(0, **OLD), member(1, **OLD)], 1, {"drain": ["m-1"]},
+    ),
+    "paused in the middle: even the surge stays": (
+        PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {},
+    ),
+    "paused: a surplus of one revision leaves": (
+        PAUSED, [member(0), member(1), member(2)], 2, {"drain": ["m-2"]},
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("update", "members", "desired", "step"), ROLLOUTS.values(), ids=ROLLOUTS.keys()
 )
-def test_rollout(update: Update, members: list[Member], desired: int, step: dict[str, Any]) -> None:
+def test_steps_of_a_rollout(
+    update: Update, members: list[Member], desired: int, step: dict[str, Any]
+) -> None:
     result = plan(members, desired, update)
     assert result.create == step.get("create", [])
     assert result.drain == step.get("drain", [])
@@ -213,7 +251,9 @@ STARTS = {**DOWN, "unready_since": NOW - timedelta(seconds=599)}
 STALLS = {**DOWN, "unready_since": NOW - timedelta(seconds=601)}
 
 FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
-    "a rollout that gets on is not held up": (SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]}),
+    "a rollout that gets on is not held up": (
+        SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]},
+    ),
     "an old member that dies while the new one starts is replaced by a new one": (
         SURGE, [member(0, **OLD), member(2, **STARTS)], 2, {"create": [1]},
     ),
@@ -223,7 +263,9 @@ FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "a rollout that stalls and loses nobody is left alone": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS)], 2, {},
     ),
-    "all old members died: as many come back as there is room for": (SURGE, [member(2, **STALLS)], 2, {"restore": [0, 1]}),
+    "all old members died: as many come back as there is room for": (
+        SURGE, [member(2, **STALLS)], 2, {"restore": [0, 1]},
+    ),
     "the only one died": (SURGE, [member(1, **STALLS)], 1, {"restore": [0]}),
     "the only one died, and its place is taken": (IN_PLACE, [member(1, **STALLS)], 1, {}),
     "in place: an old member that dies comes back": (
@@ -236,25 +278,37 @@ FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         SURGE, [member(0, **OLD), member(1, **STALLS)], 3, {"restore": [2, 3]},
     ),
     "a new member that stalls takes nobody's place for want of room": (
-        SURGE, [*(member(n, **OLD) for n in (0, 1)), member(2, **STALLS), member(3, **DOWN, no_room_since=EXPIRED)], 3, {},
+        SURGE,
+        [
+            *(member(n, **OLD) for n in (0, 1)), member(2, **STALLS),
+            member(3, **DOWN, no_room_since=EXPIRED),
+        ],
+        3, {},
     ),
-    "a new member that has had no room for longer than the progress deadline takes an old one's place": (
-        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2, {"drain": ["m-1"]},
+    "a new member without room after the progress deadline takes an old one's place": (
+        SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2,
+        {"drain": ["m-1"]},
     ),
     "the new one got ready after all: who came back leaves": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2)], 2, {"delete": ["m-1"]},
     ),
     "paused in the middle: who dies comes back": (PAUSED, [member(0, **OLD)], 2, {"restore": [1]}),
-    "paused in the middle: a new one that dies comes back as an old one": (PAUSED, [member(2)], 2, {"restore": [0]}),
-    "paused in the middle: it grows by old ones": (PAUSED, [member(0, **OLD), member(1)], 4, {"restore": [2, 3]}),
-    "paused in the middle: the surge stays": (PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {}),
+    "paused in the middle: a new one that dies comes back as an old one": (
+        PAUSED, [member(2)], 2, {"restore": [0]},
+    ),
+    "paused in the middle: it grows by old ones": (
+        PAUSED, [member(0, **OLD), member(1)], 4, {"restore": [2, 3]},
+    ),
+    "paused in the middle: the surge stays": (
+        PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {},
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("update", "members", "desired", "step"), FORMER.values(), ids=FORMER.keys()
 )
-def test_a_rollout_of_which_the_former_revision_is_known(
+def test_steps_of_a_rollout_with_a_previous_revision(
     update: Update, members: list[Member], desired: int, step: dict[str, Any]
 ) -> None:
     result = plan(members, desired, update, has_previous_revision=True)
@@ -274,32 +328,32 @@ def test_a_restored_member_is_not_replaced_while_it_starts() -> None:
     assert (result.restore, result.create, deleted(result), result.drain) == ([], [], [], [])
 
 
-def test_a_rollout_that_may_stall_is_looked_at_again_then() -> None:
+def test_a_rollout_is_checked_again_at_its_progress_deadline() -> None:
     members = [member(0, **OLD), member(2, **STARTS)]
     assert plan(members, 2, SURGE, has_previous_revision=True).revisit_s == pytest.approx(1.0)
-    assert plan(members, 2, SURGE).revisit_s is None, "nothing will be done then"
+    assert plan(members, 2, SURGE).revisit_s is None, "a stalled rollout is checked again"
 
 
 @pytest.mark.parametrize(("members", "desired", "step"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_decision(members: list[Member], desired: int, step: dict[str, Any]) -> None:
+def test_decisions(members: list[Member], desired: int, step: dict[str, Any]) -> None:
     result = plan(members, desired)
     assert result.create == step.get("create", [])
     assert result.drain == step.get("drain", [])
     assert deleted(result) == step.get("delete", [])
 
 
-def test_what_has_no_room_is_looked_at_again_when_its_time_is_up() -> None:
+def test_a_member_without_room_is_checked_again_at_its_deadline() -> None:
     members = [member(0, **OLD), member(1, **OLD), member(2, **WAITS_FOR_ROOM)]
     assert plan(members, 2, SURGE).revisit_s == pytest.approx(1.0)
 
 
-def test_a_drain_under_way_is_looked_at_again_soon() -> None:
+def test_a_running_drain_is_checked_again_soon() -> None:
     assert plan([member(0), member(1, **DRAINS, unfinished=3)], 1).revisit_s
     assert plan([member(0)], 1).revisit_s is None
 
 
 class Simulation:
-    """A cluster that starts pods, drains engines and deletes pods as slowly as `draw` says."""
+    """A simulated cluster that starts, drains and deletes pods at the speed of `draw`."""
 
     def __init__(
         self, members: list[Member], update: Update, draw: Any, *, has_previous_revision: bool
@@ -358,7 +412,7 @@ class Simulation:
                 m.no_room_since and self.now >= m.no_room_since + patience for m in staying
             )
             spared = max(self.update.max_unavailable, 1 if in_place else 0)
-            assert len(left) >= desired - spared, "the step takes too many ready members"
+            assert len(left) >= desired - spared, "the step removes too many ready members"
         newest = [m for m in staying if m.revision == "new"]
         going = [m for m in newest if m.name in leaving]
         assert len(going) <= max(0, len(newest) - desired), (
@@ -369,7 +423,7 @@ class Simulation:
         assert alive + len(result.create) + len(result.restore) <= most, "more members than wanted"
 
     def world(self) -> None:
-        """Time passes; each member moves on or not."""
+        """Let time pass. Each member may or may not make progress."""
         self.now += timedelta(seconds=self.draw(st.sampled_from([1, 20, 70, 700])))
         for m in list(self.members.values()):
             if not self.draw(st.booleans()):
@@ -416,13 +470,15 @@ def any_member(draw: Any, ordinal: int) -> Member:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_group_converges_and_never_loses_work_or_capacity(data: st.DataObject) -> None:
+def test_any_group_converges_without_loss_of_work_or_capacity(data: st.DataObject) -> None:
     ordinals = data.draw(st.sets(st.integers(0, 6), max_size=5))
     bounds = data.draw(st.sampled_from([(0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (2, 3)]))
     update = Update(max_surge=bounds[0], max_unavailable=bounds[1], surge_timeout_s=30.0)
     members = [data.draw(any_member(ordinal)) for ordinal in ordinals]
     cluster = Simulation(members, update, data.draw, has_previous_revision=data.draw(st.booleans()))
-    for _ in range(data.draw(st.integers(0, 12))):  # the user changes the size, the world is slow
+    for _ in range(
+        data.draw(st.integers(0, 12))
+    ):  # the user changes the size, and the cluster is slow
         cluster.step(data.draw(st.integers(0, 5)))
         cluster.world()
     desired = data.draw(st.integers(0, 5))
@@ -435,4 +491,4 @@ def test_any_group_converges_and_never_loses_work_or_capacity(data: st.DataObjec
     members = list(cluster.members.values())
     assert len(members) == desired
     assert all(m.ready and m.revision == "new" and not m.draining for m in members)
-    assert plan(members, desired, update) == GroupPlan(), "a converged group is left alone"
+    assert plan(members, desired, update) == GroupPlan(), "a converged group was changed"

@@ -1,4 +1,4 @@
-"""Pods that the API server refuses: the group reports why, the rest continues, and the pod is retried."""
+"""Pods that the API server refuses: the reason is reported and the creation is retried."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from support.operator.services import NOW, Object
 from support.operator.simulated_api_server import NAMESPACE
 
 QUOTA = (
-    'pods "demo-decode-2" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, '
+    'pods "demo-decode-2" is forbidden: exceeded quota: gpus, '
+    "requested: requests.nvidia.com/gpu=1, "
     "used: requests.nvidia.com/gpu=2, limited: requests.nvidia.com/gpu=2"
 )
 WEBHOOK = 'admission webhook "images.example.com" denied the request: image of an unknown registry'
@@ -39,7 +40,7 @@ class Quota:
         self.simulated, self.role, self.limit = simulated, role, limit
         self.asked = 0
         self._request = simulated.server.request
-        simulated.server.request = self.request  # type: ignore[method-assign]
+        simulated.server.request = self.request
 
     def request(
         self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
@@ -76,7 +77,7 @@ def told(simulated: Service) -> dict[str, tuple[str, str]]:
     return {each["type"]: (each["status"], each["reason"]) for each in conditions}
 
 
-def test_a_quota_is_told_of_its_group_and_the_others_become_ready(simulated: Service) -> None:
+def test_a_quota_is_reported_for_its_group_and_the_others_become_ready(simulated: Service) -> None:
     Quota(simulated, "decode", limit=1)
     simulated.create(SPEC)
     rounds(simulated, 10)
@@ -92,7 +93,7 @@ def test_a_quota_is_told_of_its_group_and_the_others_become_ready(simulated: Ser
     assert "1 of 2 decode pods are ready" in message
 
 
-def test_a_surge_beyond_the_quota_waits_and_the_old_pods_serve_on_until_there_is_room(
+def test_a_surge_beyond_the_quota_waits_while_the_old_pods_serve(
     simulated: Service,
 ) -> None:
     quota = Quota(simulated, "decode", limit=2)
@@ -108,16 +109,16 @@ def test_a_surge_beyond_the_quota_waits_and_the_old_pods_serve_on_until_there_is
     simulated.settle()
 
 
-def test_a_refused_pod_is_asked_for_ever_more_rarely(simulated: Service) -> None:
+def test_a_refused_pod_is_retried_with_backoff(simulated: Service) -> None:
     quota = Quota(simulated, "decode", limit=0)
     simulated.create(SPEC)
     for _ in range(120):
         simulated.reconcile()
         simulated.passes(1.0)
-    assert 5 <= quota.asked <= 10, "after 0, 1, 3, 7, 15, 31, 61 and 91 s"
+    assert 5 <= quota.asked <= 10, "expected attempts after 0, 1, 3, 7, 15, 31, 61 and 91 s"
 
 
-def test_another_template_is_tried_at_once_and_what_is_not_wanted_is_forgotten() -> None:
+def test_a_changed_template_is_tried_at_once_and_unwanted_pods_are_dropped() -> None:
     key, wanted = Key(NAMESPACE, "demo"), GroupPlan(create=[0])
     refusals = RefusedPods()
     assert refusals.record(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW) == 1.0
@@ -158,7 +159,7 @@ def test_another_template_is_tried_at_once_and_what_is_not_wanted_is_forgotten()
         (409, 'Operation cannot be fulfilled on resourcequotas "gpus"', None),
     ],
 )
-def test_what_is_about_the_pod_and_what_about_the_server(
+def test_errors_of_the_pod_are_distinguished_from_errors_of_the_server(
     status: int, message: str, reason: str | None
 ) -> None:
     found = refusal_of(KubeError(status, "", message), "demo-decode-2")

@@ -1,4 +1,4 @@
-"""An operator process on an API server of its own, for each module of tests that asks for one."""
+"""An API server and an operator process per module."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from baton_kube.client import connect
+from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.control_plane.real import find_assets
 from pocketkube.ports import free_ports
 from support.operator.api_server import api_server
 from support.operator.operator_process import RESYNC_S, Operator, install
+from support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +65,23 @@ async def kube(kubeconfigs: dict[str, Path], operator: Operator) -> AsyncIterato
         client = Kube(connection)
         await client.discover()
         yield client
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
+    """An embedded control plane with the CRD."""
+    plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"))
+    plane.start(timeout_s=60)
+    try:
+        asyncio.run(_create_definition(plane.kubeconfig))
+        yield plane
+    finally:
+        plane.stop()
+
+
+async def _create_definition(kubeconfig: Path) -> None:
+    async with connect(kubeconfig) as client:
+        await client.create(
+            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", custom_resource_definition()
+        )
+        await until(Kube(client).discover, "the CRD to be served")

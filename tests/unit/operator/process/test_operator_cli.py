@@ -1,4 +1,4 @@
-"""`baton-operator` exits with one line that names the problem if it cannot start."""
+"""`baton-operator` that cannot start exits with one line that names the problem."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kubeconfig(cluster: object) -> str:
         ).encode(),
     ],
 )
-async def test_what_is_no_kubeconfig_is_named(tmp_path: Path, content: bytes) -> None:
+async def test_an_invalid_kubeconfig_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "kubeconfig"
     path.write_bytes(content)
     with pytest.raises(ConfigException, match=f"{path} is no kubeconfig"):
@@ -47,7 +47,7 @@ async def test_what_is_no_kubeconfig_is_named(tmp_path: Path, content: bytes) ->
             pass
 
 
-async def test_a_usable_one_connects_and_errors_of_its_use_pass(tmp_path: Path) -> None:
+async def test_a_valid_kubeconfig_connects_and_later_errors_are_raised(tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig({"server": "https://127.0.0.1:1"}))
     with pytest.raises(TypeError, match="of its user"):
@@ -55,7 +55,7 @@ async def test_a_usable_one_connects_and_errors_of_its_use_pass(tmp_path: Path) 
             raise TypeError("of its user")
 
 
-def test_the_operator_ends_with_one_line(tmp_path: Path) -> None:
+def test_the_operator_exits_with_one_line(tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text("a: [\n  - b\n c")
     command = [
@@ -75,7 +75,7 @@ def test_the_operator_ends_with_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig({"server": "http://127.0.0.1:1"}))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -90,7 +90,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_kopf_run_ends_without_a_kubeconfig(tmp_path: Path) -> None:
+def test_kopf_run_exits_without_a_kubeconfig(tmp_path: Path) -> None:
     path = tmp_path / "missing"
     command = [sys.executable, "-m", "kopf", "run", "-m", "baton_operator.handlers", "-n", "x"]
     environment = {**os.environ, "KUBECONFIG": str(path)}

@@ -1,5 +1,6 @@
-"""Faults between the operator and the API server: it ends in the objects that it would have made without them. And kopf writes
-nothing, whatever happens."""
+"""Faults between the operator and the API server: the resulting objects are the same.
+
+kopf writes nothing in any case."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from aiohttp import web
 
 from baton_kube.client import connect
 from baton_operator import names
-from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from support.operator.api_proxy import ApiProxy, Fault, api_proxy
@@ -44,28 +44,9 @@ OWNED = (
 )
 
 
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
-    plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"))
-    plane.start(timeout_s=60)
-    try:
-        asyncio.run(_install(plane.kubeconfig))
-        yield plane
-    finally:
-        plane.stop()
-
-
-async def _install(kubeconfig: Path) -> None:
-    async with connect(kubeconfig) as client:
-        await client.create(
-            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", custom_resource_definition()
-        )
-        await until(Kube(client).discover, "the CRD to be served")
-
-
 @dataclass
 class Operator:
-    """A process behind a proxy. Faults happen to the requests of its watches."""
+    """A process behind a proxy that injects faults into its watches."""
 
     proxy: ApiProxy
     log: Path
@@ -90,7 +71,7 @@ class Operator:
             self.process.wait()
 
     def fail(self, fault: Fault, wanted: Callable[[str], bool], times: int = sys.maxsize) -> None:
-        """The next `times` requests of kopf whose path and query are `wanted` go wrong."""
+        """Fail the next `times` requests of kopf whose path and query are `wanted`."""
         left = times
 
         def decide(request: web.Request) -> Fault | None:
@@ -119,7 +100,7 @@ def operator(plane: EmbeddedControlPlane, tmp_path: Path) -> Iterator[Operator]:
 
 @contextlib.asynccontextmanager
 async def served(plane: EmbeddedControlPlane, name: str) -> Any:
-    """A service with two decode pods that serve; the kubelet's part is played."""
+    """Create a service with two decode pods. The test plays the kubelet."""
     async with connect(plane.kubeconfig) as client:
         cluster = Cluster(Kube(client), name)
         await cluster.create(decode={"replicas": 2})
@@ -130,22 +111,22 @@ async def served(plane: EmbeddedControlPlane, name: str) -> Any:
             await cluster.kube.delete("LLMService", NAMESPACE, name, service["metadata"]["uid"])
 
 
-async def runs(cluster: Cluster) -> None:
+async def run_pods(cluster: Cluster) -> None:
     for pod in sorted(await cluster.names("decode-0", "decode-1")):
         await cluster.run(pod.removeprefix(f"{cluster.name}-"))
     await cluster.condition("DecodeReady", "True")
 
 
 async def objects(cluster: Cluster) -> list[tuple[str, str]]:
-    """(kind, name) of all that belongs to the service; hashes and the service's name taken out."""
+    """Return (kind, name) of all objects of the service, without hashes and its name."""
     mine = {names.LABEL_SERVICE: cluster.name}
     found = [obj for kind in OWNED for obj in await cluster.kube.list_all(kind, NAMESPACE, mine)]
     named = [(obj["kind"], obj["metadata"]["name"].replace(cluster.name, "x")) for obj in found]
     return sorted((kind, re.sub("[0-9a-f]{10}$", "HASH", name)) for kind, name in named)
 
 
-async def replaced(cluster: Cluster, pod: str) -> None:
-    """A pod that somebody deletes comes back, long before the resync."""
+async def delete_and_wait_for_replacement(cluster: Cluster, pod: str) -> None:
+    """Delete a pod and wait for its replacement, which must not need a resync."""
     before = (await cluster.pods())[f"{cluster.name}-{pod}"]["metadata"]
     await cluster.kube.client.delete(cluster.kube.path("Pod", NAMESPACE, before["name"]), grace_s=0)
 
@@ -153,7 +134,7 @@ async def replaced(cluster: Cluster, pod: str) -> None:
         now = (await cluster.pods()).get(before["name"])
         return now is not None and now["metadata"]["uid"] != before["uid"]
 
-    await until(is_back, f"{before['name']} to be replaced")
+    await until(is_back, f"{before['name']} to be delete_and_wait_for_replacement")
     await cluster.run(pod)
     await cluster.condition("DecodeReady", "True")
 
@@ -162,21 +143,21 @@ async def replaced(cluster: Cluster, pod: str) -> None:
 def expected(
     plane: EmbeddedControlPlane, tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[str, str]]:
-    """What an undisturbed operator makes."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    """Return the objects that an operator without faults creates."""
+    folder = tmp_path_factory.mktemp("faultless")
 
     async def make() -> list[tuple[str, str]]:
-        async with served(plane, "undisturbed") as cluster:
-            await runs(cluster)
+        async with served(plane, "faultless") as cluster:
+            await run_pods(cluster)
             return await objects(cluster)
 
     with api_proxy(plane.kubeconfig, folder) as proxy:
-        undisturbed = Operator(proxy, folder / "operator.log")
-        undisturbed.start()
+        faultless = Operator(proxy, folder / "operator.log")
+        faultless.start()
         try:
             return asyncio.run(make())
         finally:
-            undisturbed.kill()
+            faultless.kill()
 
 
 def is_watch(url: str) -> bool:
@@ -223,22 +204,22 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-async def test_it_ends_in_the_same_objects(
+async def test_the_objects_are_the_same_after_faults(
     plane: EmbeddedControlPlane, operator: Operator, expected: list[tuple[str, str]], name: str
 ) -> None:
     fault, wanted, times = FAULTS[name]
     operator.fail(fault, wanted, times)
     operator.start()
     async with served(plane, f"fault-{list(FAULTS).index(name)}") as cluster:
-        await runs(cluster)
+        await run_pods(cluster)
         operator.fail(fault, wanted, times)
-        await replaced(cluster, "decode-0")
+        await delete_and_wait_for_replacement(cluster, "decode-0")
         assert await objects(cluster) == expected, operator.log.read_text()[-3000:]
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [*range(1, 60, 3)])
-async def test_a_process_killed_at_any_request_is_followed_by_one_that_ends_in_the_same_objects(
+async def test_the_objects_are_the_same_after_a_kill_at_any_request(
     plane: EmbeddedControlPlane, operator: Operator, expected: list[tuple[str, str]], number: int
 ) -> None:
     left = number
@@ -259,15 +240,15 @@ async def test_a_process_killed_at_any_request_is_followed_by_one_that_ends_in_t
                     await asyncio.sleep(0.05)
         operator.kill()
         operator.start()
-        await runs(cluster)
+        await run_pods(cluster)
         assert await objects(cluster) == expected
 
 
 async def test_kopf_writes_nothing(plane: EmbeddedControlPlane, operator: Operator) -> None:
     operator.start()
     async with served(plane, "clean") as cluster:
-        await runs(cluster)
-        await replaced(cluster, "decode-1")
+        await run_pods(cluster)
+        await delete_and_wait_for_replacement(cluster, "decode-1")
         metadata = (await cluster.service())["metadata"]
         assert "finalizers" not in metadata
         assert "annotations" not in metadata
@@ -280,7 +261,7 @@ async def test_kopf_writes_nothing(plane: EmbeddedControlPlane, operator: Operat
     assert operator.process is not None
     operator.process.terminate()
     assert await asyncio.to_thread(operator.process.wait, 30) == 0, (
-        "a thread of kopf's waits for something"
+        "a thread of kopf is still waiting"
     )
     by_kopf = {method for agent, method in operator.proxy.agents if agent.startswith("kopf")}
     assert by_kopf == {"GET"}

@@ -1,4 +1,4 @@
-"""kopf in its thread: restarted when it ends or its watches get no answer, and stopped with a deadline."""
+"""The thread of kopf: it is restarted when it ends or hangs, and stopped with a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton_operator.process import KopfHangsError
 
 
 class Watched:
-    """The part of a Runtime that `watch` looks at."""
+    """The part of a Runtime that `watch` uses."""
 
     def __init__(self) -> None:
         self.kube = SimpleNamespace(http_routes=False)
@@ -26,7 +26,7 @@ class Watched:
 
 
 async def never_ends() -> None:
-    """A task that takes no notice of being cancelled."""
+    """A task that ignores its cancellation."""
     while True:
         try:
             await asyncio.sleep(3600)
@@ -48,7 +48,7 @@ def hanging_kopf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hanging_kopf")
-async def test_a_stop_that_hangs_ends_by_a_deadline() -> None:
+async def test_a_stop_that_hangs_ends_at_a_deadline() -> None:
     runtime: Any = Watched()
     running = asyncio.ensure_future(process.run_kopf(runtime, []))
     await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_a_stop_that_hangs_ends_by_a_deadline() -> None:
 
 
 @pytest.mark.usefixtures("hanging_kopf")
-async def test_the_whole_process_is_told_of_a_stop_that_hangs() -> None:
+async def test_a_stop_that_hangs_ends_the_process() -> None:
     runtime: Any = Watched()
     watching = asyncio.ensure_future(process.watch(runtime, []))
     await asyncio.sleep(0.05)
@@ -69,8 +69,8 @@ async def test_the_whole_process_is_told_of_a_stop_that_hangs() -> None:
             await watching
 
 
-async def starts_again(monkeypatch: pytest.MonkeyPatch, runtime: Any, kopf: Any) -> None:
-    """Returns when `watch` has started `kopf` a third time."""
+async def wait_for_restarts(monkeypatch: pytest.MonkeyPatch, runtime: Any, kopf: Any) -> None:
+    """Return when `watch` has started `kopf` a third time."""
     monkeypatch.setattr(process, "run_kopf", kopf)
     monkeypatch.setattr(process, "RESTART_S", 0.01)
     monkeypatch.setattr(process, "CHECK_S", 0.01)
@@ -84,26 +84,26 @@ async def starts_again(monkeypatch: pytest.MonkeyPatch, runtime: Any, kopf: Any)
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def test_kopf_is_started_again_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kopf_is_restarted_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ends(runtime: Any, namespaces: Any) -> None:
         raise RuntimeError("a watch was refused for good")
 
-    await starts_again(monkeypatch, Watched(), ends)
+    await wait_for_restarts(monkeypatch, Watched(), ends)
 
 
-async def test_kopf_is_started_again_when_it_gets_no_answer(
+async def test_kopf_is_restarted_when_it_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when it waits for credentials."""
+    """For example kopf hangs when it waits for credentials."""
     monkeypatch.setattr(process, "SILENCE_S", 0.05)
 
     async def waits(runtime: Any, namespaces: Any) -> None:
         await asyncio.Event().wait()
 
-    await starts_again(monkeypatch, Watched(), waits)
+    await wait_for_restarts(monkeypatch, Watched(), waits)
 
 
-async def test_kopf_is_started_again_when_there_is_another_kind_to_watch(
+async def test_kopf_is_restarted_when_there_is_another_kind_to_watch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime: Any = Watched()
@@ -112,4 +112,4 @@ async def test_kopf_is_started_again_when_there_is_another_kind_to_watch(
         runtime.kube.http_routes = not runtime.kube.http_routes
         await asyncio.Event().wait()
 
-    await starts_again(monkeypatch, runtime, waits)
+    await wait_for_restarts(monkeypatch, runtime, waits)

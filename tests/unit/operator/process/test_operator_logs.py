@@ -1,4 +1,4 @@
-"""Log lines name the service that they are about, and no other one."""
+"""Log lines name their service, also with concurrent tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Lines(logging.Handler):
         self.lines.append(self.format(record))
 
 
-async def _say_in_turns(handler: Lines) -> None:
+async def _log_concurrently(handler: Lines) -> None:
     async def work(key: Key) -> None:
         service.set(key)
         operation.set(f"op-{key.name}")
@@ -42,9 +42,9 @@ async def _say_in_turns(handler: Lines) -> None:
         log.removeHandler(handler)
 
 
-async def test_json_lines_say_service_and_operation() -> None:
+async def test_json_lines_have_the_service_and_the_operation() -> None:
     handler = Lines(JsonFormatter())
-    await _say_in_turns(handler)
+    await _log_concurrently(handler)
     *about, nobody, failed = map(json.loads, handler.lines)
     for line in about:
         name = line["message"].removeprefix("about ")
@@ -56,8 +56,8 @@ async def test_json_lines_say_service_and_operation() -> None:
     assert all("\n" not in line for line in handler.lines)
 
 
-async def test_text_lines_say_the_service() -> None:
+async def test_text_lines_have_the_service() -> None:
     handler = Lines(TextFormatter(TEXT))
-    await _say_in_turns(handler)
+    await _log_concurrently(handler)
     assert any("[ns/a] about a" in line for line in handler.lines)
     assert any(line.endswith(": about nobody") for line in handler.lines)

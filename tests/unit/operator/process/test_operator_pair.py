@@ -1,4 +1,4 @@
-"""Two operator processes on an embedded control plane: one works, and the other takes over when it dies, hangs or leaves."""
+"""Two operator processes with leader election on an embedded control plane."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from baton_kube.client import KubeError, connect
-from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.ports import free_ports
@@ -28,32 +27,14 @@ from support.waiting import eventually
 
 Object = dict[str, Any]
 LEASE_S = 12.0
+#: The Lease's duration, a retry, and a start on a busy machine.
 TAKEOVER_S = 2 * LEASE_S + 30.0
-"""The Lease's duration, a look, a start on a machine that is busy."""
 NAMESPACE = "default"
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlPlane]:
-    plane = EmbeddedControlPlane(tmp_path_factory.mktemp("plane"))
-    plane.start(timeout_s=60)
-    try:
-        asyncio.run(_install(plane.kubeconfig))
-        yield plane
-    finally:
-        plane.stop()
-
-
-async def _install(kubeconfig: Path) -> None:
-    async with connect(kubeconfig) as connection:
-        kube = Kube(connection)
-        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        await kube.client.create(path, custom_resource_definition())
 
 
 @dataclass
 class Operator:
-    """One process, behind a proxy of its own."""
+    """One process behind its own proxy."""
 
     process: subprocess.Popen[bytes]
     proxy: ApiProxy
@@ -164,7 +145,7 @@ def pair(plane: EmbeddedControlPlane, tmp_path: Path) -> Iterator[Pair]:
         yield Pair(plane, leader, standby)
 
 
-def test_only_the_holder_works_and_the_other_only_looks_at_the_lease(pair: Pair) -> None:
+def test_only_the_leader_works_and_the_other_only_reads_the_lease(pair: Pair) -> None:
     pair.create("steady")
     pair.wait_for_pod("steady")
     assert not pair.standby.leads()
@@ -178,16 +159,18 @@ def test_only_the_holder_works_and_the_other_only_looks_at_the_lease(pair: Pair)
     assert (line["namespace"], line["service"], line["level"]) == (NAMESPACE, "steady", "info")
 
 
-def test_a_killed_holder_is_followed_within_the_leases_duration(pair: Pair) -> None:
+def test_the_other_takes_over_from_a_killed_leader_within_the_lease_duration(pair: Pair) -> None:
     pair.leader.process.kill()
     killed = time.monotonic()
     eventually(pair.standby.leads, timeout_s=TAKEOVER_S, what="the other to take over")
-    assert time.monotonic() - killed >= LEASE_S / 3, "it took over from one that might have lived"
+    assert time.monotonic() - killed >= LEASE_S / 3, (
+        "it took over while the leader could have been running"
+    )
     pair.create("after-kill")
     pair.wait_for_pod("after-kill")
 
 
-def test_a_holder_that_is_told_to_end_hands_over_at_once(pair: Pair) -> None:
+def test_a_leader_that_is_shut_down_hands_over_at_once(pair: Pair) -> None:
     pair.leader.process.terminate()
     assert pair.leader.process.wait(60) == 0, pair.leader.log.read_text()[-2000:]
     ended = time.monotonic()
@@ -195,14 +178,14 @@ def test_a_holder_that_is_told_to_end_hands_over_at_once(pair: Pair) -> None:
         pair.standby.leads, timeout_s=TAKEOVER_S, what="the other to take over", every_s=0.05
     )
     first = next(at for at, _, path in pair.standby.proxy.writes if "/leases" in path)
-    assert first - ended < LEASE_S / 2, "it waited, although the Lease was released"
+    assert first - ended < LEASE_S / 2, "it waited although the Lease was released"
     assert "Traceback" not in pair.leader.log.read_text(), pair.leader.log.read_text()[-3000:]
 
 
-def test_a_holder_that_was_stopped_writes_nothing_when_it_goes_on(pair: Pair) -> None:
+def test_a_leader_that_was_stopped_writes_nothing_when_it_resumes(pair: Pair) -> None:
     pair.leader.process.send_signal(signal.SIGSTOP)
     eventually(pair.standby.leads, timeout_s=TAKEOVER_S, what="the other to take over")
-    for number in range(5):  # work that the stopped one finds when it goes on
+    for number in range(5):  # work that the stopped process finds when it resumes
         pair.create(f"after-stop-{number}")
     pair.wait_for_pod("after-stop-4")
     resumed = time.monotonic()
@@ -214,7 +197,7 @@ def test_a_holder_that_was_stopped_writes_nothing_when_it_goes_on(pair: Pair) ->
     assert pair.standby.leads()
 
 
-def test_without_an_api_server_it_waits_and_is_healthy(tmp_path: Path) -> None:
+def test_an_operator_without_an_api_server_waits_and_is_healthy(tmp_path: Path) -> None:
     [dead, port] = free_ports(2)
     cluster = {
         "clusters": [{"name": "x", "cluster": {"server": f"http://127.0.0.1:{dead}"}}],
@@ -236,7 +219,7 @@ def test_without_an_api_server_it_waits_and_is_healthy(tmp_path: Path) -> None:
             what="it to say what it waits for",
         )
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
-            assert answer.status == 200, "its kubelet would restart it, and nothing would be better"
+            assert answer.status == 200, "a restart by the kubelet would not help"
         process.terminate()
         assert process.wait(60) == 0, log.read_text()
     finally:

@@ -1,4 +1,4 @@
-"""The operator process: services start, change and shrink, ranks follow their coordinator, keys are drawn."""
+"""The operator process: services start, change and shrink, groups scale, and keys are created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.waiting import until
 pytestmark = needs_api_server
 
 
-async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
+async def test_an_expert_group_forms_grows_and_shrinks_with_its_coordinator(kube: Kube) -> None:
     experts = Cluster(kube, "experts")
     await experts.create(decode={"replicas": 2, "parallelism": {"expert": True}})
     await experts.names("decode-0", "decode-1")
@@ -48,7 +48,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
 
     coordinator = FakeCoordinator()
     async with coordinator.serve(address):
-        # Forms when both have started.
+        # It forms when both pods have started.
         for pod in ("decode-0", "decode-1"):
             await experts.run(pod, ready=False)
         await coordinator.requested("experts-decode-0", "experts-decode-1")
@@ -64,7 +64,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
         assert topology["operation"]["phase"] == "done"
         assert topology["operation"]["seconds"] == {"waiting": 0.25}
 
-        # Grows by a pod; the first try fails.
+        # It grows by a pod. The first attempt fails.
         await experts.patch({"decode": {"replicas": 3}})
         await experts.names("decode-0", "decode-1", "decode-2")
         await experts.run("decode-2", ready=False)
@@ -78,7 +78,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
         await experts.run("decode-2")
         await experts.condition("DecodeReady", "True")
 
-        # Shrinks: the pod stays while it is a rank.
+        # It shrinks. The pod stays while it is a rank.
         await experts.patch({"decode": {"replicas": 2}})
         await coordinator.requested("experts-decode-0", "experts-decode-1")
         await experts.condition("Scaling", "True", "ScalingDown")
@@ -92,7 +92,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
             await runner.cleanup()
         await experts.condition("DecodeReady", "True")
 
-        async def told() -> Any:
+        async def has_events() -> Any:
             events = await kube.list_all("Event", NAMESPACE)
             mine = {
                 event["reason"] for event in events if event["involvedObject"]["name"] == "experts"
@@ -103,7 +103,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
                 "TopologyOperationEnded",
             } <= mine
 
-        await until(told, "the events of the operations")
+        await until(has_events, "the events of the operations")
 
     # No member is deleted while the topology is not known.
     await experts.patch({"decode": {"replicas": 1}})
@@ -111,7 +111,7 @@ async def test_a_group_of_ranks_follows_its_coordinator(kube: Kube) -> None:
     assert len(await experts.pods()) == 2
 
 
-async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
+async def test_the_coordinator_is_deleted_with_the_last_rank(kube: Kube) -> None:
     plain = Cluster(kube, "plain")
     await plain.create(
         decode={"replicas": 1, "parallelism": {"expert": True}}, drainTimeoutSeconds=0
@@ -119,28 +119,28 @@ async def test_the_coordinator_goes_with_the_last_rank(kube: Kube) -> None:
     before = await plain.names("decode-0")
     await plain.patch({"decode": {"parallelism": {"expert": False}}})
 
-    async def replaced() -> bool:
+    async def are_replaced() -> bool:
         pods = await plain.pods()
         return bool(pods) and all(
             p["metadata"]["uid"] != before["plain-decode-0"]["metadata"]["uid"]
             for p in pods.values()
         )
 
-    async def gone() -> bool:
+    async def is_gone() -> bool:
         found = [
             await kube.read(kind, NAMESPACE, "plain-coordinator")
             for kind in ("Deployment", "Service")
         ]
         return not any(found)
 
-    await until(replaced, "the rank to be replaced by an engine of its own")
-    await until(gone, "the coordinator's Deployment and Service to be deleted")
+    await until(are_replaced, "the rank to be are_replaced by an engine of its own")
+    await until(is_gone, "the coordinator's Deployment and Service to be deleted")
     status = (await plain.service())["status"]
     assert "topology" not in status["decode"]
     assert "Scaling" not in {condition["type"] for condition in status["conditions"]}
 
 
-async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
+async def test_a_service_starts_and_reports_conditions_and_events(kube: Kube) -> None:
     demo = Cluster(kube, "demo")
     await demo.create(
         prefill={}, decode={"replicas": 2}, gateway={"ingress": {"host": "demo.localhost"}}
@@ -167,7 +167,7 @@ async def test_a_service_comes_up_and_tells_its_story(kube: Kube) -> None:
     assert "annotations" not in service["metadata"]
 
 
-async def test_a_steady_service_is_not_written_again(kube: Kube, operator: Operator) -> None:
+async def test_an_unchanged_service_is_not_written_again(kube: Kube, operator: Operator) -> None:
     steady = Cluster(kube, "steady")
     await steady.create()
     await steady.names("decode-0")
@@ -220,11 +220,11 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
 
         await until(draining, "decode-1 to be marked as draining")
 
-        async def asked_again() -> bool:
+        async def drain_is_repeated() -> bool:
             return engine.asked > 3
 
-        await until(asked_again, "the engine to be asked more than once")
-        assert "shrink-decode-1" in await shrink.pods(), "deleted with two requests unfinished"
+        await until(drain_is_repeated, "the engine to be asked more than once")
+        assert "shrink-decode-1" in await shrink.pods(), "deleted with two unfinished requests"
         engine.unfinished = 0
         await shrink.names("decode-0")
         assert engine.refused == 0
@@ -242,7 +242,7 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator
     await roll.condition("DecodeReady", "True")
     await roll.patch({"engine": {"maxNumSeqs": 7}})
 
-    def replaced(name: str) -> Callable[[], Any]:
+    def are_replaced(name: str) -> Callable[[], Any]:
         async def check() -> Any:
             pods = await roll.pods()
             assert len(pods) >= 1
@@ -251,14 +251,14 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator
 
         return check
 
-    await until(replaced("roll-decode-1"), "decode-1 to be replaced")
+    await until(are_replaced("roll-decode-1"), "decode-1 to be are_replaced")
     await roll.condition("DecodeReady", "False")
     await operator.wait_for_reconciles(times=3)
     assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"][
         "metadata"
     ]["uid"]
     await roll.run("decode-1")
-    await until(replaced("roll-decode-0"), "decode-0 to be replaced")
+    await until(are_replaced("roll-decode-0"), "decode-0 to be are_replaced")
     await roll.run("decode-0")
     await roll.condition("DecodeReady", "True")
 
@@ -272,11 +272,11 @@ async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator
 
 
 def key_of(pod: Object) -> str:
-    """What names the key that a pod was made with."""
+    """Return the name of the key that a pod was created with."""
     return str(pod["metadata"]["annotations"][f"{GROUP}/service-key"])
 
 
-async def test_a_service_has_a_key_that_is_drawn_once_and_that_nobody_can_change(
+async def test_the_key_of_a_service_is_created_once_and_immutable(
     kube: Kube,
 ) -> None:
     service = Cluster(kube, "secretive")
@@ -292,7 +292,7 @@ async def test_a_service_has_a_key_that_is_drawn_once_and_that_nobody_can_change
         await kube.merge("Secret", NAMESPACE, "secretive-key", {"data": {"key": "eA=="}})
 
 
-async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
+async def test_a_deleted_key_is_recreated_and_all_pods_are_replaced_one_by_one(
     kube: Kube, operator: Operator
 ) -> None:
     service = Cluster(kube, "rotated")
@@ -305,11 +305,11 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
     assert drawn is not None
     await kube.delete("Secret", NAMESPACE, "rotated-key", drawn["metadata"]["uid"])
 
-    async def drawn_anew() -> Any:
+    async def is_recreated() -> Any:
         found = await kube.read("Secret", NAMESPACE, "rotated-key")
         return found and found["data"] != drawn["data"]
 
-    await until(drawn_anew, "another key")
+    await until(is_recreated, "another key")
     old_key = key_of(old["rotated-decode-0"])
 
     async def decode_pods() -> list[Object]:
@@ -321,7 +321,7 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
     await until(begun, "a decode pod with another key")
     await operator.wait_for_reconciles(times=3)
     assert [pod for pod in await decode_pods() if key_of(pod) == old_key], (
-        "all went although no new one is ready"
+        "all pods were deleted before a new one is ready"
     )
 
     async def done() -> bool:
@@ -331,19 +331,19 @@ async def test_deleting_the_key_draws_another_and_replaces_all_pods_one_by_one(
                 await service.run(pod["metadata"]["name"].removeprefix("rotated-"))
         return len(pods) == 2 and all(key_of(pod) != old_key for pod in pods)
 
-    await until(done, "all decode pods to be replaced")
+    await until(done, "all decode pods to be are_replaced")
     gateway = await kube.read("Deployment", NAMESPACE, "rotated-gateway")
     assert gateway
     assert key_of(gateway["spec"]["template"]) != old_key
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-def test_kubectl_applies_the_generated_files_as_they_are(
+def test_kubectl_applies_the_generated_manifests(
     kubeconfigs: dict[str, Path], operator: Operator
 ) -> None:
     manifests = Path(__file__).parents[4] / "manifests"
     for path in ("crd", "rbac", "operator.yaml"):
-        # Servers before 1.25 know no rules in schemas, and validation refuses them.
+        # Servers before 1.25 refuse rules in schemas during validation.
         command = [
             "kubectl",
             "--kubeconfig",

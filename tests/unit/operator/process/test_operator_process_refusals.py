@@ -1,4 +1,4 @@
-"""Refusals and waits of the operator process, and the conditions that report them."""
+"""Problems that the operator process reports in conditions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import until
 pytestmark = needs_api_server
 
 
-async def test_a_missing_model_is_named_and_heals(kube: Kube) -> None:
+async def test_a_missing_model_is_reported_until_it_exists(kube: Kube) -> None:
     lost = Cluster(kube, "lost")
     await lost.create()
     await lost.names("decode-0")
@@ -26,18 +26,18 @@ async def test_a_missing_model_is_named_and_heals(kube: Kube) -> None:
     condition = await lost.condition("Ready", "False", "ModelNotFound")
     assert "/models/x" in condition["message"]
 
-    async def told() -> Any:
+    async def has_event() -> Any:
         events = await kube.list_all("Event", NAMESPACE)
         return any(
             e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events
         )
 
-    await until(told, "the event, which follows the status")
+    await until(has_event, "the event, which follows the status")
     await lost.run("decode-0")
     await lost.condition("Ready", "True")
 
 
-async def test_what_belongs_to_someone_else_is_left_alone(kube: Kube) -> None:
+async def test_objects_of_other_owners_are_not_changed(kube: Kube) -> None:
     metadata = {"name": "taken-gateway", "namespace": NAMESPACE}
     ports = [{"port": 1234}]
     await kube.create(
@@ -54,7 +54,7 @@ async def test_what_belongs_to_someone_else_is_left_alone(kube: Kube) -> None:
     await taken.names("decode-0")
 
 
-async def test_a_group_whose_pods_are_refused_does_not_hold_up_another(kube: Kube) -> None:
+async def test_a_group_with_refused_pods_does_not_delay_another(kube: Kube) -> None:
     half = Cluster(kube, "half")
     no_image = {"spec": {"containers": [{"name": "engine", "image": ""}]}}
     await half.create(prefill={"template": no_image}, decode={"replicas": 2})
@@ -65,7 +65,9 @@ async def test_a_group_whose_pods_are_refused_does_not_hold_up_another(kube: Kub
     await half.names("decode-0")
 
 
-async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kube: Kube) -> None:
+async def test_a_surge_beyond_a_quota_is_reported_and_continues_when_there_is_room(
+    kube: Kube,
+) -> None:
     gpu = "example.com/quota-gpu"
     path = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
     hard = {f"requests.{gpu}": "1"}
@@ -78,7 +80,7 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
     await kube.client.create(path, quota)
 
     async def allow(number: int, used: int) -> None:
-        """The quota controller's part."""
+        """Set the quota's status, as the quota controller does."""
         hard[f"requests.{gpu}"] = str(number)
         body = {
             "spec": {"hard": hard},
@@ -112,8 +114,8 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
     await narrow.run("prefill-0", ip="127.201.0.2")
     await narrow.condition("DecodeReady", "True", "PodsReady")
     await narrow.patch({"decode": {"template": {"metadata": {"labels": {"another": "revision"}}}}})
-    told = await narrow.condition("DecodeReady", "False", "QuotaExceeded")
-    assert f"requests.{gpu}=1" in told["message"]
+    has_event = await narrow.condition("DecodeReady", "False", "QuotaExceeded")
+    assert f"requests.{gpu}=1" in has_event["message"]
     assert (await narrow.condition("Updating", "True"))["reason"] == "WaitingForCapacity"
     await narrow.condition("PrefillReady", "True", "PodsReady")
     assert set(await narrow.pods()) == {"narrow-decode-0", "narrow-prefill-0"}
@@ -123,7 +125,7 @@ async def test_a_surge_beyond_a_quota_is_told_and_goes_on_when_there_is_room(kub
     await kube.client.delete(f"{path}/gpus")
 
 
-async def test_a_secret_that_a_pod_waits_for_is_named_until_it_exists(kube: Kube) -> None:
+async def test_a_missing_secret_is_reported_until_it_exists(kube: Kube) -> None:
     lacking = Cluster(kube, "lacking")
     volumes = [{"name": "certificates", "secret": {"secretName": "absent"}}]
     await lacking.create(decode={"template": {"spec": {"volumes": volumes}}})
@@ -148,7 +150,7 @@ async def test_a_secret_that_a_pod_waits_for_is_named_until_it_exists(kube: Kube
     await lacking.condition("DecodeReady", "False", "Starting")
 
 
-async def test_somebody_elses_secret_is_neither_used_nor_changed(kube: Kube) -> None:
+async def test_a_secret_of_another_owner_is_neither_used_nor_changed(kube: Kube) -> None:
     foreign = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -166,7 +168,7 @@ async def test_somebody_elses_secret_is_neither_used_nor_changed(kube: Kube) -> 
     assert found["data"] == foreign["data"]
 
 
-async def test_a_secret_of_ours_without_a_key_is_told(kube: Kube) -> None:
+async def test_an_own_secret_without_a_key_is_reported(kube: Kube) -> None:
     service = Cluster(kube, "keyless")
     await service.create()
     await service.names("decode-0")
@@ -178,32 +180,32 @@ async def test_a_secret_of_ours_without_a_key_is_told(kube: Kube) -> None:
         }
     }
 
-    async def replaced() -> bool:
+    async def is_replaced() -> bool:
         if found := await kube.read("Secret", NAMESPACE, "keyless-key"):
             await kube.delete("Secret", NAMESPACE, "keyless-key", found["metadata"]["uid"])
         try:
             await kube.create({"apiVersion": "v1", "kind": "Secret", **emptied})
         except KubeError as error:
             if error.status == 409:
-                return False  # the operator was faster
+                return False  # the operator replaced it already
             raise
         return True
 
-    await until(replaced, "the Secret to be replaced before the operator draws another key")
+    await until(is_replaced, "the Secret to be is_replaced before the operator draws another key")
     condition = await service.condition("Ready", "False", "ServiceKeyUnusable")
     assert "keyless-key" in condition["message"]
     assert "delete it" in condition["message"]
 
 
-async def test_a_template_that_takes_away_the_pod_is_named(kube: Kube) -> None:
+async def test_a_template_that_removes_the_pods_spec_is_reported(kube: Kube) -> None:
     bad = Cluster(kube, "badtemplate")
     await bad.create(decode={"template": {"spec": "none"}})
     condition = await bad.condition("Ready", "False", "InvalidSpec")
     assert "decode.template.spec must be an object" in condition["message"]
 
 
-async def test_what_an_older_api_server_would_have_let_pass_is_named(kube: Kube) -> None:
-    """Before Kubernetes 1.25 schemas have no rules. The operator checks the stored objects."""
+async def test_a_spec_that_an_older_api_server_accepts_is_reported(kube: Kube) -> None:
+    """Before Kubernetes 1.25 schemas have no rules, so the operator checks the stored objects."""
     definition = (
         "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/llmservices.serving.baton.dev"
     )
@@ -211,26 +213,26 @@ async def test_what_an_older_api_server_would_have_let_pass_is_named(kube: Kube)
     await bad.create()
     await bad.names("decode-0")
 
-    async def let_pass() -> bool:
+    async def is_accepted() -> bool:
         try:
             await bad.patch({"gateway": {"limits": {"maxConcurrentPerKey": 1}}})
         except KubeError as error:
             if error.status == 422:
-                return False  # the definition is stored, and not yet in force
+                return False  # the definition is stored, but not yet used
             raise
         return True
 
     await kube.client.replace(definition, await with_rules(kube, definition, False))
     try:
-        await until(let_pass, "the schema without rules to be in force")
+        await until(is_accepted, "the schema without rules to be in force")
         condition = await bad.condition("Ready", "False", "InvalidSpec")
     finally:
         await kube.client.replace(definition, await with_rules(kube, definition, True))
     assert "gateway: limits.maxConcurrentPerKey needs apiKeys" in condition["message"]
-    assert "brokenrule-decode-0" in await bad.pods(), "what runs is left as it is"
+    assert "brokenrule-decode-0" in await bad.pods(), "running pods were changed"
 
 
-async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kube) -> None:
+async def test_only_the_route_waits_for_the_gateway_api(kube: Kube) -> None:
     routed = Cluster(kube, "routed")
     await routed.create(
         gateway={"httpRoute": {"parentRefs": [{"name": "public"}], "hostnames": ["a.example"]}}
@@ -271,14 +273,14 @@ async def test_a_route_waits_for_the_gateway_api_and_nothing_else_does(kube: Kub
     await routed.condition("GatewayReady", "True", "PodsReady")
     await routed.patch({"gateway": {"httpRoute": None}})
 
-    async def gone() -> bool:
+    async def is_gone() -> bool:
         return await route() is None
 
-    await until(gone, "the route to be deleted")
+    await until(is_gone, "the route to be deleted")
 
 
 async def with_rules(kube: Kube, path: str, rules: bool) -> Object:
-    """The stored definition, its schema with or without rules."""
+    """Replace the stored definition by one with or without rules."""
     stored: Object = await kube.client.get(path)
     stored["spec"]["versions"] = custom_resource_definition(rules=rules)["spec"]["versions"]
     return stored
@@ -299,7 +301,9 @@ async def with_rules(kube: Kube, path: str, rules: bool) -> Object:
         ({"kvTransfer": {"transport": "pigeon"}}, "spec.kvTransfer.transport"),
     ],
 )
-async def test_a_wrong_spec_is_refused_by_field(kube: Kube, spec: Object, field: str) -> None:
+async def test_an_invalid_spec_is_refused_with_the_field(
+    kube: Kube, spec: Object, field: str
+) -> None:
     with pytest.raises(KubeError, match=field.replace(".", r"\.")) as refused:
         await Cluster(kube, "wrong").create(**spec)
     assert refused.value.status == 422

@@ -1,4 +1,4 @@
-"""200 services and an overloaded API server: bounded concurrency, Retry-After, and all services reconciled."""
+"""200 services and an overloaded API server: concurrency, Retry-After and recovery."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Refusing:
-    """Work that the API server refuses until `heal` is called."""
+    """A reconcile that the API server refuses for a time."""
 
     def __init__(self, error: KubeError) -> None:
         self.error: KubeError | None = error
@@ -59,7 +59,7 @@ async def _healed(work: Refusing, queue: Controller, refusing_s: float) -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_server_that_fails_is_asked_by_few_at_a_time_and_ever_more_rarely(
+async def test_a_failing_server_gets_few_concurrent_requests_with_backoff(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(controller, "FIRST_BACKOFF_S", 0.2)
@@ -73,12 +73,12 @@ async def test_a_server_that_fails_is_asked_by_few_at_a_time_and_ever_more_rarel
     assert attempts <= 5 * len(SERVICES)
 
 
-async def test_a_server_that_asks_to_be_left_alone_is_left_alone_by_all() -> None:
+async def test_all_services_obey_retry_after() -> None:
     work = Refusing(KubeError(429, "TooManyRequests", "later", retry_after_s=RETRY_AFTER_S))
     began = time.monotonic()
     await _healed(work, Controller(work), refusing_s=2.5)
     refused = [at - began for at, _ in work.began if at - began < 2.5]
-    # One round of the workers per pause; each pause begins when the round before was refused.
+    # One round of the workers per pause. A pause begins when the previous round was refused.
     assert len(refused) <= WORKERS * 3
     rounds = sorted(refused)
     assert all(
@@ -87,7 +87,7 @@ async def test_a_server_that_asks_to_be_left_alone_is_left_alone_by_all() -> Non
     )
 
 
-async def test_health_is_about_being_stuck_and_nothing_else() -> None:
+async def test_only_a_stuck_reconcile_is_unhealthy() -> None:
     why = ""
     async with (
         serve("127.0.0.1", 0, Metrics(), lambda: why) as port,

@@ -1,6 +1,7 @@
 """Malformed objects, copied pods and defects of the operator.
 
-They are reported, the members of the recorded spec keep running, and other services are not affected.
+They are reported, the members of the recorded spec keep running,
+and other services are not affected.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def rounds(simulated: Service, number: int) -> None:
 
 
 @pytest.mark.parametrize(("edit", "says"), MALFORMED)
-def test_a_malformed_edit_is_named_and_the_members_of_before_are_kept_up(
+def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
     simulated: Service, edit: Object, says: str
 ) -> None:
     simulated.create(SPEC)
@@ -142,9 +143,7 @@ def test_a_malformed_edit_is_named_and_the_members_of_before_are_kept_up(
     simulated.patch({"decode": {"replicas": 3}})
     rounds(simulated, 4)
     assert f"{NAME}-decode-3" not in member_names(simulated)
-    assert f"{NAME}-decode-2" in member_names(simulated), (
-        "sizes are as they are wanted now, as in a pause"
-    )
+    assert f"{NAME}-decode-2" in member_names(simulated), "new sizes must apply, as in a pause"
     simulated.patch(
         {group: {"template": None, "resources": None} for group in ("prefill", "decode", "gateway")}
     )
@@ -152,9 +151,7 @@ def test_a_malformed_edit_is_named_and_the_members_of_before_are_kept_up(
 
 
 @pytest.mark.parametrize(("edit", "says"), MALFORMED)
-def test_a_service_that_begins_malformed_says_so(
-    simulated: Service, edit: Object, says: str
-) -> None:
+def test_a_new_malformed_service_is_reported(simulated: Service, edit: Object, says: str) -> None:
     simulated.create({**SPEC, **{role: {**SPEC[role], **fields} for role, fields in edit.items()}})
     simulated.reconcile()
     assert condition(simulated)["reason"] == "InvalidSpec"
@@ -213,7 +210,7 @@ JSON = st.recursive(
 
 
 def shaped(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Mostly what has these fields, in parts."""
+    """Draw mostly objects with some of these fields."""
     return st.one_of(
         st.fixed_dictionaries({}, optional=fields), st.fixed_dictionaries(fields), JSON
     )
@@ -258,7 +255,7 @@ RESOURCES = shaped(limits=JSON, requests=JSON, claims=JSON).filter(
     "decode",
     "hf",
 )
-def test_any_json_ends_in_objects_or_in_words_that_name_the_field(
+def test_any_json_leads_to_objects_or_to_an_error_with_the_field(
     template: Object, resources: Object, role: str, scheme: str
 ) -> None:
     uri = {"hf": "hf://o/m", "file": "file:///m"}[scheme]
@@ -284,7 +281,7 @@ def test_any_json_ends_in_objects_or_in_words_that_name_the_field(
     }
 
 
-def test_templates_as_deep_as_pods_are_taken() -> None:
+def test_templates_as_deep_as_pods_are_accepted() -> None:
     assert MemberTemplate(
         owner(decode={"template": {"spec": {"affinity": deep(MAX_DEPTH - 10)}}}), "decode"
     ).pod(0)
@@ -293,10 +290,10 @@ def test_templates_as_deep_as_pods_are_taken() -> None:
     )
 
 
-# Statuses and pods that others made
+# Statuses and pods of other clients
 
 
-def test_a_size_in_the_status_that_is_out_of_bounds_makes_no_pod(simulated: Service) -> None:
+def test_a_size_out_of_bounds_in_the_status_creates_no_pod(simulated: Service) -> None:
     simulated.create(
         {
             **SPEC,
@@ -318,7 +315,7 @@ def test_a_size_in_the_status_that_is_out_of_bounds_makes_no_pod(simulated: Serv
 @pytest.mark.parametrize(
     "name", [f"{NAME}-decode-copy", f"{NAME}-decode-01", f"{NAME}-decode-0-copy", "x"]
 )
-def test_a_copy_of_a_member_stops_nothing_and_is_not_touched(simulated: Service, name: str) -> None:
+def test_a_copy_of_a_member_is_ignored(simulated: Service, name: str) -> None:
     simulated.create(SPEC)
     simulated.settle()
     copied = simulated.server.get("pods", f"{NAME}-decode-0")
@@ -341,7 +338,9 @@ def test_a_copy_of_a_member_stops_nothing_and_is_not_touched(simulated: Service,
     (mounted,) = [
         volume["configMap"]["name"] for volume in copy["spec"]["volumes"] if "configMap" in volume
     ]
-    assert simulated.server.get("configmaps", mounted) is not None, "the copy mounts it"
+    assert simulated.server.get("configmaps", mounted) is not None, (
+        "a ConfigMap that the copy mounts was deleted"
+    )
     simulated.server.remove("pods", name)
     simulated.settle()
 
@@ -373,7 +372,7 @@ def fails(*_: Any, **__: Any) -> Any:
     raise DefectError("of the test")
 
 
-def step_fails(simulated: Service) -> None:
+def fail_in_step(simulated: Service) -> None:
     with pytest.raises(DefectError):
         simulated.reconcile()
 
@@ -390,7 +389,7 @@ def step_fails(simulated: Service) -> None:
         "plan_members",
     ],
 )
-def test_a_defect_is_told_wherever_it_is_and_is_tried_again(
+def test_a_defect_in_any_step_is_reported_and_retried(
     simulated: Service, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     simulated.create(SPEC)
@@ -399,7 +398,7 @@ def test_a_defect_is_told_wherever_it_is_and_is_tried_again(
     with monkeypatch.context() as broken:
         broken.setattr(reconcile, place, fails)
         for _ in range(2):
-            step_fails(simulated)
+            fail_in_step(simulated)
             ready, generation = condition(simulated), simulated.object()["metadata"]["generation"]
             assert (ready["status"], ready["reason"]) == ("False", "InternalError")
             assert "DefectError: of the test" in ready["message"]
@@ -415,7 +414,7 @@ def test_a_defect_is_told_wherever_it_is_and_is_tried_again(
     assert condition(simulated)["reason"] == "AllGroupsReady"
 
 
-def test_a_spec_that_runs_into_a_defect_is_told_and_the_members_of_before_are_kept_up(
+def test_a_spec_that_causes_a_defect_is_reported_and_the_previous_members_are_kept(
     simulated: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated.create(SPEC)
@@ -430,19 +429,19 @@ def test_a_spec_that_runs_into_a_defect_is_told_and_the_members_of_before_are_ke
         simulated.patch({"engine": {"maxNumSeqs": 4}})
         simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
         for _ in range(6):
-            step_fails(simulated)
+            fail_in_step(simulated)
             simulated.world(lambda: True, 6.0)
         assert condition(simulated)["reason"] == "InternalError"
         assert condition(simulated, "DecodeReady")["status"] == "True"
         assert f"{NAME}-decode-1" in member_names(simulated)
         simulated.operator_restarts()
-        step_fails(simulated)
+        fail_in_step(simulated)
         assert f"{NAME}-decode-1" in member_names(simulated)
     simulated.reconcile()
     simulated.settle()
 
 
-def test_a_defect_in_one_group_does_not_hold_up_the_other(
+def test_a_defect_in_one_group_does_not_delay_the_other(
     simulated: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated.create(SPEC)
@@ -454,14 +453,14 @@ def test_a_defect_in_one_group_does_not_hold_up_the_other(
     monkeypatch.setattr(reconcile, "plan_members", defect)
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
     for _ in range(6):
-        step_fails(simulated)
+        fail_in_step(simulated)
         simulated.world(lambda: True, 6.0)
     assert f"{NAME}-decode-1" in member_names(simulated)
     assert condition(simulated)["reason"] == "InternalError"
     assert condition(simulated, "DecodeReady")["status"] == "True"
 
 
-def test_a_defect_of_the_last_resort_is_logged_and_the_first_one_is_raised(
+def test_a_defect_in_the_error_handling_is_logged_and_the_first_one_is_raised(
     simulated: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     simulated.create(SPEC)
@@ -469,7 +468,7 @@ def test_a_defect_of_the_last_resort_is_logged_and_the_first_one_is_raised(
     monkeypatch.setattr(reconcile, "observe", fails)
     monkeypatch.setattr(reconcile, "report_defect", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.ERROR):
-        step_fails(simulated)
+        fail_in_step(simulated)
     (record,) = [record for record in caplog.records if record.name == reconcile.__name__]
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError

@@ -1,4 +1,4 @@
-"""The controller: one reconcile at a time per service, none lost, retries, and the freshness of reads."""
+"""The controller: one reconcile at a time per service, retries, and the freshness of reads."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ async def test_a_service_is_never_reconciled_twice_at_once_and_no_change_is_lost
             lambda: controller.queue_depth == 0 and controller.longest_s == 0,
             "the controller to come to rest",
         )
-        assert started == [A, B, A], "five changes are one reconcile"
+        assert started == [A, B, A], "five changes must lead to one reconcile"
 
 
-async def test_a_failing_service_is_retried_and_the_others_go_on() -> None:
+async def test_a_failing_service_is_retried_and_the_others_continue() -> None:
     visits: list[Key] = []
 
     async def reconcile(key: Key, freshness: Freshness) -> Outcome:
@@ -73,7 +73,7 @@ async def test_a_failing_service_is_retried_and_the_others_go_on() -> None:
         )
 
 
-async def test_a_service_comes_back_after_the_time_it_asked_for() -> None:
+async def test_a_service_is_reconciled_again_after_the_requested_time() -> None:
     visits = 0
 
     async def reconcile(key: Key, freshness: Freshness) -> Outcome:
@@ -86,7 +86,7 @@ async def test_a_service_comes_back_after_the_time_it_asked_for() -> None:
         await until(lambda: visits == 4, "four reconciles")
 
 
-async def test_services_known_before_the_start_are_reconciled_and_gone_ones_forgotten() -> None:
+async def test_services_from_before_the_start_are_reconciled_and_deleted_ones_dropped() -> None:
     visits: list[Key] = []
 
     async def reconcile(key: Key, freshness: Freshness) -> Outcome:
@@ -110,7 +110,7 @@ async def test_services_known_before_the_start_are_reconciled_and_gone_ones_forg
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_reconcile_that_hangs_is_given_up_and_others_go_on(
+async def test_a_reconcile_that_hangs_times_out_and_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
@@ -130,7 +130,7 @@ async def test_a_reconcile_that_hangs_is_given_up_and_others_go_on(
 
 
 async def freshness_after(*events: Callable[[Controller], None]) -> list[Freshness]:
-    """Freshness of a first reconcile, and of one after each event."""
+    """Return the freshness of the first reconcile and of one after each event."""
     seen: list[Freshness] = []
 
     async def reconcile(key: Key, freshness: Freshness) -> Outcome:
@@ -146,7 +146,7 @@ async def freshness_after(*events: Callable[[Controller], None]) -> list[Freshne
     return seen
 
 
-async def test_the_first_reconcile_reads_consistently_and_later_ones_what_events_showed() -> None:
+async def test_the_first_reconcile_reads_consistently_and_later_ones_use_event_versions() -> None:
     first, after_pod = await freshness_after(lambda controller: controller.observe(A, "Pod", "7"))
     assert (first.is_consistent, first.objects_changed, first.of("Pod")) == (True, True, None)
     assert (after_pod.is_consistent, after_pod.objects_changed) == (False, False)
@@ -163,7 +163,7 @@ async def test_an_event_never_makes_reads_older() -> None:
     assert last.of("Pod") == "10"
 
 
-async def test_objects_are_read_again_when_somebody_else_wrote_one() -> None:
+async def test_objects_are_read_again_after_a_write_of_another_client() -> None:
     _, by_us, by_others = await freshness_after(
         lambda controller: controller.observe(A, "Role", "3", is_own_write=True),
         lambda controller: controller.observe(A, "Role", "4"),
@@ -210,10 +210,10 @@ async def test_an_event_does_not_end_the_backoff_of_a_failing_service(is_own_wri
     pauses = [after - before for before, after in pairwise(visits)]
     assert all(pause >= 0.4 for pause in pauses), pauses
     if is_own_write:
-        assert pauses[2] >= 1.6, "the status of a failure is no news"
+        assert pauses[2] >= 1.6, "an event of the failure status ended the backoff"
 
 
-async def test_a_webhook_that_asks_for_a_pause_pauses_its_service_only() -> None:
+async def test_retry_after_of_a_webhook_pauses_only_its_service() -> None:
     visits: list[Key] = []
 
     async def reconcile(key: Key, freshness: Freshness) -> Outcome:

@@ -1,4 +1,4 @@
-"""The real operator, kopf included, on a simulated API server with simulated nodes: it converges whatever happens."""
+"""The real operator with kopf on a simulated cluster: it converges after any faults."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TestService = pytest.mark.timeout(1800)(Machine.TestCase)
 TestService.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
-def test_members_of_all_states_are_seen() -> None:
-    """The simulation is worth its checks only if its pods look as real ones do to the operator."""
+def test_simulated_pods_cover_all_member_states() -> None:
+    """The checks need simulated pods that the operator observes like real ones."""
     service = Service()
     try:
         service.create({"model": {"uri": "file:///m"}, "decode": {"replicas": 2}})
@@ -40,14 +40,14 @@ def test_members_of_all_states_are_seen() -> None:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """Three decode pods that serve, and an operator that has looked at them."""
+    """A service with three serving decode pods that the operator has observed."""
     with settled({"model": {"uri": "file:///m"}, "decode": {"replicas": 3}}) as made:
         made.reconcile()
         assert not made.runtime.controller.is_due(KEY)
         yield made
 
 
-def test_what_was_just_written_is_known_before_the_watch_shows_it(service: Service) -> None:
+def test_a_write_is_known_before_its_event_arrives(service: Service) -> None:
     before = service.pods()
     service.wire("Pod").lets_through(0)
     service.patch({"decode": {"replicas": 5}})
@@ -55,13 +55,13 @@ def test_what_was_just_written_is_known_before_the_watch_shows_it(service: Servi
     made = [pod for pod in service.pods() if pod not in before]
     assert len(made) == 2
     service.reconcile()
-    assert not service.client.told, "pods are made that exist"
+    assert not service.client.told, "existing pods were created again"
     service.settle()
     assert len(service.pods()) == 5
 
 
-def test_an_event_from_before_a_write_does_not_undo_it(service: Service) -> None:
-    """A member that drains is not marked a second time: `Service.reconcile` sees to it."""
+def test_an_event_from_before_a_write_is_ignored(service: Service) -> None:
+    """A draining member is not marked a second time, which `Service.reconcile` checks."""
     service.wire("Pod").lets_through(0)
     for pod in service.pods():
         service.nodes.unfinished[pod["status"]["podIP"]] = 1
@@ -78,8 +78,8 @@ def test_an_event_from_before_a_write_does_not_undo_it(service: Service) -> None
 
 
 def becomes_due(service: Service, within_s: float) -> bool:
-    """Whether the watches make the service due in time."""
-    assert within_s < RESYNC_S, "that would be the resync"
+    """Wait until the service is due. Return whether it becomes due before the resync."""
+    assert within_s < RESYNC_S, "the resync would be due"
     began = service.server.seconds()
     while service.server.seconds() < began + within_s and not service.runtime.controller.is_due(
         KEY
@@ -105,8 +105,8 @@ def test_a_pod_deleted_while_the_watch_was_cut_is_replaced_without_waiting_for_t
     assert len(service.pods()) == 3
 
 
-def test_an_empty_list_makes_services_due_too(service: Service) -> None:
-    """Nothing in it names the service."""
+def test_an_empty_list_makes_services_due(service: Service) -> None:
+    """The list has no object that names the service."""
     service.wire("Pod").lets_through(0)
     for pod in service.server.list("pods"):
         service.server.remove("pods", pod["metadata"]["name"])
@@ -129,24 +129,28 @@ def test_a_pod_deleted_while_the_watch_was_silent_is_replaced_without_waiting_fo
     assert len(service.pods()) == 3
 
 
-def test_an_event_that_is_lost_without_a_word_is_made_good_by_the_resync(service: Service) -> None:
+def test_the_resync_corrects_a_silently_lost_event(service: Service) -> None:
     service.wire("Pod").to_lose = 1
     gone = service.pods()[0]["metadata"]["name"]
     service.nodes.pod_vanishes(gone)
-    assert not becomes_due(service, within_s=RESYNC_S - 1.0), "nothing can show it"
+    assert not becomes_due(service, within_s=RESYNC_S - 1.0), (
+        "the lost event must not be detected earlier"
+    )
     service.lost_events = True
     service.settle()
     assert len(service.pods()) == 3
 
 
-def test_a_look_at_a_service_at_rest_takes_five_reads(service: Service) -> None:
+def test_a_reconcile_of_an_unchanged_service_takes_five_reads(service: Service) -> None:
     service.server.edit(
         "pods",
         service.pods()[0]["metadata"]["name"],
         lambda obj: obj["status"].update(reason="seen"),
     )
     service.reconcile()
-    assert service.client.requests == 5, "the service, its pods, Deployments, Services and key"
+    assert service.client.requests == 5, (
+        "expected reads of the service, its pods, Deployments, Services and key"
+    )
     assert not service.client.writes
 
 
@@ -154,9 +158,7 @@ def test_a_look_at_a_service_at_rest_takes_five_reads(service: Service) -> None:
     "storage",
     ["roles.rbac.authorization.k8s.io", "configmaps", "networkpolicies.networking.k8s.io"],
 )
-def test_what_somebody_deletes_beside_the_members_is_made_again(
-    service: Service, storage: str
-) -> None:
+def test_deleted_objects_other_than_members_are_recreated(service: Service, storage: str) -> None:
     (name, *_) = [obj["metadata"]["name"] for obj in service.server.list(storage)]
     service.server.remove(storage, name)
     service.reconcile()

@@ -1,4 +1,4 @@
-"""The revision of pods that replace dead ones during a rollout or a pause, on a simulated cluster."""
+"""The revision of pods that replace dead ones during a rollout or a pause."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SPEC: dict[str, Any] = {
     "progressDeadlineSeconds": 60,
 }
 BROKEN = {"spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}}
+#: Of configuration, too. Its pods never get ready.
 EDIT: dict[str, Any] = {"engine": {"maxNumSeqs": 3}, "decode": {"template": BROKEN}}
-"""Of configuration, too. Its pods never get ready."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def rounds(service: Service, number: int) -> None:
 
 
 def lose(service: Service, revision: str) -> None:
-    """All pods of this revision, and every trace of them."""
+    """Remove all pods of this revision."""
     for pod in service.pods():
         if pod["metadata"]["labels"]["serving.baton.dev/revision"] == revision:
             service.nodes.pod_vanishes(pod["metadata"]["name"])
@@ -50,13 +50,13 @@ def ready(service: Service) -> int:
 
 
 def configurations(service: Service) -> tuple[set[str], set[str]]:
-    """Names of ConfigMaps: that pods mount, and that exist."""
+    """Return the names of ConfigMaps that pods mount, and of those that exist."""
     volumes = [volume for pod in service.pods() for volume in pod["spec"]["volumes"]]
     used = {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
     return used, {each["metadata"]["name"] for each in service.server.list("configmaps")}
 
 
-def test_what_dies_while_a_rollout_stalls_comes_back_as_what_served(service: Service) -> None:
+def test_pods_that_die_during_a_stalled_rollout_get_the_previous_revision(service: Service) -> None:
     (before,) = revisions(service)
     service.patch(EDIT)
     rounds(service, 20)
@@ -68,10 +68,10 @@ def test_what_dies_while_a_rollout_stalls_comes_back_as_what_served(service: Ser
     service.world(lambda: True, 6.0)
     rounds(service, 20)
     assert revisions(service)[before] == 2
-    assert len(service.pods()) == 3, "the broken one is left"
+    assert len(service.pods()) == 3, "only the pod of the failing revision remains"
     assert ready(service) == 2
     used, made = configurations(service)
-    assert used <= made, "a configuration was deleted that a pod needs again"
+    assert used <= made, "a configuration was deleted that a replacement needs"
 
     service.patch({"decode": {"template": None}})
     service.settle()
@@ -80,7 +80,7 @@ def test_what_dies_while_a_rollout_stalls_comes_back_as_what_served(service: Ser
     assert status["servedRevision"] == status["specRevision"]
 
 
-def test_what_dies_in_a_pause_in_the_middle_of_a_rollout_comes_back_as_what_served(
+def test_pods_that_die_in_a_pause_during_a_rollout_get_the_previous_revision(
     service: Service,
 ) -> None:
     (before,) = revisions(service)
@@ -91,14 +91,14 @@ def test_what_dies_in_a_pause_in_the_middle_of_a_rollout_comes_back_as_what_serv
     newer = revisions(service)
     lose(service, before)
     rounds(service, 5)
-    assert revisions(service) - newer == Counter(), "no pod was made of the edit"
-    assert revisions(service)[before] == 1, "two pods are wanted, and the new one is there"
+    assert revisions(service) - newer == Counter(), "the edit has no pod yet"
+    assert revisions(service)[before] == 1, "the new pod and one other must exist"
     service.patch({"paused": False, "decode": {"template": None}})
     service.settle()
     assert before not in revisions(service)
 
 
-def test_a_spec_that_never_served_is_not_come_back_to() -> None:
+def test_a_revision_that_never_served_is_not_restored() -> None:
     service = Service()
     try:
         service.create({**SPEC, "decode": {"replicas": 2, "template": BROKEN}})

@@ -1,4 +1,4 @@
-"""Pauses and the revision history, on a simulated cluster."""
+"""Pauses and the revision history on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def reason(service: Service, type_: str) -> str:
     return str(found["reason"])
 
 
-def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Service) -> None:
+def test_a_pause_delays_edits_and_replaces_dead_pods_with_the_previous_revision(
+    service: Service,
+) -> None:
     before = revisions(service)
     service.patch({"paused": True})
     service.patch({"engine": {"maxNumSeqs": 3}, "gateway": {"maxConcurrentRequests": 3}})
@@ -54,7 +56,7 @@ def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Ser
     service.nodes.pod_vanishes(f"{NAME}-decode-1")
     service.patch({"decode": {"replicas": 3}})
     rounds(service)
-    assert len(service.pods()) == 3, "a dead one is replaced, and the group grows"
+    assert len(service.pods()) == 3, "the dead pod must be replaced and the group must grow"
     assert revisions(service) == before
 
     service.patch({"paused": False})
@@ -62,7 +64,7 @@ def test_a_pause_holds_edits_back_and_replaces_the_dead_by_what_was(service: Ser
     assert revisions(service).isdisjoint(before)
 
 
-def test_a_pause_names_the_edits_that_wait(service: Service) -> None:
+def test_a_pause_names_the_waiting_edits(service: Service) -> None:
     def updating() -> str:
         rounds(service, 2)
         (found,) = [
@@ -75,7 +77,7 @@ def test_a_pause_names_the_edits_that_wait(service: Service) -> None:
     assert updating() == "no edit waits; new edits wait until spec.paused is false"
     service.patch({"decode": {"replicas": 3}, "progressDeadlineSeconds": 60})
     assert updating() == "no edit waits; new edits wait until spec.paused is false", (
-        "of these a pause holds none back"
+        "a pause must not delay these edits"
     )
     service.patch(
         {
@@ -103,7 +105,7 @@ def test_a_group_that_an_edit_in_a_pause_removes_keeps_its_size(size: int) -> No
         assert len(service.pods()) == 2
 
 
-def test_an_edit_that_cannot_be_used_waits_by_its_name() -> None:
+def test_an_invalid_edit_during_a_pause_is_named() -> None:
     kept = {"model": {"uri": "file:///m"}, "paused": True}
     assert held_back(kept, {**kept, "engine": {"maxNumSeqs": "many"}}) == ("engine",)
     assert held_back(kept, {**kept, "model": {"uri": "file:///n"}, "paused": False}) == (
@@ -111,7 +113,7 @@ def test_an_edit_that_cannot_be_used_waits_by_its_name() -> None:
     )
 
 
-def test_a_service_that_was_paused_from_the_beginning_is_not_begun() -> None:
+def test_a_service_that_is_paused_from_the_start_is_not_created() -> None:
     service = Service()
     try:
         service.create({**SPEC, "paused": True})
@@ -124,19 +126,19 @@ def test_a_service_that_was_paused_from_the_beginning_is_not_begun() -> None:
         service.close()
 
 
-def test_each_spec_that_was_rolled_out_is_recorded_once_and_the_oldest_are_forgotten(
+def test_each_spec_is_recorded_once_and_the_oldest_ones_are_dropped(
     service: Service,
 ) -> None:
     (first,) = records(service)
     assert first["data"]["spec"]["model"] == {**SPEC["model"], "dtype": "auto"}
     service.patch({"decode": {"replicas": 1}})
     service.settle()
-    assert records(service) == [first], "a size is no revision"
+    assert records(service) == [first], "a change of the size was recorded"
     for number in range(1, LIMIT + 3):
         service.patch({"engine": {"maxNumSeqs": number}})
         service.reconcile()
     assert len(records(service)) == LIMIT + 1
-    assert records(service)[0] == first, "with which all pods were ready last"
+    assert records(service)[0] == first, "the last spec with which all pods were ready must be kept"
     assert records(service)[-1]["data"]["spec"]["engine"]["maxNumSeqs"] == LIMIT + 2
     service.settle()
     service.patch({"engine": {"maxNumSeqs": LIMIT + 3}})
@@ -145,7 +147,7 @@ def test_each_spec_that_was_rolled_out_is_recorded_once_and_the_oldest_are_forgo
     assert first not in records(service)
 
 
-def test_a_record_of_a_deleted_service_of_the_same_name_is_not_taken_for_its_own(
+def test_a_record_of_a_deleted_service_of_the_same_name_is_ignored(
     service: Service,
 ) -> None:
     (first,) = records(service)
@@ -188,16 +190,20 @@ def test_a_pause_whose_record_is_gone_does_nothing(service: Service) -> None:
     assert reason(service, "Ready") == "Paused"
 
 
-def test_going_back_in_the_middle_keeps_those_that_were_not_replaced(service: Service) -> None:
-    """The new revision never gets ready: only its own pod leaves, and no other is restarted."""
+def test_a_rollback_during_a_rollout_keeps_the_pods_that_were_not_replaced(
+    service: Service,
+) -> None:
+    """The new revision is never ready. Only its own pod is removed, and no other is restarted."""
     before = {pod["metadata"]["uid"] for pod in service.pods()}
     broken = {
         "spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}
     }
     service.patch({"decode": {"template": broken}, "progressDeadlineSeconds": 30})
     rounds(service, 20)
-    assert before < {pod["metadata"]["uid"] for pod in service.pods()}, "the others serve on"
-    assert len(service.pods()) == 3, "it stops at the surge"
+    assert before < {pod["metadata"]["uid"] for pod in service.pods()}, (
+        "the other pods must keep serving"
+    )
+    assert len(service.pods()) == 3, "the rollout must stop at the surge"
     assert reason(service, "Updating") == "RolloutStalled"
     service.patch({"decode": {"template": None}})
     service.settle()

@@ -1,4 +1,4 @@
-"""Conditions of pods that fail repeatedly: they do not alternate until the pods are ready."""
+"""Conditions of pods that fail repeatedly: they are stable until the pods are ready."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOADING = Health("Loading", "loading /models/typo")
 
 
 def at(seconds: float) -> str:
-    """As the API writes times: whole seconds."""
+    """Return a time as the API writes it, in whole seconds."""
     return (NOW + timedelta(seconds=seconds)).replace(microsecond=0).isoformat()
 
 
@@ -46,19 +46,19 @@ def running(since: float) -> Object:
 
 
 def unready(since: float) -> list[Object]:
-    """A Ready condition that became False then."""
+    """Return a Ready condition that became False at this time."""
     return [{"type": "Ready", "status": "False", "lastTransitionTime": at(since)}]
 
 
 def failing(name: str, *, since: float, **fields: Any) -> Object:
-    """A pod whose readiness was False from `since` on."""
+    """Return a pod that is not ready since `since`."""
     made = pod(name, **fields)
     made["status"]["conditions"] = unready(since)
     return made
 
 
-class Told:
-    """The service of one decode group, whose status is written again after each state of its pods."""
+class Reported:
+    """The status of a service with one decode group, updated for each state of its pods."""
 
     def __init__(self, uri: str = TYPO) -> None:
         self.model = {"uri": uri}
@@ -67,7 +67,7 @@ class Told:
     def when(
         self, pods: list[Object], loading: dict[str, Health] | None = None, at: datetime = NOW
     ) -> dict[str, tuple[str, str, str]]:
-        """status, reason and message of each condition."""
+        """Return (status, reason, message) of each condition."""
         group = Group(role="decode", desired=2, pods=pods, revision="new", loading=loading or {})
         status = report(
             self.before,
@@ -84,7 +84,7 @@ class Told:
 
 
 def restarts(name: str) -> list[tuple[Object, dict[str, Health]]]:
-    """A pod that never was ready, from its first start to its third, and its status at each step."""
+    """Return states of a pod that is never ready, from its first start to its third."""
     says = {name: LOADING}
     first, second = not_found(0, 20), not_found(30, 50)
     return [
@@ -103,9 +103,9 @@ def old(ordinal: int) -> Object:
     return pod(f"demo-decode-{ordinal}", revision="old", ready=True)
 
 
-def test_a_rollout_to_a_model_that_does_not_exist_says_so_through_all_restarts() -> None:
-    told = Told()
-    told.before = {
+def test_a_missing_model_is_reported_through_all_restarts() -> None:
+    reported = Reported()
+    reported.before = {
         **service(),
         "status": {
             "model": {"uri": "file:///models/x"},
@@ -120,12 +120,12 @@ def test_a_rollout_to_a_model_that_does_not_exist_says_so_through_all_restarts()
         },
     }
     states = restarts("demo-decode-2")
-    first = told.when([old(0), old(1), states[0][0]], states[0][1], NOW + timedelta(seconds=9))
+    first = reported.when([old(0), old(1), states[0][0]], states[0][1], NOW + timedelta(seconds=9))
     assert first["ModelAvailable"][:2] == ("Unknown", "Loading"), (
-        "that others have another model is no news of this one"
+        "the model of other pods must not affect the condition"
     )
     for step, (member, says) in enumerate(states[1:], 1):
-        conditions = told.when([old(0), old(1), member], says, NOW + timedelta(seconds=100))
+        conditions = reported.when([old(0), old(1), member], says, NOW + timedelta(seconds=100))
         for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
             assert conditions[type_][:2] == ("False", "ModelNotFound"), (
                 f"{type_} in state {step}: {conditions[type_]}"
@@ -135,31 +135,31 @@ def test_a_rollout_to_a_model_that_does_not_exist_says_so_through_all_restarts()
 
 
 @given(st.permutations(range(1, 8)), st.lists(st.integers(1, 7), max_size=6))
-def test_of_two_pods_that_fail_in_any_order_none_hides_the_other(
+def test_a_pod_that_restarts_does_not_hide_the_failure_of_another(
     order: list[int], others: list[int]
 ) -> None:
-    told, ours, theirs = Told(), restarts("demo-decode-0"), restarts("demo-decode-1")
+    reported, ours, theirs = Reported(), restarts("demo-decode-0"), restarts("demo-decode-1")
     for mine, yours in zip(order, [*others, *order], strict=False):
         member, says = ours[mine]
         other, also_says = theirs[yours]
-        conditions = told.when([member, other], says | also_says, NOW + timedelta(seconds=100))
+        conditions = reported.when([member, other], says | also_says, NOW + timedelta(seconds=100))
         assert conditions["ModelAvailable"][:2] == ("False", "ModelNotFound")
         assert conditions["DecodeReady"][:2] == ("False", "ModelNotFound")
 
 
-def test_a_pod_that_got_ready_since_has_got_past_its_failure() -> None:
-    told = Told()
+def test_a_failure_is_over_when_the_pod_was_ready_since() -> None:
+    reported = Reported()
     once = failing("demo-decode-0", since=90, state=running(30), last=not_found(0, 20), restarts=1)
-    assert told.when([once])["DecodeReady"][1] == "Starting", (
-        "it was ready until 60 s after it had started"
+    assert reported.when([once])["DecodeReady"][1] == "Starting", (
+        "the pod was ready until 60 s after its start"
     )
     ready = pod("demo-decode-0", ready=True, state=running(30), last=not_found(0, 20), restarts=1)
-    conditions = told.when([ready, pod("demo-decode-1", ready=True)])
+    conditions = reported.when([ready, pod("demo-decode-1", ready=True)])
     assert conditions["ModelAvailable"][:2] == ("True", "Available")
     assert conditions["DecodeReady"][0] == "True"
 
 
-def test_what_runs_again_after_a_failure_tells_how_far_it_is_too() -> None:
+def test_a_restarted_container_also_reports_its_progress() -> None:
     last = {
         "exitCode": 1,
         "message": "FATAL ModelSourceUnavailable: nothing came for 300 s",
@@ -170,14 +170,14 @@ def test_what_runs_again_after_a_failure_tells_how_far_it_is_too() -> None:
         "demo-decode-0": Health("Fetching", "fetching hf://org/m", LoadProgress(2**30, 4 * 2**30))
     }
     for type_ in ("ModelAvailable", "DecodeReady"):
-        verdict = Told("hf://org/m").when([again], says)[type_]
+        verdict = Reported("hf://org/m").when([again], says)[type_]
         assert verdict[:2] == ("False", "ModelSourceUnavailable")
         assert "nothing came for 300 s" in verdict[2]
         assert "25 % of 4.0 GiB" in verdict[2]
 
 
+#: When the pods of these tests were ready last.
 READY_UNTIL = 1000.0
-"""When the pods of these tests were ready last."""
 
 
 @pytest.mark.parametrize(
@@ -196,12 +196,12 @@ READY_UNTIL = 1000.0
         (running(READY_UNTIL + 20), killed(READY_UNTIL + 1, READY_UNTIL + 9), 5, "CrashLooping"),
     ],
 )
-def test_a_crash_loop_is_of_those_who_do_not_get_ready_between(
+def test_a_pod_that_was_ready_between_restarts_has_no_crash_loop(
     state: Object, last: Object | None, count: int, reason: str
 ) -> None:
-    """A pod that lives for a month ends more than once."""
+    """A pod that runs for a month may restart more than once."""
     member = failing("demo-decode-0", since=READY_UNTIL, state=state, last=last, restarts=count)
-    assert Told().when([member])["DecodeReady"][:2] == ("False", reason)
+    assert Reported().when([member])["DecodeReady"][:2] == ("False", reason)
 
 
 @pytest.mark.parametrize(
@@ -210,17 +210,17 @@ def test_a_crash_loop_is_of_those_who_do_not_get_ready_between(
         {"exitCode": 0, "startedAt": at(0), "finishedAt": at(READY_UNTIL)},
         {"exitCode": 137, "reason": "ContainerStatusUnknown", "startedAt": at(0)},
     ],
-    ids=["it was told to end", "its node ended"],
+    ids=["it was reported to end", "its node ended"],
 )
-def test_what_starts_again_after_no_failure_of_its_own_loads(last: Object) -> None:
+def test_a_restart_without_a_failure_is_reported_as_loading(last: Object) -> None:
     member = failing(
         "demo-decode-0", since=READY_UNTIL, state=running(READY_UNTIL + 60), last=last, restarts=3
     )
-    verdict = Told().when([member], {"demo-decode-0": LOADING})["DecodeReady"]
+    verdict = Reported().when([member], {"demo-decode-0": LOADING})["DecodeReady"]
     assert verdict[:2] == ("False", "Loading")
 
 
-def test_an_init_container_that_has_done_its_work_is_no_failure() -> None:
+def test_a_completed_init_container_is_no_failure() -> None:
     done = {"exitCode": 0, "message": '{"revision":"c0ffee"}', "startedAt": at(30)}
     earlier = {
         "exitCode": 1,
@@ -236,18 +236,18 @@ def test_an_init_container_that_has_done_its_work_is_no_failure() -> None:
             "lastState": {"terminated": earlier},
         }
     ]
-    conditions = Told("hf://org/m").when([member], {"demo-decode-0": LOADING})
+    conditions = Reported("hf://org/m").when([member], {"demo-decode-0": LOADING})
     assert conditions["DecodeReady"][:2] == ("False", "Loading")
     assert conditions["ModelAvailable"][:2] == ("True", "Available")
 
 
-def test_pods_of_an_earlier_revision_do_not_vouch_for_another_model() -> None:
-    told = Told()
-    told.when([])
+def test_pods_of_an_earlier_revision_do_not_make_another_model_available() -> None:
+    reported = Reported()
+    reported.when([])
     for pods in (
         [old(0), old(1)],
         [old(0), old(1), failing("demo-decode-2", since=0, state=running(0))],
     ):
-        conditions = told.when(pods)
+        conditions = reported.when(pods)
         assert conditions["ModelAvailable"][0] == "Unknown", conditions["ModelAvailable"]
-        assert told.before["status"].get("model") is None
+        assert reported.before["status"].get("model") is None

@@ -21,7 +21,8 @@ from support.operator.services import NOW, Object, owner, pod, service
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(
-    version=2, checkpoint="c0ffee", dtype="float32", quantization="none", layout="NHL2BD", block_size=16,
+    version=2, checkpoint="c0ffee", dtype="float32", quantization="none", layout="NHL2BD",
+    block_size=16,
     num_layers=2, num_kv_heads=4, head_dim=8,
 )  # fmt: skip
 LARGE_BLOCKS = msgspec.structs.replace(KV, block_size=32)
@@ -51,7 +52,7 @@ def condition(status: Any, type_: str) -> tuple[str, str, str]:
     return found.status, found.reason, found.message
 
 
-def test_pods_that_fit_are_no_news() -> None:
+def test_compatible_pods_do_not_affect_conditions() -> None:
     status = told(
         group("prefill", of("prefill", 0)),
         group("decode", of("decode", 0)),
@@ -83,11 +84,13 @@ def test_prefill_is_not_ready_when_decode_cannot_take_its_blocks(
         assert text in condition(status, type_)[2]
     assert "decode pods prefill for themselves" in condition(status, "PrefillReady")[2]
     assert "1 of 1 prefill pods are ready" in condition(status, "PrefillReady")[2]
-    assert condition(status, "DecodeReady")[:2] == ("True", "PodsReady"), "requests succeed"
+    assert condition(status, "DecodeReady")[:2] == ("True", "PodsReady"), (
+        "decode must be ready, because requests succeed"
+    )
     assert [each.reason for each in new_failures(service(), status)] == ["IncompatiblePeers"]
 
 
-def test_one_pod_without_a_partner_is_named() -> None:
+def test_a_pod_without_a_compatible_peer_is_named() -> None:
     pods = [of("decode", 0), of("decode", 1)]
     kv = {"demo-prefill-0": KV, "demo-decode-0": KV, "demo-decode-1": LARGE_BLOCKS}
     message = condition(
@@ -97,7 +100,7 @@ def test_one_pod_without_a_partner_is_named() -> None:
     assert "block_size is 32 at demo-decode-1 and 16 at demo-prefill-0" in message
 
 
-def test_every_pod_with_some_partner_is_enough() -> None:
+def test_one_compatible_peer_per_pod_is_enough() -> None:
     kv = {
         "demo-prefill-0": KV,
         "demo-prefill-1": LARGE_BLOCKS,
@@ -110,12 +113,12 @@ def test_every_pod_with_some_partner_is_enough() -> None:
 
 
 @pytest.mark.parametrize("known", [{}, {"demo-prefill-0": KV}, {"demo-decode-0": LARGE_BLOCKS}])
-def test_nothing_is_claimed_of_who_said_nothing(known: dict[str, KVCompatibility]) -> None:
+def test_pods_without_a_report_are_not_compared(known: dict[str, KVCompatibility]) -> None:
     status = told(group("prefill", of("prefill", 0)), group("decode", of("decode", 0)), known)
     assert condition(status, "Ready")[0] == "True"
 
 
-def test_revisions_that_do_not_fit_are_by_design_while_a_rollout_gets_on() -> None:
+def test_incompatible_revisions_are_not_reported_during_a_rollout() -> None:
     prefill = group("prefill", of("prefill", 0))
     decode = group(
         "decode", of("decode", 0, revision="old"), of("decode", 1, ready=False), desired=1
@@ -126,7 +129,7 @@ def test_revisions_that_do_not_fit_are_by_design_while_a_rollout_gets_on() -> No
     assert condition(status, "PrefillReady")[:2] == ("True", "PodsReady")
 
 
-def test_revisions_that_do_not_fit_are_told_when_the_rollout_stands_still() -> None:
+def test_incompatible_revisions_are_reported_when_the_rollout_stalls() -> None:
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV}
     prefill, old = group("prefill", of("prefill", 0)), of("decode", 0, revision="old")
     paused = told(prefill, group("decode", old, desired=1), kv, paused=True)
@@ -139,7 +142,7 @@ def test_revisions_that_do_not_fit_are_told_when_the_rollout_stands_still() -> N
     assert condition(stalled, "PrefillReady")[:2] == ("False", "IncompatiblePeers")
 
 
-def test_what_keeps_pods_from_serving_is_told_first() -> None:
+def test_problems_that_keep_pods_from_serving_take_precedence() -> None:
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV}
     fatal = {
         "terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}
@@ -150,7 +153,7 @@ def test_what_keeps_pods_from_serving_is_told_first() -> None:
     assert condition(status, "Ready")[1] == "ModelNotFound"
 
 
-def test_pods_that_leave_and_groups_without_pods_do_not_count() -> None:
+def test_leaving_pods_and_groups_without_pods_are_ignored() -> None:
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV, "demo-decode-1": LARGE_BLOCKS}
     leaving = of("decode", 0, draining=True)
     decode = group("decode", of("decode", 1), leaving, desired=1)
@@ -163,7 +166,7 @@ def test_pods_that_leave_and_groups_without_pods_do_not_count() -> None:
     )
 
 
-def test_differences_name_both_values() -> None:
+def test_a_difference_is_reported_with_both_values() -> None:
     assert differences(KV, KV, "here", "there") == ""
     other = msgspec.structs.replace(KV, block_size=32, dtype="bfloat16")
     assert differences(KV, other, "here", "there") == (
@@ -172,7 +175,7 @@ def test_differences_name_both_values() -> None:
 
 
 class Engines:
-    """Answers GET /health at any address of 127.0.0.0/8."""
+    """Responds to GET /health at any address of 127.0.0.0/8."""
 
     def __init__(self) -> None:
         self.answers: dict[str, bytes] = {}
@@ -209,7 +212,7 @@ def body(kv: KVCompatibility | None) -> bytes:
     return msgspec.json.encode(Health("Serving", "instance x", kv=kv))
 
 
-async def test_each_engine_that_serves_is_asked_once(engines: Engines) -> None:
+async def test_each_serving_engine_is_probed_once(engines: Engines) -> None:
     engines.answers = {
         "127.0.0.1": body(KV),
         "127.0.0.2": body(None),
@@ -235,13 +238,13 @@ async def test_each_engine_that_serves_is_asked_once(engines: Engines) -> None:
             "demo-prefill-0": KV,
             "demo-decode-0": KV,
         }
-        assert engines.asked[3:] == ["127.0.0.3"], "another process, and only that"
+        assert engines.asked[3:] == ["127.0.0.3"], "only the new process must be probed"
         peers.forget(KEY)
         assert await peers.kv(KEY, pods[:1]) == {"demo-prefill-0": KV}
         assert engines.asked[4:] == ["127.0.0.1"]
 
 
-async def test_who_does_not_answer_is_asked_again(engines: Engines) -> None:
+async def test_an_unresponsive_engine_is_probed_again(engines: Engines) -> None:
     silent = at("127.0.0.1", "prefill", 0)
     async with aiohttp.ClientSession() as session:
         peers = StatusProbes(session, engines.port)

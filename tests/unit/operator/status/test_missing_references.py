@@ -1,4 +1,4 @@
-"""Missing Secrets and ConfigMaps: found by name without reading them, and reported for each group."""
+"""Missing Secrets and ConfigMaps: found without reading them, and reported per group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def waiting(name: str = "demo-gateway-0", state: Object = CREATING, **spec: Any)
 
 
 class Objects(Kube):
-    """An API server's answers by path; everything else does not exist."""
+    """A fake API server with objects by path."""
 
     def __init__(self, *names: str, error: Exception | None = None) -> None:
         client: Any = self
@@ -59,7 +59,7 @@ def told(type_: str, status: Any) -> tuple[str, str, str]:
     return found.status, found.reason, found.message
 
 
-def test_what_a_pod_cannot_start_without() -> None:
+def test_references_of_a_pod_that_must_exist() -> None:
     container = {
         "name": "engine",
         "envFrom": [
@@ -129,11 +129,11 @@ def test_what_a_pod_cannot_start_without() -> None:
         "not looked at",
     ],
 )
-def test_only_a_pod_that_waits_on_its_node_is_looked_at(case: Object, lacks: bool) -> None:
+def test_only_pods_waiting_on_their_node_are_checked(case: Object, lacks: bool) -> None:
     assert may_lack_objects(case) is lacks
 
 
-async def test_objects_are_asked_for_by_name_and_only_whether_they_exist() -> None:
+async def test_only_the_existence_of_objects_is_requested() -> None:
     kube = Objects("there")
     pods = [
         waiting("a"),
@@ -154,11 +154,11 @@ async def test_objects_are_asked_for_by_name_and_only_whether_they_exist() -> No
 @pytest.mark.parametrize(
     "error", [KubeError(403, "Forbidden", "no"), KubeError(500, "", "no"), ConnectionError("no")]
 )
-async def test_nothing_is_claimed_that_cannot_be_known(error: Exception) -> None:
+async def test_an_unreadable_object_is_not_reported_as_missing(error: Exception) -> None:
     assert await find_missing(Objects(error=error), "team", [waiting()], set()) == frozenset()
 
 
-def test_the_group_that_needs_it_names_it_until_it_is_there() -> None:
+def test_a_missing_object_is_reported_for_its_group_until_it_exists() -> None:
     gateway = Group(
         role="gateway", desired=1, pods=[waiting()], updated=False, missing=frozenset({KEYS})
     )
@@ -176,7 +176,7 @@ def test_the_group_that_needs_it_names_it_until_it_is_there() -> None:
     assert told("GatewayReady", status)[:2] == ("False", "Starting")
 
 
-def test_a_missing_secret_of_the_environment_tells_more_than_the_containers_error() -> None:
+def test_a_missing_secret_takes_precedence_over_the_containers_error() -> None:
     hub = Reference("Secret", "hub")
     model = {"name": "model", "envFrom": [{"secretRef": {"name": "hub"}}]}
     member = waiting(
@@ -190,7 +190,7 @@ def test_a_missing_secret_of_the_environment_tells_more_than_the_containers_erro
     assert "environment of container model" in message
 
 
-def test_a_rollout_says_what_its_new_pod_waits_for() -> None:
+def test_a_rollout_names_the_missing_object_of_its_new_pod() -> None:
     old = pod("demo-decode-1", ready=True, revision="old")
     settings = Reference("ConfigMap", "settings")
     volumes = [{"name": "settings", "configMap": {"name": "settings"}}]

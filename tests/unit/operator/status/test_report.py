@@ -21,7 +21,8 @@ FATAL = {
 }
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}
 UNSCHEDULABLE = {
-    "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have a free GPU",
+    "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+    "message": "0/3 nodes have a free GPU",
 }  # fmt: skip
 QUOTA = 'pods "demo-gateway-x" is forbidden: exceeded quota: gpus'
 
@@ -38,7 +39,9 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
     "ready": (decode([pod(ready=True)]), "True", "PodsReady", "1 of 1"),
     "no pods yet": (decode([]), "False", "Starting", "0 of 1"),
     "loading": (decode([pod()]), "False", "Starting", "0 of 1"),
-    "fatal while it backs off": (decode([pod(state=BACK_OFF, last=FATAL)]), "False", "ModelNotFound", "/models/x"),
+    "fatal while it backs off": (
+        decode([pod(state=BACK_OFF, last=FATAL)]), "False", "ModelNotFound", "/models/x",
+    ),
     "fatal between two restarts": (
         decode([pod(state={"terminated": FATAL})]), "False", "ModelNotFound", "/models/x",
     ),
@@ -49,7 +52,10 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(state=just_started(900), last=FATAL)]), "False", "ModelNotFound", "/models/x",
     ),
     "fatal tells more than capacity": (
-        decode([pod("demo-decode-0", conditions=[UNSCHEDULABLE]), pod("demo-decode-1", state=BACK_OFF, last=FATAL)], 2),
+        decode([
+            pod("demo-decode-0", conditions=[UNSCHEDULABLE]),
+            pod("demo-decode-1", state=BACK_OFF, last=FATAL),
+        ], 2),
         "False", "ModelNotFound", "demo-decode-1",
     ),
     "crash loop": (
@@ -65,7 +71,9 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         "False", "ContainerTerminated", "by signal 9",
     ),
     "killed, as kubelets without a signal field say": (
-        decode([pod(state=BACK_OFF, last={"exitCode": 137, "message": "INFO serving"}, restarts=0)]),
+        decode([
+            pod(state=BACK_OFF, last={"exitCode": 137, "message": "INFO serving"}, restarts=0),
+        ]),
         "False", "ContainerTerminated", "by signal 9; 0 of",
     ),
     "out of memory": (
@@ -81,19 +89,30 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(phase="Failed", status={"reason": "OutOfcpu", "message": "no cpu left"})]),
         "False", "PodFailed", "OutOfcpu: no cpu left",
     ),
-    "old pods do not make it ready": (decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1"),
-    "a draining pod does not count": (decode([pod(ready=True, draining=True)]), "False", "Draining", "0 of 1"),
+    "old pods do not make it ready": (
+        decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1",
+    ),
+    "a draining pod does not count": (
+        decode([pod(ready=True, draining=True)]), "False", "Draining", "0 of 1",
+    ),
     "an evicted pod that was not cleaned up does not hurt": (
-        decode([pod(ready=True), pod("demo-decode-1", phase="Failed")]), "True", "PodsReady", "1 of 1",
+        decode([pod(ready=True), pod("demo-decode-1", phase="Failed")]), "True", "PodsReady",
+        "1 of 1",
     ),
     "surplus that drains does not hurt": (
-        decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)]), "True", "PodsReady", "1 of 1",
+        decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)]), "True",
+        "PodsReady", "1 of 1",
     ),
     "scaled to zero": (decode([], 0), "False", "ScaledToZero", "scale up"),
-    "no prefill wanted": (Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods prefill"),
-    "gateway that starts": (Group(role="gateway", desired=1, pods=[], updated=False), "False", "Starting", "0 of 1"),
+    "no prefill wanted": (
+        Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods prefill",
+    ),
+    "gateway that starts": (
+        Group(role="gateway", desired=1, pods=[], updated=False), "False", "Starting", "0 of 1",
+    ),
     "gateway of an old template": (
-        Group(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False", "Progressing", "1 of 1",
+        Group(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False",
+        "Progressing", "1 of 1",
     ),
 }  # fmt: skip
 
@@ -101,7 +120,7 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
 @pytest.mark.parametrize(
     ("group", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
 )
-def test_verdict(group: Group, status: str, reason: str, text: str) -> None:
+def test_conditions_of_a_group(group: Group, status: str, reason: str, text: str) -> None:
     verdict = group_verdict(group)
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
@@ -121,7 +140,7 @@ ALL_READY = {
 }
 
 
-def test_ready_means_every_group() -> None:
+def test_a_service_is_ready_if_every_group_is() -> None:
     assert conditions(service(), ALL_READY)["Ready"].reason == "AllGroupsReady"
     failing = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
     ready = conditions(service(), failing)["Ready"]
@@ -136,7 +155,7 @@ def test_a_failure_outranks_a_group_that_merely_starts() -> None:
     assert conditions(service(), groups)["Ready"].reason == "ModelNotFound"
 
 
-def test_all_conditions_exist_on_the_first_visit() -> None:
+def test_all_conditions_exist_after_the_first_reconcile() -> None:
     told = conditions(service(), {}, InvalidSpec("no such field"))
     assert set(told) == {
         "Ready",
@@ -150,7 +169,7 @@ def test_all_conditions_exist_on_the_first_visit() -> None:
     assert (told["Ready"].status, told["Ready"].reason) == ("False", "InvalidSpec")
 
 
-def test_transition_time_moves_only_when_the_status_flips() -> None:
+def test_the_transition_time_changes_only_with_the_status() -> None:
     earlier = "2020-01-01T00:00:00Z"
     before = [
         {"type": "Ready", "status": "False", "reason": "Starting", "lastTransitionTime": earlier}
@@ -167,7 +186,7 @@ def test_transition_time_moves_only_when_the_status_flips() -> None:
     )
 
 
-def test_an_event_is_due_when_a_failure_appears_and_not_while_it_lasts() -> None:
+def test_a_failure_causes_one_event() -> None:
     groups = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
     status = report(service(), owner(), groups, cluster_ip=None, problem=None, now=NOW)
     assert [c.reason for c in new_failures(service(), status)] == ["ModelNotFound"]
@@ -187,7 +206,7 @@ def test_an_event_is_due_when_a_failure_appears_and_not_while_it_lasts() -> None
 @pytest.mark.parametrize("transport", ["ucx", "nixl", "auto", "tcp", "shm"])
 @pytest.mark.parametrize("has_policy", [True, False])
 @pytest.mark.parametrize("has_prefill", [True, False])
-def test_one_event_warns_of_kv_transfers_that_strangers_reach(
+def test_one_event_warns_of_kv_transfers_without_authentication(
     transport: str, has_policy: bool, has_prefill: bool
 ) -> None:
     wanted = owner(
@@ -197,7 +216,7 @@ def test_one_event_warns_of_kv_transfers_that_strangers_reach(
     )
     status = report(service(), wanted, ALL_READY, cluster_ip=None, problem=None, now=NOW)
     found = {each.type: each for each in status.conditions or []}
-    assert found["Ready"].status == "True", "requests are served all the same"
+    assert found["Ready"].status == "True", "the warning must not affect readiness"
     if has_policy or not has_prefill or transport in ("tcp", "shm"):
         assert "KVTransferProtected" not in found
         assert new_failures(service(), status) == []

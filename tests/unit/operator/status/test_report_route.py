@@ -43,25 +43,34 @@ UNRESOLVED = condition("ResolvedRefs", "False", "BackendNotFound")
 CASES: dict[str, tuple[Object, str | None, str]] = {
     "accepted": (route(parent(ACCEPTED, condition("ResolvedRefs", "True"))), None, ""),
     "accepted by one of two": (route(parent(REFUSED), parent(ACCEPTED, name="other")), None, ""),
-    "nobody has answered": (route(), "RoutePending", "accepted by Gateway infra/edge (section https)"),
-    "no status at all": ({"metadata": {"name": "r"}, "spec": {"parentRefs": [{"name": "g"}]}}, "RoutePending", "g"),
+    "nobody has answered": (
+        route(), "RoutePending", "accepted by Gateway infra/edge (section https)",
+    ),
+    "no status at all": (
+        {"metadata": {"name": "r"}, "spec": {"parentRefs": [{"name": "g"}]}}, "RoutePending", "g",
+    ),
     "an answer without a verdict": (route(parent()), "RoutePending", "infra/edge"),
     "refused": (
         route(parent(REFUSED)), "RouteNotAccepted",
-        "Gateway infra/edge: Accepted is False, NotAllowedByListeners: words of NotAllowedByListeners",
+        "Gateway infra/edge: Accepted is False, NotAllowedByListeners: "
+        "words of NotAllowedByListeners",
     ),
-    "its Service is not found": (route(parent(ACCEPTED, UNRESOLVED)), "RouteNotAccepted", "ResolvedRefs is False, Backend"),
+    "its Service is not found": (
+        route(parent(ACCEPTED, UNRESOLVED)), "RouteNotAccepted", "ResolvedRefs is False, Backend",
+    ),
     "an answer about an earlier route": (
-        route(parent(condition("Accepted", "True", observedGeneration=1)), generation=2), "RoutePending", "infra/edge",
+        route(parent(condition("Accepted", "True", observedGeneration=1)), generation=2),
+        "RoutePending", "infra/edge",
     ),
     "a refusal of an earlier route": (
-        route(parent(condition("Accepted", "False", observedGeneration=1)), generation=2), "RoutePending", "infra/edge",
+        route(parent(condition("Accepted", "False", observedGeneration=1)), generation=2),
+        "RoutePending", "infra/edge",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "reason", "text"), CASES.values(), ids=CASES.keys())
-def test_route(given: Object, reason: str | None, text: str) -> None:
+def test_conditions_of_a_route(given: Object, reason: str | None, text: str) -> None:
     found = diagnose_route(given)
     assert (found.reason if found else None) == reason
     assert found is None or text in found.message
@@ -76,18 +85,18 @@ def gateway_ready(given: Object, ready: bool = True) -> tuple[Any, Any]:
     return found, [each.reason for each in new_failures(service(), status)]
 
 
-def test_a_gateway_that_nobody_reaches_through_its_route_is_not_ready() -> None:
+def test_a_gateway_with_a_refused_route_is_not_ready() -> None:
     found, events = gateway_ready(route(parent(REFUSED)))
     assert (found.status, found.reason) == ("False", "RouteNotAccepted")
     assert "1 of 1 gateway pods are ready" in found.message
     assert events == ["RouteNotAccepted"]
 
 
-def test_a_route_that_waits_is_a_station_and_no_failure() -> None:
+def test_a_pending_route_is_no_failure() -> None:
     found, events = gateway_ready(route())
     assert (found.status, found.reason, events) == ("False", "RoutePending", [])
 
 
-def test_pods_that_are_not_ready_are_told_first() -> None:
+def test_unready_pods_take_precedence_over_the_route() -> None:
     assert gateway_ready(route(parent(REFUSED)), ready=False)[0].reason == "Starting"
     assert gateway_ready(route(parent(ACCEPTED)))[0].status == "True"

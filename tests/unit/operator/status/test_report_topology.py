@@ -1,4 +1,4 @@
-"""The topology: requests to the coordinator, the recorded status, conditions and Events."""
+"""The topology in the status: requests to the coordinator, conditions and Events."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def status(
     ("code", "body"),
     [(200, b"{}"), (200, b"no JSON"), (400, b'{"reason": "BadRequest"}'), (503, b"")],
 )
-async def test_an_answer_that_is_no_topology_is_none(code: int, body: bytes) -> None:
+async def test_an_invalid_response_is_no_topology(code: int, body: bytes) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(status=code, body=body)
 
@@ -92,14 +92,12 @@ async def test_an_answer_that_is_no_topology_is_none(code: int, body: bytes) -> 
         await runner.cleanup()
 
 
-async def test_a_coordinator_that_is_gone_gives_no_answer() -> None:
+async def test_an_unreachable_coordinator_gives_no_topology() -> None:
     async with aiohttp.ClientSession() as session:
         assert await CoordinatorClient(session, port=1).topology("127.0.0.1") is None
 
 
-def test_a_restarted_rank_is_judged_by_its_new_process_but_stays_a_rank_while_the_generation_names_the_old_one() -> (
-    None
-):
+def test_a_restarted_rank_has_the_phase_of_its_new_process_and_stays_a_rank() -> None:
     both = [entry("a", rank=0, instance="old"), entry("a", phase=RankPhase.LOADING, instance="new")]
     assert TopologyView(TopologyStatus(generation=3, desired=["a"], members=both), None).is_rank(
         "a"
@@ -113,7 +111,7 @@ def test_a_restarted_rank_is_judged_by_its_new_process_but_stays_a_rank_while_th
     assert view.stands_by("a")
 
 
-def test_the_record_survives_a_coordinator_that_starts_and_forgets_pods_that_are_gone() -> None:
+def test_the_record_survives_a_restart_of_the_coordinator_but_drops_deleted_pods() -> None:
     before = status("a", "b", generation=7)
     away = record(None, before, {"a", "b"}, ADDRESS)
     assert away == before
@@ -137,24 +135,24 @@ def test_the_record_survives_a_coordinator_that_starts_and_forgets_pods_that_are
     assert [rank.name for rank in newer.ranks] == ["a"]
 
 
-def test_a_group_that_sleeps_waits_for_nobody() -> None:
+def test_a_group_at_zero_waits_for_no_ranks() -> None:
     waits = operation("waiting", "form", reason="waits for demo-decode-0")
     assert asleep(status(generation=4, last=waits)) == status(generation=4)
     scaled = operation("done", "scale")
     assert asleep(status(generation=4, last=scaled)) == status(generation=4, last=scaled)
     leaving = status("demo-decode-0", last=waits)
-    assert asleep(leaving) == leaving, "it is still there"
+    assert asleep(leaving) == leaving, "the leaving rank still exists"
     assert asleep(None) is None
     assert operation_events(status(last=scaled), asleep(status(generation=4, last=waits))) == []
 
 
-def test_ranks_of_another_coordinator_are_not_taken_for_this_ones() -> None:
+def test_ranks_of_another_coordinator_are_ignored() -> None:
     def stored(topology: Any) -> Object:
         return {"status": {"decode": {"topology": topology}}}
 
-    told = msgspec.to_builtins(status("a"))
-    assert recorded_for(stored(told), ADDRESS) == status("a")
-    assert recorded_for(stored(told), "10.96.0.10") is None
+    recorded = msgspec.to_builtins(status("a"))
+    assert recorded_for(stored(recorded), ADDRESS) == status("a")
+    assert recorded_for(stored(recorded), "10.96.0.10") is None
     assert recorded_for(stored({"generation": "?"}), ADDRESS) is None
     assert recorded_for(service(), ADDRESS) is None
 
@@ -173,52 +171,73 @@ def test_time_alone_does_not_change_the_status() -> None:
         )
 
     assert at(1.0) == at(2.0)
-    told = at(1.0)
-    assert told
-    assert told.operation
-    assert told.operation.seconds == llmservice.OperationSeconds(waiting=1.25)
+    assert at(1.0).operation.seconds == llmservice.OperationSeconds(waiting=1.25)
 
 
 FAILED = operation("failed", reason="c: no memory")
-VERDICTS: dict[str, tuple[llmservice.TopologyStatus | None, set[str], int, tuple[str, str, str]]] = {
+VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
     "at rest": (status("a", "b"), {"a", "b"}, 2, ("False", "AtRest", "generation 3 with 2 ranks")),
-    "scaled to zero": (status(last=operation("waiting", "form")), {"a"}, 0, ("False", "AtRest", "no ranks are wanted")),
+    "scaled to zero": (
+        status(last=operation("waiting", "form")), {"a"}, 0,
+        ("False", "AtRest", "no ranks are wanted"),
+    ),
     "before the first": (None, set(), 2, ("True", "Forming", "0 of 2")),
-    "forming": (status(last=operation("waiting", "form"), generation=0), {"a", "b"}, 2, ("True", "Forming", "a, b")),
-    "growing": (status("a", last=operation("preparing")), {"a", "b"}, 2, ("True", "ScalingUp", "preparing generation 4")),
+    "forming": (
+        status(last=operation("waiting", "form"), generation=0), {"a", "b"}, 2,
+        ("True", "Forming", "a, b"),
+    ),
+    "growing": (
+        status("a", last=operation("preparing")), {"a", "b"}, 2,
+        ("True", "ScalingUp", "preparing generation 4"),
+    ),
     "pods that load": (status("a"), {"a"}, 2, ("True", "ScalingUp", "waits for pods: 1 of 2")),
-    "shrinking": (status("a", "b", last=operation("committing")), {"a"}, 1, ("True", "ScalingDown", "committing")),
-    "half adopted": (status("a", "b", last=operation("committing")), {"a", "b"}, 2, ("True", "Committing", "committing")),
-    "recovering": (status("a", "b", last=operation("preparing", "recover")), {"a"}, 2, ("True", "Recovering", "")),
-    "placing anew": (status("a", last=operation("preparing", "rebalance")), {"a"}, 1, ("True", "Rebalancing", "")),
-    "failed": (status("a", "b", last=FAILED), {"a", "b", "c"}, 3, ("False", "ScaleFailed", "no memory; generation 3 keeps")),
+    "shrinking": (
+        status("a", "b", last=operation("committing")), {"a"}, 1,
+        ("True", "ScalingDown", "committing"),
+    ),
+    "half adopted": (
+        status("a", "b", last=operation("committing")), {"a", "b"}, 2,
+        ("True", "Committing", "committing"),
+    ),
+    "recovering": (
+        status("a", "b", last=operation("preparing", "recover")), {"a"}, 2,
+        ("True", "Recovering", ""),
+    ),
+    "placing anew": (
+        status("a", last=operation("preparing", "rebalance")), {"a"}, 1,
+        ("True", "Rebalancing", ""),
+    ),
+    "failed": (
+        status("a", "b", last=FAILED), {"a", "b", "c"}, 3,
+        ("False", "ScaleFailed", "no memory; generation 3 keeps"),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("told", "requested", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys()
+    ("topology", "requested", "desired", "verdict"), VERDICTS.values(), ids=VERDICTS.keys()
 )
-def test_scaling(
-    told: llmservice.TopologyStatus | None,
+def test_the_scaling_condition(
+    topology: llmservice.TopologyStatus | None,
     requested: set[str],
     desired: int,
     verdict: tuple[str, str, str],
 ) -> None:
     got = scaling_verdict(
-        GroupTopology(status=told, reachable=True, requested=frozenset(requested)), desired
+        GroupTopology(status=topology, reachable=True, requested=frozenset(requested)), desired
     )
     assert got[:2] == verdict[:2]
     assert verdict[2] in got[2]
 
 
-def test_a_coordinator_that_does_not_answer_is_said() -> None:
+def test_an_unreachable_coordinator_is_reported() -> None:
     assert scaling_verdict(GroupTopology(status=status("a"), reachable=False), 1)[:2] == (
         "Unknown",
         "CoordinatorUnreachable",
     )
 
 
-def test_ready_counts_ranks_that_serve() -> None:
+def test_ready_counts_serving_ranks() -> None:
     pods = [pod(f"demo-decode-{ordinal}", ready=True) for ordinal in range(2)]
     one = GroupTopology(status=status("demo-decode-0"), reachable=True)
     group = Group(role="decode", desired=2, pods=pods, revision="new", topology=one)
@@ -229,15 +248,17 @@ def test_ready_counts_ranks_that_serve() -> None:
     assert group_verdict(msgspec.structs.replace(group, topology=two))[0] == "True"
     away = msgspec.structs.replace(one, reachable=False)
     assert group_verdict(msgspec.structs.replace(group, topology=away))[0] == "True", (
-        "they serve on"
+        "serving ranks must be ready"
     )
     more = msgspec.structs.replace(group, topology=away, desired=3)
     assert group_verdict(more)[:2] == ("False", "CoordinatorUnreachable")
     first = msgspec.structs.replace(more, topology=GroupTopology(status=None, reachable=False))
-    assert group_verdict(first)[:2] == ("False", "Starting"), "it starts, too"
+    assert group_verdict(first)[:2] == ("False", "Starting"), (
+        "the condition must be that of a starting group"
+    )
 
 
-def test_what_keeps_the_coordinator_from_running_is_told_of_its_ranks() -> None:
+def test_problems_of_the_coordinator_are_reported_for_its_ranks() -> None:
     topology = GroupTopology(status=None, reachable=False)
     state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
     coordinators = [pod("demo-coordinator-0", state=state)]
@@ -276,8 +297,10 @@ def test_events_of_an_operation() -> None:
     assert reasons(running, done) == [ended]
     assert reasons(done, done) == []
     assert reasons(running, failed) == [broke]
-    assert reasons(failed, running) == [started], "it is tried again"
-    assert reasons(None, done) == [started, ended], "it was over between two looks"
+    assert reasons(failed, running) == [started], "a repeated failure must cause another event"
+    assert reasons(None, done) == [started, ended], (
+        "an operation between two reconciles must cause an event"
+    )
     assert reasons(done, status(last=operation("done", id_="another"))) == [started, ended]
     assert reasons(done, None) == []
     (event,) = operation_events(running, failed)
@@ -285,7 +308,7 @@ def test_events_of_an_operation() -> None:
     assert "c: no memory" in event.message
 
 
-def test_ranks_of_pods_with_another_key_are_not_waited_for() -> None:
+def test_ranks_with_another_key_are_not_waited_for() -> None:
     def with_key(name: str, key: str) -> Object:
         return {"metadata": {"name": name, "annotations": {ANNOTATION_SERVICE_KEY: key}}}
 

@@ -20,7 +20,7 @@ FATAL = {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exi
 
 
 def made(which: Object, **fields: Any) -> Object:
-    """`which` with these fields in its metadata."""
+    """Return `which` with these fields in its metadata."""
     return {**which, "metadata": {**which["metadata"], **fields}}
 
 
@@ -34,43 +34,67 @@ def old(ordinal: int, **fields: Any) -> Object:
 
 NO_ROOM = {
     "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-    "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.", "lastTransitionTime": NOW.isoformat(),
+    "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+    "lastTransitionTime": NOW.isoformat(),
 }  # fmt: skip
 ONCE_READY = {
-    "type": "Ready", "status": "False", "lastTransitionTime": (NOW - timedelta(seconds=60)).isoformat(),
+    "type": "Ready", "status": "False",
+    "lastTransitionTime": (NOW - timedelta(seconds=60)).isoformat(),
 }  # fmt: skip
 
 VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
-    "all are new": ([new(0, ready=True), new(1, ready=True)], "False", "UpToDate", "no pod of an earlier revision"),
-    "the first pods ever start": ([new(0), new(1)], "False", "UpToDate", "no pod of an earlier revision"),
-    "about to begin": ([old(0), old(1)], "True", "Replacing", "decode wants 2 pods and has 0 of the newest revision (0 ready)"),
-    "the new one starts": ([old(0), old(1), new(2)], "True", "Starting", "waits for demo-decode-2 to be ready"),
+    "all are new": (
+        [new(0, ready=True), new(1, ready=True)], "False", "UpToDate",
+        "no pod of an earlier revision",
+    ),
+    "the first pods ever start": (
+        [new(0), new(1)], "False", "UpToDate", "no pod of an earlier revision",
+    ),
+    "about to begin": (
+        [old(0), old(1)], "True", "Replacing",
+        "decode wants 2 pods and has 0 of the newest revision (0 ready)",
+    ),
+    "the new one starts": (
+        [old(0), old(1), new(2)], "True", "Starting", "waits for demo-decode-2 to be ready",
+    ),
     "the new one fails so far": (
-        [old(0), old(1), new(2, state=BACK_OFF, last=FATAL)], "True", "Starting", "/models/x does not exist",
+        [old(0), old(1), new(2, state=BACK_OFF, last=FATAL)], "True", "Starting",
+        "/models/x does not exist",
     ),
     "the old one drains": (
-        [old(0), old(1, draining=True), new(2, ready=True)], "True", "Draining", "waits for demo-decode-1 to drain",
+        [old(0), old(1, draining=True), new(2, ready=True)], "True", "Draining",
+        "waits for demo-decode-1 to drain",
     ),
     "the old one is being deleted": (
-        [old(0), made(old(1), deletionTimestamp=NOW.isoformat()), new(2, ready=True)], "True", "Draining", "decode-1",
+        [old(0), made(old(1), deletionTimestamp=NOW.isoformat()), new(2, ready=True)], "True",
+        "Draining", "decode-1",
     ),
     "no room for the new one": (
-        [old(0), old(1), new(2, conditions=[NO_ROOM])], "True", "WaitingForCapacity", "no node has room for pod demo-dec",
+        [old(0), old(1), new(2, conditions=[NO_ROOM])], "True", "WaitingForCapacity",
+        "no node has room for pod demo-dec",
     ),
     "the new one is never ready": (
-        [old(0), old(1), made(new(2), **LATE)], "False", "RolloutStalled", "2 of earlier ones (2 ready)",
+        [old(0), old(1), made(new(2), **LATE)], "False", "RolloutStalled",
+        "2 of earlier ones (2 ready)",
     ),
     "the new one fails for good, and why": (
-        [old(0), made(new(2, state=BACK_OFF, last=FATAL), **LATE)], "False", "RolloutStalled", "/models/x does not exist",
+        [old(0), made(new(2, state=BACK_OFF, last=FATAL), **LATE)], "False", "RolloutStalled",
+        "/models/x does not exist",
     ),
     "the new one was ready a while ago": (
-        [old(0), made(new(2, conditions=[ONCE_READY]), **LATE)], "True", "Starting", "waits for demo-decode-2",
+        [old(0), made(new(2, conditions=[ONCE_READY]), **LATE)], "True", "Starting",
+        "waits for demo-decode-2",
     ),
     "an old one on a lost node is not waited for": (
-        [made(old(1), deletionTimestamp=(NOW - timedelta(hours=1)).isoformat()), new(0, ready=True)],
+        [
+            made(old(1), deletionTimestamp=(NOW - timedelta(hours=1)).isoformat()),
+            new(0, ready=True),
+        ],
         "False", "UpToDate", "",
     ),
-    "an old one that failed is not waited for": ([old(1, phase="Failed"), new(0, ready=True)], "False", "UpToDate", ""),
+    "an old one that failed is not waited for": (
+        [old(1, phase="Failed"), new(0, ready=True)], "False", "UpToDate", "",
+    ),
 }  # fmt: skip
 
 
@@ -89,26 +113,26 @@ def condition(status: Any, type_: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize(
     ("pods", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
 )
-def test_updating(pods: list[Object], status: str, reason: str, text: str) -> None:
+def test_the_updating_condition(pods: list[Object], status: str, reason: str, text: str) -> None:
     verdict = condition(told(pods), "Updating")
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
 
 
-def test_a_pause_says_what_waits() -> None:
+def test_a_pause_is_reported_with_the_waiting_pods() -> None:
     verdict = condition(told([old(0), new(1, ready=True)], paused=True), "Updating")
     assert verdict[:2] == ("False", "Paused")
     assert "1 of earlier ones" in verdict[2]
 
 
-def test_old_pods_that_satisfy_the_count_are_no_success() -> None:
+def test_old_pods_do_not_count_as_updated() -> None:
     status = told([old(0), old(1), made(new(2), **LATE)])
     assert condition(status, "DecodeReady")[0] == "False"
     assert condition(status, "Ready")[:2] == ("False", "RolloutStalled")
     assert (status.decode.ready, status.decode.updated, status.decode.revision) == (2, 1, "new")
 
 
-def test_a_stalled_rollout_is_an_event_once() -> None:
+def test_a_stalled_rollout_causes_one_event() -> None:
     status = told([old(0), old(1), made(new(2), **LATE)])
     assert "RolloutStalled" in [each.reason for each in new_failures(service(), status)]
     known = service(
@@ -127,7 +151,7 @@ def test_a_stalled_rollout_is_an_event_once() -> None:
     ]
 
 
-def test_the_gateway_counts_too() -> None:
+def test_the_gateway_is_included() -> None:
     gateways = [
         made(pod(f"gateway-{n}", ready=True, revision=rev), **RECENT)
         for n, rev in enumerate(["g1", "g2"])
@@ -135,4 +159,4 @@ def test_the_gateway_counts_too() -> None:
     group = Group(role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2")
     status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
     assert condition(status, "Updating")[:2] == ("True", "Replacing")
-    assert (status.gateway.updated, status.gateway.revision) == (1, "g2")  # type: ignore[union-attr]
+    assert (status.gateway.updated, status.gateway.revision) == (1, "g2")

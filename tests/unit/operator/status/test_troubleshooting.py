@@ -1,4 +1,4 @@
-"""docs/operate/troubleshooting.md has a line for every reason that the operator can set, and for every one that a component ends with."""
+"""docs/operate/troubleshooting.md has a row for every reason of the operator and of components."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[4]
 OPERATOR = ROOT / "operator" / "baton_operator"
 WORD = re.compile(r"[A-Z]+[a-z]+[A-Za-z]*")
+#: CamelCase words in the operator's source that are no reasons and no types of conditions. A new
+#: word is taken for a reason until it stands here.
 NOT_REASONS = {
-    # The status and the state of conditions; units; how an object is asked for.
+    # Statuses of conditions, units, and names of requests.
     *("True", "False", "Unknown", "Normal", "Warning", "None", "KMGTki", "Ki", "Mi", "Gi", "Ti"),
     *("Accept", "Authorization", "BearerToken", "DeleteOptions", "AnyKube", "List"),
     # Kinds.
@@ -43,7 +45,7 @@ NOT_REASONS = {
         "ServiceAccount",
         "ValidatingAdmissionPolicy",
     ),
-    # What Kubernetes says of pods, Deployments and routes, and of refusals.
+    # Reasons of Kubernetes for pods, Deployments, routes and refusals.
     *(
         "Accepted",
         "AlreadyExists",
@@ -68,7 +70,7 @@ NOT_REASONS = {
         "ResolvedRefs",
     ),
     *("RunContainerError", "Succeeded", "Unschedulable"),
-    # Fields of objects, and columns of kubectl.
+    # Fields of objects and columns of kubectl.
     *(
         "Age",
         "ClusterIP",
@@ -80,11 +82,9 @@ NOT_REASONS = {
         "Reason",
     ),
     *("RollingUpdate",),
-    # Half of a reason: see `_words`.
+    # A part of a reason: see `_words`.
     "NotFound",
 }
-"""CamelCase words in the operator's source that are no reasons and no types of conditions. A new word is taken for a reason until
-it stands here."""
 CONDITIONS = {
     "Ready",
     "ModelAvailable",
@@ -97,7 +97,7 @@ CONDITIONS = {
 
 
 def documented() -> set[str]:
-    """Words in the first cells of the page's tables."""
+    """Return the words in the first cells of the page's tables."""
     cells = re.findall(
         r"^\| (`[^|]+`) \|",
         (ROOT / "docs" / "operate" / "troubleshooting.md").read_text(),
@@ -107,10 +107,10 @@ def documented() -> set[str]:
 
 
 def of_operator() -> dict[str, str]:
-    """Word -> where, of all that the operator may say as a reason or as the type of a condition."""
+    """Return the possible reasons and condition types of the operator, with their places."""
     found = {}
     for path in sorted(OPERATOR.rglob("*.py")):
-        if path.parent.name == "builders":  # what objects are made of
+        if path.parent.name == "builders":  # fields of objects
             continue
         for word, line in _words(ast.parse(path.read_text())):
             found.setdefault(word, f"{path.relative_to(ROOT)}:{line}")
@@ -134,7 +134,7 @@ def _words(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def of_components() -> dict[str, str]:
-    """Reason -> where, of all with which an engine, a gateway, a coordinator or a fetcher ends."""
+    """Return the reasons with which components exit, with their places."""
     found = {}
     for component in ("engine", "gateway", "kv_transfer"):
         for path in sorted((ROOT / component).rglob("*.py")):
@@ -164,7 +164,7 @@ def _names_an_error(function: ast.expr) -> bool:
     return ast.unparse(function).endswith(("ConfigurationError", "FetchError", "super().__init__"))
 
 
-def test_every_reason_has_its_line() -> None:
+def test_every_reason_is_documented() -> None:
     reasons = of_operator() | of_components()
     assert {
         "AllGroupsReady",
@@ -176,9 +176,9 @@ def test_every_reason_has_its_line() -> None:
     assert {word: where for word, where in reasons.items() if word not in documented()} == {}
 
 
-def test_every_line_is_of_a_reason_that_exists() -> None:
+def test_every_documented_reason_exists() -> None:
     assert documented() - set(of_operator()) - set(of_components()) - CONDITIONS == set()
 
 
-def test_the_conditions_are_all_there() -> None:
+def test_every_condition_is_documented() -> None:
     assert documented() >= CONDITIONS

@@ -1,0 +1,119 @@
+"""Objects of expert-parallel groups: ranks and their coordinator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_operator.builders import coordinator
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.desired import compute_desired
+from baton_operator.names import GROUP
+from baton_protocol.config import EngineConfig
+from support.operator.services import decoded_config, owner
+
+RANKS: dict[str, Any] = {
+    "decode": {"replicas": 2, "parallelism": {"expert": True, "tensor": 2, "redundantExperts": 3}}
+}
+
+
+@pytest.mark.parametrize(
+    ("address", "endpoint"), [("10.96.0.9", "10.96.0.9:5560"), ("fd00::9", "[fd00::9]:5560")]
+)
+def test_ranks_get_the_address_of_their_coordinator_and_their_name(
+    address: str, endpoint: str
+) -> None:
+    parallel = decoded_config("decode", EngineConfig, coordinator=address, **RANKS).parallel
+    assert (
+        parallel.enable_expert_parallel,
+        parallel.coordinator,
+        parallel.num_redundant_experts,
+    ) == (True, endpoint, 3)
+    assert (parallel.tensor_parallel_size, parallel.rank_name) == (2, "")
+    (container,) = MemberTemplate(owner(coordinator=address, **RANKS), "decode").pod(0)["spec"][
+        "containers"
+    ]
+    (name,) = [item for item in container["env"] if item["name"] == "POD_NAME"]
+    assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    assert not decoded_config(
+        "prefill", EngineConfig, coordinator=address, prefill={}, **RANKS
+    ).parallel.enable_expert_parallel
+    assert not decoded_config("decode", EngineConfig).parallel.enable_expert_parallel
+
+
+def test_ranks_are_created_when_the_coordinator_has_an_address() -> None:
+    before, after = (
+        compute_desired(owner(prefill={}, **RANKS), None),
+        compute_desired(owner(prefill={}, coordinator="10.0.0.1", **RANKS), None),
+    )
+    assert set(before.members) == {"prefill"}
+    assert set(after.members) == {"prefill", "decode"}
+    for each in (before, after):
+        made = {(obj["kind"], obj["metadata"]["name"]) for obj in each.objects}
+        assert {("Deployment", "demo-coordinator"), ("Service", "demo-coordinator")} <= made
+    configured = [obj["metadata"]["name"] for obj in before.objects if obj["kind"] == "ConfigMap"]
+    assert not any("decode" in name for name in configured)
+
+
+def test_the_coordinator_is_kept_while_ranks_need_it() -> None:
+    objects = [("Deployment", "demo-coordinator"), ("Service", "demo-coordinator")]
+    assert set(objects) <= set(compute_desired(owner(), None).absent)
+    assert not set(objects) & set(compute_desired(owner(), None, keep_coordinator=True).absent)
+
+
+def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:
+    def template(address: str = "10.0.0.1", **spec: Any) -> MemberTemplate:
+        return MemberTemplate(owner(coordinator=address, **{**RANKS, **spec}), "decode")
+
+    ranks = template()
+    annotation = ranks.pod(0)["metadata"]["annotations"][f"{GROUP}/expert-group"]
+    assert annotation == ranks.expert_group
+    for same in (template(image="other:1"), template(engine={"maxNumSeqs": 4})):
+        assert same.revision != ranks.revision
+        assert same.expert_group == ranks.expert_group
+    for other in (
+        template(address="10.0.0.2"),
+        template(model={"uri": "file:///models/y"}),
+        template(model={"uri": "file:///models/x", "dtype": "float32"}),
+        template(engine={"device": "cpu"}),
+        template(decode={"parallelism": {"expert": True, "tensor": 1}}),
+    ):
+        assert other.revision != ranks.revision
+        assert other.expert_group != ranks.expert_group
+    alone = MemberTemplate(owner(), "decode")
+    assert alone.expert_group == ""
+    assert "annotations" not in alone.pod(0)["metadata"]
+
+
+def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
+    deployment = coordinator.deployment(owner(coordinator="10.0.0.1", **RANKS))
+    spec = deployment["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    pod = spec["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"]
+    (container,) = pod["containers"]
+    assert container["command"][0] == "baton-coordinator"
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
+        "ranks": 5560,
+        "http": 8001,
+    }
+    assert container["livenessProbe"]["httpGet"] == {
+        "path": "/healthz",
+        "port": "http",
+        "scheme": "HTTP",
+    }
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    security = container["securityContext"]
+    assert security["readOnlyRootFilesystem"]
+    assert not security["allowPrivilegeEscalation"]
+    service = coordinator.service(owner(**RANKS))["spec"]
+    assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [
+        (5560, "ranks"),
+        (8001, "http"),
+    ]
+    members = MemberTemplate(owner(), "decode").pod(0)["metadata"]["labels"]
+    assert not service["selector"].items() <= members.items()

@@ -1,0 +1,53 @@
+"""Member pods, and the Services that select pods."""
+
+from __future__ import annotations
+
+from baton_operator.builders import config, gateway
+from baton_operator.builders.member import MemberTemplate, headless_service
+from baton_operator.names import GROUP
+from support.operator.services import owner
+
+
+def test_a_member_pod() -> None:
+    pod = MemberTemplate(owner(engine={"numThreads": 2}), "decode").pod(3)
+    assert pod["metadata"]["name"] == "demo-decode-3"
+    assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+    labels = pod["metadata"]["labels"]
+    assert (labels[f"{GROUP}/service"], labels[f"{GROUP}/role"]) == ("demo", "decode")
+    (engine,) = pod["spec"]["containers"]
+    assert engine["command"] == ["baton-engine", "--config", "/etc/baton/decode.json"]
+    env = {item["name"]: item for item in engine["env"]}
+    assert env["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert env["OMP_NUM_THREADS"]["value"] == "2"
+    writable = [mount["mountPath"] for mount in engine["volumeMounts"] if not mount.get("readOnly")]
+    for cache in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
+        assert any(env[cache]["value"].startswith(f"{path}/") for path in writable), (
+            "the cache is on the read-only root file system"
+        )
+    assert {port["name"]: port["containerPort"] for port in engine["ports"]} == {
+        "engine": 5557,
+        "kv": 5558,
+        "http": 8000,
+    }
+    assert engine["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert engine["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > owner().spec.drain_timeout_seconds
+    mounted = [
+        volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume
+    ]
+    assert mounted == [
+        config.config_map(owner(engine={"numThreads": 2}), "decode")["metadata"]["name"]
+    ]
+
+
+def test_services_select_their_own_pods() -> None:
+    member = MemberTemplate(owner(), "decode").pod(0)["metadata"]["labels"]
+    front = gateway.deployment(owner())["spec"]["template"]["metadata"]["labels"]
+    headless, plain = (
+        headless_service(owner())["spec"]["selector"],
+        gateway.service(owner())["spec"]["selector"],
+    )
+    assert headless.items() <= member.items()
+    assert not headless.items() <= front.items()
+    assert plain.items() <= front.items()
+    assert not plain.items() <= member.items()
