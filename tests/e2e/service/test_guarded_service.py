@@ -61,7 +61,6 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         answer = client.completions.create(
             model=NAME, prompt="hello", temperature=0, extra_body={"ignore_eos": True}
         )
-        assert answer.usage
         assert answer.usage.completion_tokens == 4
         stranger = client.with_options(api_key="second-key")
         with pytest.raises(openai.AuthenticationError):

@@ -88,7 +88,6 @@ def replace_operator(cluster: LocalClusterUnderTest) -> None:
     """
     before = {each: uids(cluster, NAME, each) for each in ROLES}
     old = operator_of(cluster)
-    assert old is not None
     old.send_signal(signal.SIGTERM)
     cluster.process_of(cluster.pods(NAME, "decode")[0]["metadata"]["name"]).send_signal(
         signal.SIGKILL

@@ -238,7 +238,6 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
         return None
 
     victim = running()
-    assert victim is not None
     victim.kill()
     eventually(
         lambda: (again := running()) is not None and again.pid != victim.pid,

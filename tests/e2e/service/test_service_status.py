@@ -62,7 +62,6 @@ def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
         answer = client.completions.create(
             model=NAME, prompt="who is there " * 20, max_tokens=4, temperature=0
         )
-        assert answer.usage
         assert answer.usage.completion_tokens > 0
         events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
         told = {event["reason"] for event in events if event["involvedObject"]["name"] == NAME}

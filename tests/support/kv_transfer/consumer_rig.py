@@ -252,7 +252,6 @@ class Worker:
     ) -> str:
         """Push published blocks. Return the state of the transfer."""
         ours, theirs = self.push_lists(subscribe.heads, consumer_layout)
-        assert subscribe.push_slots is not None
         slots = [
             subscribe.push_slots[block.index - subscribe.first_block_index] for block in blocks
         ]
@@ -267,7 +266,6 @@ class Worker:
     def push_lists(
         self, heads: HeadRange, consumer_layout: KVCacheLayout
     ) -> tuple[DlistHandle, DlistHandle]:
-        assert self.described is not None
         name = self.agent.add_remote_agent(self.described.agent_metadata)
         here = slot_rows(
             self.memory.base_address, self.memory.num_slots, self.layout, heads, device_id=0

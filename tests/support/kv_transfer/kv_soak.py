@@ -276,7 +276,6 @@ class Soak:
         self._start(process, ports)
 
     def _send(self, process: _Process, command: tuple[str, str, tuple[Any, ...]]) -> None:
-        assert process.pipe is not None
         process.pipe.send(command)
 
     # Reports

@@ -139,7 +139,6 @@ class PlainMethods:
         slots: list[int] | None,
         block_ids: list[int],
     ) -> None:
-        assert theirs is not None
         assert slots is not None
         peer = self.agent.add_remote_agent(theirs.agent_metadata).decode()
         nbytes = LAYOUT.block_nbytes

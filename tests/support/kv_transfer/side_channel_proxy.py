@@ -244,7 +244,6 @@ class SideChannelProxy:
             connection._write(_zmtp(frame), to_producer)
 
     async def _reroute(self, description: ToConsumer) -> bytes:
-        assert isinstance(description, side_channel.Description)
         ranks = [
             msgspec.structs.replace(
                 rank, host=self.host, port=await self._listen((rank.host, rank.port))

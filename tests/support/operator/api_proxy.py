@@ -171,7 +171,6 @@ async def _fail(
             await response.write(piece)
             sent += len(piece)
             if sent == fault.cut_after:
-                assert request.transport is not None
                 request.transport.close()
                 return response
     await response.write_eof()

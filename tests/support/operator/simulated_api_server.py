@@ -193,7 +193,6 @@ class ApiServer:
     def put(self, obj: Object, plural: str) -> Object:
         """Create an object as another client."""
         call = parse_path(f"/api/v1/namespaces/{NAMESPACE}/{plural}", self.cluster.catalog)
-        assert call is not None
         return self._made(
             call.resource, self.cluster.registry.create(call.resource, NAMESPACE, obj, SYSTEM)
         )

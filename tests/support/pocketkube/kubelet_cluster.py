@@ -173,7 +173,6 @@ class KubeletProcess:
 
     def kill(self) -> None:
         """SIGKILL: the kubelet gets no chance to clean up."""
-        assert self.process is not None
         self.process.kill()
         self.process.wait()
 
@@ -189,7 +188,6 @@ class KubeletProcess:
         return self._log.read_text()
 
     def _ready(self) -> bool:
-        assert self.process is not None
         assert self.process.poll() is None, self.log()[-3000:]
         node = self.server.get(f"/api/v1/nodes/{self.node}") or {}
         conditions = (node.get("status") or {}).get("conditions") or []

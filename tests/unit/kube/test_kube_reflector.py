@@ -83,7 +83,6 @@ class Pods:
                     event("BOOKMARK", {"metadata": {"resourceVersion": str(since)}}).encode()
                 )
             await asyncio.sleep(0.01)
-        assert request.transport
         request.transport.abort()
         return response
 

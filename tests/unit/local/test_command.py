@@ -48,7 +48,6 @@ def holder(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     yield process
     process.kill()

@@ -36,7 +36,6 @@ def test_more_clusters_than_ranges_are_refused(monkeypatch) -> None:
 
 def test_ranges_of_a_killed_cluster_are_reused() -> None:
     holder = subprocess.Popen([sys.executable, "-c", CLAIM], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
     held = holder.stdout.readline().strip()
     with closing(claim_networks("embedded").claim):
         holder.kill()

@@ -1,4 +1,4 @@
-"""Large requests: others are served meanwhile, and requests that cannot fit are refused early."""
+"""Large requests do not delay others. Requests that cannot fit are refused early."""
 
 from __future__ import annotations
 

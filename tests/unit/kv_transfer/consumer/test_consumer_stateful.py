@@ -199,7 +199,6 @@ class ConsumerMachine(RuleBasedStateMachine):
         index = part.subscribe.first_block_index + part.num_published
         slots = part.worker.fill(part.subscribe.transfer_id, [index])
         ours, theirs = part.worker.push_lists(part.subscribe.heads, self.rig.layout)
-        assert part.subscribe.push_slots is not None
         target = [part.subscribe.push_slots[part.num_published]]
         part.writes.append(
             part.worker.agent.make_prepped_xfer("WRITE", ours, slots, theirs, target)

@@ -184,7 +184,6 @@ def test_releasing_an_unused_slot_is_refused_and_releases_nothing() -> None:
     device = Device(num_slots=4)
     memory = device.memory
     slots = memory.accept([0, 1])
-    assert slots is not None
     for wrong in ([*slots, 3], [*slots, 4], [-1], [slots[0], slots[0]]):
         with pytest.raises(ValueError, match="slot"):
             memory.release(wrong)

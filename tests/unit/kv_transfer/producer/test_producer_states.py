@@ -43,11 +43,11 @@ class Load:
         self.last_sign = last_sign
         self.number = number
         self.of = of
-        #: CANCELLED arrived or the connection made a new handshake: signs renew no lease now.
+        #: After CANCELLED or a new handshake: heartbeats do not renew the lease.
         self.stopped = False
-        #: Released by the consumer, or refused. It reads no more.
+        #: Released by the consumer or refused: it reads nothing.
         self.gone = False
-        #: Contents of the slots when RELEASED arrived.
+        #: Content of the slots when RELEASED arrived.
         self.released: np.ndarray | None = None
         self.last_sent_at = False
 

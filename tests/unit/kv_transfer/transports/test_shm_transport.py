@@ -293,7 +293,6 @@ def test_deregistered_memory_is_not_written_if_a_client_disconnects_at_the_same_
 
 
 def test_a_frozen_peer_can_be_read_and_writes_to_it_time_out(side: Side) -> None:
-    assert isinstance(side.owner, OwnerProcess)
     with side.owner.frozen():
         assert side.run(side.make("READ", [0], [1])) == "DONE"
         np.testing.assert_array_equal(side.block(0), counting(1))
@@ -311,7 +310,6 @@ def test_a_frozen_peer_can_be_read_and_writes_to_it_time_out(side: Side) -> None
 
 
 def test_a_peer_killed_while_frozen_ends_its_transfers(side: Side) -> None:
-    assert isinstance(side.owner, OwnerProcess)
     assert side.owner.process.pid is not None
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"
     with side.owner.frozen():

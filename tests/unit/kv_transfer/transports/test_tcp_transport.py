@@ -113,7 +113,6 @@ def test_an_unresponsive_host_does_not_delay_other_peers(
 
 
 def test_a_read_fails_when_its_peer_is_killed(side: Side) -> None:
-    assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     read = side.make_everything("READ", times=40)
     with side.owner.frozen():
@@ -124,7 +123,6 @@ def test_a_read_fails_when_its_peer_is_killed(side: Side) -> None:
 
 
 def test_a_frozen_peer_gets_no_data_after_its_removal(side: Side) -> None:
-    assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     write = side.make("WRITE", [0], [2])
     with side.owner.frozen():

@@ -245,7 +245,6 @@ def test_a_piece_of_another_length_ends_the_connection(
 
 def test_a_frozen_peer_times_out(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
-    assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     read, write = side.make_everything("READ", times=8), side.make_everything("WRITE", times=8)
     with side.owner.frozen():
@@ -367,7 +366,6 @@ def test_a_worker_that_does_not_release_memory_is_replaced(
 
 
 def test_a_fence_does_not_wait_for_half_a_message_of_a_frozen_peer(side: Side) -> None:
-    assert isinstance(side.owner, OwnerProcess)
     side.owner.call("add_peer", side.agent.get_agent_metadata())
     everything = list(range(32)) * 100
     side.owner.call("post", "WRITE", "me", everything[::-1], side.words.ctypes.data, everything)

@@ -101,7 +101,6 @@ def find_port(owner: psutil.Process) -> int:
 
 
 def test_600_untrusted_clients_affect_no_transfer_and_leave_no_resources(side: Side) -> None:
-    assert isinstance(side.owner, OwnerProcess)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
     np.testing.assert_array_equal(side.block(0), counting(1))
     owner = psutil.Process(side.owner.process.pid)

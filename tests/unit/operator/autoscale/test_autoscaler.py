@@ -189,7 +189,6 @@ def test_a_size_in_the_status_is_limited_to_the_bounds(told: int, size: int) -> 
     )
     assert sized.replicas("decode") == size
     status = autoscaler.status(sized, "decode")
-    assert status is not None
     assert status.size == size
     assert (status.reason == "OutOfBounds") == (told != size)
 

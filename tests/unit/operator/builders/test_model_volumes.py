@@ -263,7 +263,6 @@ def test_the_model_is_available_after_the_first_fetch_with_its_revision() -> Non
         problem=None,
         now=NOW,
     )
-    assert later.model is not None
     assert later.model.revision == "c0ffee"
     assert (
         report(

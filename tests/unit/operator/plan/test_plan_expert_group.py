@@ -244,7 +244,6 @@ def test_ranks_not_registered_with_a_new_coordinator_are_still_members() -> None
     starting = TopologyStatus(generation=0, desired=[], members=[])
     members = [member(0), member(1), member(2, **DOWN)]
     asked = plan(members, 2, starting, recorded(7, 0, 1, 2)).request
-    assert asked
     assert asked.members == ["m-0", "m-1"]
     assert plan(members, 2, starting, recorded(7, 0, 1, 2)).delete == []
     partly = ranks(0, generation=7)
@@ -426,5 +425,4 @@ def test_ranks_with_an_earlier_key_drain_and_leave() -> None:
     formed = plan(
         [member(2), member(3)], 2, ranks(others=(2, 3), generation=0), recorded(3)
     ).request
-    assert formed is not None
     assert formed.members == ["m-2", "m-3"]

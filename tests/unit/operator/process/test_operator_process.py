@@ -30,17 +30,14 @@ async def test_an_expert_group_forms_grows_and_shrinks_with_its_coordinator(kube
     await experts.create(decode={"replicas": 2, "parallelism": {"expert": True}})
     await experts.names("decode-0", "decode-1")
     service = await kube.read("Service", NAMESPACE, "experts-coordinator")
-    assert service
     address = service["spec"]["clusterIP"]
     pods = await experts.pods()
     volumes = pods["experts-decode-0"]["spec"]["volumes"]
     (name,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
     config_map = await kube.read("ConfigMap", NAMESPACE, name)
-    assert config_map
     parallel = msgspec.json.decode(config_map["data"]["decode.json"], type=EngineConfig).parallel
     assert (parallel.enable_expert_parallel, parallel.coordinator) == (True, f"{address}:5560")
     deployment = await kube.read("Deployment", NAMESPACE, "experts-coordinator")
-    assert deployment
     assert (
         deployment["spec"]["template"]["spec"]["containers"][0]["command"][0] == "baton-coordinator"
     )
@@ -155,7 +152,6 @@ async def test_a_service_starts_and_reports_conditions_and_events(kube: Kube) ->
     assert ready["lastTransitionTime"] >= starting["lastTransitionTime"]
     status = (await demo.service())["status"]
     gateway = await kube.read("Service", NAMESPACE, "demo-gateway")
-    assert gateway
     assert status["endpoint"] == f"http://{gateway['spec']['clusterIP']}"
     assert status["ingressEndpoint"] == "http://demo.localhost"
     selector = f"{GROUP}/service=demo,{GROUP}/role=decode"
@@ -283,7 +279,6 @@ async def test_the_key_of_a_service_is_created_once_and_immutable(
     await service.create(decode={"replicas": 1})
     await service.names("decode-0")
     drawn = await kube.read("Secret", NAMESPACE, "secretive-key")
-    assert drawn is not None
     assert len(bytes.fromhex(base64.b64decode(drawn["data"]["key"]).decode())) == 32
     await service.patch({"decode": {"replicas": 2}})
     await service.names("decode-0", "decode-1")
@@ -302,7 +297,6 @@ async def test_a_deleted_key_is_recreated_and_all_pods_are_replaced_one_by_one(
         await service.run(pod)
     await service.condition("DecodeReady", "True")
     drawn = await kube.read("Secret", NAMESPACE, "rotated-key")
-    assert drawn is not None
     await kube.delete("Secret", NAMESPACE, "rotated-key", drawn["metadata"]["uid"])
 
     async def is_recreated() -> Any:
@@ -333,7 +327,6 @@ async def test_a_deleted_key_is_recreated_and_all_pods_are_replaced_one_by_one(
 
     await until(done, "all decode pods to be are_replaced")
     gateway = await kube.read("Deployment", NAMESPACE, "rotated-gateway")
-    assert gateway
     assert key_of(gateway["spec"]["template"]) != old_key
 
 

@@ -243,7 +243,6 @@ def test_counts_and_endpoints() -> None:
     }
     wanted = owner(gateway={"ingress": {"host": "demo.localhost"}})
     status = report(service(), wanted, groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
-    assert status.decode
     assert (status.decode.desired, status.decode.ready, status.decode.replicas) == (1, 1, 2)
     assert (status.endpoint, status.ingress_endpoint) == (
         "http://10.0.0.7",
@@ -260,7 +259,6 @@ def test_a_refused_pod_of_a_deployment_is_the_reason_of_its_group() -> None:
     }
     deployment = {"metadata": {"name": "demo-gateway"}, "status": {"conditions": [failure]}}
     found = refusal_of_deployment(deployment)
-    assert found is not None
     assert found.reason == "QuotaExceeded"
     assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
     gateway = Group(role="gateway", desired=1, pods=[], updated=False, refusal=found)

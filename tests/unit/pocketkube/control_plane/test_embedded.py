@@ -23,7 +23,6 @@ def test_the_control_plane_runs_as_a_process_and_ends_on_sigterm(tmp_path):
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     ) as process:
-        assert process.stdout is not None
         kubeconfig = Path(process.stdout.readline().strip())
         assert kubeconfig == tmp_path / "kubeconfig"
         assert kubeconfig.stat().st_mode & 0o777 == 0o600

@@ -185,7 +185,6 @@ def test_a_replica_set_creates_missing_pods_and_deletes_unready_ones_first() -> 
 def test_a_pod_of_a_replica_set_is_owned_by_it() -> None:
     owner = deployment()
     created = plan_deployment(owner, [], NOW).create
-    assert created is not None
     created["metadata"]["uid"] = "r1"
     made = pod_of(created)
     assert made["metadata"]["ownerReferences"][0]["uid"] == "r1"

@@ -132,7 +132,6 @@ def test_following_a_log_ends_with_the_container(kubelet: KubeletProcess, tmp_pa
     eventually(lambda: main_status(kubelet, name).get("state", {}).get("running"), "running")
     command = ["kubectl", "--kubeconfig", str(kubelet.server.kubeconfig), "logs", name, "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
         lines = [following.stdout.readline()]
         (tmp_path / "go").touch()
         lines += following.stdout.readlines()

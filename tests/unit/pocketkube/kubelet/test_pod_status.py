@@ -80,7 +80,6 @@ def test_a_new_kubelet_treats_running_containers_as_terminated() -> None:
     }
     state = inherited_state(before, "Always")
     assert isinstance(state.state, Waiting)
-    assert state.last is not None
     assert (state.last.exit_code, state.restart_count) == (137, 3)
     assert isinstance(inherited_state(before, "Never").state, Terminated)
     completed = {**before, "state": {"terminated": {"exitCode": 0}}}

@@ -140,7 +140,6 @@ class TestScaling:
         group.ask("two", "a", "c")
         group.step()
         target = directive_of(group, ranks["a"]).target
-        assert target is not None
         assert (names_of(target), target.number, target.operation_id) == (["a", "c"], 3, "two")
         group.until(lambda: group.serving_together("a", "c"))
         assert ranks["b"].target is None
@@ -226,7 +225,6 @@ class TestRequests:
         refusal = group.controller.on_request(
             TopologyRequest(operation_id=operation_id, members=members)
         )
-        assert refusal is not None
         assert refusal.field == field
         assert group.status().desired == []
 
@@ -239,7 +237,6 @@ class TestRequests:
             is None
         )
         refusal = group.controller.on_request(TopologyRequest(operation_id="o", members=["a"]))
-        assert refusal is not None
         assert refusal.field == "operation_id"
 
     def test_a_request_for_the_present_members_is_done_at_once(self, group: SimulatedGroup) -> None:
