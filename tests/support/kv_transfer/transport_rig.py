@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from baton_kv_transfer.transports.transfer import Region, Transfer, XferState
+from baton_kv_transfer.transports.transfer import Region, Transfer, TransportError, XferState
 from baton_kv_transfer.transports.transport import TransportContext
 from baton_kv_transfer.transports.transport_thread import TransportThread
 from support.waiting import eventually
@@ -97,3 +98,16 @@ def move_rows_of_all_sizes(one: TransportHere, owner: TransportHere, op: str) ->
     np.testing.assert_array_equal(target, expected)
     eventually(lambda: owner.notifs == [("one", b"moved")], "the notification")
     return 8 * sum(count for _, count in runs)
+
+
+def open_and_close(kind: type[TransportHere]) -> None:
+    """Connect two transports, fence one and close both. A closed transport must refuse calls."""
+    one, other = kind("one"), kind("other")
+    one.transport.add_peer("other", other.transport.address)
+    one.transport.send_notif("other", b"hello")
+    eventually(lambda: other.notifs, "the notification")
+    other.on_thread(other.transport.fence)
+    one.thread.close()
+    other.thread.close()
+    with pytest.raises(TransportError, match="closed"):
+        one.on_thread(one.transport.fence)

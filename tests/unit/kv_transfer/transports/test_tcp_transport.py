@@ -15,10 +15,16 @@ from baton_kv_transfer.agent.create import create_agent
 from baton_kv_transfer.transports.sockets.framed_socket import DATA
 from baton_kv_transfer.transports.sockets.peer_link import HELLO, READ, WRITE
 from baton_kv_transfer.transports.tcp.tcp_server import Address
-from baton_kv_transfer.transports.transfer import TransportError, XferState
+from baton_kv_transfer.transports.transfer import XferState
 from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side
 from support.kv_transfer.tcp_rig import LENGTH, Raw, TCPTransportHere
-from support.kv_transfer.transport_rig import WORDS, end, move_rows_of_all_sizes, rows
+from support.kv_transfer.transport_rig import (
+    WORDS,
+    end,
+    move_rows_of_all_sizes,
+    open_and_close,
+    rows,
+)
 from support.waiting import eventually
 
 
@@ -136,20 +142,10 @@ def test_a_frozen_peer_gets_no_data_after_its_removal(side: Side) -> None:
     np.testing.assert_array_equal(content[3], side.block(0))
 
 
-def test_a_closed_transport_leaves_no_file_open(
-    tcp_transports: Callable[..., TCPTransportHere],
-) -> None:
+def test_a_closed_transport_leaves_no_file_open() -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        one, other = TCPTransportHere("one"), TCPTransportHere("other")
-        one.transport.add_peer("other", other.transport.address)
-        one.transport.send_notif("other", b"hello")
-        eventually(lambda other=other: other.notifs, "the notification")
-        other.thread.mailbox.call(other.transport.fence)
-        one.thread.close()
-        other.thread.close()
-        with pytest.raises(TransportError, match="closed"):
-            one.thread.mailbox.call(one.transport.fence)
+        open_and_close(TCPTransportHere)
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
