@@ -45,7 +45,7 @@ def test_invalid_values_are_refused_with_the_fields_name(api, relays, spec, fiel
     assert status["message"].startswith('Relay.conformance.baton.dev "bad" is invalid: ')
 
 
-def test_the_status_is_validated_too(api, relays):
+def test_the_status_is_validated(api, relays):
     api.post(relays.path, relays.body("s"))
     response = api.patch(relays.at("s", "status"), {"status": {"replicas": "many"}})
     assert response.status_code == 422

@@ -84,7 +84,7 @@ def test_generation_counts_changes_of_the_spec_only(api, relays):
     assert scaled["metadata"]["generation"] == 2
 
 
-def test_generation_of_a_deployment_counts_annotations_too(api, apps, deployment):
+def test_generation_of_a_deployment_also_counts_changes_of_annotations(api, apps, deployment):
     deployment["spec"]["paused"] = True  # so that the controller leaves it alone
     api.post(f"{apps}/deployments", deployment)
     path = f"{apps}/deployments/web"

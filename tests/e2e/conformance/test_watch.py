@@ -44,7 +44,7 @@ def test_a_deletion_event_carries_a_version_after_the_creation(api, core):
     assert int(events[0]["object"]["metadata"]["resourceVersion"]) > int(created)
 
 
-def test_a_watch_from_zero_begins_with_what_exists(api, core):
+def test_a_watch_from_zero_begins_with_existing_objects(api, core):
     path = f"{core}/secrets"
     api.post(path, {"metadata": {"name": "old", "labels": {"w": "y"}}})
     api.eventually(

@@ -29,7 +29,7 @@ def wait_condition(cluster: LocalClusterUnderTest, kind: str, status: str, reaso
 
 
 @pytest.mark.timeout(400)
-def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
+def test_conditions_report_incompatible_pods_and_a_missing_secret(
     cluster: LocalClusterUnderTest, checkpoints: dict[str, Path]
 ) -> None:
     service = manifest(
@@ -64,8 +64,8 @@ def test_pods_that_cannot_exchange_blocks_and_a_secret_that_nobody_made(
         )
         assert answer.usage.completion_tokens > 0
         events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
-        told = {event["reason"] for event in events if event["involvedObject"]["name"] == NAME}
-        assert {"SecretNotFound", "IncompatiblePeers"} <= told
+        reasons = {event["reason"] for event in events if event["involvedObject"]["name"] == NAME}
+        assert {"SecretNotFound", "IncompatiblePeers"} <= reasons
 
         patch = [{"op": "remove", "path": "/spec/decode/template"}]
         cluster.kubectl("patch", "llms", NAME, "--type=json", "-p", json.dumps(patch))

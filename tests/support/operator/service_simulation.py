@@ -212,7 +212,7 @@ class Service:
         self, client: SimulatedClient, before: dict[str, Object], ranks: list[str], went_well: bool
     ) -> None:
         name = self._foreign["metadata"]["name"]
-        assert self.server.get("pods", name) == self._foreign, "somebody else's pod was touched"
+        assert self.server.get("pods", name) == self._foreign, "a pod of another owner was changed"
         self.server.cluster.collector.drain()
         self._checks.after(client, before, self._by_name(), ranks, went_well)
 
@@ -325,7 +325,7 @@ class Service:
         }
         assert used <= made, "a pod's configuration is missing"
         roles = {"prefill", "decode", "gateway"} if spec.prefill else {"decode", "gateway"}
-        assert len(made) == len(roles), f"configurations that nobody needs: {made}"
+        assert len(made) == len(roles), f"unused configurations: {made}"
         coordinators = [
             d
             for d in self.server.list("deployments.apps")

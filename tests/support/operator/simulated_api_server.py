@@ -271,7 +271,7 @@ class SimulatedClient(KubeClient):
         self._meanwhile.pop(number, lambda: None)()
         match fault:
             case Fault.CONFLICT:
-                raise KubeError(409, "Conflict", "somebody else was faster")
+                raise KubeError(409, "Conflict", "another client was faster")
             case Fault.BROKEN:
                 raise KubeError(500, "InternalError", "etcdserver: leader changed")
             case Fault.TIMEOUT:

@@ -91,7 +91,7 @@ def test_the_info_of_a_dead_supervisor_is_ignored(holder, tmp_path):
     )
 
 
-def test_stop_ends_the_supervisor_and_says_whether_there_was_one(holder, tmp_path):
+def test_stop_ends_the_supervisor_and_returns_whether_one_ran(holder, tmp_path):
     state = StateDir(tmp_path)
     assert state.stop_supervisor(10)
     assert not state.stop_supervisor(10)

@@ -161,7 +161,7 @@ async def test_a_stop_string_may_be_kept_in_the_text(rig: GatewayRig):
     assert answer.choices[0].text == "hello world"
 
 
-async def test_text_held_back_for_a_stop_string_comes_at_the_end(rig: GatewayRig):
+async def test_text_held_back_for_a_stop_string_is_sent_at_the_end(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode", "hello world"))
     chunks = await chat_pieces(rig.client(), stop=["world!"])
     assert text_of(chunks) == "hello world"

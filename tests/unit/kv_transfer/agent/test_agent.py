@@ -569,19 +569,19 @@ def initiator(kind: str, own_side: Side) -> Iterator[OwnerProcess]:
 
 
 @pytest.mark.parametrize("kind", OURS, indirect=True)
-@pytest.mark.parametrize("sleeper", ["owner", "initiator", "nobody"])
+@pytest.mark.parametrize("frozen_side", ["owner", "initiator", "nobody"])
 def test_an_owner_survives_the_death_of_a_connected_peer(
-    own_side: Side, initiator: OwnerProcess, sleeper: str
+    own_side: Side, initiator: OwnerProcess, frozen_side: str
 ) -> None:
     side, order = own_side, list(range(NUM_BLOCKS)) * 40
     assert isinstance(side.owner, OwnerProcess)
     with contextlib.ExitStack() as asleep:
-        if sleeper == "owner":
+        if frozen_side == "owner":
             asleep.enter_context(side.owner.frozen())
         initiator.call("post", "READ", "owner", order[::-1], side.base, order)
         initiator.call("send_notifs", "owner", 200)
         initiator.call("post", "WRITE", "owner", order[::-1], side.base, order)
-        if sleeper == "initiator":
+        if frozen_side == "initiator":
             asleep.enter_context(initiator.frozen())
             assert (
                 side.run(side.make("WRITE", [0], [0])) == "DONE"

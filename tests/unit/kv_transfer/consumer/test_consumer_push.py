@@ -72,7 +72,7 @@ def test_blocks_that_the_last_publish_repeats_are_verified_once(
     assert pushed.stats.bytes_received == 2 * BLOCK_NBYTES
 
 
-def test_a_result_is_reported_before_the_producer_is_told(
+def test_a_result_is_reported_before_the_release_is_sent(
     pushed: Rig, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subscribe = pushed.subscribed("t", worker, [9])

@@ -70,16 +70,18 @@ def test_memory_is_described_only_after_the_proof_of_the_token(
     make: Callable[..., Any], ours: ServiceKey | None, theirs: ServiceKey | None
 ) -> None:
     producer = make(Producer, service_key=ours)
-    friend = make(Consumer, producer, token=auth.derive_token(ours))
-    assert friend.description is not None
-    stranger = make(Consumer, producer, token=auth.derive_token(theirs), greet=False)
-    (welcome,) = stranger.send(stranger.hello())
-    assert welcome.proof != stranger.proof(welcome, auth.PRODUCER), (
+    trusted = make(Consumer, producer, token=auth.derive_token(ours))
+    assert trusted.description is not None
+    untrusted = make(Consumer, producer, token=auth.derive_token(theirs), greet=False)
+    (welcome,) = untrusted.send(untrusted.hello())
+    assert welcome.proof != untrusted.proof(welcome, auth.PRODUCER), (
         "the producer must not prove a token that it does not have"
     )
-    for proof in (stranger.proof(welcome), welcome.proof, b""):
-        stranger.send(stranger.hello())
-        (refused,) = stranger.send(side_channel.Describe(proof, stranger.layout, stranger.memory()))
+    for proof in (untrusted.proof(welcome), welcome.proof, b""):
+        untrusted.send(untrusted.hello())
+        (refused,) = untrusted.send(
+            side_channel.Describe(proof, untrusted.layout, untrusted.memory())
+        )
         assert "token" in refused.reason
         assert all(
             not key or key.hex() not in refused.reason
@@ -262,9 +264,13 @@ def test_many_blocks_are_published_in_parts_with_a_last_part(
     producer.offer()
     consumer.subscribe()
     producer.save([3, 4, 5, 6, 7], last=True)
-    heard = consumer.received()
-    assert [[block.index for block in publish.blocks] for publish in heard] == [[0, 1], [2, 3], [4]]
-    assert [publish.last for publish in heard] == [False, False, True]
+    received = consumer.received()
+    assert [[block.index for block in publish.blocks] for publish in received] == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
+    assert [publish.last for publish in received] == [False, False, True]
 
 
 def test_a_transfer_ends_when_all_workers_of_the_consumer_released_it(
@@ -446,11 +452,11 @@ def test_a_release_before_the_offer_ends_the_transfer_at_the_offer(
 def test_other_peers_can_neither_load_nor_end_a_transfer(
     make: Callable[..., Any], producer: Producer, consumer: Consumer
 ) -> None:
-    stranger = make(Consumer, producer, instance_id="E")
+    untrusted = make(Consumer, producer, instance_id="E")
     producer.offer()
-    (cancelled,) = stranger.subscribe()
+    (cancelled,) = untrusted.subscribe()
     assert "offered to instance D, not to E" in cancelled.reason
-    stranger.release()
+    untrusted.release()
     assert producer.finished == []
     assert consumer.subscribe() == []
 
@@ -526,10 +532,10 @@ def test_a_missing_worker_ends_the_transfer_after_one_lease(
     producer.offer()
     left.subscribe(worker=0, of=2)
     producer.save([3], last=True)
-    heard = [
+    received = [
         message for _ in range(3) for message in (producer.advance(LEASE_S / 2), *left.heartbeat())
     ]
-    assert Cancelled("t", 7, "its lease expired") in heard
+    assert Cancelled("t", 7, "its lease expired") in received
     assert producer.finished == []
     left.release(worker=0, of=2)
     assert producer.finished == ["t"]

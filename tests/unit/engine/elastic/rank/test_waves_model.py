@@ -167,7 +167,7 @@ def test_36594_a_late_start_does_not_wake_ranks_that_have_paused() -> None:
     assert not ranks.ranks[1].tokens
 
 
-def test_51476_a_request_that_comes_during_a_pause_does_not_keep_the_wave_running() -> None:
+def test_51476_a_request_during_a_pause_does_not_keep_the_wave_running() -> None:
     """In vLLM a request to a paused rank never ran, but kept the wave running without end."""
     ranks = new_ranks([(0, 1)], 2)
     ranks.ranks[1].paused = True
