@@ -38,9 +38,8 @@ def service(**spec: Any) -> dict[str, Any]:
 def test_kubectl_names_a_misspelled_field(api, services, namespace, how):
     document = service(decoder={"replicas": 1}, gateway={"apiKey": {"secretName": "s"}})
 
-    def refused() -> (
-        bool
-    ):  # with older servers kubectl validates against a schema that they publish a moment later
+    # With older servers kubectl validates against a schema that they publish a moment later.
+    def refused() -> bool:
         done = api.kubectl(*how, "-n", namespace, "-f", "-", stdin=document)
         if done.returncode == 0:
             api.delete(f"{services}/demo")
@@ -93,10 +92,11 @@ def test_lists_and_names_are_bounded(api, services):
     [
         ("0demo", [r"metadata.name in body should match '^[a-z]([-a-z0-9]*[a-z0-9])?$'"]),
         ("a.b", [r"metadata.name in body should match '^[a-z]([-a-z0-9]*[a-z0-9])?$'"]),
+        # "should be at most 40 chars long", later "Too long: may not be longer than 40".
         (
             "d" * 41,
             ["40"],
-        ),  # "should be at most 40 chars long", later "Too long: may not be longer than 40"
+        ),
         ("Demo", ["a lowercase RFC 1123 subdomain must", "metadata.name in body should match"]),
     ],
 )

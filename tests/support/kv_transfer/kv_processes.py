@@ -42,9 +42,8 @@ def _fork_server() -> ForkServerContext:
     """Start a fork server that has imported this module."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with mock.patch.dict(
-        os.environ, PYTHONPATH=os.pathsep.join(sys.path)
-    ):  # it does not get sys.path
+    # It does not get sys.path.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     return context
 

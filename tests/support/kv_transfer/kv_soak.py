@@ -133,9 +133,8 @@ class Soak:
     def run(self) -> None:
         """Raise AssertionError for wrong blocks, missing or repeated ends, and leaked resources."""
         self._context.set_forkserver_preload([__name__])
-        with mock.patch.dict(
-            os.environ, PYTHONPATH=os.pathsep.join(sys.path)
-        ):  # the server does not get sys.path
+        # The server does not get sys.path.
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             forkserver.ensure_running()
         try:
             for process in self._processes:
@@ -247,9 +246,8 @@ class Soak:
         for planned, act in ((self._kills, self._kill), (self._freezes, self._freeze)):
             if self._num_started in planned:
                 planned.discard(self._num_started)
-                self._due.append(
-                    (now + self._rng.uniform(0.0, 0.04), act)
-                )  # the last transfers are in flight
+                # The last transfers are in flight.
+                self._due.append((now + self._rng.uniform(0.0, 0.04), act))
         for when, act in list(self._due):
             if now >= when:
                 self._due.remove((when, act))
@@ -339,9 +337,8 @@ class Soak:
         for process in self._processes:
             if process.thaws_at:
                 os.kill(process.process.pid, signal.SIGCONT)
-        while not all(
-            process.up for process in self._processes
-        ):  # one of the last kills may be very recent
+        # One of the last kills may be very recent.
+        while not all(process.up for process in self._processes):
             self._listen(0.05)
         names = {spec.name for process in self._processes for spec in process.specs}
         while True:

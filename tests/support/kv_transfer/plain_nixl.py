@@ -157,9 +157,8 @@ class PlainMethods:
             state = self.agent.check_xfer_state(handle)
         assert state == "DONE"
         self.agent.release_xfer_handle(handle)
-        self.agent.remove_remote_agent(
-            peer
-        )  # NIXL refuses a new agent of the same name while it has this one
+        # NIXL refuses a new agent of the same name while it has this one.
+        self.agent.remove_remote_agent(peer)
 
     def _checksum(self, request: side_channel.Subscribe, index: int, block_id: int) -> int:
         address = self.words.ctypes.data + block_id * LAYOUT.block_nbytes

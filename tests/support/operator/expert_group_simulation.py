@@ -267,9 +267,8 @@ class Simulation:
             usable = living
         if usable and (usable != self.ranks or broken):
             kind = "form" if not self.ranks else "recover" if broken else "scale"
-            requested = (
-                self.request is not None and kind != "recover"
-            )  # ranks recover by themselves
+            # Ranks recover by themselves.
+            requested = self.request is not None and kind != "recover"
             self.operation = Operation(self.request.operation_id if requested else "", kind, usable)
 
     def _advance(self, operation: Operation, living: dict[str, str]) -> None:
@@ -298,10 +297,11 @@ class Simulation:
             return
         pod.bound, pod.no_room_since = True, None
         if not pod.failed:
+            # It may do so before it has started.
             pod.running, pod.registered = (
                 True,
                 self.coordinator_up,
-            )  # before it says that it has started
+            )
 
     def container_dies(self, pod: Pod) -> None:
         """The container dies, and the kubelet starts another one."""

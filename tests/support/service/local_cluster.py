@@ -200,10 +200,11 @@ def manifest(
             "model": {"uri": f"file://{checkpoint}", "servedName": name, "dtype": "float32"},
             **({"prefill": {"replicas": prefill}} if prefill else {}),
             "decode": {"replicas": decode},
+            # Longer prompts are prefilled in chunks.
             "engine": {
                 "numThreads": 1,
                 "maxNumBatchedTokens": 64,
-            },  # longer prompts are prefilled in chunks
+            },
             **spec,
         },
     }

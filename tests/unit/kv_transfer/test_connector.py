@@ -214,9 +214,8 @@ def test_heartbeats_keep_the_lease(engine: Callable[..., Engine]) -> None:
     producer.offer("t", "D")
     consumer.load("t", producer, [1])
     consumer.load("never-offered", producer, [2])
-    assert (
-        "no progress" in consumer.result("never-offered").error
-    )  # for three leases nothing happens
+    # For three leases nothing happens.
+    assert "no progress" in consumer.result("never-offered").error
     producer.save("t", 0, [5], last=True)
     assert consumer.result("t").error == ""
     producer.wait_sent("t")

@@ -390,9 +390,8 @@ def test_every_load_ends_correctly_for_any_messages_of_a_producer(
     kinds = [*typing.get_args(side_channel.ToConsumer)]
     for number in range(6):
         transfer_id = f"t{number}"
-        blocks = [
-            3 * number + block for block in range(rng.randrange(1, 4))
-        ]  # its own one: earlier loads may still be running
+        # Its own one: earlier loads may still be running.
+        blocks = [3 * number + block for block in range(rng.randrange(1, 4))]
         rig.begin(transfer_id, evil, blocks, first=rng.randrange(2))
         with contextlib.suppress(AssertionError):  # earlier messages may have broken the handshake
             if not any(peer.is_ready for peer in rig.consumer.peers()):

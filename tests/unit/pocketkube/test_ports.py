@@ -26,8 +26,7 @@ def test_ports_are_distinct_and_outside_the_ephemeral_range(
 def test_a_port_with_a_listener_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     [taken] = ports.free_ports(1)
     monkeypatch.setattr(ports, "_FIRST", taken)
-    monkeypatch.setattr(
-        ports, "_first_handed_out", lambda: taken + 50
-    )  # makes `taken` always a candidate
+    # Makes `taken` always a candidate.
+    monkeypatch.setattr(ports, "_first_handed_out", lambda: taken + 50)
     with socket.create_server((ports.LOOPBACK, taken)):
         assert all(taken not in ports.free_ports(1) for _ in range(10))

@@ -220,9 +220,8 @@ def test_a_disk_that_fills_up_during_the_download_ends_the_fetch(small_disk: Pat
         )
         assert hub.held.wait(60), "the fetcher requested no weights"
         free = os.statvfs(small_disk)
-        with contextlib.suppress(
-            OSError
-        ):  # the fetcher also writes, so the disk may be full earlier
+        # The fetcher also writes, so the disk may be full earlier.
+        with contextlib.suppress(OSError):
             (small_disk / "of-another").write_bytes(bytes(free.f_bavail * free.f_frsize))
         hub.release.set()
         code, stderr = fetcher.finish(process)

@@ -583,9 +583,8 @@ def test_an_owner_survives_the_death_of_a_connected_peer(
         initiator.call("post", "WRITE", "owner", order[::-1], side.base, order)
         if frozen_side == "initiator":
             asleep.enter_context(initiator.frozen())
-            assert (
-                side.run(side.make("WRITE", [0], [0])) == "DONE"
-            )  # the owner serves others at the same time
+            # The owner serves others at the same time.
+            assert side.run(side.make("WRITE", [0], [0])) == "DONE"
         initiator.kill()
     assert side.run(side.make("READ", [2], [3])) == "DONE"
     assert side.run(side.make("WRITE", [4], [5], b"still here")) == "DONE"

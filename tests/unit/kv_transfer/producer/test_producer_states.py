@@ -178,9 +178,8 @@ class ProducerMachine(RuleBasedStateMachine):
             return
         for load in self.loads[worker].values():
             load.stopped = True
-            load.gone = (
-                load.gone or load.transfer_id not in self.blocks
-            )  # the subscription is dropped before the offer
+            # The subscription is dropped before the offer.
+            load.gone = load.gone or load.transfer_id not in self.blocks
         self.consumers[worker].send_hello()
         self.look()
 

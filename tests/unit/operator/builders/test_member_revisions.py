@@ -51,11 +51,12 @@ RESOURCES = {"limits": {"cpu": "2"}}
 EDITS: list[tuple[str, Any, set[str]]] = [
     ("image", "baton:2", {"prefill", "decode", "gateway"}),
     ("model.uri", "file:///models/y", {"prefill", "decode", "gateway"}),
+    # Engines use it as a metric label.
     (
         "model.servedName",
         "other",
         {"prefill", "decode", "gateway"},
-    ),  # engines use it as a metric label
+    ),
     ("engine.maxNumSeqs", 7, {"prefill", "decode"}),
     ("engine.blockSize", 32, {"prefill", "decode"}),
     ("kvTransfer.mode", "push", {"prefill", "decode"}),

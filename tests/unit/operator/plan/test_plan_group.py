@@ -476,9 +476,8 @@ def test_any_group_converges_without_loss_of_work_or_capacity(data: st.DataObjec
     update = Update(max_surge=bounds[0], max_unavailable=bounds[1], surge_timeout_s=30.0)
     members = [data.draw(any_member(ordinal)) for ordinal in ordinals]
     cluster = Simulation(members, update, data.draw, has_previous_revision=data.draw(st.booleans()))
-    for _ in range(
-        data.draw(st.integers(0, 12))
-    ):  # the user changes the size, and the cluster is slow
+    # The user changes the size, and the cluster is slow.
+    for _ in range(data.draw(st.integers(0, 12))):
         cluster.step(data.draw(st.integers(0, 5)))
         cluster.world()
     desired = data.draw(st.integers(0, 5))

@@ -240,9 +240,8 @@ def test_the_oldest_connection_is_closed_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounded_server, "MAX_CONNECTIONS", 5)
-    monkeypatch.setattr(
-        bounded_server.BoundedHandler, "timeout", 10 * DEADLINE_S
-    )  # idle connections are not closed
+    # Idle connections are not closed.
+    monkeypatch.setattr(bounded_server.BoundedHandler, "timeout", 10 * DEADLINE_S)
     monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 10 * DEADLINE_S)
     server = CoordinatorServer(HOST, 0, Admin())
     server.start()
@@ -257,9 +256,8 @@ def test_many_simultaneous_clients_get_responses() -> None:
     """Their connections wait in the backlog, which must be larger than the default of 5."""
     server = CoordinatorServer(HOST, 0, Admin())
     with contextlib.ExitStack() as stack:
-        waiting = [
-            stack.enter_context(connect(server.port)) for _ in range(100)
-        ]  # before the server accepts
+        # Before the server accepts.
+        waiting = [stack.enter_context(connect(server.port)) for _ in range(100)]
         server.start()
         for each in waiting:
             each.sendall(b"GET /topology HTTP/1.1\r\nConnection: close\r\n\r\n")
