@@ -297,7 +297,7 @@ class Simulation:
             return
         pod.bound, pod.no_room_since = True, None
         if not pod.failed:
-            # It may do so before it has started.
+            # It registers before the kubelet reports it as started.
             pod.running, pod.registered = (
                 True,
                 self.coordinator_up,
