@@ -129,7 +129,8 @@ class TransportAgent(Agent):
 
     @property
     def failure(self) -> str:
-        return "; ".join(filter(None, (context.failure for context in self._contexts.values())))
+        failures = [self._thread.failure, *(each.failure for each in self._contexts.values())]
+        return "; ".join(filter(None, failures))
 
     @property
     def bytes_moved(self) -> dict[str, int]:
@@ -305,7 +306,10 @@ class TransportAgent(Agent):
                     f"agent {handle.peer} was removed or replaced: make the transfer again"
                 )
             else:
-                self._begin(transfer, peer)
+                try:
+                    self._begin(transfer, peer)
+                except TransportError as error:  # the thread failed
+                    transfer.end(str(error))
         return transfer.state.value
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:

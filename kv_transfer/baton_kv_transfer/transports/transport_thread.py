@@ -145,6 +145,8 @@ class TransportThread:
         self._more = False
         self._resume = threading.Event()
         self._failure: Exception | None = None
+        #: Why the thread ended; empty while it runs, and after `close`.
+        self.failure = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, at_end: Callable[[], object]) -> None:
@@ -262,8 +264,9 @@ class TransportThread:
                     raise self._failure
                 with self._work:
                     more = self._turn()
-        except Exception:
+        except Exception as error:
             logger.exception("the thread %s failed; its transfers end", self._thread.name)
+            self.failure = f"the thread {self._thread.name} failed: {error!r}"
         with self._work:
             self.mailbox.finish()  # callers that wait for an answer get it
             self._at_end()

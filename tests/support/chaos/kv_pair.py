@@ -232,7 +232,8 @@ class Pair:
         self.assert_right(prompt, answer, "afterwards")
         moved = decode.metric("baton:prompt_tokens_remote_total") - before
         assert moved == PROMPT_TOKENS, (
-            f"{moved} tokens were loaded, prefill error {answer.prefill_error!r}:\n{decode.tail()}"
+            f"{moved} tokens were loaded, prefill error {answer.prefill_error!r}:\n"
+            f"{self.prefill.tail()}\n{decode.tail()}"
         )
         await self.assert_clean(self.prefill, decode)
 

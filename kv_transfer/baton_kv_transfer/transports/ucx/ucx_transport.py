@@ -195,15 +195,26 @@ class UCXTransport(Transport):
             return False
         for _ in range(_ROUNDS):
             worker.progress()
-            while arrived := worker.probe(0, DATA_BIT):
-                self._take(worker, *arrived)
-            worker.call_back()
+            self._take_messages(worker)
             # Data of a transfer that was given up, or of an untrusted client.
             worker.discard(DATA_BIT, DATA_BIT)
-            self._cut_failed()
+            if self._cut_failed():
+                continue  # closing an endpoint may let messages in
             if worker.arm():
                 return False
         return True
+
+    def _take_messages(self, worker: UCXWorker) -> None:
+        """Handle all messages that have arrived.
+
+        Handling one may close an endpoint, which lets more messages in, among them a WRITE and its
+        data. The data is not discarded if the WRITE is handled first.
+        """
+        has_news = True
+        while has_news:
+            while arrived := worker.probe(0, DATA_BIT):
+                self._take(worker, *arrived)
+            has_news = worker.call_back()
 
     def _take(self, worker: UCXWorker, message: int, nbytes: int) -> None:
         content = bytearray(nbytes if nbytes <= messages.MAX_MESSAGE_BYTES else 0)
@@ -218,7 +229,7 @@ class UCXTransport(Transport):
     def _handle(self, content: bytearray) -> None:
         try:
             message = messages.decode(content)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             logger.info("ignoring a malformed message of %d bytes: %s", len(content), error)
             return
         if isinstance(message, Hello):

@@ -301,7 +301,9 @@ class UCXWorker:
         self._worker.progress()
         self.call_back()
 
-    def call_back(self) -> None:
+    def call_back(self) -> bool:
+        """Call back for requests that ended; return whether there were any."""
+        has_ended = bool(self._ended)
         while self._ended:
             key, status, nbytes = self._ended.popleft()
             request = self._requests.pop(key)
@@ -309,6 +311,7 @@ class UCXWorker:
             if not error and nbytes != request.nbytes:
                 error = f"a message of {nbytes} bytes instead of {request.nbytes}"
             request.on_end(error)
+        return has_ended
 
     def arm(self) -> bool:
         """Return whether the event descriptor reports the next event.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import os
 import subprocess
 import sys
@@ -169,7 +170,9 @@ def test_a_request_with_an_invalid_row_is_refused_and_leaves_no_receive(
     assert end(one.post("READ", "owner", some, rows(owner.words, (8, 8))))[0] is XferState.DONE
 
 
-@pytest.mark.parametrize("hello", ["none", "wrong secret", "garbage", "deep", "no message"])
+@pytest.mark.parametrize(
+    "hello", ["none", "wrong secret", "garbage", "invalid UTF-8", "deep", "no message"]
+)
 def test_a_peer_without_the_secret_is_ignored(
     pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, hello: str
 ) -> None:
@@ -178,6 +181,9 @@ def test_a_peer_without_the_secret_is_ignored(
         raw.send_message(messages.Hello(b"0" * 16, raw.session, "raw", raw.worker.address))
     elif hello == "garbage":
         raw.send(messages.CONTROL_TAG, b"\xc1" * 100_000)
+    elif hello == "invalid UTF-8":
+        no_text = messages.Hello(owner.address.secret, raw.session, "raw", raw.worker.address)
+        raw.send(messages.CONTROL_TAG, messages.encode(no_text).replace(b"raw", b"\xff\xfe\xfd"))
     elif hello == "deep":
         raw.send(messages.CONTROL_TAG, b"\x91" * 60_000 + b"\xc0")
     elif hello == "no message":
@@ -204,6 +210,32 @@ def test_unexpected_data_is_discarded(
         end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
         is XferState.DONE
     )
+
+
+def test_data_that_arrives_while_an_earlier_message_is_handled_is_kept(
+    pair: tuple[UCXTransportHere, UCXTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, owner = pair
+    handle_hello = owner.transport._handle_hello
+
+    def let_data_in(hello: messages.Hello) -> None:
+        """Progress UCX while HELLO is handled, as the close of an earlier connection does."""
+        handle_hello(hello)
+        worker = owner.transport._worker
+
+        def has_data() -> bool:
+            worker._worker.progress()
+            info = c.byref(worker._info)
+            bit = messages.DATA_BIT
+            return bool(worker._ucp.ucp_tag_probe_nb(worker._handle, bit, bit, 0, info))
+
+        eventually(has_data, "the data of the WRITE")
+
+    monkeypatch.setattr(owner.transport, "_handle_hello", let_data_in)
+    one.words[:8] = -1
+    write = one.post("WRITE", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8)))
+    assert end(write) == (XferState.DONE, "")
+    assert (owner.words[8:16] == -1).all()
 
 
 def test_invalid_requests_are_refused_or_ignored(
