@@ -28,6 +28,17 @@ from baton_protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_SWAP_BLOCKS = 64
+VOCAB_SIZE = 512
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Return prompts of these lengths with ids below VOCAB_SIZE and without special tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompts([length], seed)[0]
 
 
 class Runner(Protocol):

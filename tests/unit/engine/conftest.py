@@ -6,8 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.engine.engine_process import EngineProcess
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """Run torch in one thread: tensors are tiny, so more threads only add waits."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Made checkpoints: real to transformers, deterministic, and decisive under greedy decoding."""
+"""Created checkpoints: valid for transformers, deterministic, and with clear greedy choices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import torch
 
 from baton_engine import checkpoint
 from baton_engine.checkpoint import ARCHITECTURES, SIZES, create_checkpoint
+from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.factory import make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = [
     "Hello",
@@ -22,24 +26,20 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def made(
+def created(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
+    """The architecture and the path of a checkpoint."""
     return request.param, create_checkpoint(
-        tmp_path_factory.mktemp("made") / request.param, request.param, seed=3
+        tmp_path_factory.mktemp("created") / request.param, request.param, seed=3
     )
 
 
-def test_transformers_loads_it_as_the_named_architecture(made: tuple[str, Path]) -> None:
+def test_transformers_loads_a_checkpoint_as_its_architecture(created: tuple[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
-    arch, path = made
+    arch, path = created
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert type(model).__name__ == ARCHITECTURES[arch]
     assert not report["missing_keys"]
@@ -47,11 +47,13 @@ def test_transformers_loads_it_as_the_named_architecture(made: tuple[str, Path])
     assert model.generation_config.eos_token_id == [2, 0]
 
 
-def test_greedy_decoding_is_decisive_and_does_not_collapse(made: tuple[str, Path]) -> None:
+def test_greedy_decoding_has_clear_choices_and_does_not_repeat_itself(
+    created: tuple[str, Path],
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(made[1], dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(made[1])
+    model = AutoModelForCausalLM.from_pretrained(created[1], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(created[1])
     gaps: list[float] = []
     for text in (TEXTS[0], TEXTS[1], TEXTS[2] * 4):
         prompt = tokenizer(text, return_tensors="pt").input_ids
@@ -60,19 +62,19 @@ def test_greedy_decoding_is_decisive_and_does_not_collapse(made: tuple[str, Path
             best = model(tokens).logits[0].topk(2).values
         gaps += (best[:, 0] - best[:, 1]).tolist()
         generated = tokens[0, prompt.shape[1] :].tolist()
-        assert len(generated) == 48, "ended at once"
-        assert len(set(generated)) > 16, "repeats itself"
+        assert len(generated) == 48, "the text ended early"
+        assert len(set(generated)) > 16, "the text repeats itself"
     assert torch.tensor(gaps).median() > 0.1
 
 
-def test_transformers_loads_the_tokenizer_and_the_chat_template(made: tuple[str, Path]) -> None:
+def test_transformers_loads_the_tokenizer_and_the_chat_template(created: tuple[str, Path]) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(made[1])
+    tokenizer = AutoTokenizer.from_pretrained(created[1])
     for text in TEXTS:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert len(tokenizer(TEXTS[1]).input_ids) < len(TEXTS[1]) / 2, "merges were learnt"
+    assert len(tokenizer(TEXTS[1]).input_ids) < len(TEXTS[1]) / 2, "the tokenizer has no merges"
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
@@ -83,10 +85,12 @@ def test_transformers_loads_the_tokenizer_and_the_chat_template(made: tuple[str,
     )
 
 
-def test_equal_arguments_give_equal_files_and_seeds_differ(tmp_path: Path) -> None:
+def test_equal_arguments_give_equal_files_and_another_seed_gives_other_weights(
+    tmp_path: Path,
+) -> None:
     paths = [
-        create_checkpoint(tmp_path / str(n), "llama", num_layers=1, seed=s)
-        for n, s in enumerate((5, 5, 6))
+        create_checkpoint(tmp_path / str(n), "llama", num_layers=1, seed=seed)
+        for n, seed in enumerate((5, 5, 6))
     ]
     names = sorted(file.name for file in paths[0].iterdir())
     assert names == [
@@ -101,7 +105,7 @@ def test_equal_arguments_give_equal_files_and_seeds_differ(tmp_path: Path) -> No
     assert contents[0]["model.safetensors"] != contents[2]["model.safetensors"]
 
 
-def test_vocabulary_larger_than_the_corpus_supports(tmp_path: Path) -> None:
+def test_the_vocabulary_can_be_larger_than_the_tokenizers_corpus_supports(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     path = create_checkpoint(tmp_path / "wide", "llama", num_layers=1, vocab_size=16384)
@@ -109,7 +113,7 @@ def test_vocabulary_larger_than_the_corpus_supports(tmp_path: Path) -> None:
     assert json.loads((path / "config.json").read_text())["vocab_size"] == 16384
 
 
-def test_command_line_writes_what_was_asked(
+def test_the_command_line_writes_the_requested_sizes_and_refuses_a_folder_with_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = argparse.ArgumentParser()
@@ -134,21 +138,18 @@ def test_command_line_writes_what_was_asked(
     assert "not empty" in capsys.readouterr().err
 
 
-def test_command_line_takes_a_preset_and_what_differs_from_it(tmp_path: Path) -> None:
+def test_the_command_line_takes_a_preset_and_options_that_override_it(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     checkpoint.add_arguments(parser)
     out = tmp_path / "cli"
-    sizes = ["--size", "150m", "--layers", "1", "--vocab-size", "300", "--sliding-window", "64"]
-    options = [*sizes, "--rope-scaling", "yarn", "--rope-factor", "2"]
+    options = ["--size", "150m", "--layers", "1", "--vocab-size", "300", "--sliding-window", "64"]
+    options += ["--rope-scaling", "yarn", "--rope-factor", "2"]
     assert (
         checkpoint.run(parser.parse_args(["--arch", "mistral", "--out", str(out), *options])) == 0
     )
     config = json.loads((out / "config.json").read_text())
-    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (
-        768,
-        1,
-        300,
-    )
+    sizes = (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"])
+    assert sizes == (768, 1, 300)
     assert config["sliding_window"] == 64
     assert config["rope_scaling"] == {
         "rope_type": "yarn",
@@ -157,10 +158,7 @@ def test_command_line_takes_a_preset_and_what_differs_from_it(tmp_path: Path) ->
     }
 
 
-def test_the_benchmark_preset_has_about_150_million_parameters(tmp_path: Path) -> None:
-    from baton_engine.models.checkpoint_config import load_checkpoint_config
-    from baton_engine.models.factory import make_model
-
+def test_the_preset_150m_has_about_150_million_parameters(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", size="150m", vocab_size=300, num_layers=1)
     config = replace(
         load_checkpoint_config(path),
@@ -187,7 +185,7 @@ def test_the_benchmark_preset_has_about_150_million_parameters(tmp_path: Path) -
         ({"sliding_window": 8}, "sliding_window must be positive, and is not for llama"),
     ],
 )
-def test_bad_sizes_are_refused_by_name(
+def test_invalid_arguments_are_refused_by_name_and_write_nothing(
     tmp_path: Path, arguments: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ValueError, match=field):

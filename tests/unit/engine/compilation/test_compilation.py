@@ -1,4 +1,4 @@
-"""The piecewise backend of torch.compile: the same logits as eager layers, cut at attention, each piece compiled once and kept."""
+"""The piecewise backend of torch.compile: logits, graph splits, and the cache of pieces."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NUM_LAYERS = 3
 SEQUENCES = [list(range(3, 20)), list(range(40, 57))]
 
 
-class RememberingCompiler:
-    """Compiles nothing; remembers what it was asked for."""
+class RecordingCompiler:
+    """Compiles nothing and records the pieces and sizes it gets."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str | None, int | None]] = []
+        self.requested: list[tuple[str | None, int | None]] = []
         self.graphs: list[fx.GraphModule] = []
 
     def open(self, key: str) -> None:
@@ -40,7 +40,7 @@ class RememberingCompiler:
     def compile(
         self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
     ) -> Callable[..., Any]:
-        self.asked.append((piece_key(graph), size))
+        self.requested.append((piece_key(graph), size))
         self.graphs.append(graph)
         return graph.forward
 
@@ -90,7 +90,10 @@ def models(checkpoints: Path) -> dict[str, CausalLM]:
 
 
 def assert_same_logits(compiled: CompiledModel, model: CausalLM) -> None:
-    """The first step, of which the trace is made, has several tokens; later ones one of each sequence, or more than the first."""
+    """Compare steps of several sizes.
+
+    The first is traced. Later ones have one token per sequence, or more tokens than the first.
+    """
     for chunk in (5, 1, 17):
         actual = run_model(compiled, SEQUENCES, chunk)  # type: ignore[arg-type]
         torch.testing.assert_close(actual, run_model(model, SEQUENCES, chunk), atol=1e-4, rtol=1e-4)
@@ -99,7 +102,7 @@ def assert_same_logits(compiled: CompiledModel, model: CausalLM) -> None:
 @pytest.mark.parametrize(
     ("arch", "sizes"), [("llama", ()), ("qwen3", (2,)), ("qwen3_moe", (2, 10))]
 )
-def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothing(
+def test_inductor_computes_the_same_logits_and_a_second_start_compiles_nothing(
     models: dict[str, CausalLM],
     arch: str,
     sizes: tuple[int, ...],
@@ -117,7 +120,7 @@ def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothin
     compiled = CompiledModel(model, InductorCompiler(tmp_path), sizes)
     assert_same_logits(compiled, model)
     assert compiled.backend.num_pieces == NUM_LAYERS + 1
-    # Before the first attention, between two of them, after the last: the layers in between are alike.
+    # Pieces before the first attention, between two, and after the last. Those between are equal.
     num_different = 3 * (1 + len(sizes))
     assert len(passed) == num_different
 
@@ -126,14 +129,14 @@ def test_inductor_computes_what_the_layers_do_and_a_second_start_compiles_nothin
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
-def test_the_graph_is_cut_at_every_attention_and_layers_are_alike(
+def test_the_graph_is_split_at_every_attention_and_the_layers_share_one_key(
     models: dict[str, CausalLM], arch: str
 ) -> None:
-    compiler = RememberingCompiler()
+    compiler = RecordingCompiler()
     compiled = CompiledModel(models[arch], compiler)
     assert_same_logits(compiled, models[arch])
-    assert compiled.backend.num_pieces == len(compiler.asked) == NUM_LAYERS + 1
-    assert len({key for key, _ in compiler.asked}) == 3
+    assert compiled.backend.num_pieces == len(compiler.requested) == NUM_LAYERS + 1
+    assert len({key for key, _ in compiler.requested}) == 3
     operators = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]
     assert not any("attend" in name for name in operators)
     assert sum("mix_experts" in name for name in operators) == (
@@ -142,11 +145,11 @@ def test_the_graph_is_cut_at_every_attention_and_layers_are_alike(
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-def test_ranks_compute_together_what_one_does_alone(
+def test_compiled_ranks_compute_the_logits_of_one_rank(
     checkpoints: Path, models: dict[str, CausalLM], tensor: int, pipeline: int
 ) -> None:
     def work(parallel: ParallelContext) -> Tensor:
-        compiled = CompiledModel(load(checkpoints / "llama", parallel), RememberingCompiler())
+        compiled = CompiledModel(load(checkpoints / "llama", parallel), RecordingCompiler())
         return run_model(compiled, SEQUENCES, 5)  # type: ignore[arg-type]
 
     expected = run_model(models["llama"], SEQUENCES, 5)
@@ -164,31 +167,31 @@ def test_two_models_of_one_class_keep_their_own_weights(
         )
     )
     both = [
-        (CompiledModel(model, RememberingCompiler()), model) for model in (models["llama"], other)
+        (CompiledModel(model, RecordingCompiler()), model) for model in (models["llama"], other)
     ]
     for compiled, model in (*both, *both):
         assert_same_logits(compiled, model)
 
 
-def test_a_second_trace_is_refused_for_it_might_hold_for_one_size_alone(
+def test_a_second_trace_of_the_model_is_an_error(
     models: dict[str, CausalLM],
 ) -> None:
-    compiler = RememberingCompiler()
+    compiler = RecordingCompiler()
     compiled = CompiledModel(models["llama"], compiler)
     run_model(compiled, SEQUENCES, 5)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="traces the model again"):
         compiled.backend(compiler.graphs[0], [])
 
 
-def test_pieces_are_compiled_once_more_for_chosen_sizes(models: dict[str, CausalLM]) -> None:
-    compiler = RememberingCompiler()
+def test_pieces_are_compiled_again_for_each_compile_size(models: dict[str, CausalLM]) -> None:
+    compiler = RecordingCompiler()
     compiled = CompiledModel(models["llama"], compiler, compile_sizes=[2, 10])
     assert_same_logits(compiled, models["llama"])
-    sizes = [size for _, size in compiler.asked]
+    sizes = [size for _, size in compiler.requested]
     assert sizes == [None] * 4 + [10] * 4 + [2] * 4, "two sequences: 10 tokens come before 2"
 
 
-def test_the_key_of_what_is_kept_changes_with_sources_configuration_and_names_alone_do_not(
+def test_cache_keys_depend_on_sources_configuration_and_operators_and_not_on_names(
     tmp_path: Path,
 ) -> None:
     source = tmp_path / "layer.py"
@@ -209,7 +212,7 @@ def test_the_key_of_what_is_kept_changes_with_sources_configuration_and_names_al
     assert piece_key(graph(("a", "b"), 1.0)) != piece_key(graph(("a", "b"), 2.0))
 
 
-def test_code_for_a_cpu_belongs_to_a_number_of_threads_and_to_inductors_settings(
+def test_the_cache_key_for_a_cpu_depends_on_threads_and_inductor_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = environment_key([], [], CPU)
@@ -222,7 +225,7 @@ def test_code_for_a_cpu_belongs_to_a_number_of_threads_and_to_inductors_settings
     assert environment_key([], [], CPU) != key
 
 
-def test_pieces_are_kept_in_folders_that_only_this_user_can_write(
+def test_compiled_pieces_are_stored_only_in_folders_that_no_other_user_can_write(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = InductorCompiler(tmp_path / "cache")
@@ -232,13 +235,13 @@ def test_pieces_are_kept_in_folders_that_only_this_user_can_write(
     assert not caplog.text
 
     compiler.folder.chmod(0o777)
-    compiler.open("key")  # somebody else may have put code there
+    compiler.open("key")  # other users can write code into that folder
     assert compiler.folder.is_dir()
     assert compiler.folder.parent != tmp_path / "cache"
     assert "writable for everybody" in caplog.text
 
 
-def test_without_a_place_for_compiled_code_a_temporary_one_serves(
+def test_a_temporary_folder_is_used_if_the_cache_folder_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -271,7 +274,7 @@ def test_a_piece_that_cannot_be_loaded_is_compiled_again(
     ],
     ids=["view of a view", "slice of all", "slice of some", "views that change the shape"],
 )
-def test_operators_that_give_back_what_they_got_are_removed(
+def test_operators_that_do_not_change_their_input_are_removed(
     function: Callable[[Tensor], Tensor], left: int
 ) -> None:
     x = torch.randn(6, 8)
@@ -288,7 +291,7 @@ def test_operators_that_give_back_what_they_got_are_removed(
 
 
 @pytest.mark.parametrize(("middle", "left"), [(torch.float32, 1), (torch.bfloat16, 3)])
-def test_conversions_there_and_back_are_removed_where_they_are_exact(
+def test_a_conversion_and_its_inverse_are_removed_if_they_are_exact(
     middle: torch.dtype, left: int
 ) -> None:
     start = torch.float16
@@ -302,7 +305,7 @@ def test_conversions_there_and_back_are_removed_where_they_are_exact(
     assert sum(node.op == "call_function" for node in traced.graph.nodes) == left
 
 
-def test_the_decorator_refuses_what_it_cannot_mark() -> None:
+def test_support_torch_compile_refuses_arguments_and_dimensions_it_cannot_mark() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
             return x

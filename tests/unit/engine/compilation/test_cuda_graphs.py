@@ -1,4 +1,4 @@
-"""Steps through captured graphs give the tokens that eager ones give. The graphs are a double's; all else is the engine."""
+"""Steps with CUDA graphs give the tokens of eager steps. Only the graphs are fake."""
 
 from __future__ import annotations
 
@@ -41,11 +41,24 @@ def double(monkeypatch: pytest.MonkeyPatch) -> RecordedRuns:
 def generate(
     checkpoint: Path, between: Callable[[LLM], None] | None = None, **options: Any
 ) -> list[list[int]]:
-    """Twice the same prompts' tokens, joined; `between` comes in between."""
+    """Generate from the same prompts twice and call `between` after the first time.
+
+    Returns:
+        The tokens of all outputs.
+    """
     llm = LLM(
-        str(checkpoint), device="cpu", dtype="float32", num_threads=1, max_num_batched_tokens=12, max_num_seqs=4,
-        num_blocks=12, block_size=4, max_model_len=44, enable_prefix_caching=False, **options,
-    )  # fmt: skip
+        str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_num_batched_tokens=12,
+        max_num_seqs=4,
+        num_blocks=12,
+        block_size=4,
+        max_model_len=44,
+        enable_prefix_caching=False,
+        **options,
+    )
     try:
         params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
         first = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -63,16 +76,15 @@ def eager(checkpoint: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "full", "full_decode_only", "full_and_piecewise"])
-def test_chunks_decodes_and_preemption_give_the_tokens_of_eager_steps(
+def test_chunks_decodes_and_preemption_with_graphs_give_the_tokens_of_eager_steps(
     checkpoint: Path,
     eager: list[list[int]],
     double: RecordedRuns,
     caplog: pytest.LogCaptureFixture,
     mode: str,
 ) -> None:
-    caplog.set_level(
-        logging.DEBUG, "baton_engine.compilation.graphs"
-    )  # checks that arguments stay where they were
+    # At this level, replays check that their arguments have the addresses of the capture.
+    caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")
     assert (
         generate(
             checkpoint, compilation_mode="eager", cudagraph_mode=mode, capture_sizes=[1, 3, 8, 12]
@@ -82,12 +94,12 @@ def test_chunks_decodes_and_preemption_give_the_tokens_of_eager_steps(
     assert double.num_replays > 20
 
 
-def test_graphs_are_captured_again_after_sleep(
+def test_graphs_are_captured_again_at_wake_up(
     checkpoint: Path, eager: list[list[int]], double: RecordedRuns
 ) -> None:
     captured = []
 
-    def nap(llm: LLM) -> None:
+    def sleep_and_wake_up(llm: LLM) -> None:
         for level in (1, 2):
             captured.append(double.num_captures)
             llm.sleep(level)
@@ -99,21 +111,22 @@ def test_graphs_are_captured_again_after_sleep(
         "cudagraph_mode": "full_and_piecewise",
         "capture_sizes": [2, 4, 12],
     }
-    assert generate(checkpoint, nap, **options) == eager
+    assert generate(checkpoint, sleep_and_wake_up, **options) == eager
     assert captured == [captured[0] * n for n in (1, 2, 3)]
 
 
-def test_steps_larger_than_every_graph_run_without(
+def test_steps_larger_than_every_graph_run_without_a_graph(
     checkpoint: Path, eager: list[list[int]], double: RecordedRuns
 ) -> None:
     assert (
         generate(checkpoint, compilation_mode="none", cudagraph_mode="full", capture_sizes=[2])
         == eager
     )
-    assert double.num_captures == 2  # two tokens of two sequences, and of one or two with chunks
+    # Two tokens of two sequences, and two tokens of one or two sequences with chunks.
+    assert double.num_captures == 2
 
 
-def test_waking_what_is_awake_captures_nothing(
+def test_wake_up_of_an_engine_that_is_awake_captures_no_graphs(
     checkpoint: Path, eager: list[list[int]], double: RecordedRuns
 ) -> None:
     captured = []
@@ -132,13 +145,13 @@ def test_waking_what_is_awake_captures_nothing(
     assert captured[0] == captured[1] > 0
 
 
-def test_a_model_is_compiled_without_graphs_and_chosen_sizes(
+def test_compilation_without_graphs_and_sizes_gives_the_tokens_of_eager_steps(
     checkpoint: Path, eager: list[list[int]]
 ) -> None:
     assert generate(checkpoint, compilation_mode="eager", cudagraph_mode="none") == eager
 
 
-def test_a_step_too_large_for_32_bit_indices_is_traced_as_a_whole(
+def test_the_first_trace_uses_the_largest_step_if_it_exceeds_32_bit_indices(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[int] = []
@@ -151,17 +164,15 @@ def test_a_step_too_large_for_32_bit_indices_is_traced_as_a_whole(
         return forward
 
     monkeypatch.setattr(forward_runner, "compile_model", compile_nothing)
-    for largest in (
-        forward_runner.INT32_MAX,
-        12 * 64 - 1,
-    ):  # the model's widest layer has more outputs than 64
+    # The model's widest layer has more than 64 outputs.
+    for largest in (forward_runner.INT32_MAX, 12 * 64 - 1):
         monkeypatch.setattr(forward_runner, "INT32_MAX", largest)
         traced.clear()
         generate(checkpoint, compilation_mode="eager", cudagraph_mode="none")
         assert traced[0] == (2 if largest > 12 * 64 else 12)
 
 
-def test_memory_of_all_graphs_is_estimated_from_the_two_largest(
+def test_the_memory_of_all_graphs_is_estimated_from_the_two_largest(
     checkpoint: Path, double: RecordedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilation = CompilationConfig(mode="none", capture_sizes=(1, 2, 8, 12))
@@ -180,7 +191,7 @@ def test_memory_of_all_graphs_is_estimated_from_the_two_largest(
     assert forward.num_graphs == 0
 
 
-def test_warm_up_steps_fit_into_a_step() -> None:
+def test_warm_up_steps_are_within_the_limits_of_a_step() -> None:
     for max_num_seqs, budget in ((1, 8), (2, 33), (40, 64)):
         steps = dummy_steps.typical(50, max_num_seqs, budget, torch.device("cuda"))
         assert max(len(query_lens) for query_lens, _ in steps) <= max_num_seqs
@@ -189,7 +200,7 @@ def test_warm_up_steps_fit_into_a_step() -> None:
         assert len(steps) >= 4
 
 
-def test_a_recording_that_fails_says_why_and_leaves_inference_mode_to_itself(
+def test_a_failed_capture_raises_its_cause_and_captures_outside_inference_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Graph:
@@ -212,7 +223,7 @@ def test_a_recording_that_fails_says_why_and_leaves_inference_mode_to_itself(
         CudaGraphs(torch.device("cuda")).capture(run)
 
 
-def test_one_flag_switches_everything_off(
+def test_enforce_eager_disables_compilation_and_graphs(
     checkpoint: Path, eager: list[list[int]], double: RecordedRuns
 ) -> None:
     options = {"compilation_mode": "inductor", "cudagraph_mode": "full"}
@@ -220,7 +231,7 @@ def test_one_flag_switches_everything_off(
     assert double.num_captures == 0
 
 
-def test_a_capture_that_fails_is_done_without_unless_it_was_asked_for(
+def test_a_failed_capture_is_an_error_only_if_graphs_are_configured(
     checkpoint: Path,
     eager: list[list[int]],
     double: RecordedRuns,
@@ -237,10 +248,10 @@ def test_a_capture_that_fails_is_done_without_unless_it_was_asked_for(
         generate(checkpoint, compilation_mode="none", cudagraph_mode="full_decode_only")
 
 
-def test_without_a_gpu_graphs_are_refused_with_a_log_line(
+def test_without_a_gpu_steps_run_without_graphs_and_a_warning_is_logged(
     checkpoint: Path, eager: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU")
     assert generate(checkpoint, cudagraph_mode="full") == eager
     assert "there is no GPU: steps run without graphs" in caplog.text

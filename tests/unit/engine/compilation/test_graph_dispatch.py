@@ -1,4 +1,4 @@
-"""Which graph serves a step: the smallest that fits, of the kind the mode allows, and only one that was captured."""
+"""Dispatch of steps to CUDA graphs: the smallest captured graph that fits the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps(draw: st.DrawFn) -> tuple[Dispatcher, int, int]:
 
 
 @given(steps())
-def test_a_step_fits_into_its_graph_and_that_was_captured(
+def test_a_step_fits_into_its_graph_and_the_graph_is_captured(
     step: tuple[Dispatcher, int, int],
 ) -> None:
     dispatcher, num_tokens, num_seqs = step
@@ -48,7 +48,7 @@ def test_a_step_fits_into_its_graph_and_that_was_captured(
 
 
 @given(steps())
-def test_no_smaller_size_would_do_and_only_too_large_steps_have_none(
+def test_a_step_gets_the_smallest_graph_that_fits_and_none_if_it_is_too_large(
     step: tuple[Dispatcher, int, int],
 ) -> None:
     dispatcher, num_tokens, num_seqs = step
@@ -60,12 +60,11 @@ def test_no_smaller_size_would_do_and_only_too_large_steps_have_none(
         assert answer.descriptor is None
     else:
         assert answer.kind is kind
-        assert answer.descriptor is not None
         assert answer.descriptor.num_tokens == min(fitting)
 
 
 @given(MODES, SIZES, st.integers(1, 20))
-def test_graphs_are_captured_from_the_largest_and_each_once(
+def test_graphs_are_captured_once_each_in_descending_size(
     mode: CudagraphMode, sizes: list[int], max_num_seqs: int
 ) -> None:
     graphs = Dispatcher(mode, sizes, max_num_seqs).graphs()
@@ -74,7 +73,7 @@ def test_graphs_are_captured_from_the_largest_and_each_once(
     assert numbers == sorted(numbers, reverse=True)
 
 
-def test_decode_graphs_end_where_all_sequences_fit() -> None:
+def test_the_largest_decode_graph_is_the_smallest_that_fits_all_sequences() -> None:
     dispatcher = Dispatcher(CudagraphMode.FULL_DECODE_ONLY, [1, 2, 4, 8, 16], max_num_seqs=6)
     descriptors = [graph.descriptor for graph in dispatcher.graphs()]
     assert descriptors == [BatchDescriptor(size, size, True) for size in (8, 4, 2, 1)]
@@ -84,7 +83,9 @@ def test_decode_graphs_end_where_all_sequences_fit() -> None:
     ("num_seqs", "budget"),
     [(1, 1), (3, 2), (5, 512), (64, 512), (64, 40), (300, 8192), (1000, 4096)],
 )
-def test_default_sizes_hold_every_decode_step_of_at_most_512(num_seqs: int, budget: int) -> None:
+def test_default_sizes_fit_every_decode_step_of_up_to_512_tokens(
+    num_seqs: int, budget: int
+) -> None:
     sizes = default_sizes(num_seqs, budget)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1

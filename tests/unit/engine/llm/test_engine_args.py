@@ -1,4 +1,4 @@
-"""Keyword arguments of `LLM`: options of the engine's configuration."""
+"""The keyword arguments of `LLM` are options of the engine's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton_protocol.options import options
 
 
 @pytest.mark.parametrize("name", EngineArgs.__annotations__)
-def test_an_argument_is_named_like_a_flag_and_has_its_type(name):
+def test_each_argument_has_the_name_and_the_type_of_a_flag(name):
     flag = "--" + name.replace("_", "-")
     [option] = [option for option in options(EngineConfig) if option.flag == flag]
     kinds = get_args(option.type)
@@ -32,12 +32,12 @@ def test_an_argument_is_named_like_a_flag_and_has_its_type(name):
         ({"kv_cache_memory_bytes": "much"}, "kv_cache_memory_bytes"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_its_name(args, message):
+def test_the_error_about_an_invalid_argument_names_it(args, message):
     with pytest.raises(ValueError, match=message):
         engine_config("/m", args)
 
 
-def test_arguments_set_their_fields():
+def test_arguments_set_their_fields_of_the_configuration():
     config = engine_config("/m", {"executor": "ray", "capture_sizes": [1, 2], "num_blocks": None})
     assert config.parallel.executor_class == "ray"
     assert config.compilation.capture_sizes == (1, 2)

@@ -1,4 +1,4 @@
-"""The offline API on a tiny checkpoint: what callers get back, and that it is what `transformers` says."""
+"""The offline API on a tiny checkpoint: its outputs against transformers, and its errors."""
 
 from __future__ import annotations
 
@@ -47,12 +47,15 @@ def reference(checkpoint: Path) -> torch.nn.Module:
     return reference_model(checkpoint)
 
 
-def test_importing_the_package_loads_no_torch():
-    code = "import sys, baton_engine; from baton_engine import SamplingParams; assert 'torch' not in sys.modules"
+def test_the_import_of_the_package_does_not_import_torch():
+    code = (
+        "import sys, baton_engine; from baton_engine import SamplingParams; "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_greedy_texts_are_those_of_transformers(llm: LLM, reference: torch.nn.Module):
+def test_greedy_tokens_match_transformers(llm: LLM, reference: torch.nn.Module):
     ids = prompts(8, 512, longest=60)
     outputs = llm.generate(ids, GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == ids
@@ -64,7 +67,7 @@ def test_greedy_texts_are_those_of_transformers(llm: LLM, reference: torch.nn.Mo
     )
 
 
-def test_outputs_come_in_the_order_of_prompts_of_any_kind(llm: LLM):
+def test_outputs_are_in_the_order_of_the_prompts_for_every_form_of_prompt(llm: LLM):
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode("hello")
     forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
@@ -79,7 +82,7 @@ def test_outputs_come_in_the_order_of_prompts_of_any_kind(llm: LLM):
     assert llm.generate([], GREEDY) == []
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM):
+def test_each_prompt_can_have_its_own_sampling_params(llm: LLM):
     params = [
         SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (3, 9, 1)
     ]
@@ -89,7 +92,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM):
         llm.generate(["a", "b"], params)
 
 
-def test_n_samples_are_different_and_a_seed_repeats_them(llm: LLM):
+def test_n_samples_differ_and_the_same_seed_repeats_them(llm: LLM):
     params = SamplingParams(n=3, seed=7, max_tokens=10, ignore_eos=True)
     [first], [again] = (llm.generate("hello", params, use_tqdm=False) for _ in range(2))
     texts = [output.token_ids for output in first.outputs]
@@ -102,7 +105,9 @@ def test_n_samples_are_different_and_a_seed_repeats_them(llm: LLM):
     assert alone.outputs[0].token_ids == texts[0]
 
 
-def test_seeds_are_drawn_from_the_llms_own(llm: LLM, checkpoint: Path):
+def test_requests_without_a_seed_get_seeds_drawn_from_the_seed_of_the_llm(
+    llm: LLM, checkpoint: Path
+):
     params = SamplingParams(max_tokens=10, ignore_eos=True)
     texts = [
         output.outputs[0].token_ids
@@ -131,10 +136,10 @@ def test_best_of_returns_the_most_likely_samples_first(llm: LLM):
     [output] = llm.generate("hello", best, use_tqdm=False)
     assert [o.token_ids for o in output.outputs] == [o.token_ids for o in ranked[:2]]
     assert [o.index for o in output.outputs] == [0, 1]
-    assert output.outputs[0].logprobs is None, "they were not asked for"
+    assert output.outputs[0].logprobs is None, "logprobs were not requested"
 
 
-def test_logprobs_are_those_of_transformers(llm: LLM, reference: torch.nn.Module):
+def test_logprobs_match_transformers(llm: LLM, reference: torch.nn.Module):
     params = SamplingParams(
         temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True
     )
@@ -165,7 +170,7 @@ def test_logprobs_are_those_of_transformers(llm: LLM, reference: torch.nn.Module
         )
 
 
-def test_samples_of_one_prompt_tell_its_logprobs_once(llm: LLM):
+def test_prompt_logprobs_are_not_repeated_for_n_samples(llm: LLM):
     plain, several = (
         llm.generate(
             "hello world", SamplingParams(n=n, max_tokens=3, prompt_logprobs=1), use_tqdm=False
@@ -177,7 +182,7 @@ def test_samples_of_one_prompt_tell_its_logprobs_once(llm: LLM):
         assert one.keys() == other.keys()
 
 
-def test_a_stop_string_ends_the_text_and_frees_the_engine(llm: LLM):
+def test_a_stop_string_ends_the_text_and_the_request(llm: LLM):
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     [whole] = llm.generate("hello", params, use_tqdm=False)
     text = whole.outputs[0].text
@@ -204,7 +209,7 @@ def metric(llm: LLM, name: str) -> float:
     return next(item.value for item in llm.get_metrics() if item.name == name)
 
 
-def test_a_stop_token_is_the_stop_reason_and_no_text(llm: LLM):
+def test_a_stop_token_is_the_stop_reason_and_not_part_of_the_text(llm: LLM):
     [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
     token_id = whole.outputs[0].token_ids[3]
     params = SamplingParams(
@@ -217,7 +222,7 @@ def test_a_stop_token_is_the_stop_reason_and_no_text(llm: LLM):
     assert sample.text == llm.get_tokenizer().decode(sample.token_ids[:-1])
 
 
-def test_bad_words_do_not_come(llm: LLM):
+def test_bad_words_are_not_generated(llm: LLM):
     [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
     tokenizer = llm.get_tokenizer()
     words = [tokenizer.decode([token_id]) for token_id in whole.outputs[0].token_ids]
@@ -235,7 +240,7 @@ def test_bad_words_do_not_come(llm: LLM):
     assert not banned & set(pairs)
 
 
-def test_chat_is_generate_on_the_rendered_template(llm: LLM):
+def test_chat_equals_generate_on_the_rendered_chat_template(llm: LLM):
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     [answer] = llm.chat(messages, GREEDY, use_tqdm=False)
     assert answer.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -251,9 +256,7 @@ def test_chat_is_generate_on_the_rendered_template(llm: LLM):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 1.5])
-def test_beams_are_those_of_transformers(
-    llm: LLM, reference: torch.nn.Module, length_penalty: float
-):
+def test_beams_match_transformers(llm: LLM, reference: torch.nn.Module, length_penalty: float):
     ids = llm.get_tokenizer().encode("hello world")
     params = BeamSearchParams(
         beam_width=4, max_tokens=8, length_penalty=length_penalty, ignore_eos=True
@@ -278,7 +281,7 @@ def test_beams_are_those_of_transformers(
     assert result.sequences[0].text == llm.get_tokenizer().decode(result.sequences[0].tokens)
 
 
-def test_structured_outputs_shape_the_text(llm: LLM):
+def test_the_text_follows_structured_outputs(llm: LLM):
     choice = SamplingParams(
         max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["left", "right"])
     )
@@ -292,7 +295,7 @@ def test_structured_outputs_shape_the_text(llm: LLM):
 
 
 @pytest.mark.parametrize(
-    ("params", "complaint"),
+    ("params", "message"),
     [
         (SamplingParams(n=0), "n must be"),
         (SamplingParams(n=3, best_of=2), "best_of must be at least n=3"),
@@ -336,16 +339,16 @@ def test_structured_outputs_shape_the_text(llm: LLM):
         (SamplingParams(logit_bias={"7": 1.0}), "logit_bias: expected int, got str"),
     ],
 )
-def test_wrong_parameters_are_named_and_leave_nothing_behind(
-    llm: LLM, params: SamplingParams, complaint: str
+def test_invalid_sampling_params_are_refused_by_name_and_leave_no_request(
+    llm: LLM, params: SamplingParams, message: str
 ):
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=message):
         llm.generate(["good", "bad"], [GREEDY, params], use_tqdm=False)
     assert metric(llm, "baton:num_requests_running") == 0
     assert metric(llm, "baton:num_requests_waiting") == 0
 
 
-def test_wrong_prompts_are_named(llm: LLM):
+def test_invalid_prompts_are_refused_with_their_index(llm: LLM):
     with pytest.raises(ValueError, match=r"prompt 1.*\b600\b"):
         llm.generate([[5], [5] * 600], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="prompt 0 is empty"):
@@ -372,15 +375,15 @@ def test_wrong_prompts_are_named(llm: LLM):
     assert llm.generate("still there", GREEDY, use_tqdm=False)[0].finished
 
 
-def test_wrong_conversations_are_named(llm: LLM):
+def test_invalid_conversations_are_refused(llm: LLM):
     user = {"role": "user", "content": "hello"}
-    for wrong, kind, complaint in (
+    for wrong, kind, message in (
         ("hello", TypeError, "messages must be a list"),
         (user, TypeError, "messages must be a list"),
         ([[user], []], ValueError, "conversation 1 is empty"),
         (["hello"], TypeError, "conversation 0 must be a list of messages"),
     ):
-        with pytest.raises(kind, match=complaint):
+        with pytest.raises(kind, match=message):
             llm.chat(wrong, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="chat_template_kwargs must not set messages"):
         llm.chat([user], GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})
@@ -396,7 +399,7 @@ def test_arguments_are_fields_of_the_engines_configuration(llm: LLM, checkpoint:
         make_llm(checkpoint, num_blocks="many")
 
 
-def test_a_closed_llm_says_so(checkpoint: Path):
+def test_generate_on_a_closed_llm_is_an_error(checkpoint: Path):
     with make_llm(checkpoint) as llm:
         pass
     llm.close()
@@ -404,7 +407,7 @@ def test_a_closed_llm_says_so(checkpoint: Path):
         llm.generate("hello")
 
 
-def test_sleep_and_wake_up_change_nothing(llm: LLM):
+def test_sleep_and_wake_up_do_not_change_the_output(llm: LLM):
     [before] = llm.generate("hello", GREEDY, use_tqdm=False)
     llm.sleep(1)
     with pytest.raises(RuntimeError, match="wake_up"):
@@ -414,7 +417,7 @@ def test_sleep_and_wake_up_change_nothing(llm: LLM):
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-def test_the_second_time_a_prompt_is_cached(llm: LLM):
+def test_a_repeated_prompt_comes_from_the_prefix_cache(llm: LLM):
     llm.reset_prefix_cache()
     ids = [list(range(3, 50))]
     counts = [llm.generate(ids, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
@@ -439,7 +442,7 @@ def test_the_progress_bar_counts_prompts_and_estimates_speed(
     assert len(bars) == 1
 
 
-def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable(
+def test_ctrl_c_aborts_running_requests_and_the_llm_can_be_used_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
     steps = 0
@@ -462,7 +465,7 @@ def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable(
     assert llm.generate("hello", GREEDY, use_tqdm=False)[0].finished
 
 
-def test_calls_of_several_threads_wait_for_each_other(llm: LLM):
+def test_generate_can_be_called_by_several_threads_at_once(llm: LLM):
     results: dict[int, list[int]] = {}
 
     def work(index: int) -> None:
@@ -477,7 +480,7 @@ def test_calls_of_several_threads_wait_for_each_other(llm: LLM):
     assert len({tuple(ids) for ids in results.values()}) == 1
 
 
-def test_a_failing_engine_is_reported_and_not_used_again(
+def test_a_failed_engine_is_reported_and_refuses_later_calls(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with make_llm(checkpoint) as llm:

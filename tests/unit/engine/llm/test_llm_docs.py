@@ -1,4 +1,4 @@
-"""The examples of docs/use/offline.md run as they are written, one after the other."""
+"""The examples of docs/use/offline.md run in order without changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton_engine.checkpoint import create_checkpoint
 PAGE = Path(__file__).parents[4] / "docs" / "use" / "offline.md"
 
 
-def test_the_examples_run(tmp_path: Path):
+def test_all_examples_run(tmp_path: Path):
     model = create_checkpoint(
         tmp_path / "tiny",
         "qwen3",

@@ -1,4 +1,4 @@
-"""What latencies and lengths are counted, and how they read in Prometheus."""
+"""Request metrics: latencies, lengths and busy time, and their names in Prometheus."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def metrics(clock: Clock) -> RequestMetrics:
 
 
 def observed(metrics: RequestMetrics, name: str) -> tuple[int, float]:
-    """(count, sum)"""
+    """Return the count and the sum of a histogram."""
     histogram = metrics.histograms[name]
     return histogram.cumulative()[-1][1], pytest.approx(histogram.sum)  # type: ignore[return-value]
 
 
-def test_a_requests_life_is_cut_into_its_parts(metrics, clock):
+def test_a_finished_request_is_observed_in_every_latency_and_length_histogram(metrics, clock):
     metrics.on_add(EngineCoreRequest("r", [1] * 30, SamplingParams(max_tokens=3)))
     scheduled = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 102.0)
     again = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 104.5)
@@ -71,7 +71,7 @@ def test_a_requests_life_is_cut_into_its_parts(metrics, clock):
     }
 
 
-def test_tokens_that_come_together_share_the_time_since_the_one_before(metrics, clock):
+def test_tokens_of_one_output_share_the_time_since_the_previous_token(metrics, clock):
     metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
     metrics.on_outputs([EngineCoreOutput("r", [7])])
     clock.now += 0.75
@@ -81,25 +81,28 @@ def test_tokens_that_come_together_share_the_time_since_the_one_before(metrics, 
     assert next(count for bound, count in buckets if bound >= 0.25) == 3
 
 
-def test_requests_that_were_aborted_do_not_count_as_served(metrics):
+def test_aborted_requests_are_not_in_the_end_to_end_latency(metrics):
     metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
     metrics.on_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT)])
     assert observed(metrics, "e2e_request_latency_seconds") == (0, 0.0)
-    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))  # the id is free again
+    # The id can be used again.
+    metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
 
 
-def test_buckets_include_their_bound():
+def test_a_bucket_includes_its_upper_bound():
     histogram = Histogram("text", [1.0, 2.0])
     for value in (0.5, 1.0, 1.5, 2.5):
         histogram.observe(value)
     assert histogram.cumulative() == [(1.0, 2), (2.0, 3), (float("inf"), 4)]
 
 
-def test_steps_that_overlap_are_busy_time_once_and_steps_without_tokens_are_none(metrics, clock):
+def test_busy_time_counts_overlapping_steps_once_and_steps_without_tokens_not_at_all(
+    metrics, clock
+):
     clock.now = 103.0
     metrics.on_step(5, started=101.0)
     clock.now = 104.0
-    metrics.on_step(5, started=102.0)  # began while the one before ran
+    metrics.on_step(5, started=102.0)  # began during the previous step
     clock.now = 110.0
     metrics.on_step(0, started=105.0)
     metrics.on_step(5, started=109.5)
@@ -107,12 +110,12 @@ def test_steps_that_overlap_are_busy_time_once_and_steps_without_tokens_are_none
 
 
 @pytest.mark.parametrize("name", ["time_to_first_token_seconds", "inter_token_latency_seconds"])
-def test_a_latency_that_targets_are_compared_with_is_known_to_a_quarter(metrics, name):
+def test_buckets_of_latencies_with_targets_are_at_most_a_quarter_apart(metrics, name):
     bounds = [bound for bound, _ in metrics.histograms[name].cumulative() if 0.005 <= bound <= 5.0]
     assert all(after <= 1.26 * before for before, after in pairwise(bounds))
 
 
-def test_prometheus_reads_names_and_labels_that_mirror_the_fields(metrics):
+def test_prometheus_gets_the_expected_names_and_labels(metrics):
     stats = EngineStats(num_requests_swapped=2, requests_finished={"stop": 3}, sleep_level=1)
     metrics.on_step(12, 99.0)
     text = generate_latest(engine_registry(lambda: stats, metrics, "m")).decode()
@@ -132,7 +135,7 @@ def test_prometheus_reads_names_and_labels_that_mirror_the_fields(metrics):
         assert line in text, f"{line} is not in\n{text}"
 
 
-def test_everything_a_connector_counts_is_a_metric_and_failures_tell_their_reasons(metrics):
+def test_every_connector_statistic_is_a_metric_and_failures_are_labelled_by_reason(metrics):
     counted = ConnectorStats(bytes_moved={"ucx tcp/eth0": 5, "ucx rc_mlx5/mlx5_0:1": 6})
     for number, field in enumerate(msgspec.structs.fields(ConnectorStats)):
         if field.type in (int, float):
@@ -150,13 +153,7 @@ def test_everything_a_connector_counts_is_a_metric_and_failures_tell_their_reaso
         name = f'baton:kv_transfer_bytes_total{{lane="{lane}",model_name="m",transport="ucx"}}'
         assert float(samples[name]) == count
     for reason, count in (("checksum", 1), ("peer_lost", 0)):
-        assert (
-            float(
-                samples[
-                    f'baton:kv_transfer_transfers_failed_total{{model_name="m",reason="{reason}"}}'
-                ]
-            )
-            == count
-        )
+        labels = f'{{model_name="m",reason="{reason}"}}'
+        assert float(samples[f"baton:kv_transfer_transfers_failed_total{labels}"]) == count
     assert float(samples['baton:kv_transfer_recomputed_tokens_total{model_name="m"}']) == 7
     assert float(samples['baton:kv_transfer_up{model_name="m"}']) == 1

@@ -1,4 +1,4 @@
-"""Experts spread over ranks compute what one rank with all of them does: layers, whole models, however tokens are distributed."""
+"""Expert-parallel layers and models compute the same as one rank that has all experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
@@ -16,7 +17,9 @@ from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models import expert_parallel
 from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.expert_parallel import ExpertShard, LayerPlacement, uses_masked_layout
+from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
 from baton_engine.models.sharding import ALONE
 from baton_engine.worker.dummy_steps import no_batch
@@ -36,15 +39,12 @@ from support.engine.expert_ranks import (
 )
 from support.engine.model_cases import CPU, Meeting, ThreadGroup, load, run_model, run_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 16, 24, 8
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
-TOLERANCE = 3e-5  # 1e-5 of the standard deviation of made logits, which is 3
+TOLERANCE = 3e-5  # the logits have a standard deviation of 3
 LAYOUTS = ["masked", "contiguous"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
@@ -95,7 +95,10 @@ def mix_everywhere(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int, int]:
-    """Any placement with at least one copy of every expert, tokens of each rank, experts per token, a seed."""
+    """Draw (placement, number of tokens of each rank, experts per token, seed).
+
+    The placement has at least one replica of every expert.
+    """
     num_ranks = draw(st.integers(1, 5))
     least = -(-NUM_EXPERTS // num_ranks)
     num_slots = draw(st.integers(least, NUM_EXPERTS))
@@ -112,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int, int]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(case=cases())
 @settings(max_examples=60, deadline=None)
-def test_any_distribution_gives_what_one_rank_does_and_counts_what_was_chosen(
+def test_any_placement_gives_the_result_of_one_rank_and_counts_the_chosen_experts(
     layout: str, case: tuple[list[list[int]], list[int], int, int]
 ) -> None:
     placement, num_tokens, top_k, seed = case
@@ -130,7 +133,7 @@ def test_any_distribution_gives_what_one_rank_does_and_counts_what_was_chosen(
         ]
 
 
-def test_half_precision_sums_are_taken_in_single(layout: str) -> None:
+def test_results_in_bfloat16_are_close_to_those_of_one_rank(layout: str) -> None:
     gate_up, down = (weights.bfloat16() for weights in make_weights())
     shards = make_shards(place_experts(1, NUM_EXPERTS, 4)[0], gate_up, down)
     inputs = [
@@ -145,7 +148,7 @@ def test_half_precision_sums_are_taken_in_single(layout: str) -> None:
         )
 
 
-def test_the_same_step_gives_the_same_bits(layout: str) -> None:
+def test_a_repeated_step_gives_the_same_bits(layout: str) -> None:
     gate_up, down = make_weights()
     inputs = [route(number, 4, number) for number in (9, 0, 17)]
     runs = [
@@ -159,23 +162,21 @@ def test_the_same_step_gives_the_same_bits(layout: str) -> None:
     )
 
 
-def test_a_step_is_two_exchanges_and_prefill_one_more() -> None:
+def test_a_decode_step_needs_two_exchanges_and_a_prefill_step_three() -> None:
     gate_up, down = make_weights()
     for num_tokens, exchanges in ((1, 2), (200, 3)):
         shards = make_shards(place_experts(1, NUM_EXPERTS, 2)[0], gate_up, down)
         inputs = [route(num_tokens, 2, seed) for seed in range(2)]
         _, wave_tokens = mix_everywhere(shards, inputs)
         assert uses_masked_layout(wave_tokens) == (exchanges == 2)
-        assert isinstance(shards[0].group, ThreadGroup)
-        assert shards[0].group.calls == {
-            "all_to_all": 2 * exchanges
-        }  # the double counts numbers and rows apart
+        # ThreadGroup counts an exchange twice: for the numbers of rows and for the rows.
+        assert shards[0].group.calls == {"all_to_all": 2 * exchanges}
     idle = make_shards(place_experts(1, NUM_EXPERTS, 2)[0], gate_up, down)
     mix_everywhere(idle, [route(0, 2, 0)] * 2)
-    assert idle[0].group.calls == {}, "a step without tokens anywhere needs no exchange"
+    assert idle[0].group.calls == {}, "a step without tokens on any rank needs no exchange"
 
 
-def test_copies_take_turns_and_the_own_one_comes_first() -> None:
+def test_tokens_use_the_local_replica_or_else_all_replicas_in_turn() -> None:
     gate_up, down = make_weights()
     placement = [[0, 1, 2, 3], [4, 5, 6, 7], [7, 6, 5, 4]]
     shards = make_shards(placement, gate_up, down)
@@ -185,28 +186,25 @@ def test_copies_take_turns_and_the_own_one_comes_first() -> None:
     assert {
         (rank, slot)
         for rank, slot in zip(ranks.flatten().tolist(), slots.flatten().tolist(), strict=True)
-    } == {
-        (1, 2),
-        (2, 1),
-    }
+    } == {(1, 2), (2, 1)}
     for rank in (1, 2):
         assert shards[rank]._copies.choose(ids)[0].unique().tolist() == [rank]
 
 
-def test_an_expert_that_is_nowhere_is_named() -> None:
+def test_a_placement_without_an_expert_is_refused_with_its_number() -> None:
     with pytest.raises(ValueError, match="expert 7 is on no rank"):
         make_shards([[0, 1, 2, 3], [4, 5, 6, 6]], *make_weights())
 
 
-def test_a_rank_whose_tokens_are_not_those_announced_is_refused() -> None:
+def test_a_number_of_tokens_other_than_in_wave_tokens_is_refused() -> None:
     shards = make_shards(place_experts(1, NUM_EXPERTS, 2)[0], *make_weights())
-    for announced in ((), (3, 0), (4,)):
+    for wave_tokens in ((), (3, 0), (4,)):
         with pytest.raises(RuntimeError, match="rank 0 of 2 runs 4 tokens in a step of"):
-            shards[0].mix(*route(4, 2, 0), announced)
+            shards[0].mix(*route(4, 2, 0), wave_tokens)
 
 
 def make_sequences(num_ranks: int, length: int) -> list[list[list[int]]]:
-    """By rank: some have two sequences, some one, the last none; lengths differ."""
+    """Return the sequences of each rank: up to three, of other lengths than on other ranks."""
     draw = random.Random(1)
     numbers = [2, 1, 3, 1, 2, 1, 1, 0][-num_ranks:]
     if num_ranks == 1:
@@ -219,7 +217,7 @@ def make_sequences(num_ranks: int, length: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("num_redundant", [0, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_models_compute_what_one_rank_does(
+def test_logits_equal_those_of_one_rank(
     checkpoint: Path, num_ranks: int, num_redundant: int, layout: str
 ) -> None:
     network = ThreadNetwork()
@@ -239,8 +237,10 @@ def test_models_compute_what_one_rank_does(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, indirect=True)
-def test_tensor_ranks_within_ranks(checkpoint: Path, layout: str) -> None:
-    """Two ranks of two tensor ranks each; the last has no tokens, so only its experts take part."""
+def test_logits_equal_those_of_one_rank_with_two_tensor_ranks_per_rank(
+    checkpoint: Path, layout: str
+) -> None:
+    """The second of the two ranks has no tokens and runs dummy batches."""
     tensor_meetings, network = [Meeting(2), Meeting(2)], ThreadNetwork()
     workers = [
         ThreadRank(
@@ -270,17 +270,18 @@ def test_tensor_ranks_within_ranks(checkpoint: Path, layout: str) -> None:
     )
 
 
-def test_quantised_experts_are_those_of_a_quantised_model(checkpoint: Path, layout: str) -> None:
-    """A layer of it: whole models round at every product, which makes the last bits of a sum visible."""
+def test_layers_with_int8_experts_compute_the_same_as_those_of_a_quantized_model(
+    checkpoint: Path, layout: str
+) -> None:
+    """A whole model rounds at every product, which would amplify differences of the last bits."""
     network = ThreadNetwork()
     ranks = [
         ThreadRank(f"r{number}", checkpoint, network, form=ExpertForm.INT8) for number in range(3)
     ]
     num_experts = ranks[0].store.num_experts
     commit_everywhere(ranks[:2], generation(1, ["r0", "r1"], place_experts(2, num_experts, 2)))
-    commit_everywhere(
-        ranks, generation(2, ["r0", "r1", "r2"], place_experts(2, num_experts, 3))
-    )  # by way of the others
+    # The third rank receives its experts from the others.
+    commit_everywhere(ranks, generation(2, ["r0", "r1", "r2"], place_experts(2, num_experts, 3)))
     model = load(checkpoint)
     quantize_weights(model)
     x = torch.randn(12, 64)
@@ -304,7 +305,7 @@ def test_quantised_experts_are_those_of_a_quantised_model(checkpoint: Path, layo
         torch.testing.assert_close(torch.cat(run_threads(works)), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_routed_experts_are_reported_as_the_model_calls_them(checkpoint: Path) -> None:
+def test_routed_experts_and_loads_use_the_experts_numbers_in_the_model(checkpoint: Path) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
     commit_everywhere(
@@ -329,14 +330,16 @@ def test_routed_experts_are_reported_as_the_model_calls_them(checkpoint: Path) -
     assert sum(map(sum, ranks[1].generations.loads().tokens)) == 0
 
 
-def test_before_the_first_generation_sparse_layers_add_nothing(checkpoint: Path) -> None:
+def test_a_model_runs_without_experts_before_the_first_generation(checkpoint: Path) -> None:
     rank = ThreadRank("r0", checkpoint, ThreadNetwork())
     logits = run_expert_parallel(rank.model, [[1, 2, 3]], 3, [()])
     assert torch.isfinite(logits).all()
     assert not any("experts" in name for name, _ in rank.model.named_parameters())
 
 
-def test_a_forward_whose_group_breaks_goes_on_without_exchanges(checkpoint: Path) -> None:
+def test_a_forward_pass_ends_after_its_group_breaks_and_works_again_after_the_next_commit(
+    checkpoint: Path,
+) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
     num_experts = ranks[0].store.num_experts
@@ -351,12 +354,9 @@ def test_a_forward_whose_group_breaks_goes_on_without_exchanges(checkpoint: Path
     )
 
 
-def test_names_of_experts_are_checked_though_none_is_loaded(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    from baton_engine.models.errors import ModelInvalid
-    from baton_engine.models.factory import load_model
-
+def test_an_expert_missing_in_the_checkpoint_is_an_error_before_experts_are_loaded(
+    tmp_path: Path,
+) -> None:
     path = create_checkpoint(tmp_path / "model", "mixtral", **SMALL)
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]

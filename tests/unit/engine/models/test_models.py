@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is understood, and how what is wrong is named."""
+"""Reading of checkpoints: supported configurations, and errors that name what is wrong."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.metrics.load_counter import COUNTER
+from baton_engine.models.architectures import qwen2
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_engine.models.factory import load_model
@@ -57,14 +58,14 @@ def assert_invalid(path: Path, *parts: str) -> None:
         assert part in caught.value.message
 
 
-def test_missing_folder_is_not_found(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_folder_names_it(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound) as caught:
         load_checkpoint_config(tmp_path / "absent")
     assert caught.value.reason == "ModelNotFound"
     assert str(tmp_path / "absent") in caught.value.message
 
 
-def test_fused_parameters_hold_the_checkpoint_values(checkpoint: Path) -> None:
+def test_weight_targets_hold_the_values_of_the_checkpoint(checkpoint: Path) -> None:
     model = load(checkpoint)
     tensors = load_file(checkpoint / "model.safetensors")
     targets = model.weight_targets()
@@ -73,8 +74,8 @@ def test_fused_parameters_hold_the_checkpoint_values(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_transformers_saves_can_be_loaded(arch: str, tmp_path: Path) -> None:
-    """transformers 5 spells the rotary embedding and the dtype in its own way, and stacks experts in memory."""
+def test_a_checkpoint_saved_by_transformers_can_be_loaded(arch: str, tmp_path: Path) -> None:
+    """transformers 5 has other config fields for the rotary embedding and the dtype."""
     from transformers import AutoModelForCausalLM
 
     made = create_checkpoint(tmp_path / "made", arch, num_layers=1, vocab_size=300)
@@ -84,29 +85,28 @@ def test_what_transformers_saves_can_be_loaded(arch: str, tmp_path: Path) -> Non
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_how_much_was_read_is_counted(checkpoint: Path) -> None:
+def test_the_load_counter_has_read_all_bytes_after_a_load(checkpoint: Path) -> None:
     load(checkpoint)
     progress = COUNTER.progress()
-    assert progress is not None
     assert progress.done_bytes == progress.total_bytes > 0
 
 
-def test_missing_tensor_is_named(checkpoint: Path) -> None:
+def test_the_error_about_a_missing_tensor_names_it(checkpoint: Path) -> None:
     edit_tensors(checkpoint, lambda tensors: tensors.pop(K_PROJ))
     assert_invalid(checkpoint, "model.safetensors", K_PROJ, "missing")
 
 
-def test_unexpected_tensor_is_named(checkpoint: Path) -> None:
+def test_the_error_about_an_unexpected_tensor_names_it(checkpoint: Path) -> None:
     edit_tensors(checkpoint, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
     assert_invalid(checkpoint, "model.safetensors", "model.extra.weight", "unexpected")
 
 
-def test_misshapen_tensor_is_named(checkpoint: Path) -> None:
+def test_the_error_about_a_wrong_shape_names_the_tensor_and_both_shapes(checkpoint: Path) -> None:
     edit_tensors(checkpoint, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ][:-1].clone()}))
     assert_invalid(checkpoint, "model.safetensors", K_PROJ, "(63, 128)", "(64, 128)")
 
 
-def test_integer_tensor_is_named(checkpoint: Path) -> None:
+def test_the_error_about_an_integer_tensor_names_it(checkpoint: Path) -> None:
     edit_tensors(
         checkpoint, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].to(torch.int8)})
     )
@@ -114,29 +114,35 @@ def test_integer_tensor_is_named(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5, 200])
-def test_file_truncated_in_its_header_is_named(checkpoint: Path, size: int) -> None:
+def test_the_error_about_a_file_truncated_in_its_header_names_the_file(
+    checkpoint: Path, size: int
+) -> None:
     content = (checkpoint / "model.safetensors").read_bytes()
     (checkpoint / "model.safetensors").write_bytes(content[:size])
     assert_invalid(checkpoint, "model.safetensors", "truncated")
 
 
-def test_file_truncated_in_its_data_is_named_with_a_tensor(checkpoint: Path) -> None:
+def test_the_error_about_a_file_truncated_in_its_data_names_file_and_tensor(
+    checkpoint: Path,
+) -> None:
     content = (checkpoint / "model.safetensors").read_bytes()
     (checkpoint / "model.safetensors").write_bytes(content[:-4])
     assert_invalid(checkpoint, "model.safetensors", "truncated", "tensor ")
 
 
-def test_garbage_instead_of_weights_is_named(checkpoint: Path) -> None:
+def test_the_error_about_a_malformed_weight_file_names_it(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0" + b"not a header at all")
     assert_invalid(checkpoint, "model.safetensors", "malformed")
 
 
-def test_folder_without_weights_is_named(checkpoint: Path) -> None:
+def test_the_error_about_a_folder_without_weights_names_the_expected_files(
+    checkpoint: Path,
+) -> None:
     (checkpoint / "model.safetensors").unlink()
     assert_invalid(checkpoint, "neither model.safetensors nor model.safetensors.index.json")
 
 
-def test_missing_shard_is_named(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_shard_names_it(tmp_path: Path) -> None:
     path = create_checkpoint(
         tmp_path / "sharded", "llama", num_layers=1, vocab_size=300, max_shard_size=200_000
     )
@@ -146,7 +152,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     assert_invalid(path, shards[0].name, "missing")
 
 
-def test_tied_checkpoint_may_hold_an_output_projection(checkpoint: Path) -> None:
+def test_the_output_projection_of_a_tied_checkpoint_is_ignored(checkpoint: Path) -> None:
     edit_config(checkpoint, tie_word_embeddings=True)
     assert not any(name.startswith("lm_head") for name in load(checkpoint).state_dict())
 
@@ -169,19 +175,19 @@ def test_tied_checkpoint_may_hold_an_output_projection(checkpoint: Path) -> None
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ],
 )
-def test_config_that_cannot_be_computed_is_refused_by_name(
+def test_an_unsupported_config_is_refused_with_the_field_in_the_message(
     checkpoint: Path, changes: dict[str, Any], message: str
 ) -> None:
     edit_config(checkpoint, **changes)
     assert_invalid(checkpoint, message)
 
 
-def test_config_that_is_no_json_is_named(checkpoint: Path) -> None:
+def test_the_error_about_a_config_that_is_not_json_names_the_file(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text("{")
     assert_invalid(checkpoint, "config.json")
 
 
-def test_both_spellings_of_the_rotary_embedding_are_read(checkpoint: Path) -> None:
+def test_rope_theta_and_rope_parameters_are_read_alike(checkpoint: Path) -> None:
     edit_config(checkpoint, rope_theta=5000.0)
     old = load_checkpoint_config(checkpoint)
     edit_config(
@@ -191,29 +197,27 @@ def test_both_spellings_of_the_rotary_embedding_are_read(checkpoint: Path) -> No
     assert old.rope_theta == 5000.0
 
 
-def test_end_tokens_of_the_generation_config_win(checkpoint: Path) -> None:
+def test_eos_tokens_of_the_generation_config_override_those_of_the_config(checkpoint: Path) -> None:
     assert load_checkpoint_config(checkpoint).eos_token_ids == (2, 0)
     (checkpoint / "generation_config.json").unlink()
     assert load_checkpoint_config(checkpoint).eos_token_ids == (2,)
 
 
-def test_identity_covers_config_headers_and_samples_of_the_weights(checkpoint: Path) -> None:
+def test_identity_files_hold_the_config_and_a_bounded_sample_of_the_weights(
+    checkpoint: Path,
+) -> None:
     before = identity_files(checkpoint)
     assert set(before) == {"config.json", "model.safetensors"}
-    assert (
-        sum(map(len, before.values())) < IDENTITY_PAGES * IDENTITY_PAGE_BYTES + 20_000
-    )  # however large the files
+    assert sum(map(len, before.values())) < IDENTITY_PAGES * IDENTITY_PAGE_BYTES + 20_000
     edit_config(checkpoint, rms_norm_eps=1e-5)
     assert identity_files(checkpoint) != before
 
 
-def test_the_guide_to_adding_a_model_shows_the_code_as_it_is() -> None:
-    from baton_engine.models.architectures import qwen2
-
+def test_the_guide_to_adding_a_model_shows_the_current_code_of_qwen2() -> None:
     assert Path(qwen2.__file__).read_text() in GUIDE.read_text()
 
 
-def test_the_parity_script_of_the_guide_runs_as_printed(original: Path) -> None:
+def test_the_parity_script_of_the_guide_runs_and_reports_small_differences(original: Path) -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     [script] = [block for block in blocks if "MODEL_DIR" in block]
     done = subprocess.run(
@@ -252,7 +256,7 @@ def test_the_parity_script_of_the_guide_runs_as_printed(original: Path) -> None:
     ],
     ids=str,
 )
-def test_which_layers_have_a_sliding_window(
+def test_the_config_decides_which_layers_have_a_sliding_window(
     checkpoint: Path, changes: dict[str, Any], window: int | None, layers: set[int]
 ) -> None:
     edit_config(checkpoint, **changes)
@@ -260,6 +264,6 @@ def test_which_layers_have_a_sliding_window(
     assert (config.sliding_window, config.windowed_layers) == (window, layers)
 
 
-def test_a_window_that_transformers_would_assume_must_be_written_down(checkpoint: Path) -> None:
+def test_a_config_that_relies_on_a_default_sliding_window_is_refused(checkpoint: Path) -> None:
     edit_config(checkpoint, model_type="mistral")
     assert_invalid(checkpoint, "sliding_window is missing")

@@ -1,4 +1,4 @@
-"""Every architecture computes what transformers computes: logits and log-probabilities, whole prompts and chunks."""
+"""Parity with transformers: logits and logprobs of every architecture, by prompt and by chunk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from support.engine.model_cases import (
     with_biases,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLERANCE = 1e-4
 VOCAB_SIZE = 300
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 def sequences(num_seqs: int, num_tokens: int) -> list[list[int]]:
@@ -38,7 +35,7 @@ def sequences(num_seqs: int, num_tokens: int) -> list[list[int]]:
 
 
 def assert_parity(path: Path, num_tokens: int, chunks: tuple[int, ...]) -> torch.Tensor:
-    """Compares all positions of three sequences, for each chunk size; returns transformers' logits."""
+    """Compare all positions of three sequences for each chunk size; return the expected logits."""
     from transformers import AutoModelForCausalLM
 
     reference, report = AutoModelForCausalLM.from_pretrained(
@@ -60,14 +57,18 @@ def assert_parity(path: Path, num_tokens: int, chunks: tuple[int, ...]) -> torch
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_whole_prompts_and_chunks(arch: str, tmp_path: Path) -> None:
+def test_logits_of_whole_prompts_and_of_chunks_match_transformers(
+    arch: str, tmp_path: Path
+) -> None:
     assert_parity(
         create_checkpoint(tmp_path / "model", arch, **SMALL), num_tokens=33, chunks=(33, 7, 1)
     )
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "llama"])
-def test_window_smaller_than_the_prompt(arch: str, tmp_path: Path) -> None:
+def test_logits_match_transformers_with_a_window_smaller_than_the_prompt(
+    arch: str, tmp_path: Path
+) -> None:
     path = create_checkpoint(tmp_path / "windowed", arch, sliding_window=5, **SMALL)
     windowed = assert_parity(path, num_tokens=33, chunks=(33, 10, 1))
     without = create_checkpoint(tmp_path / "without", arch, **SMALL)
@@ -78,7 +79,7 @@ def test_window_smaller_than_the_prompt(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
-def test_scaled_rotary_embedding_beyond_the_original_length(
+def test_logits_match_transformers_with_a_scaled_rotary_embedding_beyond_the_original_length(
     arch: str, kind: str, tmp_path: Path
 ) -> None:
     path = create_checkpoint(
@@ -103,15 +104,17 @@ def test_scaled_rotary_embedding_beyond_the_original_length(
     ],
     ids=str,
 )
-def test_every_field_of_yarn(parameters: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_match_transformers_for_every_field_of_yarn(
+    parameters: dict[str, Any], tmp_path: Path
+) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", max_position_embeddings=64, **SMALL)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} | parameters
     edit_config(path, rope_theta=None, rope_parameters={"rope_theta": 500.0, **yarn})
     assert_parity(path, num_tokens=50, chunks=(50,))
 
 
-def test_yarn_stretches_the_longest_prompt(tmp_path: Path) -> None:
-    """Qwen's way to switch YaRN on: rope_scaling alone changes."""
+def test_yarn_raises_max_position_embeddings_by_its_factor(tmp_path: Path) -> None:
+    """As Qwen documents it, only rope_scaling changes in the config."""
     path = create_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=64, **SMALL)
     edit_config(
         path,
@@ -121,14 +124,16 @@ def test_yarn_stretches_the_longest_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_biases_and_tied_embeddings(tied: bool, tmp_path: Path) -> None:
+def test_logits_match_transformers_with_biases_and_tied_embeddings(
+    tied: bool, tmp_path: Path
+) -> None:
     path = with_biases(
         create_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=tied, **SMALL)
     )
     assert_parity(path, num_tokens=20, chunks=(20, 6))
 
 
-def test_dense_layers_among_sparse_ones(tmp_path: Path) -> None:
+def test_logits_match_transformers_with_dense_and_sparse_layers(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "qwen3_moe", **SMALL)
     weights = load_file(path / "model.safetensors")
     weights = {
@@ -143,7 +148,9 @@ def test_dense_layers_among_sparse_ones(tmp_path: Path) -> None:
     assert_parity(path, num_tokens=20, chunks=(20,))
 
 
-def test_sparse_layers_report_their_experts_when_asked(tmp_path: Path) -> None:
+def test_sparse_layers_record_routed_experts_if_the_context_has_a_list_for_them(
+    tmp_path: Path,
+) -> None:
     path = create_checkpoint(
         tmp_path / "model", "mixtral", num_experts=5, num_experts_per_tok=3, **SMALL
     )

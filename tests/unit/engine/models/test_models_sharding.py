@@ -1,4 +1,4 @@
-"""Models split over tensor ranks and pipeline stages: the same logits, a part of the weights each, and clear refusals."""
+"""Models sharded over tensor ranks and pipeline stages: logits, weights per rank, and errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import embedding
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.distributed.group import LoneGroup, ParallelContext
@@ -20,9 +21,9 @@ from baton_engine.models import loader
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.factory import load_model, make_model
+from baton_engine.models.layers import VocabParallelEmbedding
 from baton_engine.models.sharding import ModelShard, WeightTarget, shard
 from support.engine.model_cases import (
-    ThreadGroup,
     load,
     new_kv_cache,
     run_model,
@@ -30,15 +31,14 @@ from support.engine.model_cases import (
     with_biases,
 )
 
-TOLERANCE = 4e-5  # 1.3e-5 of the standard deviation of made logits, which is 3; rounding was seen to take 3.03e-5
-VOCAB_SIZE = 301  # no multiple of the tensor sizes: the last rank has padding
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: The logits have a standard deviation of 3. The largest rounding error seen was 3.03e-5.
+TOLERANCE = 4e-5
+#: Not a multiple of the tensor sizes, so the last rank has padding.
+VOCAB_SIZE = 301
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
 SPLITS = [(2, 1), (4, 1), (1, 2), (2, 2)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 def sequences(num_seqs: int, num_tokens: int) -> list[list[int]]:
@@ -49,18 +49,18 @@ def sequences(num_seqs: int, num_tokens: int) -> list[list[int]]:
 def place(
     tensor: int = 1, tensor_rank: int = 0, pipeline: int = 1, stage: int = 0
 ) -> ParallelContext:
-    """Where a rank stands, with groups that cannot talk."""
+    """Return the context of a rank. Its groups have sizes and ranks but cannot communicate."""
 
-    def group(rank: int, size: int) -> LoneGroup:
-        made = LoneGroup()
-        made.rank, made.size = rank, size
-        return made
+    def fake_group(rank: int, size: int) -> LoneGroup:
+        group = LoneGroup()
+        group.rank, group.size = rank, size
+        return group
 
-    return ParallelContext(group(tensor_rank, tensor), group(stage, pipeline))
+    return ParallelContext(fake_group(tensor_rank, tensor), fake_group(stage, pipeline))
 
 
-def assert_same_as_alone(path: Path, tensor_size: int, pipeline_size: int) -> None:
-    """Whole prompts and chunks; every rank of the last stage must get the same bits."""
+def assert_same_logits_as_one_rank(path: Path, tensor_size: int, pipeline_size: int) -> None:
+    """Compare whole prompts and chunks. All ranks of the last stage must get the same bits."""
     tokens = sequences(3, 21)
     for chunk in (21, 8):
         expected = run_model(load(path), tokens, chunk)
@@ -80,35 +80,35 @@ def assert_same_as_alone(path: Path, tensor_size: int, pipeline_size: int) -> No
 
 @pytest.mark.parametrize(("tensor_size", "pipeline_size"), SPLITS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_logits_are_those_of_a_single_rank(
+def test_logits_equal_those_of_one_rank(
     arch: str, tensor_size: int, pipeline_size: int, tmp_path: Path
 ) -> None:
-    """Two KV heads: with four ranks, two share a copy of each."""
-    assert_same_as_alone(
+    """The model has two KV heads, so two of four ranks have copies of the same head."""
+    assert_same_logits_as_one_rank(
         create_checkpoint(tmp_path / "model", arch, **SMALL), tensor_size, pipeline_size
     )
 
 
 @pytest.mark.parametrize(("tensor_size", "pipeline_size"), SPLITS)
-def test_tied_embeddings_and_biases(tensor_size: int, pipeline_size: int, tmp_path: Path) -> None:
+def test_logits_equal_those_of_one_rank_with_tied_embeddings_and_biases(
+    tensor_size: int, pipeline_size: int, tmp_path: Path
+) -> None:
     path = with_biases(
         create_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True, **SMALL)
     )
-    assert_same_as_alone(path, tensor_size, pipeline_size)
+    assert_same_logits_as_one_rank(path, tensor_size, pipeline_size)
 
 
-def test_window_depends_on_the_layer_of_the_whole_model(tmp_path: Path) -> None:
-    """The second of two stages has the windowed layer, which is its layer 0."""
+def test_a_stage_applies_the_window_by_the_layers_index_in_the_whole_model(
+    tmp_path: Path,
+) -> None:
+    """The second of two stages has the layer with the window as its first layer."""
     path = create_checkpoint(tmp_path / "model", "qwen2", sliding_window=4, **SMALL)
-    assert_same_as_alone(path, tensor_size=1, pipeline_size=2)
+    assert_same_logits_as_one_rank(path, tensor_size=1, pipeline_size=2)
 
 
-def test_more_ranks_than_the_vocabulary_fills(tmp_path: Path) -> None:
-    """Nine rows in eight parts of two: the last three ranks have no row at all."""
-    from torch.nn.functional import embedding
-
-    from baton_engine.models.layers import VocabParallelEmbedding
-
+def test_a_vocab_parallel_embedding_works_with_ranks_that_have_no_rows() -> None:
+    """Nine rows are split into eight parts of two, so the last three ranks have none."""
     table, ids = torch.randn(9, 16), torch.tensor([0, 8, 5, 1])
 
     def work(rank: ParallelContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,22 +123,18 @@ def test_more_ranks_than_the_vocabulary_fills(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, table[:3] @ table.T)
 
 
-def test_an_attention_and_an_mlp_are_one_all_reduce_each(tmp_path: Path) -> None:
+def test_each_attention_and_each_mlp_needs_one_all_reduce(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "mixtral", **SMALL)
 
     def work(rank: ParallelContext) -> dict[str, int]:
         run_model(load(path, rank), sequences(1, 5), 5)
-        assert isinstance(rank.tensor, ThreadGroup)
         return rank.tensor.calls
 
-    embedding, per_layer, logits = 1, 2, 1
-    assert (
-        run_ranks(work, tensor_size=2)
-        == [{"all_reduce": embedding + 2 * per_layer, "all_gather": logits}] * 2
-    )
+    # One all_reduce for the embedding and two for each of two layers; one all_gather for logits.
+    assert run_ranks(work, tensor_size=2) == [{"all_reduce": 1 + 2 * 2, "all_gather": 1}] * 2
 
 
-def test_what_each_rank_holds(tmp_path: Path) -> None:
+def test_shards_have_the_layers_and_heads_of_their_rank(tmp_path: Path) -> None:
     path = create_checkpoint(
         tmp_path / "model", "llama", num_layers=5, num_heads=8, num_kv_heads=2, vocab_size=300
     )
@@ -153,7 +149,7 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "sizes", "where", "message"),
+    ("arch", "sizes", "context", "message"),
     [
         (
             "llama",
@@ -182,25 +178,28 @@ def test_what_each_rank_holds(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_by_name(
-    arch: str, sizes: dict[str, int], where: ParallelContext, message: str, tmp_path: Path
+def test_sizes_that_cannot_be_split_are_refused_with_the_field_in_the_message(
+    arch: str, sizes: dict[str, int], context: ParallelContext, message: str, tmp_path: Path
 ) -> None:
     path = create_checkpoint(tmp_path / "model", arch, **{**SMALL, **sizes})
-    for attempt in (lambda: shard(load_checkpoint_config(path), where), lambda: load(path, where)):
+    for attempt in (
+        lambda: shard(load_checkpoint_config(path), context),
+        lambda: load(path, context),
+    ):
         with pytest.raises(ConfigurationError) as caught:
             attempt()
         assert caught.value.reason == "InvalidConfig"
         assert message in caught.value.message
 
 
-def test_experts_may_be_odd_where_no_layer_is_dense(tmp_path: Path) -> None:
-    """intermediate_size is of dense layers only."""
+def test_an_odd_intermediate_size_is_accepted_without_dense_layers(tmp_path: Path) -> None:
+    """Only dense layers use intermediate_size."""
     path = create_checkpoint(tmp_path / "model", "qwen3_moe", **{**SMALL, "intermediate_size": 97})
     assert shard(load_checkpoint_config(path), place(tensor=2)).num_heads == 2
 
 
 class CountingFile:
-    """A safetensors file that counts the bytes taken out of it."""
+    """A safetensors file that counts the bytes read from it."""
 
     num_bytes = 0
 
@@ -225,7 +224,7 @@ class CountingFile:
 
 
 @pytest.mark.parametrize("arch", ["llama", "mixtral"])
-def test_a_rank_reads_its_share_only(
+def test_a_rank_reads_only_its_share_of_the_checkpoint(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = create_checkpoint(
@@ -236,9 +235,9 @@ def test_a_rank_reads_its_share_only(
         tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values()
     )
 
-    def bytes_read(where: ParallelContext) -> int:
+    def bytes_read(context: ParallelContext) -> int:
         CountingFile.num_bytes = 0
-        load(path, where)
+        load(path, context)
         return CountingFile.num_bytes
 
     assert bytes_read(place()) == whole
@@ -248,7 +247,7 @@ def test_a_rank_reads_its_share_only(
     assert max(stages) < 0.6 * whole
 
 
-def test_every_rank_holds_its_slice_of_the_checkpoint(tmp_path: Path) -> None:
+def test_the_slices_of_all_ranks_together_are_the_checkpoint(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "qwen2", **SMALL)
     tensors = load_file(path / "model.safetensors")
     halves = [load(path, place(tensor=2, tensor_rank=rank)).weight_targets() for rank in range(2)]
@@ -265,7 +264,9 @@ def drop_a_row(weights: dict[str, torch.Tensor], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", [place(tensor=2, tensor_rank=1), place(pipeline=2, stage=0)], ids=["tensor", "stage"]
+    "context",
+    [place(tensor=2, tensor_rank=1), place(pipeline=2, stage=0)],
+    ids=["tensor", "stage"],
 )
 @pytest.mark.parametrize(
     ("edit", "message"),
@@ -276,26 +277,26 @@ def drop_a_row(weights: dict[str, torch.Tensor], name: str) -> None:
     ],
     ids=["missing", "unexpected", "misshapen"],
 )
-def test_every_rank_sees_what_is_wrong_with_the_checkpoint(
+def test_every_rank_reports_an_invalid_tensor_even_of_another_stage(
     edit: Callable[[dict[str, torch.Tensor], str], object],
     message: str,
-    where: ParallelContext,
+    context: ParallelContext,
     tmp_path: Path,
 ) -> None:
-    """Also in layers of other stages: ranks that go on alone would wait for the one that gave up."""
+    """Otherwise the ranks without the error would wait for the one that failed."""
     path = create_checkpoint(tmp_path / "model", "llama", **SMALL)
     file, name = path / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
     weights = load_file(file)
     edit(weights, name)
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelInvalid) as caught:
-        load(path, where)
+        load(path, context)
     assert str(file) in caught.value.message
     assert name in caught.value.message
     assert message in caught.value.message
 
 
-def test_truncated_file_names_file_and_tensor_on_every_rank(tmp_path: Path) -> None:
+def test_every_rank_names_the_truncated_file_and_a_tensor(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", **SMALL)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
@@ -306,7 +307,9 @@ def test_truncated_file_names_file_and_tensor_on_every_rank(tmp_path: Path) -> N
             load(path, place(tensor=2, tensor_rank=rank))
 
 
-def test_progress_is_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_progress_prints_a_progress_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = create_checkpoint(tmp_path / "model", "llama", **SMALL)
     arguments = (path, load_checkpoint_config(path), torch.float32, torch.device("cpu"))
     load_model(*arguments)
@@ -317,7 +320,7 @@ def test_progress_is_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "100%" in shown
 
 
-def test_an_index_says_where_in_its_file_a_tensor_begins(tmp_path: Path) -> None:
+def test_the_tensor_index_has_the_offset_of_each_tensor_in_its_file(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "mixtral", max_shard_size=200_000, **SMALL)
     for name, entry in loader.read_tensor_index(path).items():
         tensor = load_file(entry.file)[name]
@@ -326,10 +329,10 @@ def test_an_index_says_where_in_its_file_a_tensor_begins(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("dim", "expected"), [(0, slice(8, 24)), (1, slice(0, 64))])
-def test_what_is_read_ahead_is_the_slice_and_no_more(
+def test_read_ahead_reads_the_rows_of_the_slice(
     dim: int, expected: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of columns, all rows: they lie among the others."""
+    """A slice of columns needs all rows."""
     tensor = torch.arange(64 * 32, dtype=torch.float32).view(64, 32)
     save_file({"other": torch.zeros(100), "w": tensor}, tmp_path / "model.safetensors")
     preadv, parts = os.preadv, []

@@ -1,4 +1,4 @@
-"""What is configured and what the device can do decide together how steps run."""
+"""The compilation plan that follows from the configuration, the device and the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckpointConf
     }
 
 
-def plan(model: CheckpointConfig, flags: str, *, has_graphs: bool) -> CompilationPlan:
+def plan_from_flags(model: CheckpointConfig, flags: str, *, has_graphs: bool) -> CompilationPlan:
     config, _ = parse_config(["--model", "/m", *flags.split()])
     return plan_compilation(config, model, 100, has_graphs=has_graphs)
 
@@ -43,43 +43,45 @@ def plan(model: CheckpointConfig, flags: str, *, has_graphs: bool) -> Compilatio
         ("--cudagraph-mode none", True, "inductor", "NONE"),
     ],
 )
-def test_defaults_depend_on_the_device_and_one_flag_switches_all_off(
+def test_modes_follow_from_the_flags_and_the_device(
     models: dict[str, CheckpointConfig],
     flags: str,
     has_graphs: bool,
     mode: str,
     cudagraph_mode: str,
 ) -> None:
-    made = plan(models["llama"], flags, has_graphs=has_graphs)
-    assert (made.mode, made.cudagraph_mode) == (mode, CudagraphMode[cudagraph_mode])
-    assert bool(made.capture_sizes) == (made.cudagraph_mode is not CudagraphMode.NONE)
+    plan = plan_from_flags(models["llama"], flags, has_graphs=has_graphs)
+    assert (plan.mode, plan.cudagraph_mode) == (mode, CudagraphMode[cudagraph_mode])
+    assert bool(plan.capture_sizes) == (plan.cudagraph_mode is not CudagraphMode.NONE)
 
 
-def test_enforce_eager_says_what_it_overrides(
+def test_enforce_eager_logs_a_warning_if_it_overrides_other_flags(
     models: dict[str, CheckpointConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan(models["llama"], "--enforce-eager", has_graphs=True)
+    plan_from_flags(models["llama"], "--enforce-eager", has_graphs=True)
     assert not caplog.text
-    plan(models["llama"], "--enforce-eager --compilation-mode inductor", has_graphs=True)
+    plan_from_flags(models["llama"], "--enforce-eager --compilation-mode inductor", has_graphs=True)
     assert "enforce_eager overrides the configured compilation and CUDA graphs" in caplog.text
 
 
-def test_sizes_are_sorted_and_those_that_no_step_has_are_refused(
+def test_sizes_are_sorted_and_sizes_outside_the_token_budget_are_refused(
     models: dict[str, CheckpointConfig],
 ) -> None:
-    made = plan(models["llama"], "--capture-sizes 8,2,4 --compile-sizes 16,1", has_graphs=True)
-    assert (made.capture_sizes, made.compile_sizes) == ((2, 4, 8), (1, 16))
+    plan = plan_from_flags(
+        models["llama"], "--capture-sizes 8,2,4 --compile-sizes 16,1", has_graphs=True
+    )
+    assert (plan.capture_sizes, plan.compile_sizes) == ((2, 4, 8), (1, 16))
     for flags in ("--capture-sizes 1,600", "--compile-sizes 0"):
         with pytest.raises(ConfigurationError, match="max_num_batched_tokens=512"):
-            plan(models["llama"], flags, has_graphs=True)
+            plan_from_flags(models["llama"], flags, has_graphs=True)
 
 
-def test_experts_in_eight_bits_are_not_traced(
+def test_a_model_with_int8_experts_is_not_compiled(
     models: dict[str, CheckpointConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = "--compilation-mode inductor --quantization int8"
-    assert plan(models["llama"], flags, has_graphs=False).mode == "inductor"
-    assert plan(models["qwen3_moe"], flags, has_graphs=False).mode == "none"
+    assert plan_from_flags(models["llama"], flags, has_graphs=False).mode == "inductor"
+    assert plan_from_flags(models["qwen3_moe"], flags, has_graphs=False).mode == "none"
     assert "experts with quantized weights are not traced" in caplog.text
 
 
@@ -96,8 +98,8 @@ def test_experts_in_eight_bits_are_not_traced(
         ),
     ],
 )
-def test_unknown_modes_are_refused_by_name(
+def test_unknown_modes_are_refused_with_the_valid_ones(
     models: dict[str, CheckpointConfig], flags: str, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        plan(models["llama"], flags, has_graphs=True)
+        plan_from_flags(models["llama"], flags, has_graphs=True)

@@ -1,4 +1,4 @@
-"""The dtype that a worker computes with, by what is configured, what the checkpoint holds and what the processor has."""
+"""The dtype of a worker, from the configuration, the checkpoint and the CPU's instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("float64", "avx512_bf16", torch.float32),
     ],
 )
-def test_a_cpu_keeps_the_checkpoints_dtype_where_it_multiplies_in_it(
+def test_auto_on_a_cpu_keeps_the_checkpoints_dtype_if_it_has_instructions_for_it(
     checkpoint: str, instructions: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -33,13 +33,15 @@ def test_a_cpu_keeps_the_checkpoints_dtype_where_it_multiplies_in_it(
     assert resolve_dtype("auto", checkpoint, CPU) is expected
 
 
-def test_a_gpu_keeps_the_checkpoints_dtype() -> None:
+def test_auto_on_a_gpu_keeps_the_checkpoints_dtype() -> None:
     assert resolve_dtype("auto", "bfloat16", CUDA) is torch.bfloat16
     assert resolve_dtype("auto", "float16", CUDA) is torch.float16
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_what_is_configured_counts(device: torch.device) -> None:
+def test_a_configured_dtype_overrides_the_checkpoints_and_must_be_a_known_one(
+    device: torch.device,
+) -> None:
     assert resolve_dtype("float16", "bfloat16", device) is torch.float16
     with pytest.raises(
         ConfigurationError, match="dtype must be auto or one of float32, bfloat16, float16"

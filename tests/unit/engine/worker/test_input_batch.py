@@ -1,4 +1,4 @@
-"""InputBatch against a plain account of what it was told: random steps of many requests, and its limits."""
+"""InputBatch against a simple model of its requests: random steps, growth and limits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def new_request(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_batches_are_what_the_steps_say(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests join, run chunks, get blocks, have blocks replaced, get tokens, sample and leave, in random order."""
+def test_random_steps_give_the_batches_of_a_simple_model(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests join, run chunks, get or replace blocks, get tokens, sample and leave."""
     monkeypatch.setattr(input_batch, "INITIAL_WIDTH", 5)
     draw = random.Random(seed)
     batch = InputBatch(max_num_seqs=6, max_model_len=80, block_size=BLOCK_SIZE)
@@ -100,7 +102,7 @@ def test_batches_are_what_the_steps_say(seed: int, monkeypatch: pytest.MonkeyPat
         if sampled:
             batch.append_tokens(scheduled.rows[reaches], sampled)
         for r, token in zip(
-            [r for r, one in zip(spans, reaches, strict=True) if one], sampled, strict=True
+            [r for r, samples in zip(spans, reaches, strict=True) if samples], sampled, strict=True
         ):
             tokens[r].append(token)
         for r, span in spans.items():
@@ -109,7 +111,7 @@ def test_batches_are_what_the_steps_say(seed: int, monkeypatch: pytest.MonkeyPat
             assert [*item.prompt_token_ids, *item.generated_token_ids] == tokens[r]
 
 
-def test_rows_are_looked_up_again_when_a_request_left_and_came_back() -> None:
+def test_rows_are_looked_up_again_after_requests_left_and_came_back() -> None:
     batch = InputBatch(max_num_seqs=2, max_model_len=40, block_size=BLOCK_SIZE)
     batch.add(new_request("a", 8))
     batch.add(new_request("b", 8))
@@ -121,7 +123,7 @@ def test_rows_are_looked_up_again_when_a_request_left_and_came_back() -> None:
     assert batch.rows(["a", "b"]).tolist() == [batch.rows(["a"])[0], batch.rows(["b"])[0]]
 
 
-def test_memory_grows_with_the_longest_request() -> None:
+def test_memory_grows_with_the_longest_request_and_frees_the_old_arrays() -> None:
     batch = InputBatch(max_num_seqs=4, max_model_len=100_000, block_size=BLOCK_SIZE)
     assert batch.token_ids.nbytes < 10**6
     batch.add(new_request("short", 10))
@@ -134,7 +136,7 @@ def test_memory_grows_with_the_longest_request() -> None:
     assert short.prompt_token_ids.base is not prompt.base, "the old array is still held"
 
 
-def test_impossible_steps_are_reported_by_name() -> None:
+def test_errors_of_impossible_steps_name_the_request() -> None:
     batch = InputBatch(max_num_seqs=1, max_model_len=40, block_size=BLOCK_SIZE)
     with pytest.raises(RuntimeError, match="request long has 41 tokens, over max_model_len=40"):
         batch.add(new_request("long", 41))
@@ -165,7 +167,9 @@ def test_impossible_steps_are_reported_by_name() -> None:
         (SamplingParams(temperature=0.0, beam_width=2), False),
     ],
 )
-def test_only_requests_without_wishes_are_plain(params: SamplingParams, plain: bool) -> None:
+def test_only_greedy_requests_without_other_sampling_options_are_plain(
+    params: SamplingParams, plain: bool
+) -> None:
     batch = InputBatch(max_num_seqs=1, max_model_len=40, block_size=BLOCK_SIZE)
     batch.add(new_request("request", 4, params))
     assert batch.is_plain[batch.rows(["request"])].tolist() == [plain]

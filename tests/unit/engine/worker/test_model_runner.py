@@ -1,9 +1,9 @@
-"""ModelRunner against transformers, and what it promises the scheduler: chunks, mixed batches, resumed requests."""
+"""ModelRunner against transformers: chunks, mixed batches, resumed requests, and its settings."""
 
 from __future__ import annotations
 
 import itertools
-import random
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,15 @@ from baton_kv_transfer.memory.layout import explain_layout_mismatch
 from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig
 from baton_protocol.kv_compatibility import differences
 from baton_protocol.sampling import SamplingParams
-from support.engine.step_driver import Request, StepDriver, make_runner
-
-VOCAB_SIZE = 512
-NEAR_TIE = 1e-4
+from support.engine.step_driver import (
+    VOCAB_SIZE,
+    Request,
+    StepDriver,
+    make_runner,
+    random_prompt,
+    random_prompts,
+)
+from support.parity import TIE, reference_model
 
 
 @pytest.fixture(scope="module")
@@ -48,42 +53,33 @@ def llama(checkpoints: dict[str, Path]) -> ModelRunner:
     return make_runner(checkpoints["llama"])
 
 
-def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
-def reference_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.inference_mode():
-        return model(torch.tensor([token_ids])).logits[0]
+@torch.inference_mode()
+def reference_logits(model: torch.nn.Module, request: Request) -> torch.Tensor:
+    """Return the logits at every position of the prompt and the generated tokens."""
+    return model(torch.tensor([request.prompt + request.generated])).logits[0]
 
 
 def assert_greedy(path: Path, requests: list[Request]) -> None:
-    """Every generated token is the reference's best, given the tokens before it; a near-tie may go either way."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    """Check that each token is the reference's best, or as good, after the same tokens."""
+    model = reference_model(path)
     for request in requests:
-        with torch.inference_mode():
-            logits = model(torch.tensor([request.prompt + request.generated])).logits[0]
+        logits = reference_logits(model, request)
         for index, token_id in enumerate(request.generated):
             row = logits[len(request.prompt) + index - 1]
-            behind = float(row.max() - row[token_id])
-            assert behind <= NEAR_TIE, (
-                f"{request.request_id}, token {index}: {behind:.4f} below the reference's best"
+            gap = float(row.max() - row[token_id])
+            assert gap <= TIE, (
+                f"{request.request_id}, token {index}: {gap:.4f} below the reference's best"
             )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_are_those_of_transformers(arch: str, checkpoints: dict[str, Path]) -> None:
-    """Prompts from one token to several blocks, random chunks, joining and leaving a mixed batch."""
+def test_greedy_tokens_match_transformers(arch: str, checkpoints: dict[str, Path]) -> None:
+    """Prompts of one token to several blocks run in random chunks of mixed batches."""
     runner = make_runner(checkpoints[arch])
     lengths = [1, 2, 15, 16, 17, 31, 48, 77, 5, 100]
     requests = [
-        Request(f"{arch}-{n}", prompt, max_tokens=20) for n, prompt in enumerate(prompts(lengths))
+        Request(f"{arch}-{n}", prompt, max_tokens=20)
+        for n, prompt in enumerate(random_prompts(lengths))
     ]
     StepDriver(runner, seed=1).run(requests, max_chunk=24, join_probability=0.4)
     assert_greedy(checkpoints[arch], requests)
@@ -92,9 +88,9 @@ def test_greedy_tokens_are_those_of_transformers(arch: str, checkpoints: dict[st
     )
 
 
-def test_tied_sharded_and_rope_scaled_checkpoint(tmp_path: Path) -> None:
-    import json
-
+def test_greedy_tokens_match_transformers_for_a_tied_sharded_and_rope_scaled_checkpoint(
+    tmp_path: Path,
+) -> None:
     path = create_checkpoint(
         tmp_path / "model", "llama", tie_word_embeddings=True, max_shard_size=100_000
     )
@@ -111,62 +107,67 @@ def test_tied_sharded_and_rope_scaled_checkpoint(tmp_path: Path) -> None:
     }
     (path / "config.json").write_text(json.dumps(config))
     requests = [
-        Request(f"tied-{n}", prompt, max_tokens=10) for n, prompt in enumerate(prompts([3, 130]))
+        Request(f"tied-{n}", prompt, max_tokens=10)
+        for n, prompt in enumerate(random_prompts([3, 130]))
     ]
     StepDriver(make_runner(path)).run(requests, max_chunk=50)
     assert_greedy(path, requests)
 
 
-def test_chunk_sizes_and_batch_mates_change_nothing(llama: ModelRunner) -> None:
+def test_output_does_not_depend_on_chunk_sizes_or_other_requests(llama: ModelRunner) -> None:
     runs = []
     for seed, max_chunk, together in [(0, 200, False), (1, 7, True), (2, 33, True)]:
         requests = [
-            Request(f"c{seed}-{n}", p, max_tokens=12) for n, p in enumerate(prompts([40, 9, 70]))
+            Request(f"c{seed}-{n}", p, max_tokens=12)
+            for n, p in enumerate(random_prompts([40, 9, 70]))
         ]
         driver = StepDriver(llama, seed=seed)
         for group in [requests] if together else [[r] for r in requests]:
             driver.run(group, max_chunk=max_chunk)
-        driver.step([], max_chunk)  # tells the worker who ended
+        driver.step([], max_chunk)  # removes the ended requests from the worker
         runs.append([r.generated for r in requests])
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_preempted_request_goes_on_where_it_was(llama: ModelRunner) -> None:
-    prompt = prompts([37])[0]
+def test_a_preempted_request_continues_with_the_same_tokens(llama: ModelRunner) -> None:
+    prompt = random_prompt(37)
     whole = Request("whole", prompt, max_tokens=16)
     driver = StepDriver(llama)
     driver.run([whole])
     first = Request("again", prompt, max_tokens=7)
-    driver.run([first])  # releases its blocks at the end, as a preemption does
+    # Its end releases the blocks, as a preemption does.
+    driver.run([first])
     second = Request("again", prompt, max_tokens=16, generated=first.generated)
     driver.run([second])
     assert second.generated == whole.generated
 
 
-def test_request_resumes_in_the_middle_with_blocks_filled_by_others(llama: ModelRunner) -> None:
-    """As after a prefix-cache hit or a KV transfer: tokens before num_computed_tokens are never run here."""
-    prompt = prompts([50], seed=3)[0]
+def test_a_request_starts_after_the_tokens_whose_kv_another_request_computed(
+    llama: ModelRunner,
+) -> None:
+    """This is what happens after a prefix-cache hit or a KV transfer."""
+    prompt = random_prompt(50, seed=3)
     driver = StepDriver(llama)
     donor = Request("donor", prompt, max_tokens=5)
     while not donor.done:
         driver.step([donor], max_chunk=64)
-    heir = Request("heir", prompt, max_tokens=5, block_ids=donor.block_ids[:3], num_computed=48)
-    while not heir.done:
-        driver.step([heir, donor] if not donor.done else [heir], max_chunk=64)
-    assert heir.generated == donor.generated
-    for request in (donor, heir):
+    reader = Request("reader", prompt, max_tokens=5, block_ids=donor.block_ids[:3], num_computed=48)
+    while not reader.done:
+        driver.step([reader, donor] if not donor.done else [reader], max_chunk=64)
+    assert reader.generated == donor.generated
+    for request in (donor, reader):
         driver.finished.append(request.request_id)
     driver.step([], max_chunk=1)
 
 
-def test_sampled_tokens_survive_a_move_to_another_worker(
+def test_another_worker_continues_a_seeded_request_with_the_same_tokens(
     checkpoints: dict[str, Path], llama: ModelRunner
 ) -> None:
-    """Seeded sampling with penalties: the second worker gets prompt and generated ids and continues identically."""
+    """The second worker receives the prompt and the generated tokens; penalties count both."""
     params = SamplingParams(
         temperature=0.9, top_p=0.95, seed=11, frequency_penalty=0.5, repetition_penalty=1.2
     )
-    prompt = prompts([20], seed=4)[0]
+    prompt = random_prompt(20, seed=4)
     driver = StepDriver(llama)
     whole = Request("whole", prompt, max_tokens=14, params=params)
     start = Request("start", prompt, max_tokens=6, params=params)
@@ -178,17 +179,14 @@ def test_sampled_tokens_survive_a_move_to_another_worker(
     assert len(set(whole.generated)) > 1
 
 
-def test_logprobs_are_those_of_transformers(
-    checkpoints: dict[str, Path], llama: ModelRunner
-) -> None:
+def test_logprobs_match_transformers(checkpoints: dict[str, Path], llama: ModelRunner) -> None:
     params = SamplingParams(temperature=1.0, seed=2, logprobs=3)
-    request = Request("logprobs", prompts([18], seed=5)[0], max_tokens=4, params=params)
+    request = Request("logprobs", random_prompt(18, seed=5), max_tokens=4, params=params)
     driver = StepDriver(llama)
     driver.run([request])
     driver.step([], max_chunk=1)
-    expected = reference_logits(
-        checkpoints["llama"], request.prompt + request.generated
-    ).log_softmax(-1)
+    model = reference_model(checkpoints["llama"])
+    expected = reference_logits(model, request).log_softmax(-1)
     for index, reported in enumerate(request.logprobs):
         row = expected[len(request.prompt) + index - 1]
         assert reported.token_id == request.generated[index]
@@ -199,7 +197,7 @@ def test_logprobs_are_those_of_transformers(
     assert len(request.logprobs) == 4
 
 
-def test_kv_cache_has_the_layout_it_names(llama: ModelRunner) -> None:
+def test_the_kv_cache_has_the_shape_and_size_of_its_layout(llama: ModelRunner) -> None:
     layout = llama.kv_cache_layout(5)
     runner = ModelRunner(llama.config)
     kv_cache = runner.allocate_kv_cache(5)
@@ -216,7 +214,7 @@ def test_kv_cache_has_the_layout_it_names(llama: ModelRunner) -> None:
     assert not kv_cache.any()
 
 
-def test_warm_up_leaves_the_kv_cache_alone(checkpoints: dict[str, Path]) -> None:
+def test_warm_up_writes_no_kv(checkpoints: dict[str, Path]) -> None:
     runner = ModelRunner(
         EngineConfig(model=ModelConfig(path=str(checkpoints["qwen3_moe"])), device="cpu")
     )
@@ -226,25 +224,27 @@ def test_warm_up_leaves_the_kv_cache_alone(checkpoints: dict[str, Path]) -> None
     assert not kv_cache.any()
 
 
-def test_input_batch_survives_many_generations_of_requests(checkpoints: dict[str, Path]) -> None:
-    """Rows are reused: more requests in all than fit at once."""
+def test_rows_of_ended_requests_can_be_used_again(checkpoints: dict[str, Path]) -> None:
+    """There are more requests than rows, but never more than two at a time."""
     runner = make_runner(checkpoints["qwen3"], max_num_seqs=2)
     driver = StepDriver(runner)
     outputs = []
     for round_ in range(4):
-        pair = [Request(f"{round_}-{n}", p, max_tokens=3) for n, p in enumerate(prompts([6, 19]))]
+        pair = [
+            Request(f"{round_}-{n}", p, max_tokens=3) for n, p in enumerate(random_prompts([6, 19]))
+        ]
         driver.run(pair)
         outputs.append([r.generated for r in pair])
     assert all(output == outputs[0] for output in outputs)
 
 
-def test_unknown_request_is_reported_by_name(llama: ModelRunner) -> None:
+def test_the_error_about_an_unknown_request_names_it(llama: ModelRunner) -> None:
     step = SchedulerOutput([], [CachedRequestData("ghost", [], 4)], {"ghost": 1}, [])
     with pytest.raises(RuntimeError, match="ghost"):
         llama.execute_model(step)
 
 
-def test_compatibility_hash_tells_models_apart_and_leaves_block_sizes_to_the_layouts(
+def test_the_compatibility_hash_depends_on_the_model_and_not_on_the_block_size(
     checkpoints: dict[str, Path],
 ) -> None:
     def hash_of(arch: str, block_size: int = 16) -> str:
@@ -257,7 +257,7 @@ def test_compatibility_hash_tells_models_apart_and_leaves_block_sizes_to_the_lay
     assert hash_of("llama") == hash_of("llama", block_size=32)
 
 
-def test_a_quantized_engine_gets_no_blocks_of_another(checkpoints: dict[str, Path]) -> None:
+def test_the_compatibility_hash_depends_on_the_quantization(checkpoints: dict[str, Path]) -> None:
     hashes = [
         ModelRunner(
             EngineConfig(
@@ -270,7 +270,7 @@ def test_a_quantized_engine_gets_no_blocks_of_another(checkpoints: dict[str, Pat
     assert hashes[0] != hashes[1]
 
 
-def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse(
+def test_kv_compatibility_differs_exactly_where_the_handshake_would_refuse(
     checkpoints: dict[str, Path],
 ) -> None:
     def runner(arch: str = "llama", block_size: int = 16, **model: Any) -> ModelRunner:
@@ -281,11 +281,17 @@ def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse
             )
         )
 
-    made = [
-        runner(), runner(), runner("qwen3"), runner("qwen3_moe"), runner(block_size=32), runner(quantization="int8"),
-        runner(dtype="float32"), runner(dtype="bfloat16"),
-    ]  # fmt: skip
-    for ours, theirs in itertools.product(made, made):
+    runners = [
+        runner(),
+        runner(),
+        runner("qwen3"),
+        runner("qwen3_moe"),
+        runner(block_size=32),
+        runner(quantization="int8"),
+        runner(dtype="float32"),
+        runner(dtype="bfloat16"),
+    ]
+    for ours, theirs in itertools.product(runners, runners):
         refused = ours.compatibility_hash != theirs.compatibility_hash or explain_layout_mismatch(
             ours.kv_cache_layout(1), theirs.kv_cache_layout(1)
         )
@@ -293,18 +299,18 @@ def test_what_engines_say_of_themselves_differs_where_the_handshake_would_refuse
             differences(ours.kv_compatibility(2), theirs.kv_compatibility(2), "here", "there")
         )
     assert "version" in differences(
-        made[0].kv_compatibility(2), made[1].kv_compatibility(3), "here", "there"
+        runners[0].kv_compatibility(2), runners[1].kv_compatibility(3), "here", "there"
     )
 
 
-def test_compatibility_hash_tells_other_weights_of_the_same_shape_apart(tmp_path: Path) -> None:
+def test_the_compatibility_hash_depends_on_the_weights(tmp_path: Path) -> None:
     for seed in (1, 2):
         create_checkpoint(tmp_path / str(seed), "llama", seed=seed)
     hashes = {make_runner(tmp_path / str(seed), num_blocks=1).compatibility_hash for seed in (1, 2)}
     assert len(hashes) == 2
 
 
-def test_missing_model_and_bad_settings_are_refused(
+def test_a_missing_model_and_invalid_settings_are_refused(
     tmp_path: Path, checkpoints: dict[str, Path]
 ) -> None:
     with pytest.raises(ModelNotFound, match="nowhere does not exist"):
@@ -339,7 +345,7 @@ def test_missing_model_and_bad_settings_are_refused(
         ("float32", {"avx512_bf16": True}, torch.float32),
     ],
 )
-def test_auto_dtype_on_a_cpu_is_what_it_computes_natively(
+def test_auto_dtype_on_a_cpu_is_one_with_instructions_for_it_and_the_log_has_the_reason(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     checkpoint_dtype: str,
@@ -365,11 +371,13 @@ def test_auto_dtype_on_a_cpu_is_what_it_computes_natively(
     assert f"torch.{runner.kv_cache_layout(1).dtype}" == str(expected)
 
 
-def test_bfloat16_runs_close_to_float32(checkpoints: dict[str, Path], llama: ModelRunner) -> None:
+def test_logprobs_in_bfloat16_are_close_to_float32(
+    checkpoints: dict[str, Path], llama: ModelRunner
+) -> None:
     params = SamplingParams(temperature=0.0, logprobs=1)
     values = []
     for runner in (llama, make_runner(checkpoints["llama"], dtype="bfloat16")):
-        request = Request("bf16", prompts([30], seed=6)[0], max_tokens=1, params=params)
+        request = Request("bf16", random_prompt(30, seed=6), max_tokens=1, params=params)
         driver = StepDriver(runner)
         driver.run([request])
         driver.step([], max_chunk=1)

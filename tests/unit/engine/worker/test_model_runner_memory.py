@@ -1,12 +1,13 @@
-"""How much memory the runner takes, gives back and takes again; and its profiler."""
+"""The runner's memory: its budgets, sleep and wake-up. Also its profiler."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import gzip
 import json
 import mmap
-import random
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -20,9 +21,15 @@ from baton_engine.worker.memory import block_budget
 from baton_engine.worker.memory.block_budget import BlockSize, available_host_memory, blocks_on_cpu
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
-from support.engine.step_driver import Request, StepDriver, make_runner, runner_config
+from support.engine.step_driver import (
+    VOCAB_SIZE,
+    Request,
+    StepDriver,
+    make_runner,
+    random_prompt,
+    runner_config,
+)
 
-VOCAB_SIZE = 512
 MIB = 2**20
 
 
@@ -38,30 +45,31 @@ def with_cache(config: EngineConfig, cache: CacheConfig) -> EngineConfig:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return pages * mmap.PAGESIZE
 
 
 def generate(runner: ModelRunner, num_blocks: int = 64) -> list[int]:
-    draw = random.Random(1)
-    request = Request("request", [draw.randrange(3, VOCAB_SIZE) for _ in range(40)], 8)
+    request = Request("request", random_prompt(40, seed=1), 8)
     driver = StepDriver(runner, num_blocks)
     driver.run([request])
     driver.step([], 1)
     return request.generated
 
 
-def test_blocks_on_a_cpu_are_what_the_budgets_hold(checkpoint: Path) -> None:
+def test_a_cpu_gets_the_configured_blocks_or_as_many_as_its_budgets_hold(checkpoint: Path) -> None:
     runner = ModelRunner(runner_config(checkpoint))
     block_nbytes = runner.kv_cache_layout(1).block_nbytes
     cache = CacheConfig(memory_bytes=10 * block_nbytes + 1, swap_memory_bytes=4 * block_nbytes - 1)
     assert ModelRunner(with_cache(runner.config, cache)).profile_num_blocks() == (10, 3)
-    stated = CacheConfig(num_blocks=7, swap_memory_bytes=0)
-    assert ModelRunner(with_cache(runner.config, stated)).profile_num_blocks() == (7, 0)
+    configured = CacheConfig(num_blocks=7, swap_memory_bytes=0)
+    assert ModelRunner(with_cache(runner.config, configured)).profile_num_blocks() == (7, 0)
 
 
-def test_budgets_that_cannot_be_met_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budgets_below_one_block_or_above_the_available_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     size = BlockSize(rank=MIB, engine=2 * MIB)
     with pytest.raises(
         ConfigurationError,
@@ -78,7 +86,7 @@ def test_budgets_that_cannot_be_met_are_refused(monkeypatch: pytest.MonkeyPatch)
     assert refused.value.reason == "InsufficientMemory"
 
 
-def test_available_memory_is_the_least_of_machine_and_limits(tmp_path: Path) -> None:
+def test_available_memory_is_the_least_of_the_machine_and_the_cgroup_limit(tmp_path: Path) -> None:
     meminfo, cgroups = tmp_path / "meminfo", tmp_path / "cgroup"
     meminfo.write_text("MemTotal:       8000 kB\nMemAvailable:   4000 kB\n")
     cgroups.mkdir()
@@ -92,11 +100,12 @@ def test_available_memory_is_the_least_of_machine_and_limits(tmp_path: Path) -> 
     assert available_host_memory(tmp_path / "nothing", tmp_path / "nowhere") is None
 
 
-def test_swap_memory_is_taken_at_first_use(checkpoint: Path) -> None:
+def test_swap_memory_becomes_resident_at_its_first_use(checkpoint: Path) -> None:
     runner = ModelRunner(runner_config(checkpoint))
     runner.load_model()
     num_swap_blocks = 64 * MIB // runner.kv_cache_layout(1).block_nbytes
-    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests freed would be used again
+    # Without this, the allocation could reuse memory that earlier tests freed.
+    ctypes.CDLL(None).malloc_trim(0)
     before = resident_bytes()
     runner.allocate_kv_cache(4, num_swap_blocks)
     assert resident_bytes() - before < 32 * MIB
@@ -106,7 +115,7 @@ def test_swap_memory_is_taken_at_first_use(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 1000])
-def test_kv_begins_with_a_page(checkpoint: Path, num_blocks: int) -> None:
+def test_the_kv_cache_is_page_aligned_and_zero(checkpoint: Path, num_blocks: int) -> None:
     runner = ModelRunner(runner_config(checkpoint))
     runner.load_model()
     cache = runner.allocate_kv_cache(num_blocks)
@@ -116,7 +125,9 @@ def test_kv_begins_with_a_page(checkpoint: Path, num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleeping_runner_holds_no_kv_and_wakes_up_the_same(checkpoint: Path, level: int) -> None:
+def test_sleep_frees_the_kv_cache_and_wake_up_restores_the_output(
+    checkpoint: Path, level: int
+) -> None:
     runner = make_runner(checkpoint, num_blocks=64)
     expected = generate(runner)
     cache = runner.allocate_kv_cache(128 * MIB // runner.kv_cache_layout(1).block_nbytes)
@@ -134,10 +145,7 @@ def test_sleeping_runner_holds_no_kv_and_wakes_up_the_same(checkpoint: Path, lev
     assert generate(runner) == expected
 
 
-def test_weights_are_dropped_on_level_2_and_read_again(checkpoint: Path) -> None:
-    import gc
-    import weakref
-
+def test_sleep_level_2_frees_the_weights_and_wake_up_loads_them(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, num_blocks=64)
     expected = generate(runner)
     norm = weakref.ref(runner._loaded().norm)
@@ -150,7 +158,7 @@ def test_weights_are_dropped_on_level_2_and_read_again(checkpoint: Path) -> None
     assert generate(runner) == expected
 
 
-def test_waking_up_the_awake_changes_nothing(checkpoint: Path) -> None:
+def test_wake_up_of_a_runner_that_is_awake_keeps_its_kv(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, num_blocks=64)
     _, kv = runner._ready()
     kv.cache.fill_(1.0)
@@ -158,7 +166,7 @@ def test_waking_up_the_awake_changes_nothing(checkpoint: Path) -> None:
     assert bool((kv.cache == 1.0).all())
 
 
-def test_unknown_levels_and_tags_are_refused(checkpoint: Path) -> None:
+def test_unknown_sleep_levels_and_wake_up_tags_are_refused(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, num_blocks=1)
     with pytest.raises(ValueError, match=r"sleep level must be 1 .* or 2 .*, got 3"):
         runner.sleep(3)
@@ -167,10 +175,12 @@ def test_unknown_levels_and_tags_are_refused(checkpoint: Path) -> None:
     assert runner._ready()
 
 
-def test_profile_is_a_trace_with_the_rank_in_its_name(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_profile_is_a_trace_file_named_after_the_rank(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "traces"
-    observed = ObservabilityConfig(profiler_dir=str(folder))
-    runner = ModelRunner(msgspec.structs.replace(runner_config(checkpoint), observability=observed))
+    observability = ObservabilityConfig(profiler_dir=str(folder))
+    runner = ModelRunner(
+        msgspec.structs.replace(runner_config(checkpoint), observability=observability)
+    )
     runner.load_model()
     runner.allocate_kv_cache(64)
     with pytest.raises(RuntimeError, match="start it first"):
@@ -191,13 +201,13 @@ def test_profile_is_a_trace_with_the_rank_in_its_name(checkpoint: Path, tmp_path
     )
 
 
-def test_profiling_without_a_folder_is_refused(checkpoint: Path) -> None:
+def test_profiling_without_profiler_dir_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"observability\.profiler_dir"):
         ModelRunner(runner_config(checkpoint)).start_profile()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_warm_up_runs_on_every_dtype(checkpoint: Path, dtype: str) -> None:
+def test_warm_up_works_in_every_dtype_and_writes_no_kv(checkpoint: Path, dtype: str) -> None:
     runner = make_runner(checkpoint, num_blocks=2, dtype=dtype)
     runner.warm_up()
     _, kv = runner._ready()

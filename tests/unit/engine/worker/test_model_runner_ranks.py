@@ -1,9 +1,8 @@
-"""Several ranks together generate what one worker generates: tensor parallel, pipeline parallel, both."""
+"""Model runners of tensor-parallel and pipeline-parallel ranks against one runner."""
 
 from __future__ import annotations
 
 import queue
-import random
 from pathlib import Path
 
 import msgspec
@@ -20,13 +19,14 @@ from support.engine.model_cases import run_ranks
 from support.engine.step_driver import (
     GREEDY,
     NUM_SWAP_BLOCKS,
+    VOCAB_SIZE,
     Request,
     StepDriver,
     make_runner,
+    random_prompts,
     runner_config,
 )
 
-VOCAB_SIZE = 512
 DEADLINE_S = 60.0
 EAGER = CompilationConfig(enforce_eager=True)
 GRAPHS = CompilationConfig(
@@ -41,8 +41,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_checkpoint(path, "qwen3_moe", seed=3, **sizes)
 
 
-class OneOfMany:
-    """A rank's runner whose outputs are those of the last rank, as an executor collects them: all ranks drive the same steps."""
+class RankRunner:
+    """A rank's runner that returns the last rank's outputs, as an executor does.
+
+    All ranks run the same steps.
+    """
 
     def __init__(
         self, runner: ModelRunner, outputs: list[queue.Queue[ModelRunnerOutput]], rank: int
@@ -69,7 +72,6 @@ class OneOfMany:
 
 
 def make_requests() -> list[Request]:
-    draw = random.Random(0)
     reporting = SamplingParams(
         temperature=0.7,
         seed=5,
@@ -79,13 +81,8 @@ def make_requests() -> list[Request]:
         presence_penalty=0.2,
     )
     return [
-        Request(
-            str(n),
-            [draw.randrange(3, VOCAB_SIZE) for _ in range(length)],
-            10,
-            reporting if n % 2 else GREEDY,
-        )
-        for n, length in enumerate([1, 40, 17, 9])
+        Request(str(n), prompt, 10, reporting if n % 2 else GREEDY)
+        for n, prompt in enumerate(random_prompts([1, 40, 17, 9]))
     ]
 
 
@@ -93,7 +90,7 @@ def make_requests() -> list[Request]:
     ("tensor_size", "pipeline_size", "compilation"),
     [(1, 2, EAGER), (1, 3, EAGER), (2, 1, EAGER), (2, 2, EAGER), (2, 1, GRAPHS), (1, 2, GRAPHS)],
 )
-def test_ranks_together_are_one_worker(
+def test_ranks_generate_and_report_the_same_as_one_runner(
     checkpoint: Path,
     tensor_size: int,
     pipeline_size: int,
@@ -122,7 +119,7 @@ def test_ranks_together_are_one_worker(
         rank = parallel.pipeline.rank * tensor_size + parallel.tensor.rank
         requests = make_requests()
         driver = StepDriver(
-            OneOfMany(runner, outputs, rank), seed=2, send_token_ids=pipeline_size > 1
+            RankRunner(runner, outputs, rank), seed=2, send_token_ids=pipeline_size > 1
         )
         driver.run(requests, max_chunk=13, join_probability=0.5)
         return requests
@@ -135,14 +132,16 @@ def test_ranks_together_are_one_worker(
                 1 : len(request.prompt)
             ] * (request.params.prompt_logprobs is not None)
             for kind in ("logprobs", "prompt_logprobs"):
-                found, wanted = (
-                    [entry.logprob for entry in getattr(of, kind)] for of in (request, reference)
+                found = [entry.logprob for entry in getattr(request, kind)]
+                assert found == pytest.approx(
+                    [entry.logprob for entry in getattr(reference, kind)], abs=1e-4
                 )
-                assert found == pytest.approx(wanted, abs=1e-4)
 
 
-def test_ranks_have_room_for_the_same_blocks_of_an_engines_budget(checkpoint: Path) -> None:
-    """Half the heads and half the layers each: the budget holds as many blocks as for one worker."""
+def test_the_memory_budget_of_an_engine_holds_as_many_blocks_with_any_number_of_ranks(
+    checkpoint: Path,
+) -> None:
+    """Each of four ranks holds half the heads and half the layers of a block."""
     alone = make_runner(checkpoint).profile_num_blocks()
 
     def profile(parallel: ParallelContext) -> tuple[int, int]:

@@ -1,8 +1,7 @@
-"""What the runner reports besides tokens: prompt log-probabilities, NaNs in logits, routed experts."""
+"""The runner's reports besides tokens: prompt logprobs, NaNs in logits and routed experts."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import msgspec
@@ -15,15 +14,22 @@ from baton_engine.worker import reports
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import ObservabilityConfig
 from baton_protocol.sampling import SamplingParams
-from support.engine.step_driver import Request, StepDriver, make_runner, runner_config
+from support.engine.step_driver import (
+    VOCAB_SIZE,
+    Request,
+    StepDriver,
+    make_runner,
+    random_prompt,
+    runner_config,
+)
+from support.parity import reference_model
 
-VOCAB_SIZE = 512
 NUM_LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts: everything there is to report."""
+    """A mixture-of-experts model, since only those report routed experts."""
     path = tmp_path_factory.mktemp("reports") / "qwen3_moe"
     sizes = {
         "hidden_size": 64,
@@ -39,11 +45,6 @@ def runner(checkpoint: Path) -> ModelRunner:
     return make_runner(checkpoint)
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, VOCAB_SIZE) for _ in range(length)]
-
-
 def run(runner: ModelRunner, *requests: Request, max_chunk: int) -> None:
     driver = StepDriver(runner)
     driver.run(requests, max_chunk)
@@ -52,63 +53,61 @@ def run(runner: ModelRunner, *requests: Request, max_chunk: int) -> None:
 
 @pytest.mark.parametrize("max_chunk", [1, 7, 100])
 @pytest.mark.parametrize("slice_rows", [1, 3, 1000])
-def test_prompt_logprobs_are_those_of_transformers(
+def test_prompt_logprobs_match_transformers_for_any_chunk_and_slice_size(
     checkpoint: Path,
     runner: ModelRunner,
     monkeypatch: pytest.MonkeyPatch,
     max_chunk: int,
     slice_rows: int,
 ) -> None:
-    """Whatever the chunks, and however many logits are computed at a time; a batch mate asks for nothing."""
-    from transformers import AutoModelForCausalLM
-
+    """Another request in the batch does not ask for them and gets none."""
     monkeypatch.setattr(reports, "MAX_LOGITS_BYTES", slice_rows * VOCAB_SIZE * 4)
-    prompt = prompt_of(23)
-    asking = Request("asking", prompt, 3, SamplingParams(temperature=0.0, prompt_logprobs=2))
-    silent = Request("silent", prompt_of(30, seed=1), 3)
-    run(runner, silent, asking, max_chunk=max_chunk)
-    assert silent.prompt_logprobs == []
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = random_prompt(23)
+    reported = Request("reported", prompt, 3, SamplingParams(temperature=0.0, prompt_logprobs=2))
+    unreported = Request("unreported", random_prompt(30, seed=1), 3)
+    run(runner, unreported, reported, max_chunk=max_chunk)
+    assert unreported.prompt_logprobs == []
+    model = reference_model(checkpoint)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    assert [entry.token_id for entry in asking.prompt_logprobs] == prompt[1:]
-    for position, entry in enumerate(asking.prompt_logprobs):
+    assert [entry.token_id for entry in reported.prompt_logprobs] == prompt[1:]
+    for position, entry in enumerate(reported.prompt_logprobs):
         row = expected[position]
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
         assert entry.rank == int((row > row[entry.token_id]).sum()) + 1
         assert [token for token, _ in entry.top] == row.topk(2).indices.tolist()
 
 
-def test_prompt_of_one_token_has_no_logprobs(runner: ModelRunner) -> None:
-    asking = Request("asking", prompt_of(1), 2, SamplingParams(temperature=0.0, prompt_logprobs=0))
-    run(runner, asking, max_chunk=9)
-    assert asking.prompt_logprobs == []
-    assert len(asking.generated) == 2
+def test_a_prompt_of_one_token_has_no_logprobs(runner: ModelRunner) -> None:
+    reported = Request(
+        "reported", random_prompt(1), 2, SamplingParams(temperature=0.0, prompt_logprobs=0)
+    )
+    run(runner, reported, max_chunk=9)
+    assert reported.prompt_logprobs == []
+    assert len(reported.generated) == 2
 
 
 @pytest.mark.parametrize("max_chunk", [1, 5, 100])
-def test_routed_experts_are_those_of_transformers(
+def test_routed_experts_match_transformers(
     checkpoint: Path, runner: ModelRunner, max_chunk: int
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
-    asking = Request(
-        "asking",
-        prompt_of(21, seed=2),
+    reported = Request(
+        "reported",
+        random_prompt(21, seed=2),
         4,
         SamplingParams(temperature=0.0, return_routed_experts=True),
     )
-    silent = Request("silent", prompt_of(11, seed=3), 4)
-    run(runner, silent, asking, max_chunk=max_chunk)
-    assert silent.routed_experts == []
+    unreported = Request("unreported", random_prompt(11, seed=3), 4)
+    run(runner, unreported, reported, max_chunk=max_chunk)
+    assert unreported.routed_experts == []
     found = np.concatenate(
         [
             np.frombuffer(part.expert_ids, dtype="<u2").reshape(part.shape)
-            for part in asking.routed_experts
+            for part in reported.routed_experts
         ]
     )
-    ran = asking.prompt + asking.generated[:-1]  # the last token is sampled, not run
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ran = reported.prompt + reported.generated[:-1]  # the last token is sampled, not run
+    model = reference_model(checkpoint)
     with torch.inference_mode():
         routers = model(torch.tensor([ran]), output_router_logits=True).router_logits
     expected = torch.stack([logits.topk(found.shape[2]).indices for logits in routers], dim=1)
@@ -116,10 +115,10 @@ def test_routed_experts_are_those_of_transformers(
     assert (np.sort(found, axis=2) == expected.sort(dim=2).values.numpy()).all()
 
 
-def test_nans_in_logits_are_counted_if_configured(
+def test_a_request_with_nans_in_its_logits_ends_and_the_nans_are_counted(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The poisoned request ends with EOS, its neighbour goes on."""
+    """The other request of the batch continues. The count must be enabled."""
     config = msgspec.structs.replace(
         runner_config(checkpoint), observability=ObservabilityConfig(count_nans_in_logits=True)
     )
@@ -128,8 +127,8 @@ def test_nans_in_logits_are_counted_if_configured(
     kv_cache = runner.allocate_kv_cache(16)
     driver = StepDriver(runner, num_blocks=16)
     sound, poisoned = (
-        Request("sound", prompt_of(20), 9),
-        Request("poisoned", prompt_of(20, seed=1), 9),
+        Request("sound", random_prompt(20), 9),
+        Request("poisoned", random_prompt(20, seed=1), 9),
     )
     while not (sound.generated and poisoned.generated):
         driver.step([r for r in (sound, poisoned) if not r.generated], 50)

@@ -1,6 +1,4 @@
-"""Packed weights compute what plain ones do, take no more memory, and are left out where oneDNN cannot help. Quantised ones
-compute nearly the same in a part of the memory.
-"""
+"""Packed weights compute the same as plain ones; quantized weights compute nearly the same."""
 
 from __future__ import annotations
 
@@ -18,14 +16,17 @@ from baton_kernels.linear import Int8Weight
 from support.engine.model_cases import CPU, run_model
 
 
-def is_product(name: str) -> bool:
-    """Whether a weight of these models is multiplied by, rather than a norm's or an embedding's."""
+def is_matmul_weight(name: str) -> bool:
+    """Return whether a weight is an operand of a matrix product: not a norm, not an embedding."""
     return "norm" not in name and not name.startswith("embed")
 
 
-def product_names(plain: dict[str, torch.nn.Parameter]) -> set[str]:
-    """Of prepared weights: the experts of a layer, loaded in one tensor, have one each."""
-    names = {name for name in plain if is_product(name) and plain[name].dim() == 2}
+def prepared_names(plain: dict[str, torch.nn.Parameter]) -> set[str]:
+    """Return the names of packed or quantized weights.
+
+    The experts of a layer are loaded as one tensor and then prepared one by one.
+    """
+    names = {name for name in plain if is_matmul_weight(name) and plain[name].dim() == 2}
     stacked = {name: len(weight) for name, weight in plain.items() if weight.dim() == 3}
     return names | {
         f"{name}.{expert}" for name, experts in stacked.items() for expert in range(experts)
@@ -36,7 +37,7 @@ def product_names(plain: dict[str, torch.nn.Parameter]) -> set[str]:
     ("architecture", "tied"),
     [("llama", False), ("llama", True), ("qwen2", False), ("qwen3_moe", False)],
 )
-def test_what_is_multiplied_by_is_packed_and_nothing_is_held_twice(
+def test_all_matmul_weights_are_packed_and_the_head_keeps_its_output(
     tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
@@ -44,7 +45,7 @@ def test_what_is_multiplied_by_is_packed_and_nothing_is_held_twice(
     plain = dict(model.named_parameters())
     pack_weights(model)
     packed = {name for name, weight in model.named_parameters() if weight.is_mkldnn}
-    expected = product_names(plain)
+    expected = prepared_names(plain)
     assert packed == expected | ({"embed_tokens.packed_weight"} if tied else set())
     hidden = torch.randn(5, model.config.hidden_size)
     head = plain["embed_tokens.weight" if tied else "lm_head.weight"]
@@ -55,7 +56,7 @@ def test_what_is_multiplied_by_is_packed_and_nothing_is_held_twice(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_packed_model_computes_what_the_plain_one_does(
+def test_a_packed_model_computes_the_same_logits(
     tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
@@ -66,7 +67,7 @@ def test_a_packed_model_computes_what_the_plain_one_does(
     torch.testing.assert_close(run_model(model, sequences, chunk=6), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_half_precision_is_left_as_it_is(tmp_path: Path) -> None:
+def test_weights_in_half_precision_are_not_packed(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "llama")
     model = load_model(path, load_checkpoint_config(path), torch.float16, CPU)
     pack_weights(model)
@@ -75,7 +76,7 @@ def test_half_precision_is_left_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_quantized_model_stays_close_to_the_plain_one(
+def test_a_quantized_model_computes_nearly_the_same_logits(
     tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     path = create_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=tied)
@@ -83,15 +84,16 @@ def test_a_quantized_model_stays_close_to_the_plain_one(
     sequences = [list(range(1, 20)), list(range(5, 24))]
     expected = run_model(model, sequences, chunk=19)
     quantize_weights(model)
-    # Random routers are undecided, and another expert is another output. An unrelated model would be 1.4 off.
+    # Random routers have near-ties, so rounding selects other experts. An unrelated model would
+    # have an error of 1.4.
     bound = 0.5 if model.config.sparse_layers else 0.1
-    for chunk in (6, 19):  # few rows, and many
+    for chunk in (6, 19):  # few and many rows take different code paths
         logits = run_model(model, sequences, chunk)
         assert (logits - expected).square().mean().sqrt() < bound * expected.std()
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_multiplied_by_is_quantized_and_its_floats_are_freed(
+def test_all_matmul_weights_but_routers_are_quantized_and_their_floats_are_freed(
     tmp_path: Path, tied: bool
 ) -> None:
     path = create_checkpoint(tmp_path / "model", "qwen3_moe", tie_word_embeddings=tied)
@@ -99,11 +101,11 @@ def test_what_is_multiplied_by_is_quantized_and_its_floats_are_freed(
     plain = dict(model.named_parameters())
     quantize_weights(model)
     quantized = {name for name, module in model.named_modules() if isinstance(module, Int8Weight)}
-    expected = {name for name in product_names(plain) if "mlp.gate.weight" not in name}
+    expected = {name for name in prepared_names(plain) if "mlp.gate.weight" not in name}
     assert quantized == expected | ({"embed_tokens.packed_weight"} if tied else set())
     left = dict(model.named_parameters()).keys()
     assert not {
         name
         for name in left
-        if is_product(name) and plain[name].dim() > 1 and "mlp.gate.weight" not in name
+        if is_matmul_weight(name) and plain[name].dim() > 1 and "mlp.gate.weight" not in name
     }

@@ -1,4 +1,4 @@
-"""What does not go with expert parallelism is refused by name, before weights are read."""
+"""Settings that expert parallelism does not support are refused before weights are read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.dispatch import CudagraphMode
@@ -49,7 +50,9 @@ def config(path: Path, **changes: object) -> EngineConfig:
         ({"compilation": CompilationConfig(cudagraph_mode="full")}, "compilation.cudagraph_mode"),
     ],
 )
-def test_refused_by_name(checkpoint: Path, changes: dict[str, object], field: str) -> None:
+def test_the_refusal_names_the_field_and_enable_expert_parallel(
+    checkpoint: Path, changes: dict[str, object], field: str
+) -> None:
     with pytest.raises(ConfigurationError, match=field) as caught:
         ModelRunner(config(checkpoint, **changes)).load_model()
     assert caught.value.reason == "InvalidConfig"
@@ -64,46 +67,44 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
         ModelRunner(config(path)).load_model()
 
 
-def test_a_gpu_must_be_told_how_much_is_for_the_kv_cache(checkpoint: Path) -> None:
-    import torch
-
+def test_num_blocks_must_be_set_for_a_gpu(checkpoint: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cache\.num_blocks is not set"):
         check_expert_parallel(
             config(checkpoint), load_checkpoint_config(checkpoint), torch.device("cuda")
         )
 
 
-def test_auto_is_none_also_where_there_are_graphs(checkpoint: Path) -> None:
+def test_auto_modes_are_none_on_a_device_with_graphs(checkpoint: Path) -> None:
     plan = plan_compilation(
         config(checkpoint), load_checkpoint_config(checkpoint), 128, has_graphs=True
     )
     assert (plan.mode, plan.cudagraph_mode) == ("none", CudagraphMode.NONE)
 
 
-def test_executors_that_cannot_interrupt_are_refused(checkpoint: Path) -> None:
+def test_executors_that_cannot_interrupt_a_step_are_refused(checkpoint: Path) -> None:
     with pytest.raises(
         ConfigurationError,
         match="executor external_launcher cannot serve in an expert-parallel group",
     ):
-        ExternalLauncherExecutor.initialize(_Uninitialised(config(checkpoint)))  # type: ignore[arg-type]
+        ExternalLauncherExecutor.initialize(_UninitializedExecutor(config(checkpoint)))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="executor ray cannot serve"):
         refuse_expert_parallel(config(checkpoint), "ray")
     refuse_expert_parallel(runner_config(checkpoint), "ray")
 
 
-class _Uninitialised:
-    """An executor before what torchrun must provide is looked for."""
+class _UninitializedExecutor:
+    """An executor before initialize() reads the environment of torchrun."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
 
-def test_a_rank_cannot_sleep(checkpoint: Path) -> None:
+def test_a_rank_of_an_expert_parallel_group_cannot_sleep(checkpoint: Path) -> None:
     worker = Worker(config(checkpoint), "instance")
     worker.load_model()
     with pytest.raises(
         ValueError, match="cannot sleep: the other ranks of its group use its experts"
     ):
         worker.sleep(1)
-    worker.interrupt()  # there is no generation yet
+    worker.interrupt()  # allowed without a generation
     worker.shutdown()

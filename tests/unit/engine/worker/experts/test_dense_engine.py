@@ -1,4 +1,4 @@
-"""An engine without expert parallelism does not import the room of expert parallelism."""
+"""An engine without expert parallelism does not import its package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_a_worker_is_imported_without_the_experts_room() -> None:
+def test_the_import_of_the_worker_does_not_import_the_experts_package() -> None:
     program = (
         "import sys, baton_engine.worker.worker; "
         "print([name for name in sys.modules if name.startswith('baton_engine.worker.experts')])"

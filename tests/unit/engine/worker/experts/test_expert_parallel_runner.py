@@ -1,8 +1,7 @@
-"""Model runners of an expert-parallel group, each with requests of its own: they generate and report what one alone does."""
+"""Model runners of an expert-parallel group, each with its own requests, against one runner."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import msgspec
@@ -23,14 +22,16 @@ from support.engine.model_cases import DEADLINE_S, Meeting, ThreadGroup, run_thr
 from support.engine.step_driver import (
     GREEDY,
     NUM_SWAP_BLOCKS,
+    VOCAB_SIZE,
     Request,
     StepDriver,
     make_runner,
+    random_prompts,
     runner_config,
 )
 from support.waiting import eventually
 
-VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 512, 3, 8
+NUM_LAYERS, NUM_EXPERTS = 3, 8
 REPORTING = SamplingParams(
     temperature=0.7,
     seed=5,
@@ -54,7 +55,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class WaveRunner:
-    """A rank's runner whose steps are steps of all ranks."""
+    """A rank's runner whose every step is a step of all ranks."""
 
     def __init__(self, runner: ModelRunner, control: ThreadGroup) -> None:
         self.runner, self.config, self._control = runner, runner.config, control
@@ -66,10 +67,10 @@ class WaveRunner:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         return self.runner.sample_tokens(grammar)
 
-    def take_part_until_all_have_ended(self) -> None:
+    def run_dummy_batches_until_all_ranks_end(self) -> None:
         while True:
-            wave_tokens, somebody_works = self._vote(0, has_work=False)
-            if not somebody_works:
+            wave_tokens, any_has_work = self._vote(0, has_work=False)
+            if not any_has_work:
                 return
             self.runner.execute_model(SchedulerOutput([], [], {}, [], wave_tokens=wave_tokens))
             assert self.runner.sample_tokens(None) == ModelRunnerOutput()
@@ -88,11 +89,12 @@ def new_runner(path: Path, parallel: ParallelContext | None = None) -> ModelRunn
     kv_cache = runner.allocate_kv_cache(256, NUM_SWAP_BLOCKS)
     runner.profile_num_blocks()
     runner.warm_up()
+    # NaN shows reads of unwritten slots.
     kv_cache.fill_(float("nan"))
     return runner
 
 
-def commit(
+def commit_first_generation(
     name: str, tensor_rank: int, runner: ModelRunner, network: ThreadNetwork, num_ranks: int
 ) -> Generations:
     worker = ExpertWorker(
@@ -118,22 +120,15 @@ def commit(
 
 
 def make_requests(rank: int) -> list[Request]:
-    """Later ranks have less to do."""
-    draw = random.Random(rank)
-    lengths = [1, 40, 17, 9][rank:]
+    """Return the requests of a rank; later ranks have fewer."""
     return [
-        Request(
-            f"{rank}-{n}",
-            [draw.randrange(3, VOCAB_SIZE) for _ in range(length)],
-            8,
-            REPORTING if n % 2 else GREEDY,
-        )
-        for n, length in enumerate(lengths)
+        Request(f"{rank}-{n}", prompt, 8, REPORTING if n % 2 else GREEDY)
+        for n, prompt in enumerate(random_prompts([1, 40, 17, 9][rank:], seed=rank))
     ]
 
 
 @pytest.mark.parametrize(("num_ranks", "tensor_size"), [(1, 1), (3, 1), (2, 2)])
-def test_ranks_generate_and_report_what_each_would_alone(
+def test_ranks_generate_and_report_the_same_as_a_runner_without_a_group(
     checkpoint: Path, num_ranks: int, tensor_size: int
 ) -> None:
     network = ThreadNetwork()
@@ -148,20 +143,22 @@ def test_ranks_generate_and_report_what_each_would_alone(
             else None
         )
         runner = new_runner(checkpoint, parallel)
-        commit(f"rank-{rank}", tensor_rank, runner, network, num_ranks)
+        commit_first_generation(f"rank-{rank}", tensor_rank, runner, network, num_ranks)
         wave = WaveRunner(runner, ThreadGroup(controls[tensor_rank], rank))
         requests = make_requests(rank)
         StepDriver(wave, seed=rank).run(requests, max_chunk=13, join_probability=0.5)
-        wave.take_part_until_all_have_ended()
+        wave.run_dummy_batches_until_all_ranks_end()
         return requests
 
     def end() -> None:
         for meeting in (*controls, *tensor_groups):
             meeting.barrier.abort()
 
-    where = [(rank, tensor_rank) for rank in range(num_ranks) for tensor_rank in range(tensor_size)]
-    results = run_threads([lambda place=place: serve(*place) for place in where], on_error=end)
-    for (rank, _), requests in zip(where, results, strict=True):
+    places = [
+        (rank, tensor_rank) for rank in range(num_ranks) for tensor_rank in range(tensor_size)
+    ]
+    results = run_threads([lambda place=place: serve(*place) for place in places], on_error=end)
+    for (rank, _), requests in zip(places, results, strict=True):
         expected = make_requests(rank)
         StepDriver(make_runner(checkpoint), seed=rank).run(
             expected, max_chunk=13, join_probability=0.5
@@ -170,30 +167,29 @@ def test_ranks_generate_and_report_what_each_would_alone(
             assert request.generated == reference.generated
             assert request.routed_experts == reference.routed_experts
             for kind in ("logprobs", "prompt_logprobs"):
-                found, wanted = (
-                    [entry.logprob for entry in getattr(of, kind)] for of in (request, reference)
+                found = [entry.logprob for entry in getattr(request, kind)]
+                assert found == pytest.approx(
+                    [entry.logprob for entry in getattr(reference, kind)], abs=1e-4
                 )
-                assert found == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_step_without_a_generation_is_refused(checkpoint: Path) -> None:
+def test_a_step_before_the_first_commit_is_refused(checkpoint: Path) -> None:
     driver = StepDriver(new_runner(checkpoint))
     with pytest.raises(RuntimeError, match="no generation has been committed"):
         driver.run([Request("r", [5, 6, 7], 2)])
 
 
-def test_a_broken_step_leaves_nothing_to_sample_and_may_be_run_again(checkpoint: Path) -> None:
-    """As the scheduler does after it has dropped a step: the request goes on from the tokens that it had."""
+def test_a_step_of_a_broken_group_samples_nothing_and_can_run_again(checkpoint: Path) -> None:
+    """The scheduler drops such a step. The request continues after the next commit."""
     network = ThreadNetwork()
     runner = new_runner(checkpoint)
-    generations = commit("rank-0", 0, runner, network, 1)
+    generations = commit_first_generation("rank-0", 0, runner, network, 1)
     expected = Request("r", [5, 6, 7], 6)
     StepDriver(make_runner(checkpoint)).run([expected])
     request, driver = Request("r", [5, 6, 7], 6), StepDriver(runner)
     for _ in range(3):
         driver.step([request], max_chunk=24)
     shard = runner._loaded().sparse_layers[1][1].shard
-    assert shard is not None
 
     def broken(*_: object) -> torch.Tensor:
         raise GroupBrokenError("a member is gone")

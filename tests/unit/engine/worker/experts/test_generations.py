@@ -1,4 +1,4 @@
-"""Preparing, adopting and leaving generations: which experts come from where, what fails and why, and that nothing waits."""
+"""Preparation, commit and end of generations: sources of experts, failures, and waits that end."""
 
 from __future__ import annotations
 
@@ -36,16 +36,13 @@ from support.engine.expert_ranks import (
 from support.engine.model_cases import Meeting, ThreadGroup, load, run_model, run_threads
 from support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
 NUM_LAYERS, NUM_EXPERTS = 2, 8
 TOLERANCE = 3e-5
 WAIT_S = 30.0
 SEQUENCES = [[5, 6, 7, 8, 9, 10, 11], [300, 2, 1, 4, 2, 1, 9]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def expected(checkpoint: Path) -> Tensor:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[ExpertKey]:
-    """What is read from the checkpoint, by any rank."""
+    """The experts that any rank reads from the checkpoint, in order."""
     keys: list[ExpertKey] = []
     read = ExpertStore.read
 
@@ -74,13 +71,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[ExpertKey]:
     return keys
 
 
-def of_all(number: int, ranks: list[ThreadRank], num_redundant: int = 0) -> Generation:
+def generation_of(number: int, ranks: list[ThreadRank], num_redundant: int = 0) -> Generation:
     placement = place_experts(NUM_LAYERS, NUM_EXPERTS, len(ranks), num_redundant)
     return generation(number, [rank.name for rank in ranks], placement)
 
 
-def logits_of(ranks: list[ThreadRank]) -> Tensor:
-    """The first rank runs both sequences, the others take part."""
+def compute_logits(ranks: list[ThreadRank]) -> Tensor:
+    """Run both sequences on the first rank and dummy batches on the others."""
     waves = [(14, *[0] * (len(ranks) - 1))]
     works = [
         lambda rank=rank, own=SEQUENCES if rank is ranks[0] else []: run_expert_parallel(
@@ -92,100 +89,101 @@ def logits_of(ranks: list[ThreadRank]) -> Tensor:
 
 
 @pytest.mark.parametrize("form", ExpertForm)
-def test_experts_are_read_once_and_then_go_from_rank_to_rank(
+def test_experts_are_read_once_and_then_sent_from_rank_to_rank(
     form: ExpertForm, checkpoint: Path, expected: Tensor, reads: list[ExpertKey]
 ) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network, form=form) for number in range(3)]
-    commit_everywhere(ranks[:2], of_all(1, ranks[:2]))
+    commit_everywhere(ranks[:2], generation_of(1, ranks[:2]))
     assert len(reads) == NUM_LAYERS * NUM_EXPERTS
-    before = logits_of(ranks[:2])
+    before = compute_logits(ranks[:2])
     if form is not ExpertForm.INT8:
         torch.testing.assert_close(before, expected, atol=TOLERANCE, rtol=0)
     reads.clear()
-    commit_everywhere(ranks, of_all(2, ranks))
-    torch.testing.assert_close(logits_of(ranks), before, atol=TOLERANCE, rtol=0)
-    commit_everywhere(ranks[1:], of_all(3, ranks[1:]))  # what only the first held is read again
-    held = [wanted_by(of_all(2, ranks).placement, rank) for rank in range(3)]
+    commit_everywhere(ranks, generation_of(2, ranks))
+    torch.testing.assert_close(compute_logits(ranks), before, atol=TOLERANCE, rtol=0)
+    # Experts that only the first rank held are read again.
+    commit_everywhere(ranks[1:], generation_of(3, ranks[1:]))
+    held = [wanted_by(generation_of(2, ranks).placement, rank) for rank in range(3)]
     assert sorted(reads) == sorted(held[0] - held[1] - held[2])
     ranks[0].generations.leave()
-    torch.testing.assert_close(logits_of(ranks[1:]), before, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(compute_logits(ranks[1:]), before, atol=TOLERANCE, rtol=0)
     reads.clear()
-    commit_everywhere(ranks[1:], of_all(4, ranks[1:], num_redundant=NUM_EXPERTS))
-    assert not reads, "every expert was on one of them"
-    torch.testing.assert_close(logits_of(ranks[1:]), before, atol=TOLERANCE, rtol=0)
+    commit_everywhere(ranks[1:], generation_of(4, ranks[1:], num_redundant=NUM_EXPERTS))
+    assert not reads, "every expert was on one of the ranks"
+    torch.testing.assert_close(compute_logits(ranks[1:]), before, atol=TOLERANCE, rtol=0)
 
 
-def test_experts_that_stay_are_shared_not_copied(checkpoint: Path) -> None:
+def test_experts_that_stay_on_a_rank_are_not_copied(checkpoint: Path) -> None:
     ranks = [ThreadRank("r0", checkpoint, ThreadNetwork())]
-    commit_everywhere(ranks, of_all(1, ranks))
+    commit_everywhere(ranks, generation_of(1, ranks))
     shard = ranks[0].model.sparse_layers[0][1].shard
-    assert shard is not None
     before = [weight.data_ptr() if not weight.is_mkldnn else id(weight) for weight in shard.gate_up]
     reversed_ = generation(
-        2, ["r0"], tuple((tuple(reversed(slots)),) for (slots,) in of_all(1, ranks).placement)
+        2,
+        ["r0"],
+        tuple((tuple(reversed(slots)),) for (slots,) in generation_of(1, ranks).placement),
     )
     commit_everywhere(ranks, reversed_)
     shard = ranks[0].model.sparse_layers[0][1].shard
-    assert shard is not None
     after = [weight.data_ptr() if not weight.is_mkldnn else id(weight) for weight in shard.gate_up]
     assert after == before[::-1]
 
 
-def test_weights_arrive_with_the_same_bits(checkpoint: Path) -> None:
+def test_experts_keep_their_bits_through_a_transfer(checkpoint: Path) -> None:
     for form in ExpertForm:
         store = ThreadRank("r0", checkpoint, ThreadNetwork(), form=form).store
         expert = store.read(ExpertKey(1, 3))
         sent = store.to_parts(expert)
-        room = store.new_parts(ExpertKey(1, 3))
-        assert [(part.shape, part.dtype) for part in room] == [
+        buffers = store.new_parts(ExpertKey(1, 3))
+        assert [(part.shape, part.dtype) for part in buffers] == [
             (part.shape, part.dtype) for part in sent
         ]
         again = store.to_parts(store.from_parts([part.clone() for part in sent]))
         assert all(torch.equal(one, other) for one, other in zip(sent, again, strict=True))
 
 
-class SilentGroup(ThreadGroup):
-    """Its member stops after it has told what it holds."""
+class LostSenderGroup(ThreadGroup):
+    """A group whose members announce their experts and then fail to send them."""
 
     def send(self, tensor: Tensor, target: int) -> None:
         raise TimeoutError("the network is gone")
 
 
-def test_experts_that_no_rank_sends_come_from_the_checkpoint(
+def test_experts_that_other_ranks_fail_to_send_are_read_from_the_checkpoint(
     checkpoint: Path, expected: Tensor, reads: list[ExpertKey], caplog: pytest.LogCaptureFixture
 ) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(3)]
-    commit_everywhere(ranks[:2], of_all(1, ranks[:2]))
+    commit_everywhere(ranks[:2], generation_of(1, ranks[:2]))
     reads.clear()
     join = network.join
 
-    def join_silently(
+    def join_lost_sender(
         name: str, of: Generation, rank: int, device: torch.device, timeout_s: float
     ) -> Group:
         group = join(name, of, rank, device, timeout_s)
         if isinstance(group, ThreadGroup) and name.startswith("weights"):
-            return SilentGroup(group._meeting, group.rank)
+            return LostSenderGroup(group._meeting, group.rank)
         return group
 
     for rank in ranks:
-        rank.join = join_silently
-    commit_everywhere(ranks, of_all(2, ranks))
+        rank.join = join_lost_sender
+    commit_everywhere(ranks, generation_of(2, ranks))
     assert "experts that other ranks did not send are read from the checkpoint: " in caplog.text
     assert reads
-    torch.testing.assert_close(logits_of(ranks), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(compute_logits(ranks), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_without_a_group_for_weights_the_checkpoint_serves(
+def test_experts_are_read_from_the_checkpoint_if_the_group_for_weights_fails(
     checkpoint: Path, expected: Tensor, reads: list[ExpertKey]
 ) -> None:
     network = ThreadNetwork()
     network.unreachable = {"weights-0"}
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
-    commit_everywhere(ranks[:1], of_all(1, ranks[:1]))
-    commit_everywhere(ranks, of_all(2, ranks))
-    torch.testing.assert_close(logits_of(ranks), expected, atol=TOLERANCE, rtol=0)
+    commit_everywhere(ranks[:1], generation_of(1, ranks[:1]))
+    commit_everywhere(ranks, generation_of(2, ranks))
+    torch.testing.assert_close(compute_logits(ranks), expected, atol=TOLERANCE, rtol=0)
     assert len(reads) == NUM_LAYERS * NUM_EXPERTS + NUM_LAYERS * NUM_EXPERTS // 2
 
 
@@ -194,18 +192,16 @@ def wait_for(rank: ThreadRank, state: PreparationState) -> Preparation:
         found = rank.generations.preparation()
         return found if found.state is state else None
 
-    found = eventually(reached, timeout_s=WAIT_S, what=f"{rank.name} is {state}")
-    assert found is not None
-    return found
+    return eventually(reached, timeout_s=WAIT_S, what=f"{rank.name} is {state}")
 
 
-def test_what_cannot_be_prepared_says_why_and_is_not_committed(
+def test_a_preparation_that_fails_has_a_reason_and_cannot_be_committed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = ThreadNetwork()
     rank = ThreadRank("r0", checkpoint, network)
     network.unreachable = {"experts-0"}
-    rank.generations.prepare(of_all(1, [rank]))
+    rank.generations.prepare(generation_of(1, [rank]))
     assert wait_for(rank, PreparationState.FAILED) == Preparation(
         "nonce-1", PreparationState.FAILED, "TimeoutError: group experts-0 is unreachable"
     )
@@ -218,7 +214,7 @@ def test_what_cannot_be_prepared_says_why_and_is_not_committed(
 
     with monkeypatch.context() as patch:
         patch.setattr(ExpertStore, "read", fail)
-        rank.generations.prepare(of_all(2, [rank]))
+        rank.generations.prepare(generation_of(2, [rank]))
         assert (
             wait_for(rank, PreparationState.FAILED).reason
             == "ModelInvalid: model.safetensors is gone"
@@ -244,21 +240,21 @@ def test_what_cannot_be_prepared_says_why_and_is_not_committed(
         assert reason in wait_for(rank, PreparationState.FAILED).reason
     with pytest.raises(ValueError, match="r0 is not a member"):
         rank.generations.prepare(generation(6, ["r1"], place_experts(NUM_LAYERS, NUM_EXPERTS, 1)))
-    commit_everywhere([rank], of_all(7, [rank]))
+    commit_everywhere([rank], generation_of(7, [rank]))
 
 
-def test_ranks_with_other_weights_are_named(checkpoint: Path) -> None:
+def test_a_preparation_with_other_weights_fails_and_names_the_ranks(checkpoint: Path) -> None:
     network = ThreadNetwork()
     ranks = [
         ThreadRank(f"r{n}", checkpoint, network, compatibility_hash="other" if n == 1 else "")
         for n in range(3)
     ]
     for rank in ranks:
-        rank.generations.prepare(of_all(1, ranks))
+        rank.generations.prepare(generation_of(1, ranks))
     reasons = [wait_for(rank, PreparationState.FAILED).reason for rank in ranks]
     why = "another checkpoint, dtype or quantization than this rank's"
     named = [f"ValueError: {others}: {why}" for others in ("r1", "r0, r2", "r1")]
-    # Who has seen it gives the group up, so that for slower ones it may be gone.
+    # The first rank to see the mismatch aborts the group, so slower ranks may report that.
     assert any(reason in named for reason in reasons)
     assert all(
         reason == name or "GroupBroken" in reason
@@ -266,14 +262,14 @@ def test_ranks_with_other_weights_are_named(checkpoint: Path) -> None:
     ), reasons
 
 
-def test_a_drop_does_not_wait_for_the_thread_and_ends_what_it_waits_for(checkpoint: Path) -> None:
-    """The other member never comes; and one that joined after it was dropped leaves again."""
+def test_drop_does_not_wait_for_a_join_and_a_group_joined_later_is_left(checkpoint: Path) -> None:
+    """The preparation waits for a member that never joins. Only its own nonce drops it."""
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
     joined, may_join = threading.Event(), threading.Event()
     closed: list[str] = []
 
-    class Watched(ThreadGroup):
+    class WatchedGroup(ThreadGroup):
         def close(self) -> None:
             closed.append("closed")
 
@@ -282,59 +278,66 @@ def test_a_drop_does_not_wait_for_the_thread_and_ends_what_it_waits_for(checkpoi
     ) -> Group:
         joined.set()
         assert may_join.wait(WAIT_S)
-        return Watched(Meeting(of.size), rank)
+        return WatchedGroup(Meeting(of.size), rank)
 
     ranks[0].join = join_late
-    ranks[0].generations.prepare(of_all(1, ranks))
+    ranks[0].generations.prepare(generation_of(1, ranks))
     assert joined.wait(WAIT_S)
     ranks[0].generations.drop("another one")
     assert ranks[0].generations.preparation().state is PreparationState.PREPARING
     ranks[0].generations.drop("nonce-1")
     assert ranks[0].generations.preparation() == Preparation()
     may_join.set()
-    eventually(lambda: closed, timeout_s=WAIT_S, what="the group that came too late is left")
+    eventually(lambda: closed, timeout_s=WAIT_S, what="the group joined after the drop is left")
     ranks[0].join = network.join
-    commit_everywhere(ranks, of_all(2, ranks))
+    commit_everywhere(ranks, generation_of(2, ranks))
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_group_that_served_is_left_after_a_grace_and_its_experts_at_once(
+def test_the_end_of_a_generation_frees_experts_at_once_and_its_group_after_a_grace_period(
     leaves: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slower member may still be in the last step: who leaves at once breaks it there."""
-    closed, graces, over = threading.Event(), [], threading.Event()
+    """A slower member may still run its last step, which an early close would break."""
+    closed, grace_periods, over = threading.Event(), [], threading.Event()
 
-    class Watched(LoneGroup):
+    class WatchedGroup(LoneGroup):
         def close(self) -> None:
             closed.set()
 
     def wait(seconds: float) -> None:
-        graces.append(seconds)
+        grace_periods.append(seconds)
         assert over.wait(WAIT_S)
 
     monkeypatch.setattr(
         generations_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait)
     )
     rank = ThreadRank("r0", checkpoint, ThreadNetwork())
-    rank.join = lambda *_: Watched()
-    commit_everywhere([rank], of_all(1, [rank]))
+    rank.join = lambda *_: WatchedGroup()
+    commit_everywhere([rank], generation_of(1, [rank]))
     held = weakref.ref(rank.model.sparse_layers[0][1].shard)
     if leaves:
         rank.generations.leave()
     else:
-        commit_everywhere([rank], of_all(2, [rank]))
-    eventually(lambda: graces == [generations_module.GRACE_S], timeout_s=WAIT_S, what="the grace")
+        commit_everywhere([rank], generation_of(2, [rank]))
+    eventually(
+        lambda: grace_periods == [generations_module.GRACE_S],
+        timeout_s=WAIT_S,
+        what="the grace period begins",
+    )
     eventually(lambda: held() is None, timeout_s=WAIT_S, what="the experts are freed")
     assert not closed.is_set()
     over.set()
     assert closed.wait(WAIT_S)
 
 
-def test_the_next_preparation_replaces_the_one_before(checkpoint: Path, expected: Tensor) -> None:
+def test_a_preparation_replaces_the_previous_one_unless_it_is_the_same(
+    checkpoint: Path, expected: Tensor
+) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
-    prepare_everywhere(ranks, of_all(1, ranks))
-    ranks[0].generations.prepare(of_all(1, ranks))  # told again: no change
+    prepare_everywhere(ranks, generation_of(1, ranks))
+    # A repeated prepare() of the same generation changes nothing.
+    ranks[0].generations.prepare(generation_of(1, ranks))
     assert ranks[0].generations.preparation().state is PreparationState.PREPARED
     prepare_everywhere(
         ranks,
@@ -344,13 +347,13 @@ def test_the_next_preparation_replaces_the_one_before(checkpoint: Path, expected
         ranks[0].generations.commit("nonce-1")
     for rank in ranks:
         rank.generations.commit("second-attempt")
-    torch.testing.assert_close(logits_of(ranks), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(compute_logits(ranks), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_who_leaves_frees_its_experts_and_serves_nobody(checkpoint: Path) -> None:
+def test_leave_frees_the_experts_and_drops_the_preparation(checkpoint: Path) -> None:
     ranks = [ThreadRank("r0", checkpoint, ThreadNetwork())]
-    commit_everywhere(ranks, of_all(1, ranks))
-    prepare_everywhere(ranks, of_all(2, ranks))
+    commit_everywhere(ranks, generation_of(1, ranks))
+    prepare_everywhere(ranks, generation_of(2, ranks))
     ranks[0].generations.leave()
     assert ranks[0].generations.preparation() == Preparation()
     assert ranks[0].generations.loads() == ExpertLoads(())
@@ -358,13 +361,14 @@ def test_who_leaves_frees_its_experts_and_serves_nobody(checkpoint: Path) -> Non
     ranks[0].generations.leave()
 
 
-def test_a_failing_rank_does_not_leave_the_others_waiting(checkpoint: Path) -> None:
-    """It fails after it joined: who would adopt with it learns at the first exchange."""
+def test_a_rank_that_fails_after_it_joined_fails_the_others_at_their_first_exchange(
+    checkpoint: Path,
+) -> None:
     network = ThreadNetwork()
     ranks = [ThreadRank(f"r{number}", checkpoint, network) for number in range(2)]
     ranks[1].store.__dict__["read"] = lambda key: (_ for _ in ()).throw(OSError("disk"))
     for rank in ranks:
-        rank.generations.prepare(of_all(1, ranks))
+        rank.generations.prepare(generation_of(1, ranks))
     assert wait_for(ranks[1], PreparationState.FAILED).reason == "OSError: disk"
     wait_for(ranks[0], PreparationState.PREPARED)
     ranks[0].generations.commit("nonce-1")
@@ -372,20 +376,20 @@ def test_a_failing_rank_does_not_leave_the_others_waiting(checkpoint: Path) -> N
         run_expert_parallel(ranks[0].model, SEQUENCES, 7, [(14, 0)])
 
 
-def test_threads_that_prepare_give_way_to_steps(
+def test_threads_that_prepare_have_a_low_priority(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     niceness: list[int] = []
     read = ExpertStore.read
 
-    def look(self: ExpertStore, key: ExpertKey) -> Expert:
+    def record_niceness(self: ExpertStore, key: ExpertKey) -> Expert:
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return read(self, key)
 
-    monkeypatch.setattr(ExpertStore, "read", look)
+    monkeypatch.setattr(ExpertStore, "read", record_niceness)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     ranks = [ThreadRank("r0", checkpoint, ThreadNetwork())]
-    commit_everywhere(ranks, of_all(1, ranks))
+    commit_everywhere(ranks, generation_of(1, ranks))
     assert set(niceness) == {max(before, generations_module.NICENESS)}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
@@ -402,7 +406,7 @@ placements = st.integers(1, 5).flatmap(
 
 
 @given(placement=placements, data=st.data())
-def test_all_ranks_get_what_they_lack_from_somebody_who_has_it(
+def test_the_plan_sends_each_rank_the_experts_it_lacks_from_a_rank_that_holds_them(
     placement: Placement, data: st.DataObject
 ) -> None:
     num_ranks = len(placement[0])

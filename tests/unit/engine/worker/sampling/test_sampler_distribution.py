@@ -1,6 +1,7 @@
-"""Sampled tokens pass a chi-square test against the exact distribution, for each filter and for combinations.
+"""Chi-square tests of sampled tokens against the exact distribution, for filters and their mixes.
 
-The exact distribution is computed here from the definitions, token by token. Seeds are fixed: a test passes always or never.
+The exact distribution is computed here from the definitions, token by token. Seeds are fixed, so
+the result of a test does not depend on chance.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 
 from baton_engine.worker.sampling.sampler import SamplingInput, sample
 from baton_protocol.sampling import SamplingParams
+from support.engine.sampling_inputs import EOS
 
 VOCAB_SIZE = 24
-LARGE_VOCAB_SIZE = 8192  # more blocks than candidates at first: most tokens are never looked at
-EOS = [2]
+#: More blocks than the first set of candidates holds, so most tokens are never read.
+LARGE_VOCAB_SIZE = 8192
 PROMPT, GENERATED = [3, 4, 4, 9], [5, 5, 5, 9, 11]
 STANDARD_DEVIATIONS = 4.753  # p = 1e-6
 
@@ -70,7 +72,7 @@ PROCESSING: dict[str, dict[str, Any]] = {
 
 
 def exact_distribution(logits: Array, p: SamplingParams) -> Array:
-    """From the definitions, with PROMPT and GENERATED before the token."""
+    """Return the probabilities of the token after PROMPT and GENERATED."""
     x, history = logits.copy(), [*PROMPT, *GENERATED]
     for token, bias in (p.logit_bias or {}).items():
         x[token] += bias
@@ -93,16 +95,16 @@ def exact_distribution(logits: Array, p: SamplingParams) -> Array:
     if p.top_k > 0:
         probs[order[p.top_k :]] = 0
     probs /= probs.sum()
-    ahead = 0.0
+    cumulative = 0.0
     for token in order:
-        if ahead >= p.top_p:
+        if cumulative >= p.top_p:
             probs[token] = 0
-        ahead += probs[token]
+        cumulative += probs[token]
     return probs / probs.sum()
 
 
 def draw(logits: Array, fields: dict[str, Any], num_draws: int) -> npt.NDArray[np.int64]:
-    """How often each token is sampled, over seeds and sample indices, in one call."""
+    """Return how often each token is sampled, over seeds and sample indices, in one call."""
     prompt, generated = np.array(PROMPT), np.array(GENERATED)
     inputs = [
         SamplingInput(SamplingParams(seed=seed, **fields), prompt, generated, sample_index)
@@ -114,7 +116,7 @@ def draw(logits: Array, fields: dict[str, Any], num_draws: int) -> npt.NDArray[n
 
 
 def assert_follows(counts: npt.NDArray[np.int64], probs: Array) -> None:
-    assert counts[probs == 0].sum() == 0, "a token that was left out has been sampled"
+    assert counts[probs == 0].sum() == 0, "a token of probability 0 was sampled"
     expected = probs * counts.sum()
     common = expected >= 5
     observed = np.append(counts[common], counts[~common].sum())
@@ -136,7 +138,7 @@ def normal_logits(seed: int, vocab_size: int, scale: float) -> Array:
 
 
 @pytest.mark.parametrize("name", [*FILTERS, *PROCESSING])
-def test_small_vocabulary(name: str) -> None:
+def test_a_small_vocabulary_is_sampled_from_the_exact_distribution(name: str) -> None:
     fields = (FILTERS | PROCESSING)[name]
     logits = normal_logits(len(name), VOCAB_SIZE, 2.0)
     probs = exact_distribution(logits, SamplingParams(**fields))
@@ -148,19 +150,19 @@ def test_small_vocabulary(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [0.3, 4.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("name", FILTERS)
-def test_large_vocabulary(name: str, scale: float) -> None:
-    """Few bins have enough draws one by one, so tokens are put into 40 bins by rank."""
+def test_a_large_vocabulary_is_sampled_from_the_exact_distribution(name: str, scale: float) -> None:
+    """Few tokens are drawn often enough for the test, so it counts 40 bins of tokens by rank."""
     logits = normal_logits(len(name), LARGE_VOCAB_SIZE, scale)
     probs = exact_distribution(logits, SamplingParams(**FILTERS[name]))
     counts = draw(logits, FILTERS[name], 800)
-    assert counts[probs == 0].sum() == 0, "a token that was left out has been sampled"
+    assert counts[probs == 0].sum() == 0, "a token of probability 0 was sampled"
     order = np.argsort(-probs, kind="stable")
     bins = np.minimum((np.cumsum(probs[order]) * 40).astype(int), 39)
     binned_counts = np.bincount(bins, weights=counts[order], minlength=40).astype(np.int64)
     assert_follows(binned_counts, np.bincount(bins, weights=probs[order], minlength=40))
 
 
-def test_a_wrong_distribution_does_not_pass() -> None:
+def test_the_chi_square_check_fails_for_a_wrong_distribution() -> None:
     logits = normal_logits(0, VOCAB_SIZE, 2.0)
     counts = draw(logits, {}, 20_000)
     with pytest.raises(AssertionError, match="chi-square"):
