@@ -675,21 +675,6 @@ def test_methods_of_a_closed_agent_raise(side: Side) -> None:
         side.agent.fence()
 
 
-@pytest.mark.parametrize("kind", OURS, indirect=True)
-def test_after_a_defect_the_agent_reports_failure_and_its_transfers_end(side: Side) -> None:
-    handle = side.make("READ", [0], [1])
-    assert side.agent.failure == ""
-
-    def broken() -> None:
-        raise RuntimeError("a defect")
-
-    side.agent._thread.mailbox.submit(broken)
-    eventually(lambda: "a defect" in side.agent.failure, "the failure")
-    eventually(lambda: side.agent._thread.mailbox.closed, "the end of the thread")
-    assert side.agent.transfer(handle) == "ERR"
-    side.agent.release_xfer_handle(handle)
-
-
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES, indirect=True)
 def test_an_idle_agent_with_a_peer_uses_no_cpu(side: Side) -> None:
     assert side.run(side.make("READ", [0], [1])) == "DONE"
