@@ -13,7 +13,7 @@ Each message is one msgpack frame.
     HEARTBEAT  renews leases             ->
                                          <- PENDING      transfers that still wait or are computed
     RELEASE    ends the subscription     ->
-                                         <- RELEASED     push: no write is in flight or will start
+                                         <- RELEASED     push: every write arrived, none follows
                                          <- CANCELLED    the producer ended the transfer
 
 With push, DESCRIBE carries the consumer's memory. PUBLISH is then the notification of the write

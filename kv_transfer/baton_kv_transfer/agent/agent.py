@@ -151,11 +151,12 @@ class Agent(abc.ABC):
             mem_type: DRAM or VRAM.
 
         Raises:
-            ValueError: the transport does not move memory of this type here.
+            ValueError: a region is empty, or the transport does not move memory of this type here.
         """
 
     @abc.abstractmethod
-    def deregister_memory(self, dereg_list: RegDescs) -> None: ...
+    def deregister_memory(self, dereg_list: RegDescs) -> None:
+        """End peers' transfers of this memory. Transfers of this agent must have ended before."""
 
     @abc.abstractmethod
     def get_agent_metadata(self) -> bytes:

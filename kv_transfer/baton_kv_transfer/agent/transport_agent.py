@@ -156,20 +156,21 @@ class TransportAgent(Agent):
                 "transport ucx or auto, an NVIDIA driver, and a UCX with CUDA (cuda_copy in "
                 "UCX_TLS if that is set)"
             )
-        regions: list[Region] = []
-        for address, length, device_id, _ in reg_list:
-            regions.append(Region(address, length, mem_type, device_id))
+        regions = [
+            Region(address, length, mem_type, device_id)
+            for address, length, device_id, _ in reg_list
+        ]
+        _check_addresses(regions, self.name)
         self._thread.mailbox.call(lambda: self._add_regions(regions, kinds))
         with self._lock:
             self._regions += regions
-            self._peers.pop(self.name, None)  # it is added again with the new regions
         return RegDescs(regions)
 
     def deregister_memory(self, dereg_list: RegDescs) -> None:
         with self._lock:
             for region in dereg_list.regions:
                 self._regions.remove(region)
-            self._peers.pop(self.name, None)
+            self._peers.pop(self.name, None)  # its descriptors have the indices of other regions
         self._thread.mailbox.call(lambda: self._forget_regions(dereg_list.regions))
 
     def get_agent_metadata(self) -> bytes:
@@ -202,10 +203,7 @@ class TransportAgent(Agent):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"malformed agent metadata: {error}") from error
         regions = [Region(*region) for region in decoded.regions]
-        if not all(
-            0 <= region.address < region.address + region.length < 2**63 for region in regions
-        ):
-            raise ValueError(f"agent {decoded.name} claims memory at invalid addresses")
+        _check_addresses(regions, decoded.name)
         if decoded.name == self.name:
             raise ValueError(
                 f"the metadata is of an agent called {self.name}, which is this agent's own name"
@@ -213,8 +211,9 @@ class TransportAgent(Agent):
         with self._lock:
             known = self._peers.get(decoded.name)
             if known is None or known.digest != digest:
-                self._peers[decoded.name] = _Peer(regions, digest)
+                self._peers.pop(decoded.name, None)
                 self._add_peer(decoded.name, decoded.address)
+                self._peers[decoded.name] = _Peer(regions, digest)
         return decoded.name
 
     def remove_remote_agent(self, agent: str) -> None:
@@ -343,7 +342,7 @@ class TransportAgent(Agent):
     def _peer(self, name: str) -> _Peer:
         with self._lock:
             if name == self.name and name not in self._peers:
-                self._peers[name] = _Peer(list(self._regions))
+                self._peers[name] = _Peer(self._regions)
                 self._add_peer(name, self._address())
             try:
                 return self._peers[name]
@@ -410,6 +409,14 @@ class TransportAgent(Agent):
             for region in [region for region in regions if region in context.regions]:
                 context.regions.remove(region)
                 self._transports[kind].forget_region(region)
+
+
+def _check_addresses(regions: list[Region], owner: str) -> None:
+    for region in regions:
+        if not 0 <= region.address < region.address + region.length < 2**63:
+            raise ValueError(
+                f"agent {owner} cannot have {region.length} bytes of memory at {region.address:#x}"
+            )
 
 
 def _digest(packed: bytes) -> bytes:

@@ -166,6 +166,7 @@ class BlockWriter:
         self._stats.inflight_bytes -= write.nbytes
         subscriber.num_writes -= 1
         if error:
+            subscriber.has_failed_write = True
             self._failed(subscriber, error)
             return
         subscriber.last_write = subscriber.writing_since = self._clock()

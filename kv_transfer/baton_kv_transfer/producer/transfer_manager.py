@@ -449,7 +449,7 @@ class TransferManager:
                 subscriber.push
                 and subscriber.state is not SubscriberState.ACTIVE
                 and subscriber.is_idle
-                and not subscriber.confirmed
+                and not (subscriber.confirmed or subscriber.has_failed_write)
             ):
                 subscriber.confirmed = True
                 self._stats.send_seconds += subscriber.last_write - subscriber.first_write

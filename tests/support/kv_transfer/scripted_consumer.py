@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,8 @@ class HeldAgent(TransportAgent):
         self.states: dict[XferHandle, str] = {}
         #: Removing a peer does not end its writes.
         self.frozen = False
+        #: Addresses and bytes of writes that ended in ERR: they may still arrive.
+        self.underway: list[tuple[int, bytes]] = []
 
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
         if self._peers.get(handle.peer) is None:
@@ -70,7 +73,10 @@ class HeldAgent(TransportAgent):
 
     def let_go(self, index: int = 0, *, fail: bool = False) -> None:
         handle = self.held.pop(index)
-        self.states[handle] = "ERR" if fail else super().transfer(handle)
+        if fail:
+            self._fail(handle)
+        else:
+            self.states[handle] = super().transfer(handle)
 
     def remove_remote_agent(self, agent: str) -> None:
         super().remove_remote_agent(agent)
@@ -80,7 +86,19 @@ class HeldAgent(TransportAgent):
     def fail_all(self, peer: str) -> None:
         for handle in [handle for handle in self.held if handle.peer == peer]:
             self.held.remove(handle)
-            self.states[handle] = "ERR"
+            self._fail(handle)
+
+    def let_failed_arrive(self) -> None:
+        for address, content in self.underway:
+            ctypes.memmove(address, content, len(content))
+        self.underway.clear()
+
+    def _fail(self, handle: XferHandle) -> None:
+        self.states[handle] = "ERR"
+        for (ours, nbytes, _), (theirs, _, _) in zip(
+            handle.local.tolist(), handle.remote.tolist(), strict=True
+        ):
+            self.underway.append((theirs, ctypes.string_at(ours, nbytes)))
 
 
 class CountedMemory(HostMemory):

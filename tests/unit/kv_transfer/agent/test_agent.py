@@ -189,6 +189,19 @@ def test_an_agent_is_its_own_peer(side: Side) -> None:
         side.agent.add_remote_agent(side.agent.get_agent_metadata())
 
 
+def test_own_descriptors_stay_valid_when_more_memory_is_registered(side: Side) -> None:
+    remote = side.agent.prep_xfer_dlist("me", block_rows(side.words.ctypes.data))
+    more = np.zeros(64, dtype=np.int64)
+    registered = side.agent.register_memory([(more.ctypes.data, more.nbytes, 0, "")])
+    handle = side.agent.make_prepped_xfer("READ", side.local, [5], remote, [2])
+    assert side.run(handle) == "DONE"
+    added = side.agent.prep_xfer_dlist("me", [(more.ctypes.data, more.nbytes, 0)])
+    mine = side.agent.prep_xfer_dlist("", [(side.words.ctypes.data, more.nbytes, 0)])
+    assert side.run(side.agent.make_prepped_xfer("WRITE", mine, [0], added, [0])) == "DONE"
+    assert (more == side.words.reshape(-1)[:64]).all()
+    side.agent.deregister_memory(registered)
+
+
 # -- notifications
 
 
@@ -348,6 +361,12 @@ def test_a_host_address_is_refused_as_gpu_memory(side: Side) -> None:
 
 
 @pytest.mark.parametrize("kind", CHECKS_WRITES_AT_THE_TARGET, indirect=True)
+def test_an_empty_region_is_refused(side: Side) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        side.agent.register_memory([(side.words.ctypes.data, 0, 0, "")])
+    assert side.run(side.make("READ", [0], [1])) == "DONE"
+
+
 def test_writes_to_deregistered_memory_are_refused_and_counted(own_side: Side) -> None:
     side = own_side
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"

@@ -1,9 +1,11 @@
-"""An agent whose transport thread ends by a defect. NIXL has no counterpart."""
+"""Failures of our own agents that NIXL does not have."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from baton_kv_transfer.agent.transport_agent import TransportAgent
 from support.kv_transfer.agent_processes import OwnerProcess, Side
 from support.waiting import eventually
 
@@ -26,3 +28,17 @@ def test_after_a_defect_the_agent_reports_failure_and_its_transfers_end(kind: st
     finally:
         side.agent.close()
         side.owner.stop()
+
+
+def test_metadata_with_a_malformed_address_adds_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, agent = TransportAgent("owner", "tcp"), TransportAgent("me", "tcp")
+    try:
+        address = msgspec.msgpack.encode({"tcp": b"no address"})
+        monkeypatch.setattr(owner, "_address", lambda: address)
+        with pytest.raises(ValueError, match="cannot decode"):
+            agent.add_remote_agent(owner.get_agent_metadata())
+        with pytest.raises(LookupError, match="owner"):
+            agent.prep_xfer_dlist("owner", [(4096, 1, 0)])
+    finally:
+        agent.close()
+        owner.close()

@@ -145,6 +145,12 @@ class ProducerMachine(RuleBasedStateMachine):
         load.gone = load.stopped = failed or any(isinstance(message, Refused) for message in said)
         self.look(worker, said)
 
+    @rule(worker=WORKERS, transfer_id=TRANSFERS, last=st.booleans())
+    def push(self, worker: int, transfer_id: str, last: bool) -> None:
+        """Subscribe and save: chosen one by one, they seldom lead to a write."""
+        self.subscribe(worker, transfer_id, push=True, lie=False, first=0)
+        self.save(transfer_id, 2, last)
+
     @rule(worker=WORKERS, data=st.data(), lie=st.sampled_from([0, 0, 0, 1]))
     def release(self, worker: int, data: st.DataObject, lie: int) -> None:
         """Release a load that exists or does not exist."""
@@ -185,12 +191,16 @@ class ProducerMachine(RuleBasedStateMachine):
 
     # -- the transport and the clock
 
-    @rule(data=st.data(), fail=st.sampled_from([False, False, False, True]))
+    @rule(data=st.data(), fail=st.booleans())
     def end_a_write(self, data: st.DataObject, fail: bool) -> None:
         if held := self.producer.agent.held:
             self.producer.agent.let_go(data.draw(st.integers(0, len(held) - 1)), fail=fail)
             self.producer.advance()
             self.look()
+
+    @rule()
+    def let_failed_writes_arrive(self) -> None:
+        self.producer.agent.let_failed_arrive()
 
     @rule(frozen=st.booleans())
     def freeze(self, frozen: bool) -> None:
@@ -221,6 +231,10 @@ class ProducerMachine(RuleBasedStateMachine):
         self.num_finished = len(self.producer.finished)
 
     def check_messages(self, worker: int, message: Any) -> None:
+        if isinstance(message, Refused):  # the session has ended; its writes are not confirmed
+            for load in self.loads[worker].values():
+                load.stopped = True
+            return
         load = self.loads[worker].get(getattr(message, "generation", -1))
         if load is None:
             return
@@ -282,6 +296,8 @@ class ProducerMachine(RuleBasedStateMachine):
             self.producer.let_writes_end()
             self.producer.advance(LEASE_S)
             self.look()
+        self.producer.agent.let_failed_arrive()
+        self.nothing_is_written_after_released()
         assert not self.blocks, "an offer did not end"
         assert self.producer.memory.exposed == []
         stats = self.producer.stats
