@@ -28,6 +28,13 @@ def check_mem_type(mem_type: str) -> None:
         raise ValueError(f"memory type must be {' or '.join(MEM_TYPES)}, got {mem_type!r}")
 
 
+def check_regions(regions: Sequence[tuple[int, int, object, object]], owner: str) -> None:
+    """Raise ValueError unless each region, (address, length, ...), is a range of addresses."""
+    for address, length, *_ in regions:
+        if not 0 <= address < address + length < 2**63:
+            raise ValueError(f"agent {owner} cannot have {length} bytes of memory at {address:#x}")
+
+
 def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str) -> XferDescs:
     """Return the rows as descriptors.
 

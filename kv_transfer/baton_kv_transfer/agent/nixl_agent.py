@@ -47,6 +47,7 @@ from baton_kv_transfer.agent.descriptors import (
     XferDescs,
     check_mem_type,
     check_pairs,
+    check_regions,
     locate,
     run_starts,
 )
@@ -159,6 +160,7 @@ class NixlAgent(Agent):
         self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
     ) -> RegDescs:
         check_mem_type(mem_type)
+        check_regions(reg_list, self.name)
         rows = list(reg_list)
         with self._lock:
             try:

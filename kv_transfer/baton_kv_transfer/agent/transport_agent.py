@@ -29,6 +29,7 @@ from baton_kv_transfer.agent.descriptors import (
     XferDescs,
     check_mem_type,
     check_pairs,
+    check_regions,
     locate,
     may_merge,
     merge,
@@ -156,11 +157,11 @@ class TransportAgent(Agent):
                 "transport ucx or auto, an NVIDIA driver, and a UCX with CUDA (cuda_copy in "
                 "UCX_TLS if that is set)"
             )
+        check_regions(reg_list, self.name)
         regions = [
             Region(address, length, mem_type, device_id)
             for address, length, device_id, _ in reg_list
         ]
-        _check_addresses(regions, self.name)
         self._thread.mailbox.call(lambda: self._add_regions(regions, kinds))
         with self._lock:
             self._regions += regions
@@ -202,8 +203,8 @@ class TransportAgent(Agent):
             decoded = msgspec.msgpack.decode(packed, type=AgentMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"malformed agent metadata: {error}") from error
+        check_regions(decoded.regions, decoded.name)
         regions = [Region(*region) for region in decoded.regions]
-        _check_addresses(regions, decoded.name)
         if decoded.name == self.name:
             raise ValueError(
                 f"the metadata is of an agent called {self.name}, which is this agent's own name"
@@ -409,14 +410,6 @@ class TransportAgent(Agent):
             for region in [region for region in regions if region in context.regions]:
                 context.regions.remove(region)
                 self._transports[kind].forget_region(region)
-
-
-def _check_addresses(regions: list[Region], owner: str) -> None:
-    for region in regions:
-        if not 0 <= region.address < region.address + region.length < 2**63:
-            raise ValueError(
-                f"agent {owner} cannot have {region.length} bytes of memory at {region.address:#x}"
-            )
 
 
 def _digest(packed: bytes) -> bytes:

@@ -360,13 +360,13 @@ def test_a_host_address_is_refused_as_gpu_memory(side: Side) -> None:
         side.agent.prep_xfer_dlist(INIT_AGENT, block_rows(side.words.ctypes.data), "VRAM")
 
 
-@pytest.mark.parametrize("kind", CHECKS_WRITES_AT_THE_TARGET, indirect=True)
 def test_an_empty_region_is_refused(side: Side) -> None:
     with pytest.raises(ValueError, match="memory"):
         side.agent.register_memory([(side.words.ctypes.data, 0, 0, "")])
     assert side.run(side.make("READ", [0], [1])) == "DONE"
 
 
+@pytest.mark.parametrize("kind", CHECKS_WRITES_AT_THE_TARGET, indirect=True)
 def test_writes_to_deregistered_memory_are_refused_and_counted(own_side: Side) -> None:
     side = own_side
     assert side.run(side.make("WRITE", [0], [0])) == "DONE"
