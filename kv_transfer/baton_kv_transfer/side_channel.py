@@ -39,6 +39,10 @@ VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
 #: Limit for messages before the proof of the token, because decoding takes memory.
 MAX_HANDSHAKE_BYTES = 2**18
+#: A side reads at most this many messages of one socket before it does something else.
+MAX_MESSAGES_PER_ROUND = 1024
+#: Limit of MemoryDescription.num_slots, and so of what a message can make its receiver allocate.
+MAX_SLOTS = 2**22
 #: Time from HELLO to DESCRIPTION after which a consumer gives up. The producer waits twice as long
 #: for DESCRIBE, so that it does not refuse a consumer whose process was paused.
 HANDSHAKE_TIMEOUT_S = 10.0

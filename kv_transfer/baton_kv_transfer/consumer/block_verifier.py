@@ -1,6 +1,7 @@
 """Reads published blocks into this engine's memory and verifies them there.
 
-The agent's thread moves bytes while this thread verifies.
+A block that differs from its checksum is read once more. The agent's thread moves bytes while this
+thread verifies.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class BlockVerifier:
 
         Args:
             context: shared by both sides of the connector.
-            on_verified: called with the per-rank transfer and the positions of a batch whose
-                checksums differ. The other blocks are committed and counted.
+            on_verified: called with the per-rank transfer of a verified batch and the positions
+                that differed from their checksums twice.
         """
         self._context = context
         self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
@@ -166,7 +167,7 @@ class BlockVerifier:
         self._discard(batch)
 
     def _verify(self, batch: Batch) -> None:
-        """Commit and count the blocks whose checksums match."""
+        """Commit and count the blocks whose checksums match. Read the others once more."""
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
         if load.state is not LoadState.LOADING:
             self._discard(batch)
@@ -198,7 +199,11 @@ class BlockVerifier:
             self._stats.bytes_received += len(right) * rank_transfer.block_nbytes
         self._stats.checksum_failures += len(wrong)
         self._discard(batch)
-        self._on_verified(rank_transfer, wrong)
+        twice = [position for position in wrong if rank_transfer.reread[position]]
+        if wrong and not twice:
+            rank_transfer.reread[wrong] = True
+            self.read(rank_transfer, wrong)
+        self._on_verified(rank_transfer, twice)
 
     def _discard(self, batch: Batch) -> None:
         """Give back the slots of a batch."""

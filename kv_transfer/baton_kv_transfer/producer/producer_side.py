@@ -23,7 +23,6 @@ from baton_protocol.service_key import ServiceKey, count_refused, watch_handshak
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGES_PER_ROUND = 1024
 #: To one consumer. A consumer that does not read this many is treated as lost.
 MAX_QUEUED_MESSAGES = 16384
 ZMQ_HEARTBEAT_MS = 5_000
@@ -145,7 +144,7 @@ class ProducerSide:
 
     def _receive(self, now: float) -> bool:
         """Handle what consumers sent; return False if more may be waiting."""
-        for _ in range(MAX_MESSAGES_PER_ROUND):
+        for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

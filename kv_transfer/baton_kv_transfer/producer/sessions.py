@@ -30,8 +30,6 @@ MAX_HANDSHAKES = 1024
 #: connect again.
 MAX_OPEN = 4096
 MAX_ID_LENGTH = 512
-#: Limit for the slots of one consumer's memory.
-MAX_SLOTS = 2**22
 _MAX_ADDRESS = 2**63
 
 #: (ZMQ identity, message).
@@ -258,8 +256,8 @@ class SessionRegistry:
         nbytes = memory.num_slots * memory.slot_nbytes
         if memory.slot_nbytes != layout.block_nbytes:
             return f"slots of {memory.slot_nbytes} bytes for blocks of {layout.block_nbytes}"
-        if not 0 < memory.num_slots <= MAX_SLOTS:
-            return f"{memory.num_slots} slots, the limit is {MAX_SLOTS}"
+        if not 0 < memory.num_slots <= side_channel.MAX_SLOTS:
+            return f"{memory.num_slots} slots, the limit is {side_channel.MAX_SLOTS}"
         if memory.base_address < 0 or memory.base_address + nbytes >= _MAX_ADDRESS:
             return f"{nbytes} bytes from address {memory.base_address:#x} on"
         if not 0 <= memory.device_id < 2**31:

@@ -178,7 +178,7 @@ def test_a_transfer_repeated_in_a_heartbeat_gets_one_response(
 def test_leases_end_while_an_untrusted_peer_floods(
     made: Callable[[Any], Any], producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(producer_side, "MAX_MESSAGES_PER_ROUND", 1)
+    monkeypatch.setattr(side_channel, "MAX_MESSAGES_PER_ROUND", 1)
     producer.offer()
     producer.save([3], last=True)
     stranger = made(Consumer(producer, greet=False))
@@ -196,7 +196,7 @@ def test_no_lease_ends_while_messages_of_its_consumer_are_unread(
     consumer.subscribe()
     producer.save([3], last=True)
     producer.advance(LEASE_S - 0.5)
-    monkeypatch.setattr(producer_side, "MAX_MESSAGES_PER_ROUND", 1)
+    monkeypatch.setattr(side_channel, "MAX_MESSAGES_PER_ROUND", 1)
     for transfer_id in ("u", "v", "t"):
         consumer.socket.send(side_channel.encode(Heartbeat([transfer_id])))
     for _ in range(4):
