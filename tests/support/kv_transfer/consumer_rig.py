@@ -388,8 +388,13 @@ class Rig:
         self.advance()
 
     def deliver(self, worker: Worker, message: side_channel.ToConsumer) -> None:
+        """Send a message and process it. An event of the connection may arrive before it."""
         worker.send(message)
-        self.receive()
+        sockets = [
+            peer.socket for peer in self.consumer.peers() if peer.name.endswith(f":{worker.port}")
+        ]
+        assert sockets[-1].poll(WAIT_MS), f"{type(message).__name__} did not arrive"
+        self.advance()
 
     def shake_hands(self, worker: Worker) -> None:
         self.deliver(worker, worker.welcome(worker.receive(side_channel.Hello)))
