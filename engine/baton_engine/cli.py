@@ -16,9 +16,9 @@ from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc
-from baton_engine.server.flags import OPTIONS, add_flags, check_bounds
+from baton_engine.server.options import OPTIONS, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
-from baton_protocol.options import set_field
+from baton_protocol.options import add_flags, set_field
 
 #: sysexits.h: the configuration cannot work, so a restart without a change is pointless.
 EX_CONFIG = 78
@@ -49,7 +49,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
-    add_flags(parser)
+    add_flags(parser, OPTIONS)
     args = parser.parse_args(argv)
 
     fields: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import pytest
 
 from baton_engine.cli import EX_CONFIG, main, parse_config
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.server.flags import OPTIONS
+from baton_engine.server.options import OPTIONS
 
 
 def test_no_two_options_share_a_flag():
