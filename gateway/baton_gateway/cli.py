@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,6 @@ from baton_protocol.options import add_flags, options, set_field
 from baton_protocol.service_key import ServiceKeyError
 from baton_text.tokenizer import Tokenizer
 
-EX_CONFIG = 78
 #: Heartbeats in a row that an engine must miss before it counts as dead.
 MIN_HEARTBEATS = 3
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gateway = make_gateway(config, tokenizer, discovery)
     except ConfigurationError as error:
         print(f"FATAL {error.reason}: {error}", file=sys.stderr, flush=True)
-        return EX_CONFIG
+        return os.EX_CONFIG
     asyncio.run(gateway.serve_until_signal(pod_ip()))
     return 0
 

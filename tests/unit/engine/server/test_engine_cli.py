@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from baton_engine.cli import EX_CONFIG, main, parse_config
+from baton_engine.cli import main, parse_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.options import OPTIONS
 
@@ -125,7 +127,7 @@ def test_an_invalid_service_key_ends_the_engine_with_the_name_of_the_file(
     if content is not None:
         path.write_text(content)
     flags = ["--model", "/nowhere", "--executor", "some.Executor", "--service-key-file", str(path)]
-    assert main(flags) == EX_CONFIG
+    assert main(flags) == os.EX_CONFIG
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
     assert message in last
@@ -136,9 +138,9 @@ def test_a_missing_model_is_fatal_before_the_engine_starts(capsys, monkeypatch, 
         raise AssertionError("the engine was started")
 
     monkeypatch.setattr("baton_engine.cli._serve", start)
-    assert main(["--model", str(tmp_path / "nowhere")]) == EX_CONFIG
+    assert main(["--model", str(tmp_path / "nowhere")]) == os.EX_CONFIG
     assert f"FATAL ModelNotFound: {tmp_path}/nowhere does not exist" in capsys.readouterr().err
-    assert main(["--model", str(tmp_path)]) == EX_CONFIG
+    assert main(["--model", str(tmp_path)]) == os.EX_CONFIG
     assert f"FATAL ModelInvalid: {tmp_path}/config.json is missing" in capsys.readouterr().err
 
 
