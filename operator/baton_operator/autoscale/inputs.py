@@ -58,7 +58,7 @@ def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
         role = pod["metadata"]["labels"].get(names.LABEL_ROLE)
         address = pod.get("status", {}).get("podIP")
         if (
-            role not in (*names.MEMBER_ROLES, "gateway")
+            role not in names.CONFIGURED_ROLES
             or not address
             or not (is_ready(pod) or _finishes(pod))
         ):
