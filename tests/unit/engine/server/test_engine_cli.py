@@ -103,6 +103,14 @@ def test_flags_override_the_file(tmp_path):
         ("--engine-port -1", r"engine_port must be in"),
         ("--http-port 65536", r"http_port must be in"),
         ("--drain-timeout-s nan", r"drain_timeout_s must be 0 or more seconds"),
+        (
+            "--compilation-mode fast",
+            r"compilation\.mode must be auto, none, eager or inductor, got 'fast'",
+        ),
+        (
+            "--cudagraph-mode some",
+            r"compilation\.cudagraph_mode must be auto, none, piecewise, .* got 'some'",
+        ),
         ("--device tpu", r"device must be auto, cpu or cuda, got 'tpu'"),
         ("--quantization int3", r"model\.quantization must be int8 or not given, got 'int3'"),
         ("--num-threads 0", r"num_threads must be at least 1"),
