@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,9 @@ from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc
-from baton_engine.server.flags import OPTIONS, add_flags, check_bounds
+from baton_engine.server.options import OPTIONS, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
-from baton_protocol.options import set_field
-
-#: sysexits.h: the configuration cannot work, so a restart without a change is pointless.
-EX_CONFIG = 78
+from baton_protocol.options import add_flags, set_field
 
 #: Executors whose workers read the folder that this process sees.
 LOCAL_EXECUTORS = ("auto", "uniproc", "multiproc", "external_launcher")
@@ -49,7 +47,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
-    add_flags(parser)
+    add_flags(parser, OPTIONS)
     args = parser.parse_args(argv)
 
     fields: dict[str, Any] = {}
@@ -80,7 +78,11 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one engine until SIGTERM. Return the exit code of the process."""
+    """Run one engine until SIGTERM.
+
+    Return the exit code of the process. It is 78 if the configuration cannot work: then a restart
+    without a change is pointless.
+    """
     try:
         config, args = parse_config(sys.argv[1:] if argv is None else argv)
         logging.basicConfig(
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"FATAL {error.reason}: {' '.join(error.message.split())}", file=sys.stderr, flush=True
         )
-        return EX_CONFIG
+        return os.EX_CONFIG
 
 
 def _check_model(config: EngineConfig) -> None:

@@ -22,10 +22,12 @@ KV_PORT = 5558
 ENGINE_HTTP_PORT = 8000
 GATEWAY_PORT = 8080
 
-_PORT = Bound("in [0, 65535]", lambda value: 0 <= value < 65536)
-_QUALIFIED_NAME = Bound("a qualified name, package.module.Class", lambda value: "." in value)
-# NaN fails the comparisons.
-_SECONDS = Bound("a positive number of seconds", lambda value: 0 < value < math.inf)
+_PORT = Bound("be in [0, 65535]", lambda value: 0 <= value < 65536)
+_QUALIFIED_NAME = Bound("be a qualified name, package.module.Class", lambda value: "." in value)
+# NaN fails all comparisons.
+_POSITIVE = Bound("be positive", lambda value: value > 0)
+_NOT_NEGATIVE = Bound("not be negative", lambda value: value >= 0)
+_SECONDS = Bound("be a positive number of seconds", lambda value: 0 < value < math.inf)
 
 
 class KVRole(enum.StrEnum):
@@ -40,10 +42,12 @@ class _Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
 
 
 class ModelConfig(_Config, frozen=True):
-    #: Has config.json, safetensors and tokenizer.json. A path as the container sees it.
+    #: Has config.json, safetensors and tokenizer.json; the gateway reads only the last. A path as
+    #: the container sees it.
     path: Annotated[str, Option("folder of the checkpoint", flag="--model")]
-    #: Empty: the folder's name.
-    served_name: Annotated[str, Option("name clients use", flag="--served-model-name")] = ""
+    served_name: Annotated[
+        str, Option("name clients use; default: the folder's name", flag="--served-model-name")
+    ] = ""
     #: auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively.
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
     #: int8: weights are rounded to eight bits, with a scale per output. None: the checkpoint's.
@@ -51,7 +55,7 @@ class ModelConfig(_Config, frozen=True):
         str | None,
         Option(
             "int8: weights in eight bits, on a CPU",
-            Bound("int8 or not given", lambda value: value == "int8"),
+            Bound("be int8 or not given", lambda value: value == "int8"),
         ),
     ] = None
     #: None: the model's own maximum.
@@ -70,7 +74,9 @@ class CacheConfig(_Config, frozen=True):
     #: Of weights, activations and KV together.
     gpu_memory_utilization: Annotated[
         float,
-        Option("fraction of GPU memory to use", Bound("in (0, 1]", lambda value: 0 < value <= 1)),
+        Option(
+            "fraction of GPU memory to use", Bound("be in (0, 1]", lambda value: 0 < value <= 1)
+        ),
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Option("reuse KV blocks of earlier requests")] = True
     #: Allocated when first needed. 0: the blocks are computed again.
@@ -86,7 +92,7 @@ class CacheConfig(_Config, frozen=True):
         float,
         Option(
             "fraction of blocks that admission leaves free",
-            Bound("in [0, 1)", lambda value: 0 <= value < 1),
+            Bound("be in [0, 1)", lambda value: 0 <= value < 1),
         ),
     ] = 0.01
     enable_kv_events: Annotated[bool, Option("publish changes of the prefix cache")] = False
@@ -260,7 +266,7 @@ class EngineConfig(_Config, frozen=True):
         float,
         Option(
             "seconds for running requests to end after SIGTERM",
-            Bound("0 or more seconds", lambda value: 0 <= value < math.inf),
+            Bound("be 0 or more seconds", lambda value: 0 <= value < math.inf),
         ),
     ] = 30.0
 
@@ -268,66 +274,95 @@ class EngineConfig(_Config, frozen=True):
 class DiscoveryConfig(_Config, frozen=True):
     """Where the gateway finds its engines: exactly one of file and service."""
 
-    #: JSON: {"engines": [{"name", "role", "host", "engine_port", "kv_port"}, ...]}. The gateway
-    #: reads it again when it changes.
-    file: str = ""
-    namespace: str = ""
-    #: Pods labelled serving.baton.dev/service=<service> in the namespace, watched.
-    service: str = ""
-    #: Seconds between full lists. A lost watch event has no effect for longer.
-    resync_s: float = 30.0
+    #: `EngineEndpoints`. The gateway reads the file again when it changes.
+    file: Annotated[str, Option("JSON file of engine endpoints", flag="--discovery-file")] = ""
+    namespace: Annotated[
+        str, Option("namespace of the LLMService", flag="--discovery-namespace")
+    ] = ""
+    #: Its pods have the label serving.baton.dev/service=<service>.
+    service: Annotated[
+        str, Option("name of the LLMService whose pods to watch", flag="--discovery-service")
+    ] = ""
+    #: In seconds. A lost watch event has no effect for longer.
+    resync_s: Annotated[
+        float, Option("full re-list of pods at this interval", flag="--discovery-resync-s")
+    ] = 30.0
 
 
 class AccessConfig(_Config, frozen=True):
     """Who may ask the gateway, and for how much."""
 
-    #: Folder with one file per client. Its name is the client's, its content the API key. The
-    #: gateway reads it again when it changes. Empty: no API keys.
-    api_keys_dir: str = ""
-    #: Folder with tls.crt and tls.key for HTTPS, read again when they change. Empty: HTTP.
-    tls_dir: str = ""
-    #: Sequences of one API key that a gateway serves at a time. Above it: 429 with Retry-After.
-    #: None: no limit per key.
-    max_concurrent_per_client: int | None = None
-    #: Longer prompts are refused. None: the model's limit.
-    max_prompt_tokens: int | None = None
-    #: Requests for more tokens are refused, and it is the default of others. None: the model's
-    #: limit.
-    max_completion_tokens: int | None = None
+    #: The name of a file is the name of its client. The gateway reads the folder again when it
+    #: changes. Empty: no API keys.
+    api_keys_dir: Annotated[
+        str, Option("folder with one file per client that contains its API key")
+    ] = ""
+    #: Read again when they change. Empty: HTTP.
+    tls_dir: Annotated[str, Option("folder with tls.crt and tls.key: serve HTTPS")] = ""
+    #: Above it: 429 with Retry-After. None: no limit per key.
+    max_concurrent_per_client: Annotated[
+        int | None, Option("sequences of one API key at once", _POSITIVE)
+    ] = None
+    #: None: the model's limit.
+    max_prompt_tokens: Annotated[int | None, Option("longer prompts are refused", _POSITIVE)] = None
+    #: Also the limit of requests that set none. None: the model's limit.
+    max_completion_tokens: Annotated[
+        int | None, Option("requests for more tokens are refused, answers end there", _POSITIVE)
+    ] = None
 
 
 class GatewayConfig(_Config, frozen=True):
     model: ModelConfig
     discovery: DiscoveryConfig
     access: AccessConfig = AccessConfig()
-    port: int = GATEWAY_PORT
-    #: Beyond it: 429 with Retry-After.
-    max_concurrent_requests: int = 1024
-    #: Prompts shorter than this are prefilled by the decode pod itself.
-    prefill_threshold_tokens: int = 0
+    port: Annotated[int, Option("HTTP port on $POD_IP; 0: any free one", _PORT)] = GATEWAY_PORT
+    #: The 429 has Retry-After.
+    max_concurrent_requests: Annotated[
+        int, Option("sequences served at once; more get 429", _POSITIVE)
+    ] = 1024
+    #: The decode engine prefills them itself.
+    prefill_threshold_tokens: Annotated[int, Option("shorter prompts skip the prefill engines")] = 0
     #: Seconds between PINGs. An engine silent for two intervals gets no new requests.
-    heartbeat_interval_s: float = 0.5
-    #: Seconds of silence after which an engine is dead, and its requests continue on another.
-    heartbeat_timeout_s: float = 3.0
-    #: Seconds that new requests wait for a decode engine while none is ready; then 503 with
-    #: Retry-After.
-    queue_wait_s: float = 10.0
-    #: Seconds that requests of a lost engine wait for one that can continue them.
-    resume_wait_s: float = 30.0
-    #: Seconds that new requests of a service scaled to zero wait for its first decode engine; then
-    #: 503 with Retry-After. 0: the service is never scaled to zero, see queue_wait_s.
-    hold_s: float = 0.0
-    #: Beyond it: 503 with Retry-After.
-    max_held_requests: int = 256
-    request_timeout_s: float = 600.0
-    #: File with the key of the service. Engines with a key refuse a gateway without it. Empty:
-    #: none.
-    service_key_file: str = ""
-    #: Seconds after SIGTERM until running requests are ended.
-    drain_timeout_s: float = 30.0
-    #: Seconds without a new request, after SIGTERM, until the gateway stops accepting them: load
-    #: balancers notice its departure late.
-    drain_quiet_s: float = 5.0
+    heartbeat_interval_s: Annotated[
+        float, Option("interval of heartbeats to engines", _POSITIVE)
+    ] = 0.5
+    #: Its requests continue on another engine.
+    heartbeat_timeout_s: Annotated[
+        float, Option("an engine that sends nothing for this long counts as dead")
+    ] = 3.0
+    #: The 503 has Retry-After.
+    queue_wait_s: Annotated[
+        float,
+        Option("new requests wait this long for a decode engine, then get 503", _NOT_NEGATIVE),
+    ] = 10.0
+    resume_wait_s: Annotated[
+        float, Option("requests whose engine was lost wait this long for another", _NOT_NEGATIVE)
+    ] = 30.0
+    #: Then they get 503 with Retry-After. 0: the service is never scaled to zero, see queue_wait_s.
+    hold_s: Annotated[
+        float,
+        Option(
+            "requests wait this long for a service that is scaled to zero; 0: do not wait",
+            _NOT_NEGATIVE,
+        ),
+    ] = 0.0
+    #: The 503 has Retry-After.
+    max_held_requests: Annotated[
+        int, Option("requests that wait for it at once; more get 503", _NOT_NEGATIVE)
+    ] = 256
+    request_timeout_s: Annotated[float, Option("a request that takes longer fails", _POSITIVE)] = (
+        600.0
+    )
+    #: Engines with a key refuse a gateway without it. Empty: none.
+    service_key_file: Annotated[str, Option("file with the engines' key")] = ""
+    drain_timeout_s: Annotated[
+        float, Option("running requests may take this long to end after SIGTERM", _NOT_NEGATIVE)
+    ] = 30.0
+    #: Load balancers notice the shutdown late.
+    drain_quiet_s: Annotated[
+        float,
+        Option("serve after SIGTERM until no request has arrived for this long", _NOT_NEGATIVE),
+    ] = 5.0
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):

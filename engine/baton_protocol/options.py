@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 
@@ -12,7 +13,7 @@ import msgspec
 class Bound(NamedTuple):
     """The values that a field may have."""
 
-    text: str  #: Completes the sentence "FIELD must be".
+    text: str  #: Completes the sentence "FIELD must".
     allows: Callable[[Any], bool]
 
 
@@ -30,7 +31,7 @@ class Option(NamedTuple):
         value = attrgetter(self.path)(config)
         if value is None or self.bound is None or self.bound.allows(value):
             return None
-        return f"must be {self.bound.text}, got {value!r}"
+        return f"must {self.bound.text}, got {value!r}"
 
 
 def options(config: type[msgspec.Struct], section: str = "") -> Iterator[Option]:
@@ -46,6 +47,17 @@ def options(config: type[msgspec.Struct], section: str = "") -> Iterator[Option]
             )
 
 
+def add_flags(parser: argparse.ArgumentParser, declared: Iterable[Option]) -> None:
+    """Add a flag for each option. It sets the attribute with the name of the option's path."""
+    for option in declared:
+        how: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction}
+            if option.type is bool
+            else {"type": _PARSERS.get(option.type, str), "metavar": "VALUE"}
+        )
+        parser.add_argument(option.flag, dest=option.path, help=option.help, **how)
+
+
 def set_field(content: dict[str, Any], path: str, value: Any) -> None:
     """Set a field of a configuration that is not converted yet, such as `cache.block_size`."""
     *sections, name = path.split(".")
@@ -55,10 +67,30 @@ def set_field(content: dict[str, Any], path: str, value: Any) -> None:
 
 
 def at_least(low: int) -> Bound:
-    return Bound(f"at least {low}", lambda value: value >= low)
+    return Bound(f"be at least {low}", lambda value: value >= low)
 
 
 def choice(*values: str, help: str = "", flag: str = "") -> Option:
     """Return an option with these values, which are its help if there is no other."""
     text = f"{', '.join(values[:-1])} or {values[-1]}"
-    return Option(help or text, Bound(text, values.__contains__), flag)
+    return Option(help or text, Bound(f"be {text}", values.__contains__), flag)
+
+
+def _sizes(text: str) -> list[int]:
+    """Parse numbers that are separated by commas."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be numbers separated by commas, such as 1,2,4,8, got {text!r}"
+        ) from None
+
+
+#: Parsers of flags by the type of the field. Other fields are strings.
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    int | None: int,
+    float: float,
+    tuple[int, ...]: _sizes,
+    tuple[int, ...] | None: _sizes,
+}

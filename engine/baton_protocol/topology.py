@@ -187,6 +187,10 @@ class OperationPhase(enum.StrEnum):
     SUPERSEDED = "superseded"
 
 
+#: Phases of an operation that has not ended, in order.
+ACTIVE_PHASES = (OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING)
+
+
 class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: Empty for operations without a request: recovery and rebalancing.
     operation_id: str

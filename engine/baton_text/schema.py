@@ -38,6 +38,22 @@ _TOKEN_ID = re.compile("[0-9]{1,10}")
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 #: Request fields by the engine's names, where they differ.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
+#: Request fields that `SamplingParams` has with the same values. It has their defaults.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "length_penalty",
+    "early_stopping",
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -247,28 +263,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """
         logprobs = self.requested_logprobs()
         params = SamplingParams(
-            temperature=_default(self.temperature, 1.0),
-            top_p=_default(self.top_p, 1.0),
-            top_k=_default(self.top_k, 0),
-            min_p=_default(self.min_p, 0.0),
+            **{
+                name: value
+                for name in _SAMPLING_FIELDS
+                if (value := getattr(self, name)) is not None
+            },
             seed=seed,
             max_tokens=max_tokens,
-            min_tokens=_default(self.min_tokens, 0),
-            stop_token_ids=list(self.stop_token_ids or []),
-            ignore_eos=bool(self.ignore_eos),
-            presence_penalty=_default(self.presence_penalty, 0.0),
-            frequency_penalty=_default(self.frequency_penalty, 0.0),
-            repetition_penalty=_default(self.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(),
             logprobs=0 if logprobs is None and self.num_candidates > self.num_samples else logprobs,
             prompt_logprobs=self.requested_prompt_logprobs(),
-            allowed_token_ids=self.allowed_token_ids,
             bad_words_token_ids=bad_words_token_ids or None,
             repetition_detection=self._repetition_detection(),
             structured_output=self.structured_output(),
             beam_width=self.num_samples if self.use_beam_search else 0,
-            length_penalty=_default(self.length_penalty, 1.0),
-            early_stopping=bool(self.early_stopping),
         )
         try:
             params.validate()
@@ -534,10 +542,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def _unsupported(self) -> tuple[str, ...]:
         return (*super()._unsupported(), "suffix")
-
-
-def _default(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _check_max_tokens(name: str, value: int | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,98 +20,20 @@ import msgspec
 from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
-from baton_protocol.arguments import MAX_PORT
 from baton_protocol.config import DiscoveryConfig, GatewayConfig, container_path, pod_ip
-from baton_protocol.options import set_field
+from baton_protocol.options import add_flags, options, set_field
 from baton_protocol.service_key import ServiceKeyError
 from baton_text.tokenizer import Tokenizer
 
-EX_CONFIG = 78
 #: Heartbeats in a row that an engine must miss before it counts as dead.
 MIN_HEARTBEATS = 3
 
-_FLAGS: dict[str, tuple[str, type, str]] = {
-    "--model": ("model.path", str, "checkpoint folder with tokenizer.json"),
-    "--served-model-name": (
-        "model.served_name",
-        str,
-        "name clients use; default: the folder's name",
-    ),
-    "--discovery-file": ("discovery.file", str, "JSON file of engine endpoints"),
-    "--discovery-namespace": ("discovery.namespace", str, "namespace of the LLMService"),
-    "--discovery-service": ("discovery.service", str, "name of the LLMService whose pods to watch"),
-    "--discovery-resync-s": ("discovery.resync_s", float, "full re-list of pods at this interval"),
-    "--port": ("port", int, "HTTP port on $POD_IP; 0: any free one"),
-    "--max-concurrent-requests": (
-        "max_concurrent_requests",
-        int,
-        "sequences served at once; more get 429",
-    ),
-    "--prefill-threshold-tokens": (
-        "prefill_threshold_tokens",
-        int,
-        "shorter prompts skip the prefill engines",
-    ),
-    "--heartbeat-interval-s": (
-        "heartbeat_interval_s",
-        float,
-        "interval of heartbeats to engines",
-    ),
-    "--heartbeat-timeout-s": (
-        "heartbeat_timeout_s",
-        float,
-        "an engine that sends nothing for this long counts as dead",
-    ),
-    "--queue-wait-s": (
-        "queue_wait_s",
-        float,
-        "new requests wait this long for a decode engine, then get 503",
-    ),
-    "--resume-wait-s": (
-        "resume_wait_s",
-        float,
-        "requests whose engine was lost wait this long for another",
-    ),
-    "--hold-s": (
-        "hold_s",
-        float,
-        "requests wait this long for a service that is scaled to zero; 0: do not wait",
-    ),
-    "--max-held-requests": (
-        "max_held_requests",
-        int,
-        "requests that wait for it at once; more get 503",
-    ),
-    "--request-timeout-s": ("request_timeout_s", float, "a request that takes longer fails"),
-    "--api-keys-dir": (
-        "access.api_keys_dir",
-        str,
-        "folder with one file per client that contains its API key",
-    ),
-    "--tls-dir": ("access.tls_dir", str, "folder with tls.crt and tls.key: serve HTTPS"),
-    "--max-concurrent-per-client": (
-        "access.max_concurrent_per_client",
-        int,
-        "sequences of one API key at once",
-    ),
-    "--max-prompt-tokens": ("access.max_prompt_tokens", int, "longer prompts are refused"),
-    "--max-completion-tokens": (
-        "access.max_completion_tokens",
-        int,
-        "requests for more tokens are refused, answers end there",
-    ),
-    "--service-key-file": ("service_key_file", str, "file with the engines' key"),
-    "--drain-timeout-s": (
-        "drain_timeout_s",
-        float,
-        "running requests may take this long to end after SIGTERM",
-    ),
-    "--drain-quiet-s": (
-        "drain_quiet_s",
-        float,
-        "serve after SIGTERM until no request has arrived for this long",
-    ),
-}
+#: Only engines read the other options of the model.
+OPTIONS = [
+    option
+    for option in options(GatewayConfig)
+    if option.path not in ("model.dtype", "model.quantization", "model.max_model_len")
+]
 
 
 class ConfigurationError(Exception):
@@ -140,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gateway = make_gateway(config, tokenizer, discovery)
     except ConfigurationError as error:
         print(f"FATAL {error.reason}: {error}", file=sys.stderr, flush=True)
-        return EX_CONFIG
+        return os.EX_CONFIG
     asyncio.run(gateway.serve_until_signal(pod_ip()))
     return 0
 
@@ -149,8 +72,7 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     """Read the configuration file and apply the flags to it. Raises ConfigurationError."""
     parser = _Parser(prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines.")
     parser.add_argument("--config", metavar="FILE", help="GatewayConfig as JSON")
-    for flag, (target, kind, text) in _FLAGS.items():
-        parser.add_argument(flag, dest=target, type=kind, metavar=kind.__name__.upper(), help=text)
+    add_flags(parser, OPTIONS)
     arguments = vars(parser.parse_args(argv))
     content: dict[str, Any] = {}
     path = arguments.pop("config")
@@ -168,33 +90,9 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     except msgspec.ValidationError as error:
         hint = "; set it in --config FILE or with --model" if "model" not in content else ""
         raise ConfigurationError("InvalidConfig", f"{error}{hint}") from error
-    for name in ("max_concurrent_requests", "request_timeout_s", "heartbeat_interval_s"):
-        if not getattr(config, name) > 0:  # true for NaN
-            raise ConfigurationError(
-                "InvalidConfig", f"{name} must be positive, got {getattr(config, name)}"
-            )
-    for name in (
-        "queue_wait_s",
-        "resume_wait_s",
-        "hold_s",
-        "max_held_requests",
-        "drain_timeout_s",
-        "drain_quiet_s",
-    ):
-        if not getattr(config, name) >= 0:
-            raise ConfigurationError(
-                "InvalidConfig", f"{name} must not be negative, got {getattr(config, name)}"
-            )
-    if not 0 <= config.port <= MAX_PORT:
-        raise ConfigurationError(
-            "InvalidConfig", f"port must be in [0, {MAX_PORT}], got {config.port}"
-        )
-    for name in ("max_concurrent_per_client", "max_prompt_tokens", "max_completion_tokens"):
-        limit = getattr(config.access, name)
-        if limit is not None and limit <= 0:
-            raise ConfigurationError(
-                "InvalidConfig", f"access.{name} must be positive, got {limit}"
-            )
+    for option in OPTIONS:
+        if problem := option.problem(config):
+            raise ConfigurationError("InvalidConfig", f"{option.path} {problem}")
     if config.access.max_concurrent_per_client is not None and not config.access.api_keys_dir:
         raise ConfigurationError(
             "InvalidConfig",

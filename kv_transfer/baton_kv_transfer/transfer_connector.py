@@ -37,7 +37,6 @@ from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
 
-MODES = ("pull", "push")
 JOIN_TIMEOUT_S = 10.0
 MAX_SLEEP_S = 1.0
 
@@ -67,15 +66,10 @@ class TransferConnector(KVConnectorWorker):
             service_key: peers without it are refused. None: peers with one are refused.
 
         Raises:
-            ValueError: the role is none, the transport or mode is unknown, or rdma lacks verbs or a
-                device.
+            ValueError: the role is none, the transport is unknown, or rdma lacks verbs or a device.
             OSError: the address of the side channel is in use or not of this machine.
             UCXError: UCX is missing or does not start.
         """
-        if config.mode not in MODES:
-            raise ValueError(
-                f"kv_transfer.mode must be one of {', '.join(MODES)}, got {config.mode!r}"
-            )
         if config.role is KVRole.NONE:
             raise ValueError(
                 "kv_transfer.role is none: an engine that transfers nothing needs no connector"

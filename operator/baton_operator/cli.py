@@ -23,7 +23,6 @@ log = logging.getLogger("baton_operator")
 
 LEASE_S = 15
 HTTP_PORT = 8081
-EXIT_CONFIGURATION = 78
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         print(
             f"FATAL ConfigurationError: cannot access the cluster: {error}{hint}", file=sys.stderr
         )
-        sys.exit(EXIT_CONFIGURATION)
+        sys.exit(os.EX_CONFIG)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -44,10 +44,10 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-Role = Literal["prefill", "decode", "gateway", "coordinator"]
-#: Roles whose component reads a configuration file.
-ConfiguredRole = Literal["prefill", "decode", "gateway"]
 MemberRole = Literal["prefill", "decode"]
+#: Roles whose component reads a configuration file.
+ConfiguredRole = Literal[MemberRole, "gateway"]
+Role = Literal[ConfiguredRole, "coordinator"]
 MEMBER_ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
 CONFIGURED_ROLES: tuple[ConfiguredRole, ...] = (*MEMBER_ROLES, "gateway")
 

@@ -23,16 +23,6 @@ SIZE_FLAGS = {
     "--vocab-size": "vocab_size",
     "--max-position-embeddings": "max_position_embeddings",
 }
-OTHER_OPTIONS = (
-    "size",
-    "rope_scaling",
-    "rope_factor",
-    "sliding_window",
-    "tie_word_embeddings",
-    "dtype",
-    "seed",
-    "max_shard_size",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +69,20 @@ def run(args: argparse.Namespace) -> int:
         for field in SIZE_FLAGS.values()
         if getattr(args, field) is not None
     }
-    options = {name: getattr(args, name) for name in OTHER_OPTIONS}
     try:
-        path = create_checkpoint(args.out, args.arch, **options, **sizes)
+        path = create_checkpoint(
+            args.out,
+            args.arch,
+            size=args.size,
+            rope_scaling=args.rope_scaling,
+            rope_factor=args.rope_factor,
+            sliding_window=args.sliding_window,
+            tie_word_embeddings=args.tie_word_embeddings,
+            dtype=args.dtype,
+            seed=args.seed,
+            max_shard_size=args.max_shard_size,
+            **sizes,
+        )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

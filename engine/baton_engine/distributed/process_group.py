@@ -35,6 +35,7 @@ from baton_engine.distributed.shared_memory_group import over_shared_memory
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_protocol.config import ParallelConfig, pod_ip
+from baton_protocol.topology import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,35 @@ def create_group(
         ) from error
     logger.info("group %s of generation %d: rank %d of %d joined", name, generation, rank, size)
     return joined
+
+
+def join_generation(
+    name: str,
+    generation: Generation,
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    join_timeout_s: float,
+    secret: bytes = b"",
+) -> Group:
+    """Join a group of a generation through the generation's store, as `create_group` does.
+
+    Args:
+        secret: secret of the store; see `store.handshake`.
+    """
+    address = StoreAddress(generation.store_host, generation.store_port)
+    return create_group(
+        name,
+        rank,
+        generation.size,
+        connect_store(address, join_timeout_s, secret),
+        generation.number,
+        device,
+        timeout_s,
+        nonce=generation.nonce,
+        join_timeout_s=join_timeout_s,
+    )
 
 
 def create_parallel_context(

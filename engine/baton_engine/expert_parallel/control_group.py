@@ -10,9 +10,7 @@ from typing import Protocol
 import torch
 
 from baton_engine.distributed.group import Group
-from baton_engine.distributed.process_group import create_group
-from baton_engine.distributed.store.socket_store import connect_store
-from baton_engine.distributed.store.wire import StoreAddress
+from baton_engine.distributed.process_group import join_generation
 from baton_engine.elastic.rank.waves import StepVote
 from baton_protocol.topology import Generation, Member, StartWave
 
@@ -115,17 +113,7 @@ def join_control_group(
         TimeoutError: the store does not answer, or a member did not join.
         GroupBrokenError: a member joined and is gone.
     """
-    group = create_group(
-        "control",
-        rank,
-        generation.size,
-        connect_store(
-            StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret
-        ),
-        generation.number,
-        CPU,
-        timeout_s,
-        nonce=generation.nonce,
-        join_timeout_s=join_timeout_s,
+    group = join_generation(
+        "control", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret
     )
     return VoteGroup(group, f"control-{generation.number}")

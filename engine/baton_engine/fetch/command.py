@@ -23,9 +23,6 @@ from baton_protocol.config import container_path, pod_ip
 
 logger = logging.getLogger(__name__)
 
-EXIT_CONFIGURATION = 78
-EXIT_TEMPORARY = 1
-
 
 class Fetched(msgspec.Struct, frozen=True):
     """Content of the container's termination log."""
@@ -104,13 +101,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _write_termination_log(marker, args.termination_log)
     except FetchError as error:
         _exit(
-            EXIT_TEMPORARY if error.temporary else EXIT_CONFIGURATION,
+            1 if error.temporary else os.EX_CONFIG,
             f"FATAL {error.reason}: {_line(error.message)}",
         )
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         _exit(
-            EXIT_CONFIGURATION,
+            os.EX_CONFIG,
             f"FATAL {'NoSpace' if full else 'ModelCacheInvalid'}: {_line(str(error))}",
         )
     _exit(0, "")

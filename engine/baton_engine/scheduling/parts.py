@@ -25,8 +25,6 @@ from baton_engine.scheduling.stop_rules import StopRules
 from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.config import SchedulerConfig
 
-POLICIES = ("priority", "fcfs")
-
 
 class PauseState(enum.Enum):
     """What `schedule` may run."""
@@ -71,10 +69,6 @@ class SchedulerParts:
             raise ValueError(
                 f"max_model_len={max_model_len} exceeds "
                 f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens"
-            )
-        if config.policy not in POLICIES:
-            raise ValueError(
-                f"scheduler.policy must be one of {', '.join(POLICIES)}, got {config.policy!r}"
             )
         self.config = config
         self.kv = kv

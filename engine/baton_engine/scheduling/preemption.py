@@ -18,8 +18,6 @@ from baton_engine.scheduling.decisions import Preempted, SwappedIn, SwappedOut
 from baton_engine.scheduling.queues import RequestQueue, RunningRequests, by_order
 from baton_engine.scheduling.request import Request, RequestStatus
 
-PREEMPTION_MODES = ("auto", "recompute", "swap")
-
 
 class Preemptor:
     """Selects victims, and keeps the swapped requests in order."""
@@ -34,11 +32,6 @@ class Preemptor:
         max_num_seqs: int,
         can_swap: bool,
     ) -> None:
-        if mode not in PREEMPTION_MODES:
-            raise ValueError(
-                f"scheduler.preemption_mode must be one of {', '.join(PREEMPTION_MODES)}, "
-                f"got {mode!r}"
-            )
         self._mode = mode if can_swap else "recompute"
         self._kv = kv
         self._running = running

@@ -15,9 +15,6 @@ from baton_protocol.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-MODES = ("auto", "none", "eager", "inductor")
-CUDAGRAPH_MODES = ("auto", *(mode.name.lower() for mode in CudagraphMode))
-
 
 @dataclass(frozen=True, slots=True)
 class CompilationPlan:
@@ -46,18 +43,9 @@ def plan_compilation(
         has_graphs: the device can record and replay graphs, as a GPU does.
 
     Raises:
-        ConfigurationError: a value is unknown or out of bounds.
+        ConfigurationError: a size is not in [1, max_num_batched_tokens].
     """
     given, scheduler = config.compilation, config.scheduler
-    for name, value, known in (
-        ("mode", given.mode, MODES),
-        ("cudagraph_mode", given.cudagraph_mode, CUDAGRAPH_MODES),
-    ):
-        if value not in known:
-            raise ConfigurationError(
-                "InvalidConfig",
-                f"compilation.{name} must be one of {', '.join(known)}, got {value!r}",
-            )
     budget = scheduler.max_num_batched_tokens
     sizes = {"capture_sizes": given.capture_sizes, "compile_sizes": given.compile_sizes}
     for name, each in sizes.items():

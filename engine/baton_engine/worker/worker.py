@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ import torch
 
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.distributed.process_group import create_parallel_context
+from baton_engine.distributed.process_group import create_parallel_context, join_generation
 from baton_engine.distributed.store.handshake import store_secret
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import ModelInfo
@@ -360,20 +361,21 @@ class Worker:
         return self._generations
 
     def _make_generations(self, runner: ModelRunner) -> Generations:
-        from baton_engine.worker.experts.generations import ExpertWorker, Generations, join_group
+        from baton_engine.worker.experts.generations import ExpertWorker, Generations
 
         timeout_s = self.config.parallel.collective_timeout_s
         tensor = self.parallel.tensor
         # A tensor rank with a silent expert group must give up before the other tensor ranks, which
         # wait for it.
         step_timeout_s = timeout_s / 2 if tensor.size > 1 else timeout_s
+        secret = store_secret(ServiceKey.load(self.config.service_key_file))
         return Generations(
             ExpertWorker(
                 self.instance_id,
                 tensor.rank,
                 runner.expert_store(),
                 runner.compatibility_hash,
-                join_group(timeout_s, store_secret(ServiceKey.load(self.config.service_key_file))),
+                partial(join_generation, join_timeout_s=timeout_s, secret=secret),
                 step_timeout_s,
             )
         )

@@ -12,7 +12,7 @@ def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
 
     Args:
         name: peers know the agent by this name.
-        transport: one of `transports.choose.KINDS`. UCX or NIXL is loaded here, when it is needed.
+        transport: a value of kv_transfer.transport. UCX or NIXL is loaded here, when it is needed.
         host: address of this machine at which peers reach the agent. Empty: $POD_IP, or else
             127.0.0.1. NIXL chooses its own.
 

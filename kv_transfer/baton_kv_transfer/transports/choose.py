@@ -9,9 +9,6 @@ from baton_kv_transfer.transports.shm.shm_transport import SHMTransport
 from baton_kv_transfer.transports.tcp.tcp_transport import TCPTransport
 from baton_kv_transfer.transports.transport import Transport
 
-#: Values of kv_transfer.transport.
-KINDS = ("ucx", "tcp", "shm", "auto", "nixl")
-
 
 def _load_ucx() -> type[Transport]:
     from baton_kv_transfer.transports.ucx.ucx_transport import UCXTransport
@@ -41,6 +38,6 @@ def choose_transports(kind: str) -> dict[str, type[Transport]]:
         kinds = [kind]
     else:
         raise ValueError(
-            f"kv_transfer.transport must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {kind!r}"
+            f"there is no transport {kind!r}; there are auto, nixl, {', '.join(sorted(LOADERS))}"
         )
     return {kind: LOADERS[kind]() for kind in kinds}

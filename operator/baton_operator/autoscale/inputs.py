@@ -12,12 +12,10 @@ from baton_operator.autoscale.scrape import ScrapeTarget
 from baton_operator.autoscale.settings import Settings
 from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import is_ready
-from baton_operator.plan.topology_view import ACTIVE
 from baton_operator.status import report_group
 from baton_operator.status.diagnose import is_leaving
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
-
-_ACTIVE = {str(phase) for phase in ACTIVE}
+from baton_protocol.topology import ACTIVE_PHASES
 
 
 def groups_of(
@@ -46,7 +44,7 @@ def _operation(owner: Owner, group: report_group.Group) -> str:
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None
     )
-    if operation is not None and operation.phase in _ACTIVE:
+    if operation is not None and operation.phase in ACTIVE_PHASES:
         return f"topology operation {operation.id} ({operation.kind})"
     if group.topology is not None and not group.topology.reachable and group.topology.has_ranks:
         return "a search for the coordinator, which does not answer,"
@@ -60,7 +58,7 @@ def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
         role = pod["metadata"]["labels"].get(names.LABEL_ROLE)
         address = pod.get("status", {}).get("podIP")
         if (
-            role not in (*names.MEMBER_ROLES, "gateway")
+            role not in names.CONFIGURED_ROLES
             or not address
             or not (is_ready(pod) or _finishes(pod))
         ):

@@ -47,8 +47,8 @@ from baton_operator.plan.plan_group import (
     room_timeout_left_s,
     update_of,
 )
-from baton_operator.plan.topology_view import ACTIVE, TopologyView
-from baton_protocol.topology import TopologyRequest, TopologyStatus
+from baton_operator.plan.topology_view import TopologyView
+from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStatus
 
 REVISIT_S = 1.0
 #: How long members that have started wait for others created with them, to join in one operation.
@@ -348,7 +348,7 @@ def _is_of_another(member: Member, group: str) -> bool:
 
 
 def _is_under_way(view: TopologyView, staying: list[Member], group: str) -> bool:
-    if view.operation is not None and view.operation.phase in ACTIVE:
+    if view.operation is not None and view.operation.phase in ACTIVE_PHASES:
         return True
     return bool(staying) and (
         view.ranks != view.desired

@@ -21,9 +21,6 @@ from baton_protocol.topology import (
     TopologyStatus,
 )
 
-PREPARED_OR_COMMITTED = frozenset({OperationPhase.PREPARING, OperationPhase.COMMITTING})
-ACTIVE = PREPARED_OR_COMMITTED | {OperationPhase.WAITING}
-
 
 class TopologyView:
     """One observed topology, by member."""
@@ -54,7 +51,10 @@ class TopologyView:
 
         Its members are not part of the reply.
         """
-        return self.operation is not None and self.operation.phase in PREPARED_OR_COMMITTED
+        return self.operation is not None and self.operation.phase in (
+            OperationPhase.PREPARING,
+            OperationPhase.COMMITTING,
+        )
 
     def knows(self, name: str) -> bool:
         """Return whether a process of this name has registered."""

@@ -6,14 +6,12 @@ import msgspec
 
 from baton_operator.api.llmservice import OperationStatus, TopologyStatus
 from baton_operator.kube.events import Event
-from baton_operator.plan.topology_view import ACTIVE
 from baton_operator.status.diagnose import Verdict
-from baton_protocol.topology import OperationPhase, RankPhase
+from baton_protocol.topology import ACTIVE_PHASES, OperationPhase, RankPhase
 
 AT_REST = "AtRest"
 SCALE_FAILED = "ScaleFailed"
 UNREACHABLE = "CoordinatorUnreachable"
-_ACTIVE = {str(phase) for phase in ACTIVE}
 _KINDS = {"form": "Forming", "recover": "Recovering", "rebalance": "Rebalancing"}
 
 
@@ -49,7 +47,7 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     ranks = {rank.name for rank in status.ranks} if status else set()
     if not desired and not ranks:
         return Verdict("False", AT_REST, "no ranks are wanted")
-    if operation and operation.phase in _ACTIVE:
+    if operation and operation.phase in ACTIVE_PHASES:
         members = ", ".join(sorted(topology.requested))
         message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
         return Verdict(
@@ -90,7 +88,8 @@ def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) 
     is_same = known is not None and (known.id, known.kind) == (operation.id, operation.kind)
     if known is not None and not (is_same and known.generation in (0, operation.generation)):
         known = None  # another operation, or an earlier attempt at this one
-    is_active, was_active = operation.phase in _ACTIVE, known is not None and known.phase in _ACTIVE
+    is_active = operation.phase in ACTIVE_PHASES
+    was_active = known is not None and known.phase in ACTIVE_PHASES
     what = f"operation {operation.id} ({operation.kind})"
     what += _after(" to generation ", operation.generation)
     events = []

@@ -12,10 +12,20 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from baton_gateway.cli import ConfigurationError, load_config, main, make_discovery
+from baton_gateway.cli import OPTIONS, ConfigurationError, load_config, main, make_discovery
 from baton_protocol.config import DiscoveryConfig
 from support.gateway.fake_engine import FakeEngine
 from support.waiting import until
+
+
+def test_no_two_options_share_a_flag():
+    assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
+
+
+@pytest.mark.parametrize("flag", ["--dtype", "--quantization", "--max-model-len"])
+def test_model_options_that_only_engines_read_have_no_flag(flag: str):
+    with pytest.raises(ConfigurationError, match=f"unrecognized arguments: {flag}"):
+        load_config(["--model", "/m", "--discovery-file", "f", flag, "1"])
 
 
 def test_flags_override_the_file(tmp_path: Path):

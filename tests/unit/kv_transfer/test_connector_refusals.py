@@ -32,12 +32,6 @@ def test_importing_the_package_does_not_import_ucx_torch_or_numpy() -> None:
     )
 
 
-def test_an_unknown_transport_is_refused_with_the_valid_ones() -> None:
-    config = KVTransferConfig(role=KVRole.BOTH, transport="carrier-pigeon", port=0)
-    with pytest.raises(ValueError, match="ucx, tcp, shm, auto or nixl, got 'carrier-pigeon'"):
-        TransferConnector(config, instance_id="i", compatibility_hash="c", host=HOST)
-
-
 def test_role_none_and_a_port_in_use_are_refused() -> None:
     with pytest.raises(ValueError, match="role is none"):
         TransferConnector(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Annotated
 
 import msgspec
 import pytest
 
-from baton_protocol.options import Bound, Option, at_least, choice, options, set_field
+from baton_protocol.options import (
+    Bound,
+    Option,
+    add_flags,
+    at_least,
+    choice,
+    options,
+    set_field,
+)
 
 
 class Cache(msgspec.Struct):
@@ -50,7 +59,17 @@ def test_a_choice_may_have_its_own_help_text():
     option = choice("pull", "push", help="who copies", flag="--kv-mode")
     assert (option.help, option.flag) == ("who copies", "--kv-mode")
     assert isinstance(option.bound, Bound)
-    assert option.bound.text == "pull or push"
+    assert option.bound.text == "be pull or push"
+
+
+def test_a_flag_sets_the_attribute_with_the_path_of_its_option():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, options(Config))
+    assert vars(parser.parse_args(["--num-blocks", "3", "--device", "cpu"])) == {
+        "cache.block_size": None,
+        "cache.blocks": 3,
+        "device": "cpu",
+    }
 
 
 def test_setting_a_field_creates_its_section():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 
 import zmq
@@ -18,12 +19,9 @@ from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 logger = logging.getLogger(__name__)
 
-#: Exit code for a configuration that cannot work.
-EX_CONFIG = 78
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the coordinator. Return the exit code."""
+    """Run the coordinator. Return the exit code, 78 if the configuration cannot work."""
     parser = argparse.ArgumentParser(
         prog="baton-coordinator",
         description=__doc__,
@@ -69,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         key = ServiceKey.load(args.pop("service_key_file"))
     except ServiceKeyError as error:
         print(f"FATAL ConfigurationError: {error}", file=sys.stderr, flush=True)
-        return EX_CONFIG
+        return os.EX_CONFIG
     try:
         coordinator = Coordinator(host, port, http_port, ControllerConfig(**args), key)
     except (OSError, zmq.ZMQError) as error:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton_engine.elastic.coordinator.operation import Ended
-from baton_protocol.topology import OperationPhase, RankPhase, TopologyStatus
+from baton_protocol.topology import ACTIVE_PHASES, OperationPhase, RankPhase, TopologyStatus
 
 KINDS = ("form", "scale", "recover", "rebalance")
 OUTCOMES = (OperationPhase.DONE, OperationPhase.FAILED, OperationPhase.SUPERSEDED)
-PHASES = (OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING)
 SECONDS = (
     0.01,
     0.025,
@@ -89,7 +88,7 @@ class CoordinatorMetrics:
         for kind in KINDS:  # a rate needs the sample 0 before the first event
             for outcome in OUTCOMES:
                 self._operations.labels(kind, outcome)
-            for phase in PHASES:
+            for phase in ACTIVE_PHASES:
                 self._seconds.labels(kind, phase)
 
     def on_ended(self, ended: Ended) -> None:

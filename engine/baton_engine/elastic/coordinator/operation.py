@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton_engine.elastic.coordinator.roster import GenerationKey, Roster, key_of, serves_in
 from baton_protocol.topology import (
+    ACTIVE_PHASES,
     Generation,
     Member,
     OperationPhase,
@@ -13,8 +14,6 @@ from baton_protocol.topology import (
     RankPhase,
     Status,
 )
-
-ACTIVE = frozenset({OperationPhase.WAITING, OperationPhase.PREPARING, OperationPhase.COMMITTING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Operation:
 
     @property
     def active(self) -> bool:
-        return self.phase in ACTIVE
+        return self.phase in ACTIVE_PHASES
 
     @property
     def committed(self) -> bool:

@@ -36,11 +36,6 @@ def check_expert_parallel(
                 f"compilation.{name} is {value}, but exchanges with other ranks are neither "
                 f"compiled nor captured; set it to none or leave it out"
             )
-    if parallel.num_redundant_experts < 0:
-        raise _cannot(
-            "parallel.num_redundant_experts must not be negative, got "
-            f"{parallel.num_redundant_experts}"
-        )
     if device.type == "cuda" and config.cache.num_blocks is None:
         raise _cannot(
             "cache.num_blocks is not set, but the memory of the GPU that experts will take depends "

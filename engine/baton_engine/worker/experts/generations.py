@@ -23,9 +23,6 @@ import torch
 
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.distributed.process_group import create_group
-from baton_engine.distributed.store.socket_store import connect_store
-from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.models.expert_parallel import ExpertShard
 from baton_engine.worker.experts.expert_exchange import exchange_experts, wanted_by
 from baton_engine.worker.experts.expert_weights import Expert, ExpertKey, ExpertStore, stack_experts
@@ -45,41 +42,14 @@ CPU = torch.device("cpu")
 
 
 class Join(Protocol):
-    """Joins a group of a generation, together with all its members."""
+    """Joins a group of a generation, together with all its members.
+
+    It raises TimeoutError if the other members are not there in time.
+    """
 
     def __call__(
         self, name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float
     ) -> Group: ...
-
-
-def join_group(join_timeout_s: float, secret: bytes = b"") -> Join:
-    """Return a `Join` through the generation's store.
-
-    It raises TimeoutError if the other members are not there in time.
-
-    Args:
-        join_timeout_s: limit of the wait for the others.
-        secret: the store's; see `store_proof`.
-    """
-
-    def join(
-        name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float
-    ) -> Group:
-        return create_group(
-            name,
-            rank,
-            generation.size,
-            connect_store(
-                StoreAddress(generation.store_host, generation.store_port), join_timeout_s, secret
-            ),
-            generation.number,
-            device,
-            timeout_s,
-            nonce=generation.nonce,
-            join_timeout_s=join_timeout_s,
-        )
-
-    return join
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from baton_engine.cli import EX_CONFIG, main, parse_config
+from baton_engine.cli import main, parse_config
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.server.flags import OPTIONS
+from baton_engine.server.options import OPTIONS
 
 
 def test_no_two_options_share_a_flag():
@@ -101,6 +103,14 @@ def test_flags_override_the_file(tmp_path):
         ("--engine-port -1", r"engine_port must be in"),
         ("--http-port 65536", r"http_port must be in"),
         ("--drain-timeout-s nan", r"drain_timeout_s must be 0 or more seconds"),
+        (
+            "--compilation-mode fast",
+            r"compilation\.mode must be auto, none, eager or inductor, got 'fast'",
+        ),
+        (
+            "--cudagraph-mode some",
+            r"compilation\.cudagraph_mode must be auto, none, piecewise, .* got 'some'",
+        ),
         ("--device tpu", r"device must be auto, cpu or cuda, got 'tpu'"),
         ("--quantization int3", r"model\.quantization must be int8 or not given, got 'int3'"),
         ("--num-threads 0", r"num_threads must be at least 1"),
@@ -125,7 +135,7 @@ def test_an_invalid_service_key_ends_the_engine_with_the_name_of_the_file(
     if content is not None:
         path.write_text(content)
     flags = ["--model", "/nowhere", "--executor", "some.Executor", "--service-key-file", str(path)]
-    assert main(flags) == EX_CONFIG
+    assert main(flags) == os.EX_CONFIG
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
     assert message in last
@@ -136,9 +146,9 @@ def test_a_missing_model_is_fatal_before_the_engine_starts(capsys, monkeypatch, 
         raise AssertionError("the engine was started")
 
     monkeypatch.setattr("baton_engine.cli._serve", start)
-    assert main(["--model", str(tmp_path / "nowhere")]) == EX_CONFIG
+    assert main(["--model", str(tmp_path / "nowhere")]) == os.EX_CONFIG
     assert f"FATAL ModelNotFound: {tmp_path}/nowhere does not exist" in capsys.readouterr().err
-    assert main(["--model", str(tmp_path)]) == EX_CONFIG
+    assert main(["--model", str(tmp_path)]) == os.EX_CONFIG
     assert f"FATAL ModelInvalid: {tmp_path}/config.json is missing" in capsys.readouterr().err
 
 

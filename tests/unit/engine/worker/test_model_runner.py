@@ -318,10 +318,6 @@ def test_a_missing_model_and_invalid_settings_are_refused(
     too_long = ModelConfig(path=str(checkpoints["llama"]), max_model_len=10**6)
     with pytest.raises(ConfigurationError, match="max_model_len"):
         ModelRunner(EngineConfig(model=too_long)).load_model()
-    with pytest.raises(ConfigurationError, match="dtype must be auto"):
-        ModelRunner(
-            EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), dtype="int3"))
-        ).load_model()
     with pytest.raises(
         ConfigurationError, match="quantization must be int8 or not given, got 'int3'"
     ):

@@ -41,10 +41,6 @@ def config(path: Path, **changes: object) -> EngineConfig:
             {"parallel": ParallelConfig(enable_expert_parallel=True, pipeline_parallel_size=2)},
             "pipeline_parallel_size",
         ),
-        (
-            {"parallel": ParallelConfig(enable_expert_parallel=True, num_redundant_experts=-1)},
-            "num_redundant_experts",
-        ),
         ({"scheduler": SchedulerConfig(async_scheduling=True)}, "scheduler.async_scheduling"),
         ({"compilation": CompilationConfig(mode="inductor")}, "compilation.mode"),
         ({"compilation": CompilationConfig(cudagraph_mode="full")}, "compilation.cudagraph_mode"),

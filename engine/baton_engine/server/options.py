@@ -1,46 +1,14 @@
-"""The flags of `baton-engine`, one per field of EngineConfig, and the bounds of those fields."""
+"""The options of `baton-engine`, one per field of EngineConfig, and their bounds."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig
 from baton_protocol.options import options
 
-
-def sizes(text: str) -> list[int]:
-    """Parse numbers that are separated by commas."""
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be numbers separated by commas, such as 1,2,4,8, got {text!r}"
-        ) from None
-
-
 OPTIONS = list(options(EngineConfig))
-#: Parsers by the type of a field. Other fields are strings.
-_PARSERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
-    int | None: int,
-    float: float,
-    tuple[int, ...]: sizes,
-    tuple[int, ...] | None: sizes,
-}
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option. It sets the attribute with the name of the option's path."""
-    for option in OPTIONS:
-        how: dict[str, Any] = (
-            {"action": argparse.BooleanOptionalAction}
-            if option.type is bool
-            else {"type": _PARSERS.get(option.type, str), "metavar": "VALUE"}
-        )
-        parser.add_argument(option.flag, dest=option.path, help=option.help, **how)
 
 
 def check_bounds(config: EngineConfig) -> None:
