@@ -81,7 +81,7 @@ class StepChecks:
     def _nothing_is_done_twice(self, client: SimulatedClient, pods: Pods) -> None:
         """The operator knows its confirmed actions, even if the watches are late."""
         uids = set(map(_uid, pods.values()))
-        for what, uid in client.told:
+        for what, uid in client.confirmed:
             if what == "exists":
                 assert uid not in uids or ("made", uid) not in self._stored_status, (
                     "a pod was to be made a second time"
@@ -145,8 +145,8 @@ class StepChecks:
         """No serving member of the newest revision leaves, unless the size shrinks."""
         services = self._server.list(f"{names.PLURAL}.{names.GROUP}")
         for role in names.MEMBER_ROLES:
-            told = (services[0].get("status") or {}).get(role) or {} if services else {}
-            newest, desired = told.get("revision"), told.get("desired", 0)
+            reported = (services[0].get("status") or {}).get(role) or {} if services else {}
+            newest, desired = reported.get("revision"), reported.get("desired", 0)
             if newest is None or self._newest.setdefault(role, newest) != newest:
                 continue
             at_first = map(member, _of(role, self._at_first).values())

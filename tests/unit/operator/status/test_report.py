@@ -156,8 +156,8 @@ def test_a_failure_outranks_a_group_that_merely_starts() -> None:
 
 
 def test_all_conditions_exist_after_the_first_reconcile() -> None:
-    told = conditions(service(), {}, InvalidSpec("no such field"))
-    assert set(told) == {
+    reported = conditions(service(), {}, InvalidSpec("no such field"))
+    assert set(reported) == {
         "Ready",
         "ModelAvailable",
         "PrefillReady",
@@ -165,8 +165,8 @@ def test_all_conditions_exist_after_the_first_reconcile() -> None:
         "GatewayReady",
         "Updating",
     }
-    assert told["DecodeReady"].status == "Unknown"
-    assert (told["Ready"].status, told["Ready"].reason) == ("False", "InvalidSpec")
+    assert reported["DecodeReady"].status == "Unknown"
+    assert (reported["Ready"].status, reported["Ready"].reason) == ("False", "InvalidSpec")
 
 
 def test_the_transition_time_changes_only_with_the_status() -> None:

@@ -98,7 +98,7 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
 }  # fmt: skip
 
 
-def told(pods: list[Object], **spec: Any) -> Any:
+def reported(pods: list[Object], **spec: Any) -> Any:
     groups: dict[Any, Group] = {
         "decode": Group(role="decode", desired=2, pods=pods, revision="new")
     }
@@ -114,26 +114,26 @@ def condition(status: Any, type_: str) -> tuple[str, str, str]:
     ("pods", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
 )
 def test_the_updating_condition(pods: list[Object], status: str, reason: str, text: str) -> None:
-    verdict = condition(told(pods), "Updating")
+    verdict = condition(reported(pods), "Updating")
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
 
 
 def test_a_pause_is_reported_with_the_waiting_pods() -> None:
-    verdict = condition(told([old(0), new(1, ready=True)], paused=True), "Updating")
+    verdict = condition(reported([old(0), new(1, ready=True)], paused=True), "Updating")
     assert verdict[:2] == ("False", "Paused")
     assert "1 of earlier ones" in verdict[2]
 
 
 def test_old_pods_do_not_count_as_updated() -> None:
-    status = told([old(0), old(1), made(new(2), **LATE)])
+    status = reported([old(0), old(1), made(new(2), **LATE)])
     assert condition(status, "DecodeReady")[0] == "False"
     assert condition(status, "Ready")[:2] == ("False", "RolloutStalled")
     assert (status.decode.ready, status.decode.updated, status.decode.revision) == (2, 1, "new")
 
 
 def test_a_stalled_rollout_causes_one_event() -> None:
-    status = told([old(0), old(1), made(new(2), **LATE)])
+    status = reported([old(0), old(1), made(new(2), **LATE)])
     assert "RolloutStalled" in [each.reason for each in new_failures(service(), status)]
     known = service(
         [
@@ -147,7 +147,7 @@ def test_a_stalled_rollout_causes_one_event() -> None:
     )
     assert "RolloutStalled" not in [each.reason for each in new_failures(known, status)]
     assert "UpToDate" not in [
-        each.reason for each in new_failures(service(), told([new(0, ready=True)]))
+        each.reason for each in new_failures(service(), reported([new(0, ready=True)]))
     ]
 
 
