@@ -339,7 +339,7 @@ class EngineClient:
             self._handle(frames)
 
     def _handle(self, frames: list[bytes]) -> None:
-        was_suspect = self._heartbeat.heard()
+        was_suspect = self._heartbeat.received()
         try:
             kind, instance_id, payload = frames
             decoder, handle = self._decoders[kind]

@@ -87,7 +87,7 @@ class FinishReason(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Kind of a failure. It tells clients whether another pod may help."""
+    """Kind of a failure. Clients decide by it whether to try another pod."""
 
     #: The request itself is wrong: no pod will take it.
     INVALID = 0

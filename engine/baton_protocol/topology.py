@@ -81,7 +81,7 @@ class Generation(_Wire, frozen=True):
 class RankPhase(enum.StrEnum):
     #: Not ready to be a member.
     LOADING = "loading"
-    #: Loaded, without a generation: it serves nobody.
+    #: Loaded, but in no generation, so it runs no requests.
     STANDBY = "standby"
     SERVING = "serving"
     #: Its generation lost a member. It keeps its requests and waits for the next generation.

@@ -69,8 +69,8 @@ class SchedulerOutput:
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
     #: Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A
-    #: request samples in this step iff that range reaches the last token the worker knows when it
-    #: runs the step (prompt + generated).
+    #: request samples in this step iff that range reaches the last token that the worker has when
+    #: it runs the step (prompt + generated).
     num_scheduled_tokens: dict[str, int]
     #: Requests that ended or were preempted since the last step. The worker drops them.
     finished_request_ids: list[str]

@@ -55,7 +55,7 @@ class Model:
     #: Restarts of the coordinator during a commit.
     num_restarts: int = 0
     #: Whether a new coordinator finds commits that ranks received but have not completed.
-    learns: bool = True
+    finds_commits: bool = True
     rank_class: type[Rank] = Rank
     #: One of these ranks dies at any time. Then there is an urgent generation of the others.
     mortals: tuple[int, ...] = ()
@@ -184,7 +184,7 @@ class Model:
             yield Move("decide forgotten", sure=False, from_outside=True)
         if state.decision == "forgotten":
             known = any(
-                not key.dead and (key.current == 1 or (key.committed and self.learns))
+                not key.dead and (key.current == 1 or (key.committed and self.finds_commits))
                 for key in state.ranks
             )
             yield Move("decide commit" if known else "decide abort")

@@ -399,7 +399,7 @@ class Soak:
         runner = self._core.executor._worker._runner  # type: ignore[attr-defined]
         rows = set(runner._input_batch._row_of)
         assert rows <= set(scheduler._worker.forgotten_ids), (
-            f"the scheduler never tells the worker to remove {rows}"
+            f"no step makes the worker remove {rows}"
         )
 
 

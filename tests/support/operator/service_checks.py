@@ -30,7 +30,7 @@ class StepChecks:
         self._server = server
         #: uids of pods that the operator has marked as draining, or deleted.
         self._spent: set[str] = set()
-        #: Actions that the operator knows of: (action, uid of the pod).
+        #: Actions that were confirmed to the operator: (action, uid of the pod).
         self._stored_status: set[tuple[str, str]] = set()
         #: (uid, generation)
         self._spec_seen: tuple[str, int] | None = None
@@ -79,7 +79,7 @@ class StepChecks:
             self._nobody_left_without_need()
 
     def _nothing_is_done_twice(self, client: SimulatedClient, pods: Pods) -> None:
-        """The operator knows its confirmed actions, even if the watches are late."""
+        """A confirmed action is not repeated, even if the watches are late."""
         uids = set(map(_uid, pods.values()))
         for what, uid in client.confirmed:
             if what == "exists":

@@ -297,7 +297,7 @@ class SimulatedClient(KubeClient):
         return answer
 
     def _note(self, method: str, path: str, body: Object, answer: Object) -> None:
-        """Record what the operator knows now."""
+        """Record what this reply shows or confirms to the operator."""
         if method == "GET" and path.startswith(service_path()) and path != service_path():
             self.seen_service = answer
         elif method == "GET" and path.endswith("/pods"):
