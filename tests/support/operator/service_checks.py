@@ -76,10 +76,10 @@ class StepChecks:
             )
         self._spent |= {seen[name]["metadata"]["uid"] for name in touched if name in seen}
         if went_well:
-            self._nobody_left_without_need()
+            self._no_member_leaves_without_need()
 
     def _nothing_is_done_twice(self, client: SimulatedClient, pods: Pods) -> None:
-        """A confirmed action is not repeated, even if the watches are late."""
+        """Check that no confirmed action is repeated, even if the watches are late."""
         uids = set(map(_uid, pods.values()))
         for what, uid in client.confirmed:
             if what == "exists":
@@ -141,8 +141,8 @@ class StepChecks:
             )
         self._departed += [seen[m.name] for m in taken]
 
-    def _nobody_left_without_need(self) -> None:
-        """No serving member of the newest revision leaves, unless the size shrinks."""
+    def _no_member_leaves_without_need(self) -> None:
+        """Check that no serving member of the newest revision leaves, unless the size shrinks."""
         services = self._server.list(f"{names.PLURAL}.{names.GROUP}")
         for role in names.MEMBER_ROLES:
             reported = (services[0].get("status") or {}).get(role) or {} if services else {}

@@ -157,13 +157,13 @@ class Service:
         return self.server.wire(self.runtime.kube.resource(kind))
 
     def events_come(self) -> None:
-        """Events that have not arrived yet."""
+        """Let the pending events arrive."""
         self._loop.run_until_idle()
         assert not self._kopf.done(), f"kopf ended: {self._kopf}"
 
     @property
     def is_current(self) -> bool:
-        """Bring the API server's watch caches up to date."""
+        """Whether the API server's watch caches are up to date."""
         return not any(wire.is_behind for wire in self.server.wires)
 
     def reconcile(
