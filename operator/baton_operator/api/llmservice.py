@@ -1,12 +1,12 @@
 """The LLMService resource, v1alpha1, as typed structs.
 
-Those of the model, the groups and access are in `spec_*.py`.
+The structs of the model, the groups and access are in `spec_*.py`.
 
-`crd.py` turns them into the CRD's schema: docstrings and the `#:` comments of fields become
-descriptions, types, `Meta` and defaults become bounds and defaults. What the API server refuses is
-written here and in `rules.py`.
+`crd.py` turns them into the CRD's schema. Docstrings and the `#:` comments of fields become
+descriptions. Types, `Meta` and defaults become bounds and defaults. With `rules.py`, they define
+what the API server refuses.
 
-Only what the engine can do is accepted; a bound that will be lifted says so in its description.
+The schema accepts only what the engine can do. The description of a temporary bound says so.
 """
 
 from __future__ import annotations
