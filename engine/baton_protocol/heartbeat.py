@@ -17,8 +17,8 @@ SUSPECT_AFTER_INTERVALS = 2
 class Heartbeat:
     """A count of the engine's silence, in intervals that begin with a PING.
 
-    An interval counts as two at most. So the time in which this process did not run, because it
-    was stopped or short of CPU, does not count.
+    A long interval counts as no more than two. The rest is time in which this process did not run,
+    because it was stopped or short of CPU.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:
