@@ -1,20 +1,21 @@
-"""An expert-parallel group that scales under load, with all processes on this host, and a control.
+"""Scaling of an expert-parallel group under load, compared with a control run.
 
     make bench SUBJECT=elastic [ARGS="--cycles 10"]
 
-A seeded generator keeps 32 streams open through a gateway while the group scales 2 -> 4 -> 3 -> 6
--> 2 ranks, `--cycles` times. Ranks that leave are drawn at random. Figures of an operation:
+All processes run on this host; they are those of the chaos suite (tests/support). A seeded
+generator keeps 32 streams open through a gateway while the group scales 2 -> 4 -> 3 -> 6 -> 2
+ranks, `--cycles` times. Ranks that leave are drawn at random. Figures of an operation:
 
-- seconds in each phase, from the coordinator: new ranks start and load, then the commit
+- the seconds of each phase, from the coordinator: new ranks start and load, then the commit
 - the longest time between two tokens of any stream
 - the pause of steps for the commit: upper bound of the highest bucket hit in the ranks' histogram
 
-Starting processes on two cores slows down everything, so a control run has the same load on two
-ranks that stay, while unused engines of the same size start and stop in the same rhythm. Goals
-refer to the difference. At the end: the throughput of groups of 1, 2 and 4 ranks, and the cost of
-the exchange before each step. Every token of every stream is checked against `transformers`.
+Processes that start on two cores slow down all others. So a control run has the same load on two
+ranks that stay. Unused engines of the same size start and stop at the same points of each cycle.
+Goals refer to the difference between the two runs.
 
-The processes are those of the chaos suite (tests/support).
+The benchmark also measures the throughput of groups of 1, 2 and 4 ranks, and the cost of the
+exchange before each step. Every token of every stream is checked against `transformers`.
 """
 
 from __future__ import annotations

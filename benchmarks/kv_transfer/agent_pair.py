@@ -1,12 +1,14 @@
 """A pair of processes with one agent each, of Baton or of NIXL. bench.py makes them move blocks.
 
-    plain     The initiator posts all blocks as one transfer, READ or WRITE, and waits for DONE.
-    proved    Blocks move in pieces of a few MiB that overlap. The producer sums the blocks of a
-              piece, they move, and the consumer sums and compares them. Control messages are
-              notifications of the same library. The sums of a WRITE travel with the transfer. The
-              exchange ends when the initiator knows that all blocks were verified.
+There are two modes:
 
-A pair is stopped (SIGSTOP) while another one is measured: NIXL's progress thread never sleeps, so
+    plain       The initiator posts all blocks as one transfer, READ or WRITE, and waits for DONE.
+    verified    Blocks move in pieces of a few MiB that overlap. The producer sums the blocks of a
+                piece, and the consumer sums them again and compares. Control messages are
+                notifications of the same library. The sums of a WRITE travel with the transfer.
+                The exchange ends when the initiator knows that all blocks are verified.
+
+A pair is stopped (SIGSTOP) while another one is measured. NIXL's progress thread never sleeps, so
 each of its processes would take a whole core from the measured pair.
 """
 
@@ -33,14 +35,14 @@ from baton_kernels.block_checksum import sum_runs
 
 DEADLINE_S = 60.0
 PIECE_BYTES = 4 * 2**20
-#: How long a side of that library sleeps between two looks. NIXL wakes nobody; one that never slept
-#: would take a processor.
+#: Poll interval of each NIXL pair, in seconds. NIXL does not wake its user, and a side that polled
+#: without sleeping would take a processor.
 NIXL_POLL_S = {"nixl": 0.0001, "nixl 20 us": 0.00002}
-#: NIXL has them, too: with UCX's own it is half as fast.
+#: For both libraries. With UCX's defaults, NIXL is half as fast.
 UCX_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "513K"}
 NAMES = ("initiator", "owner")
 _PIECE = struct.Struct("<II")  # first block in the order of the shape, blocks; their sums follow
-_GO, _PROVED = b"go", b"proved"
+_GO, _VERIFIED = b"go", b"verified"
 
 
 def make_agent(library: str, name: str) -> Any:
@@ -62,7 +64,7 @@ def make_agent(library: str, name: str) -> Any:
 class Side:
     """One of the two processes.
 
-    `source` is filled once; the other process's blocks arrive in `target`.
+    `source` is filled once. The blocks of the other process arrive in `target`.
     """
 
     def __init__(self, library: str, name: str, pipe: Connection, max_bytes: int) -> None:
@@ -86,13 +88,13 @@ class Side:
         self._agent.add_remote_agent(metadata)
 
     def next_command(self, pipe: Connection) -> Any:
-        """Ours sleeps in one place only, as a connector's thread does."""
+        """Receive a command. Our library sleeps in `_sleep` only, as a connector's thread does."""
         while self._poll_s is None and not pipe.poll(0):
             self._sleep(pipe.fileno())
         return pipe.recv()
 
     def prepare(self, num_blocks: int, block_bytes: int) -> None:
-        """Takes blocks in another random order on each side, so that none merge."""
+        """Draw a random order of the blocks for each memory, so that no two of them merge."""
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         random = np.random.default_rng(num_blocks)
         self._from, self._to = random.permutation(num_blocks), random.permutation(num_blocks)
@@ -114,14 +116,14 @@ class Side:
         }
 
     def plain(self, op: str) -> float:
-        """Seconds."""
+        """Transfer all blocks. Return the seconds until DONE."""
         started = time.perf_counter()
         handle = self._post(op, slice(None))
         self._wait(lambda: self._ended(handle))
         return time.perf_counter() - started
 
-    def proved(self, op: str) -> float:
-        """Seconds; the initiator's part."""
+    def verified(self, op: str) -> float:
+        """Run the initiator's side of the mode `verified`. Return its seconds."""
         started = time.perf_counter()
         self._agent.send_notif(self.peer, _GO)
         if op == "READ":
@@ -132,12 +134,12 @@ class Side:
                 posted.append(self._post("WRITE", rows, self._describe(rows)))
                 posted = self._drop_ended(posted)
             self._wait(lambda: not self._drop_ended(posted))
-            self._wait(lambda: self._heard(_PROVED))
+            self._wait(lambda: self._received(_VERIFIED))
         return time.perf_counter() - started
 
     def serve(self, op: str) -> None:
-        """Run the owner's side of the mode `proved`."""
-        self._wait(lambda: self._heard(_GO))
+        """Run the owner's side of the mode `verified`."""
+        self._wait(lambda: self._received(_GO))
         if op == "READ":
             for rows in self._pieces():
                 self._agent.send_notif(self.peer, self._describe(rows))
@@ -145,14 +147,14 @@ class Side:
         missing = self.num_blocks
         while missing:
             for message in self._wait(self._messages):
-                missing -= self._prove(message)
-        self._agent.send_notif(self.peer, _PROVED)
+                missing -= self._verify(message)
+        self._agent.send_notif(self.peer, _VERIFIED)
 
     def clear(self) -> None:
         self.target[: self.num_blocks * self.block_bytes // 8] = 0
 
     def usage(self) -> tuple[float, int]:
-        """Processor time and voluntary context switches of this process so far."""
+        """Return the processor time and voluntary context switches of this process so far."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime, used.ru_nvcsw
 
@@ -161,14 +163,14 @@ class Side:
         missing = self.num_blocks
         while missing:
 
-            def something() -> bool:
+            def is_piece_complete() -> bool:
                 for message in self._messages():
                     first, count = _PIECE.unpack_from(message)
                     reading.append((self._post("READ", slice(first, first + count)), message))
                 return bool(reading) and self._ended(reading[0][0])
 
-            self._wait(something)
-            missing -= self._prove(reading.popleft()[1])
+            self._wait(is_piece_complete)
+            missing -= self._verify(reading.popleft()[1])
 
     def _pieces(self) -> list[slice]:
         step = max(1, PIECE_BYTES // self.block_bytes)
@@ -182,8 +184,8 @@ class Side:
         sums: NDArray[np.uint64] = sum_runs(addresses, self.block_bytes)
         return _PIECE.pack(rows.start, len(sums)) + sums.tobytes()
 
-    def _prove(self, message: bytes) -> int:
-        """Blocks of the piece."""
+    def _verify(self, message: bytes) -> int:
+        """Verify the blocks of a piece. Return their number."""
         first, count = _PIECE.unpack_from(message)
         addresses = self.target.ctypes.data + self._to[first : first + count] * self.block_bytes
         if not np.array_equal(
@@ -201,7 +203,10 @@ class Side:
         return handle
 
     def _drop_ended(self, handles: list[Any]) -> list[Any]:
-        """Asking is what makes NIXL send a transfer's notification."""
+        """Return the transfers that have not ended.
+
+        NIXL sends a transfer's notification only when the state of the transfer is read.
+        """
         return [handle for handle in handles if not self._ended(handle)]
 
     def _ended(self, handle: Any) -> bool:
@@ -211,24 +216,24 @@ class Side:
         return bool(state == "DONE")
 
     def _messages(self) -> list[bytes]:
-        """Takes all that arrived."""
+        """Take all messages that have arrived."""
         messages, self._inbox = self._inbox, []
         return messages + [
             message for messages in self._agent.get_new_notifs().values() for message in messages
         ]
 
-    def _heard(self, word: bytes) -> bool:
-        """Takes this message only."""
+    def _received(self, word: bytes) -> bool:
+        """Take this message from the inbox. Return whether it has arrived."""
         self._inbox = self._messages()
-        heard = word in self._inbox
-        if heard:
+        has_arrived = word in self._inbox
+        if has_arrived:
             self._inbox.remove(word)
-        return heard
+        return has_arrived
 
     def _wait(self, condition: Callable[[], Any]) -> Any:
-        """Wait for a condition: our library wakes its user, NIXL is polled.
+        """Wait for a condition. Our library wakes its user; NIXL is polled.
 
-        Both look once before they wait.
+        With both, the condition is checked once before the first wait.
         """
         deadline = time.perf_counter() + DEADLINE_S
         while not (value := condition()):
@@ -241,7 +246,7 @@ class Side:
         return value
 
     def _sleep(self, fd: int) -> None:
-        """Until there is something to read there, or the agent has done something."""
+        """Sleep until `fd` is readable or the agent has made progress."""
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         with self._agent.waiting() as agent_fd:
@@ -261,7 +266,7 @@ def _run(pipe: Connection, library: str, name: str, max_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """One transfer of all blocks; processor time and wake-ups are of both processes."""
+    """One transfer of all blocks. Processor time and wake-ups are sums over both processes."""
 
     seconds: float
     cpu_seconds: float
@@ -270,12 +275,12 @@ class Sample:
 
 class AgentPair:
     def __init__(self, library: str, tls: str, max_bytes: int) -> None:
-        """Start both processes. Both libraries get our settings of UCX's TCP.
+        """Start both processes. Both libraries get UCX_SETTINGS.
 
         Args:
             library: see `make_agent`.
             tls: UCX_TLS of both processes; "" leaves it unset.
-            max_bytes: the most bytes of one transfer.
+            max_bytes: upper bound of the bytes of one transfer.
         """
         context = mp.get_context("spawn")
         before = {key: os.environ.pop(key, None) for key in ("UCX_TLS", *UCX_SETTINGS)}
@@ -297,22 +302,22 @@ class AgentPair:
         hellos = [pipe.recv() for pipe in self._pipes]
         for pipe, hello in zip(self._pipes, reversed(hellos), strict=True):
             pipe.send(hello)
-        self._both("prepare", 1, 4096)  # once it answers, the sides know each other
+        self._both("prepare", 1, 4096)  # an answer means that the sides are connected
         self._signal(signal.SIGSTOP)
 
     def prepare(self, num_blocks: int, block_bytes: int) -> None:
         with self._awake():
             self._both("prepare", num_blocks, block_bytes)
 
-    def measure(self, op: str, proved: bool) -> Sample:
+    def measure(self, op: str, verify: bool) -> Sample:
         with self._awake():
             self._both("clear")
             before = self._both("usage")
-            if proved:
+            if verify:
                 self._pipes[1].send(("serve", op))
-            self._pipes[0].send(("proved" if proved else "plain", op))
+            self._pipes[0].send(("verified" if verify else "plain", op))
             seconds: float = self._answer(0)
-            if proved:
+            if verify:
                 self._answer(1)
             cpu, wakeups = np.subtract(self._both("usage"), before).sum(axis=0)
         return Sample(seconds, float(cpu), int(wakeups))

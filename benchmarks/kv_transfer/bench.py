@@ -2,29 +2,34 @@
 
     make bench SUBJECT=kv_transfer [ARGS="--max-mib 256 --repeats 7"]
 
-Each transport runs in a pair of processes of its own. Our UCX and NIXL's have the same settings.
-There are two parts:
+Each transport runs in its own pair of processes. Our UCX and NIXL's have the same settings. There
+are two parts:
 
     tcp       UCX_TLS=tcp: `ucx` and `tcp` beside NIXL
-    default   UCX_TLS is not set: `auto`, which is `shm` on one host, beside NIXL, which then has
-              shared memory
+    default   UCX_TLS is not set: `auto`, which is `shm` on one host, beside NIXL, which then uses
+              UCX's shared memory
 
-Each side takes its blocks in a random order of its own. So none merge: one descriptor per block. A
-figure is the blocks' bytes over the time of the whole transfer. `off` is the time from posting to
-DONE. With `on`, the producer sums every block, it moves, and the consumer verifies it, in pieces
-that overlap (agent_pair.py).
+Each side has its blocks in a random order, so no two of them merge: there is one descriptor per
+block. A figure is the blocks' bytes over the time of the whole transfer. With checksums off, that
+is the time from posting to DONE. With checksums on, the producer sums the blocks and the consumer
+verifies them, in pieces that overlap (agent_pair.py).
 
-Our API wakes its user. One NIXL pair polls every 100 us, another every 20. Only the measured pair
-runs, the others are stopped. Each repeat begins with another pair. Shapes of up to 16 MiB vary most
-and are repeated three times as often. A ratio is NIXL's time over ours: the median of the repeats'
-ratios, because the machine may be busy, and the lower of the two pairs', so that the better NIXL
-counts.
+Our API wakes its user. One NIXL pair polls every 100 us, another every 20 us. Only the measured
+pair runs; the others are stopped. Each repeat begins with another pair. Shapes of up to 16 MiB vary
+most and are repeated three times as often.
 
-Limits are found by counting, with checksums on: the processor time of both processes over the time
-of the transfer (2.0: both processors were busy), and how often a thread of them went to sleep.
-`copies`: 1.5 processors or more were busy. A byte is summed twice, and copied twice through a
-socket or once by process_vm_readv. `wake-ups`: fewer were busy, each side waits for the other.
-ceilings.py measures the ceilings. NIXL runs if `nixl_cu12` is installed.
+A ratio is NIXL's time over ours, as the median over the repeats, because the machine may be busy.
+Of the ratios to the two NIXL pairs the lower one counts.
+
+The limit of a transfer with checksums follows from two counts. One is the processor time of both
+processes over the time of the transfer; 2.0 means that both processors were busy. The other is how
+often their threads went to sleep.
+
+    copies      At least 1.5 processors were busy. Each byte is summed twice, and copied twice
+                through a socket or once by process_vm_readv.
+    wake-ups    Fewer processors were busy: the sides wait for each other.
+
+ceilings.py measures the ceilings. NIXL is measured if `nixl_cu12` is installed.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ Row = dict[str, Any]
 
 
 def measure(
-    pairs: dict[str, AgentPair], part: str, shape: tuple[int, int], repeats: int, proved: bool
+    pairs: dict[str, AgentPair], part: str, shape: tuple[int, int], repeats: int, verify: bool
 ) -> Row:
     """Measure GB/s of each transport and operation, ratios to the better NIXL, and the limits.
 
@@ -71,7 +76,7 @@ def measure(
         order = list(pairs)
         for repeat in range(repeats + 1):
             for library in order:
-                sample = pairs[library].measure(op, proved)
+                sample = pairs[library].measure(op, verify)
                 if repeat:  # the first is for warming up
                     samples[library].append(sample)
             order.append(order.pop(0))
@@ -90,7 +95,7 @@ def measure(
             ]
             if ratios:
                 row[f"{ours} ratio {op}"] = round(min(ratios), 2)
-        if proved:
+        if verify:
             row |= limit(OURS[part][0], op, samples[OURS[part][0]])
     return row
 
@@ -169,7 +174,7 @@ def main() -> None:
         pairs = {
             library: AgentPair(library, TLS[part], max_bytes) for library in (*OURS[part], *others)
         }
-        for proved in (False, True):
+        for verify in (False, True):
             rows: list[Row] = []
             for num_blocks, block_bytes in shapes:
                 if num_blocks * block_bytes > max_bytes:
@@ -177,11 +182,11 @@ def main() -> None:
                 for pair in pairs.values():
                     pair.prepare(num_blocks, block_bytes)
                 times = SHORT_REPEATS if num_blocks * block_bytes <= SHORT_BYTES else 1
-                title = f"{part}, checksums {'on' if proved else 'off'}, GB/s"
+                title = f"{part}, checksums {'on' if verify else 'off'}, GB/s"
                 row = {"part": title, "block_kib": block_bytes // 1024, "num_blocks": num_blocks}
                 rows.append(
                     row
-                    | measure(pairs, part, (num_blocks, block_bytes), times * args.repeats, proved)
+                    | measure(pairs, part, (num_blocks, block_bytes), times * args.repeats, verify)
                 )
                 print(rows[-1], flush=True)
             table += rows

@@ -1,13 +1,15 @@
-"""The hand-off as a client sees it: the hidden part of the transfer, the delay of the second token.
+"""Two costs of the hand-off for a client: the visible transfer, the delay of the second token.
 
     PYTHONPATH=benchmarks python benchmarks/kv_transfer/handoff.py [--repeats 5] [--quick]
 
 Run it after `make bench SUBJECT=kv_transfer`: its figures join that result. Engines are processes
 with one compute thread each. Prefill engines run on one core, decode engines on another. The model
 is a llama of 340 million parameters. Its KV block has 4 MiB, like that of 64 layers with 8 KV heads
-of 128 in bfloat16. Every prompt is new. Each hand-off has a partner: just before or after it, in
-turns, the same decode engine prefills a prompt of the same length itself. Figures are medians.
-Shorter prompts are measured more often, because the same noise is a larger part of their growth.
+of 128 in bfloat16. Every prompt is new.
+
+Each hand-off has a partner: the same decode engine prefills a prompt of the same length itself,
+alternately just before or just after it. Figures are medians. Shorter prompts are measured more
+often, because the same noise is a larger part of their growth.
 
     hidden = 1 - visible / alone
     visible          from the end of a prompt's last prefill step, which samples its token, to the
@@ -150,14 +152,18 @@ class Engine:
             )
 
     async def connect(self) -> None:
-        """Raises RuntimeError with the end of its log if it does not become ready."""
+        """Connect and wait until the engine is ready.
+
+        Raises:
+            RuntimeError: it did not become ready. The message has the end of its log.
+        """
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
                 await self.client.connect(5)
                 await self.client.wait_ready(START_TIMEOUT_S)
                 return
-            except Exception as error:  # it does not listen yet, or never will
+            except Exception as error:  # it does not listen yet, or has failed
                 await self.client.close()
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     log = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
@@ -168,10 +174,10 @@ class Engine:
                 await asyncio.sleep(0.1)
 
     def event(self, event: str, transfer_id: str) -> float:
-        """When it happened: monotonic seconds.
+        """Return the monotonic time of an event of a transfer, in seconds.
 
         Raises:
-            RuntimeError: the transfer failed, or it did not happen.
+            RuntimeError: the transfer failed, or the event has not happened.
         """
         for line in reversed(self.times.read_text().splitlines()):
             what, whose, seconds, error = json.loads(line)
@@ -191,7 +197,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one request, in seconds."""
+    """Times of one request, in seconds."""
 
     #: From its start to the first token.
     prefill: float
@@ -201,8 +207,8 @@ class Times:
     visible: float = 0.0
     #: From the computation of the last step's blocks to the verification of the last block.
     transfer: float = 0.0
-    #: From the first token to the beginning of the step that computes the second; less than 0: it
-    #: began before the client saw the first.
+    #: From the first token to the beginning of the step that computes the second. Negative if that
+    #: step began before the client received the first token.
     waited: float = 0.0
 
 
@@ -210,7 +216,7 @@ _ids = itertools.count()
 
 
 async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times:
-    """What the gateway does with one request, to its second token."""
+    """Run a request as the gateway does: prefill on one engine, then decode on the other."""
     name = f"handoff-{next(_ids)}"
     consume = KVTransferParams(
         side=KVSide.CONSUME,
@@ -224,9 +230,9 @@ async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times
     )
     started = time.monotonic()
     rest = decode.client.add(EngineCoreRequest(name, prompt, greedy(2), kv_transfer=consume))
-    leg = prefill.client.add(EngineCoreRequest(name, prompt, greedy(1), kv_transfer=produce))
+    stage = prefill.client.add(EngineCoreRequest(name, prompt, greedy(1), kv_transfer=produce))
     async with asyncio.timeout(REQUEST_TIMEOUT_S):
-        output = await anext(leg)
+        output = await anext(stage)
         first = time.monotonic()
         decode.client.prefill_result(PrefillResult(name, output.new_token_ids))
         last = await anext(rest)
@@ -245,7 +251,7 @@ async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times
 
 
 async def alone(engine: Engine, prompt: list[int]) -> Times:
-    """The engine prefills for itself."""
+    """Run a request on one engine, without a hand-off."""
     name = f"alone-{next(_ids)}"
     started = time.monotonic()
     stream = engine.client.add(EngineCoreRequest(name, prompt, greedy(2)))
@@ -277,7 +283,7 @@ async def engines(
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise RuntimeError("prefill and decode need a core each, this process has one")
+        raise RuntimeError("prefill and decode need one core each, and this process has only one")
     whole = max(PROMPT_BLOCKS) * BLOCK_SIZE
     hosts = (f"127.{os.getpid() % 200 + 20}.77.{number}" for number in itertools.count(1))
     prefills = {
@@ -322,15 +328,16 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Pair:
-    """Partners: two prompts of one length, one after the other."""
+    """Two prompts of one length, one after the other."""
 
-    #: The decode engine prefilled for itself.
+    #: The decode engine prefilled the prompt itself.
     own: Times
+    #: A prefill engine handed the prompt's KV over.
     handed: Times
 
 
 async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[Key, list[Pair]]:
-    """All ways in turn; prompts of half the length twice as often."""
+    """Measure all ways in turn. Prompts of half the length are measured twice as often."""
     rng = random.Random(5)
     pairs: dict[Key, list[Pair]] = defaultdict(list)
 
@@ -347,9 +354,8 @@ async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[
 
     with tempfile.TemporaryDirectory() as folder:
         async with engines(Path(folder), checkpoint) as (prefills, decodes):
-            for prefill, decode in itertools.product(
-                prefills.values(), decodes.values()
-            ):  # greets and warms up
+            # Connect and warm up.
+            for prefill, decode in itertools.product(prefills.values(), decodes.values()):
                 await pair(prefill, decode, lengths[0], own_first=True)
             for repeat, num_blocks in itertools.product(range(repeats), lengths):
                 for turn in range(max(lengths) // num_blocks):
@@ -427,7 +433,7 @@ def figures(pairs: dict[Key, list[Pair]], lengths: tuple[int, ...]) -> tuple[Row
 
 
 def growth_of(pairs: list[Pair]) -> dict[str, float]:
-    """The figures of one way, mode and length: see the module's docstring."""
+    """Return the figures of one way, mode and length, as the module's docstring defines them."""
     prefill = statistics.median(pair.own.prefill for pair in pairs)
     differences = [pair.handed.gap - pair.own.gap for pair in pairs]
     growth = statistics.median(differences)
@@ -451,7 +457,7 @@ def growth_of(pairs: list[Pair]) -> dict[str, float]:
 
 
 def measure(repeats: int, quick: bool = False) -> tuple[Rows, list[Goal]]:
-    """Rows of two parts, and the goals they are held against."""
+    """Return the rows of both parts, and the goals."""
     lengths = (2, 4) if quick else PROMPT_BLOCKS
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = create_checkpoint(

@@ -141,22 +141,22 @@ class EngineClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests of this client in flight."""
+        """Number of requests of this client in flight."""
         return len(self._streams)
 
     @property
     def status(self) -> Pong | None:
-        """What the engine said of itself last."""
+        """The engine's latest PONG."""
         return self._heartbeat.status
 
     @property
     def num_requests(self) -> int:
-        """Requests at the engine, those of other clients included, as far as known."""
+        """Number of requests at the engine, including those of other clients at the latest PONG."""
         return self._heartbeat.num_requests(self.num_unfinished)
 
     @property
     def accepts_requests(self) -> bool:
-        """Ready, not draining, and not silent for longer than it should be."""
+        """Whether the engine is ready, not draining, and not silent for too long."""
         if self.ready is None or self.dead_reason is not None:
             return False
         return not (self._heartbeat.draining or self._heartbeat.suspect)
@@ -339,7 +339,7 @@ class EngineClient:
             self._handle(frames)
 
     def _handle(self, frames: list[bytes]) -> None:
-        was_suspect = self._heartbeat.heard()
+        was_suspect = self._heartbeat.received()
         try:
             kind, instance_id, payload = frames
             decoder, handle = self._decoders[kind]
@@ -403,7 +403,7 @@ class EngineClient:
 
     def _on_ready(self, ready: Ready) -> None:
         self.ready = ready
-        if self.status is not None:  # was said before this
+        if self.status is not None:  # this PONG is older than READY
             self.status.draining = False
         self._ready_event.set()
         self._ready_again()

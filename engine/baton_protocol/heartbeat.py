@@ -1,15 +1,15 @@
-"""Heartbeats with one engine: how long it has been silent, and the load that it reported."""
+"""Heartbeats with one engine: the duration of its silence, and the load that it reported."""
 
 from __future__ import annotations
 
 from baton_protocol.messages import Ping, Pong
 
 HEARTBEAT_INTERVAL_S = 0.5
-#: Silence after which an engine counts as dead. A killed process is noticed at once, by its
-#: connection; this is for frozen ones.
+#: Silence after which an engine counts as dead. This detects frozen processes. The connection of a
+#: killed process closes at once.
 HEARTBEAT_TIMEOUT_S = 3.0
-#: An engine that loads its model may be silent for so many times longer: imports and weights hold
-#: its interpreter for seconds.
+#: Factor of the timeout while an engine loads its model. Imports and weights hold its interpreter
+#: for seconds.
 LOADING_PATIENCE = 5
 SUSPECT_AFTER_INTERVALS = 2
 
@@ -17,37 +17,37 @@ SUSPECT_AFTER_INTERVALS = 2
 class Heartbeat:
     """A count of the engine's silence, in intervals that begin with a PING.
 
-    Time in which this process did not run, because it was stopped or short of CPU, does not count:
-    a longer interval counts as two at most.
+    A long interval counts as no more than two. The rest is time in which this process did not run,
+    because it was stopped or short of CPU.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:
         self.interval_s = interval_s
         self.silence_s = 0.0
-        #: The latest.
+        #: The latest PONG.
         self.status: Pong | None = None
         self._timeout_s = timeout_s
-        self._heard = False
+        self._has_received = False
         self._sequence = 0
         self._own_at_ping = 0
         self._own_at_status = 0
 
     def ping(self, num_unfinished: int) -> Ping:
-        """Begins an interval; `num_unfinished` requests of this client are in flight."""
-        self._heard = False
+        """Begin an interval. `num_unfinished` requests of this client are in flight."""
+        self._has_received = False
         self._sequence += 1
         self._own_at_ping = num_unfinished
         return Ping(self._sequence)
 
     def waited(self, elapsed_s: float) -> None:
-        """The interval is over; so much time has passed."""
-        if not self._heard:
+        """End the interval, which has lasted `elapsed_s`."""
+        if not self._has_received:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
 
-    def heard(self) -> bool:
-        """The engine said something. Returns whether it was suspect before."""
+    def received(self) -> bool:
+        """End the silence, because a message has arrived. Return whether the engine was suspect."""
         was_suspect = self.suspect
-        self._heard = True
+        self._has_received = True
         self.silence_s = 0.0
         return was_suspect
 
@@ -62,7 +62,7 @@ class Heartbeat:
 
     @property
     def suspect(self) -> bool:
-        """Silent, but not yet dead: better give it nothing new."""
+        """Whether the engine has been silent too long to send it new requests."""
         return self.silence_s >= SUSPECT_AFTER_INTERVALS * self.interval_s
 
     def is_dead(self, *, loading: bool) -> bool:
@@ -71,7 +71,8 @@ class Heartbeat:
     def num_requests(self, num_unfinished: int) -> int:
         """Return the number of requests at the engine.
 
-        These are those of all clients at its last answer, and those that this client sent later.
+        It counts the requests of all clients at the last PONG, and those that this client sent
+        later.
         """
         if self.status is None:
             return num_unfinished

@@ -75,7 +75,7 @@ class FinishReason(enum.IntEnum):
     STOP = 0
     #: max_tokens or max_model_len was reached.
     LENGTH = 1
-    #: The client asked for it.
+    #: The client aborted the request.
     ABORT = 2
     #: The engine failed; see `EngineCoreOutput.error`.
     ERROR = 3
@@ -87,7 +87,7 @@ class FinishReason(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Kind of a failure. It tells clients whether another pod may help."""
+    """Kind of a failure. Clients decide by it whether to try another pod."""
 
     #: The request itself is wrong: no pod will take it.
     INVALID = 0
@@ -97,7 +97,7 @@ class ErrorCode(enum.IntEnum):
     OVERLOADED = 2
     #: The step failed; another pod may succeed.
     INTERNAL = 3
-    #: KV blocks could not be fetched and the policy says fail.
+    #: KV blocks could not be loaded, and the engine does not compute them instead.
     KV_LOAD = 4
     #: It can never fit this engine: longer than max_model_len, or than the KV memory. The
     #: finish_reason is LENGTH.

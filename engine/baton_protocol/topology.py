@@ -81,7 +81,7 @@ class Generation(_Wire, frozen=True):
 class RankPhase(enum.StrEnum):
     #: Not ready to be a member.
     LOADING = "loading"
-    #: Loaded, without a generation: it serves nobody.
+    #: Loaded, but in no generation, so it runs no requests.
     STANDBY = "standby"
     SERVING = "serving"
     #: Its generation lost a member. It keeps its requests and waits for the next generation.
@@ -89,13 +89,13 @@ class RankPhase(enum.StrEnum):
 
 
 class Activity(enum.StrEnum):
-    """The activity of a rank's loop, as its link reports it, also while the loop stands still."""
+    """The activity of a rank's loop, as its link reports it, even if the loop is stalled."""
 
     #: Outside steps.
     RESTS = "rests"
     #: In the exchange of votes before a step.
     WAITS = "waits"
-    #: A step, in which the ranks exchange tokens, too.
+    #: In a step, in which the ranks also exchange tokens.
     RUNS = "runs"
 
 
@@ -166,7 +166,7 @@ class StartWave(_Wire, frozen=True):
 
 
 class TopologyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of PUT /topology: the topology that is wanted.
+    """The body of PUT /topology: the requested topology.
 
     The same operation id again changes nothing. A newer one supersedes one that is not committed.
     """
@@ -182,7 +182,7 @@ class OperationPhase(enum.StrEnum):
     PREPARING = "preparing"
     COMMITTING = "committing"
     DONE = "done"
-    #: The coordinator retries the operation later, if it is still wanted.
+    #: The coordinator retries the operation later, if it is still requested.
     FAILED = "failed"
     SUPERSEDED = "superseded"
 

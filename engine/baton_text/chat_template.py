@@ -29,7 +29,7 @@ _RENDER_FAILURES = (
 
 
 class ChatTemplateError(ValueError):
-    """The template refuses the messages, or fails on them."""
+    """The template refuses the messages, or cannot render them."""
 
 
 class ChatTemplate:
@@ -67,7 +67,7 @@ class ChatTemplate:
             variables: further template variables (`enable_thinking`, ...).
 
         Raises:
-            ChatTemplateError: the template refuses the messages, or fails on them.
+            ChatTemplateError: the template refuses the messages, or cannot render them.
         """
         values: dict[str, Any] = {
             "tools": None,

@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens and return the text that became final."""
         # Special tokens and ids without a token have no text: a run of bytes continues across them.
-        new_ids = [i for i in token_ids if i not in self._skipped and self._tokenizer.knows(i)]
+        new_ids = [i for i in token_ids if i not in self._skipped and self._tokenizer.has_token(i)]
         if not new_ids:
             return ""
         self._window += new_ids

@@ -1,15 +1,15 @@
-"""What is wrong with a request."""
+"""The error of a request that cannot be served as it is."""
 
 from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """The request is wrong.
+    """A request that is malformed, or has a value that is not allowed.
 
     Args:
-        message: what is wrong, and what would be right.
+        message: names the mistake and the correction.
         param: the field, like `messages[0].content`.
-        code: OpenAI's machine-readable code, where there is one.
+        code: OpenAI's machine-readable code, if there is one.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:

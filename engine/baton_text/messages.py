@@ -1,4 +1,4 @@
-"""Chat messages: checked, and as chat templates take them."""
+"""Chat messages: their validation, and their form for chat templates."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    #: Any: only looked at to be refused.
+    #: A request with one of the next two is refused.
     tool_calls: Any = None
     function_call: Any = None
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Checked messages as chat templates take them. Raises RequestError."""
+    """Validate messages and return them in the form for chat templates.
+
+    Raises:
+        RequestError: names the first invalid message.
+    """
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
     return [_template_message(message) for message in messages]

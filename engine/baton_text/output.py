@@ -27,18 +27,18 @@ from baton_text.tokenizer import Tokenizer
 
 @dataclass
 class TextOutput:
-    """The part of the answer that one engine output adds."""
+    """The part of the text that one engine output adds."""
 
     text: str = ""
-    #: Includes tokens whose text is held back or left out.
+    #: All new tokens, including those whose text is held back or left out.
     token_ids: list[int] = field(default_factory=list)
-    #: Without those of a token that ends the answer.
+    #: Log-probabilities of these tokens, without a token that ends the text.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    #: stop, length or repetition.
+    #: "stop", "length" or "repetition" in the last part.
     finish_reason: str | None = None
-    #: The stop string or token id that ended it; None for the model's own end.
+    #: The stop string or token id that ended the text. None: the model's EOS.
     stop_reason: int | str | None = None
-    #: From prompt position 1 on, with the first token, if the request wants them.
+    #: From prompt position 1 on, if requested. They arrive with the first token.
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -71,9 +71,9 @@ class OutputProcessor:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stop_token_ids = frozenset(stop_token_ids or ())
-        #: Tokens of the answer: up to the one that completed a stop string.
+        #: Tokens of the text, up to the one that completed a stop string.
         self.num_tokens = 0
-        #: Sum over these tokens, if logprobs are wanted.
+        #: Sum of their log-probabilities, if requested.
         self.cumulative_logprob = 0.0
 
     @property
@@ -82,9 +82,9 @@ class OutputProcessor:
         return self.cumulative_logprob / max(1, self.num_tokens)
 
     def push(self, output: EngineCoreOutput) -> TextOutput:
-        """Add an engine output and return its part of the answer.
+        """Add an engine output and return its part of the text.
 
-        A result with a finish_reason is the last one, also if the engine has not finished.
+        A part with a finish_reason is the last one, even if the engine has not finished.
         """
         result = TextOutput(prompt_logprobs=output.prompt_logprobs)
         for index, token_id in enumerate(output.new_token_ids):
@@ -94,7 +94,7 @@ class OutputProcessor:
                 self.cumulative_logprob += output.new_logprobs[index].logprob
             last = index == len(output.new_token_ids) - 1
             if last and output.stop_token_id is not None and not self._include_stop:
-                break  # the token that ends the answer is no part of it
+                break  # the token that ends the text is not part of it
             result.text += self._scan(self._detokenizer.push([token_id]))
             if output.new_logprobs is not None:
                 result.logprobs.append(output.new_logprobs[index])
@@ -207,7 +207,7 @@ def prompt_token_logprobs(
 
 
 def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, PromptTokenLogprob]:
-    """One position: its own token first, then the most likely ones."""
+    """Return the entries of one position: its own token first, then the most likely ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
         return PromptTokenLogprob(
@@ -221,7 +221,7 @@ def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, Prom
 
 
 def join_routed_experts(parts: list[RoutedExperts]) -> RoutedExperts | None:
-    """Of consecutive tokens, put together; None if there are none."""
+    """Join the routed experts of consecutive tokens. Return None without parts."""
     if not parts:
         return None
     _, layers, experts = parts[0].shape

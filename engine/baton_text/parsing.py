@@ -1,4 +1,4 @@
-"""JSON bodies to checked requests; what is wrong with one is said with the name of the field."""
+"""Decoding of JSON bodies into validated requests. Errors name the field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton_text.errors import RequestError
 
 
 class Checked(Protocol):
-    """A request that can tell what is wrong with it."""
+    """A request with further checks than those of its fields' types."""
 
     def validate(self) -> None: ...
 
@@ -23,10 +23,11 @@ _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
 def parse_request(body: bytes, kind: type[_Request]) -> _Request:
-    """A request from its JSON body, fully checked.
+    """Decode a request from its JSON body and validate it.
 
     Raises:
-        RequestError: malformed JSON, a wrong type, or a value out of bounds, with the field's name.
+        RequestError: the JSON is malformed, a type is wrong, or a value is out of bounds. It names
+            the field.
     """
     try:
         request = msgspec.json.decode(body, type=kind)
@@ -41,7 +42,7 @@ def parse_request(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _validation_error(text: str) -> RequestError:
-    """`Expected `int`, got `str` - at `$.n`` -> n, and a sentence that begins with it."""
+    """Translate msgspec's error, such as "Expected `int`, got `str` - at `$.n`"."""
     match = _MSGSPEC_PATH.match(text)
     assert match is not None  # the pattern matches every text
     what = match["what"].replace("`", "")

@@ -41,12 +41,12 @@ class PromptTokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """`None`: a prompt's first token, which nothing predicts."""
+    """Log-probabilities by token. None: the first token of a prompt has no prediction."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
-    #: Characters before each token, in the text as generated.
+    #: Number of characters before each token in the generated text.
     text_offset: list[int] = []
 
 
@@ -110,7 +110,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Also the chunk of a stream: completions use one shape for both."""
+    """A completion, or a chunk of its stream: OpenAI has one form for both."""
 
     id: str
     created: int

@@ -1,7 +1,7 @@
-"""OpenAI requests: JSON bodies as structs, checked field by field.
+"""OpenAI requests: JSON bodies as structs, validated field by field.
 
 Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of every version
-work. Known fields that would change the answer, but are not supported, are refused by name.
+work. Known fields that would change the response, but are not supported, are refused by name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from baton_text.structured_outputs import StructuredOutputsParams, check_bad_wor
 
 MAX_N = 128
 MAX_STOPS = 4
-#: Characters: every piece of an answer is compared with the stop strings.
+#: In characters. It bounds the cost of comparing each piece of text with the stop strings.
 MAX_STOP_LENGTH = 4096
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
-#: Log-probabilities of prompt tokens in one answer: some 50 MB of JSON.
+#: Log-probabilities of prompt tokens in one response: about 50 MB of JSON.
 MAX_LOGPROB_ENTRIES = 2**19
 #: OpenAI's default for /v1/completions; chat completions may fill the context.
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -36,7 +36,7 @@ COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
-#: Request fields by the engine's names, where they differ.
+#: Fields of requests whose name differs in the engine, by the engine's name.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
 #: Request fields that `SamplingParams` has with the same values. It has their defaults.
 _SAMPLING_FIELDS = (
@@ -73,7 +73,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Ends an answer whose last tokens are one pattern, min_count times in a row."""
+    """When to end a text: its last tokens are one pattern, min_count times in a row."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -106,10 +106,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    #: Also answer with the generated ids, the one that ended it included (vLLM's extension).
+    #: Return the generated ids, including the one that ended the text (vLLM's extension).
     return_token_ids: bool | None = None
     priority: int | None = None
-    #: The rank that is to serve it (vLLM's extension); None: any.
+    #: The rank that serves the request (vLLM's extension). None: any rank.
     data_parallel_rank: int | None = None
     cache_salt: str | None = None
     #: Number of samples, of which the n with the highest log-probability per token are returned.
@@ -118,7 +118,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
-    #: Answer with the n best beams of a search of width n.
+    #: Return the n best beams of a search of width n.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
@@ -154,19 +154,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def requested_max_tokens(self) -> int | None:
-        """None: as many as the context holds."""
+        """Return the limit of the generated tokens. None: as many as the context holds."""
         return self.max_tokens
 
     def requested_logprobs(self) -> int | None:
-        """How many alternatives per token to report; None: no logprobs at all."""
+        """Return the number of alternatives per token to report. None: no logprobs."""
         raise NotImplementedError
 
     def requested_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Return the number of alternatives per prompt token to report. None: no logprobs."""
         return self.prompt_logprobs
 
     def validate(self) -> None:
-        """Raises RequestError naming the first field that is wrong."""
+        """Validate all fields.
+
+        Raises:
+            RequestError: names the first invalid field.
+        """
         self._refuse_unsupported()
         if not 1 <= self.num_samples <= MAX_N:
             raise RequestError(f"n must be in [1, {MAX_N}], got {self.n}", param="n")
@@ -221,7 +225,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def _validate_search(self) -> None:
-        """best_of and beam search."""
+        """Validate best_of and the fields of beam search."""
         if self.best_of is not None:
             if not self.num_samples <= self.best_of <= MAX_N:
                 raise RequestError(
@@ -253,13 +257,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def sampling_params(
         self, *, seed: int, max_tokens: int, bad_words_token_ids: list[list[int]] | None = None
     ) -> SamplingParams:
-        """What one sequence of this request asks of the engine.
+        """Return the engine's parameters of one sequence of this request.
 
         Args:
             bad_words_token_ids: of `bad_words`, by the model's tokenizer.
 
         Raises:
-            RequestError: a bound of SamplingParams is broken; `param` is the field.
+            RequestError: a value is outside the bounds of SamplingParams; `param` is the field.
         """
         logprobs = self.requested_logprobs()
         params = SamplingParams(
@@ -295,14 +299,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         )
         if field is None or field not in self.__struct_fields__:
             return RequestError(message)
-        # A field of ours that has the engine's name has the engine's parts, too.
+        # A field with the engine's name also has the engine's subfields.
         return RequestError(field + message[len(root if field == root else theirs) :], param=field)
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
-        """Raises RequestError: there would be too many of them.
+        """Check the number of prompt log-probabilities.
 
         Args:
-            num_prompt_tokens: of all prompts.
+            num_prompt_tokens: sum over all prompts.
+
+        Raises:
+            RequestError: there would be more than MAX_LOGPROB_ENTRIES.
         """
         num_top = self.requested_prompt_logprobs()
         if num_top is None:
@@ -318,7 +325,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def structured_output_field(self) -> str | None:
-        """Name of the field that says what the text must look like; None if there is none."""
+        """Return the name of the field that constrains the text, or None."""
         fields = (
             "structured_outputs",
             "guided_json",
@@ -336,7 +343,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return given[0] if given else None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Raises RequestError: two structures at once, or a field whose value cannot be one."""
+        """Return the constraint of the text, or None.
+
+        Raises:
+            RequestError: two fields constrain the text, or the field's value is invalid.
+        """
         field = self.structured_output_field()
         if field is None:
             return None
@@ -397,7 +408,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 )
 
     def _unsupported(self) -> tuple[str, ...]:
-        """Fields that are refused when they ask for something."""
+        """Return the names of the fields that must be missing, null or empty."""
         return ()
 
 
@@ -492,19 +503,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def requested_max_tokens(self) -> int | None:
         if self.is_prompt_only:
-            return 1  # the engine needs one token to run the prompt; the answer leaves it out
+            return 1  # the engine generates one token, which the response leaves out
         return COMPLETION_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def is_prompt_only(self) -> bool:
-        """max_tokens=0 with echo: nothing but the prompt, and its logprobs."""
+        """Whether the response has only the prompt and its logprobs: max_tokens=0 with echo."""
         return bool(self.echo) and self.max_tokens == 0
 
     def requested_logprobs(self) -> int | None:
         return self.logprobs
 
     def requested_prompt_logprobs(self) -> int | None:
-        """OpenAI's way to ask for them is echo with logprobs."""
+        """Return the number of alternatives per prompt token. OpenAI requests them by echo."""
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs
@@ -520,7 +531,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
+        """Return the prompts, each as a text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             prompts: list[str | list[int]] = [prompt]

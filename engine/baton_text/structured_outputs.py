@@ -16,7 +16,7 @@ MAX_WORD_LENGTH = 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of the fields says what the text must be."""
+    """The constraint of a text. Exactly one of the fields is set."""
 
     #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | bool | None = None
@@ -30,7 +30,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     json_object: bool | None = None
 
     def given(self) -> list[str]:
-        """Names of the fields that ask for something."""
+        """Return the names of the fields that constrain the text. `json_object: false` does not."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return [
             name
@@ -42,7 +42,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         """Return the engine's form; None if no field is set.
 
         Raises:
-            ValueError: several fields are set, or one is wrong; the message begins with its name.
+            ValueError: several fields are set, or one is invalid. The message begins with its name.
         """
         given = self.given()
         if not given:
@@ -108,7 +108,7 @@ def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int
         start = tokenizer.encode(bare, add_special_tokens=False)
         sequences.append(start)
         spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
-        # Where the space is a token of its own, the word's own sequence says it all.
+        # If the space is a separate token, the sequence of the word alone is enough.
         if spaced[-len(start) :] != start:
             sequences.append(spaced)
     return sequences

@@ -16,7 +16,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    #: None: true for a prompt; false for messages, whose template has written them.
+    #: None: true for a prompt, and false for messages, because templates write the special tokens.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face checkpoint folder, over the `tokenizers` library.
 
-Token ids equal those of `transformers.AutoTokenizer`. Several threads may encode and decode at a
-time, and long texts do so without the GIL.
+Token ids equal those of `transformers.AutoTokenizer`. Several threads may encode and decode at the
+same time. Long texts are processed without the GIL.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_text.chat_template import ChatTemplate
 
-#: Tokens from which on the library's batch call is used: it releases the GIL and costs a little
-#: more.
+#: Number of tokens from which the library's batch call is used. It releases the GIL and is a little
+#: slower.
 _LONG_DECODE = 512
 #: Factor by which normalizers may shorten a text; those of models shorten it by less.
 _MOST_SHORTENING = 4
@@ -42,7 +42,7 @@ class Tokenizer:
         chat_template: Jinja source; None: the one in `config`, if any.
 
     Raises:
-        ValueError: a file's content cannot be used; the message names what.
+        ValueError: the content of a file is invalid. The message names it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
-        #: Named special tokens ("eos_token", ...) as text; also visible to the chat template.
+        #: Text of the named special tokens ("eos_token", ...), which the chat template can use.
         self.special_tokens = _named_special_tokens(config)
         self._token_texts: dict[int, str] = {}
         self._register_special_tokens(config)
@@ -63,16 +63,16 @@ class Tokenizer:
             if token.special
         )
         source = chat_template if chat_template is not None else _template_of(config)
-        #: None: the checkpoint has none, so chat requests cannot be served.
+        #: None: the checkpoint has no chat template, so chat requests cannot be served.
         self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Loads a checkpoint's tokenizer.
+        """Load the tokenizer of a checkpoint.
 
         Raises:
             FileNotFoundError: the folder or its tokenizer.json is missing.
-            ValueError: a file is there but cannot be read as what it should be.
+            ValueError: the content of a file is invalid.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -106,7 +106,7 @@ class Tokenizer:
 
         Args:
             text: any Unicode text.
-            add_special_tokens: also those that the post-processor of tokenizer.json adds.
+            add_special_tokens: add those that the post-processor of tokenizer.json adds.
 
         Raises:
             ValueError: the text cannot be written as UTF-8.
@@ -145,7 +145,7 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
-    def knows(self, token_id: int) -> bool:
+    def has_token(self, token_id: int) -> bool:
         """Return whether the id has a token. Models may have logits for more ids."""
         return self._backend.id_to_token(token_id) is not None
 

@@ -1,7 +1,7 @@
 """The gateway's Prometheus metrics, under `baton:`.
 
-A name that an engine registers, too, has the prefix `gateway_` here: the gateway measures what
-clients observe, an engine measures its own part of it.
+A metric whose name engines also use has the prefix `gateway_` here. The gateway measures what
+clients observe, and an engine measures its part of that.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class PodStatus(msgspec.Struct):
     reason: str  # why it is not ready, as its containers report
     container_id: str = ""  # of its first container; empty before the start
     pid: int | None = None  # of the container's process, if it was looked up
-    #: Bytes of KV sent and received, by transport, if the engine was asked.
+    #: Bytes of KV sent and received, by transport and lane, if they were read from the engine.
     kv_bytes: dict[str, int] = {}
 
 

@@ -56,7 +56,7 @@ RBAC = Path(__file__).parent / "rbac"  # a link to manifests/rbac
 
 
 class UpError(Exception):
-    """An error that the user can correct; the text says how."""
+    """An error that the user can correct. The message names the correction."""
 
 
 @dataclass(frozen=True)

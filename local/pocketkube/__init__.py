@@ -1,4 +1,4 @@
-"""A Kubernetes cluster of processes on one machine. README.md says what it has and has not.
+"""A Kubernetes cluster of processes on one machine. README.md lists what it supports.
 
 cluster: all components as child processes of one supervisor.
 control_plane: starts and stops an API server, pocketkube's own or a real one.

@@ -1,7 +1,7 @@
 """The processes of a cluster: control plane, controllers, kubelet and proxy.
 
-They are children of this process and end with it: each asks the kernel for SIGKILL at its parent's
-death. Pods end with their kubelet in the same way.
+They are children of this process and end with it: the kernel sends each one SIGKILL when its parent
+dies. Pods end with their kubelet in the same way.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def kill_at_end_of_parent() -> Callable[[], None]:
 
 
 def die_with_parent() -> None:
-    """Ask for SIGTERM at the end of the parent process."""
+    """Let the kernel send SIGTERM to this process when its parent dies."""
     parent = os.getppid()
     set_parent_death_signal(signal.SIGTERM)
     if os.getppid() != parent:

@@ -1,7 +1,7 @@
-"""The operator: keeps every LLMService in the state that its spec asks for.
+"""The operator: keeps every LLMService in the state of its spec.
 
-One reconcile, in `reconcile.py`, is the sentence "observe, plan, apply, report". The rooms are its
-words:
+One reconcile, in `reconcile.py`, is the sentence "observe, plan, apply, report". Its words are the
+packages:
 
 - `api`: the LLMService resource, its CRD and its validation rules.
 - `observe`: what exists in the cluster, and what engines and coordinators reply.

@@ -12,6 +12,7 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,15 +22,15 @@ from support.kv_transfer.kv_soak_engine import EngineSpec
 
 NUM_TRANSFERS = int(os.environ.get("BATON_SOAK_TRANSFERS", "0"))
 SEED = int(os.environ.get("BATON_SOAK_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
-CHAOS = {"corrupt": 0.01, "cancel": 0.1}
+CHAOS: dict[str, Any] = {"corrupt": 0.01, "cancel": 0.1}
 
 
-def producer(name: str, transport: str, *heads: int, **options: object) -> EngineSpec:
-    return EngineSpec(name, KVRole.PRODUCER, heads, transport, **{**CHAOS, **options})  # type: ignore[arg-type]
+def producer(name: str, transport: str, *heads: int, **options: Any) -> EngineSpec:
+    return EngineSpec(name, KVRole.PRODUCER, heads, transport, **{**CHAOS, **options})
 
 
-def consumer(name: str, transport: str, mode: str, *heads: int, **options: object) -> EngineSpec:
-    return EngineSpec(name, KVRole.CONSUMER, heads, transport, mode, **{**CHAOS, **options})  # type: ignore[arg-type]
+def consumer(name: str, transport: str, mode: str, *heads: int, **options: Any) -> EngineSpec:
+    return EngineSpec(name, KVRole.CONSUMER, heads, transport, mode, **{**CHAOS, **options})
 
 
 def run(soak: Soak) -> None:

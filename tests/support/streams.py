@@ -49,7 +49,8 @@ class Load:
         seed: int = 0,
         max_tokens: tuple[int, int] = (40, 160),
     ) -> None:
-        """
+        """Create a load without streams.
+
         Args:
             url: the gateway's.
             max_tokens: the range of each stream's length. EOS is ignored.

@@ -13,7 +13,7 @@
 {{- .Values.serviceAccount.name | default (include "baton.fullname" .) -}}
 {{- end -}}
 
-{{/* What finds the operator's pod and nothing else: the pods of services carry other components. Immutable in a Deployment. */}}
+{{/* Selects the operator's pods only: pods of services have another component. A Deployment's selector is immutable. */}}
 {{- define "baton.selectorLabels" -}}
 app.kubernetes.io/name: baton
 app.kubernetes.io/instance: {{ .Release.Name }}

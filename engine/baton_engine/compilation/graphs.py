@@ -71,7 +71,9 @@ class CudaGraphs:
         try:
             result = run()
         except BaseException:
-            with suppress(RuntimeError):  # the capture is invalid; the first error says why
+            with suppress(
+                RuntimeError
+            ):  # the capture is invalid, and the first error has the reason
                 graph.capture_end()
             raise
         graph.capture_end()

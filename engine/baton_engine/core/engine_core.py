@@ -287,7 +287,7 @@ class EngineCore:
         return self.scheduler.has_work and not self._pause.memory_dropped
 
     def _start_step(self) -> bool:
-        """Start a step. Return whether it has content, so that another one may have some, too."""
+        """Start a step. Return whether it has content, so that another step may be started."""
         before = time.monotonic()
         step = self._schedule()
         has_content = bool(step.reaches_model_runner or step.connector)

@@ -76,7 +76,7 @@ def open_device(host: str) -> tuple[Any, Address]:
 def connections_among(listening: Collection[Address]) -> list[Connection]:
     """Return this process's connections to or from these addresses.
 
-    Ranks that are threads of one process find each other's connections, too.
+    If several ranks are threads of this process, it returns the connections of all of them.
     """
     found = []
     for fd, inode, tcp in _tcp_sockets():

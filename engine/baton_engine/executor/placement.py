@@ -75,8 +75,8 @@ def place_here(num_ranks: int) -> list[Place]:
 def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[frozenset[int]]:
     """Return the CPUs to which each worker process is bound. Empty: it is not bound.
 
-    Workers are bound if the configuration wants it, they certainly compute on the CPU, and each has
-    a CPU per thread.
+    Workers are bound under three conditions: the configuration has `bind_threads`, they certainly
+    compute on the CPU, and each has a CPU per thread.
     """
     on_cpu = config.device == "cpu" or (
         config.device == "auto" and not (root / "proc/driver/nvidia").exists()

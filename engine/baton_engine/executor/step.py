@@ -69,8 +69,8 @@ class SchedulerOutput:
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
     #: Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A
-    #: request samples in this step iff that range reaches the last token the worker knows when it
-    #: runs the step (prompt + generated).
+    #: request samples in this step iff that range reaches the last token that the worker has when
+    #: it runs the step (prompt + generated).
     num_scheduled_tokens: dict[str, int]
     #: Requests that ended or were preempted since the last step. The worker drops them.
     finished_request_ids: list[str]
@@ -141,16 +141,15 @@ class GrammarOutput:
 class ModelRunnerOutput:
     """The results of one step."""
 
-    #: Per request that sampled in this step: the token.
+    #: The token of each request that sampled in this step.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
-    #: Per request that asked for them. Requests with a beam_width get 2 * beam_width top entries
-    #: whether or not they asked.
+    #: By request, if requested. Requests with a beam_width always have 2 * beam_width top entries.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    #: Per request that asked: of the prompt tokens this step predicted, from position
+    #: By request, if requested: of the prompt tokens that this step predicted, from position
     #: num_computed_tokens + 1 on.
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
-    #: Per request that sampled; only if config.observability.count_nans_in_logits is set.
+    #: By request that sampled, if config.observability.count_nans_in_logits is set.
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
-    #: Per request that asked: of the tokens this step ran.
+    #: By request, if requested: of the tokens that this step ran.
     routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)

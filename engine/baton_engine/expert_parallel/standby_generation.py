@@ -49,8 +49,8 @@ class StandbyGeneration:
         self.failure = ""
         #: All members commit to it, and this is final.
         self.committed = False
-        #: Time from which an exchange is wanted for a vote alone. After a vote that was not
-        #: unanimous, it is repeated later.
+        #: Time from which a vote alone starts an exchange. It is later after a vote that was not
+        #: unanimous.
         self.vote_due = 0.0
         #: The latest wave of it that another rank has started.
         self.start: StartWave | None = None

@@ -72,7 +72,7 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot continue: a resource limit, or a token broke it. "" if it can."""
+        """Reason why the grammar cannot continue: a resource limit or an invalid token. Else ""."""
         return _reason(self.matcher)
 
     def copy(self) -> Grammar:

@@ -1,4 +1,4 @@
-"""What an engine counts, and its Prometheus form.
+"""Counters, gauges and histograms of an engine, and their Prometheus form.
 
 engine_stats      gauges and counters of an engine
 topology_stats    gauges and counters of a rank of an expert-parallel group

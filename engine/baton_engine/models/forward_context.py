@@ -119,6 +119,6 @@ def current_context() -> ForwardContext:
     context: ForwardContext | None = getattr(_thread, "context", None)
     if context is None:
         raise RuntimeError(
-            "a model runs only within forward_context(), which tells attention where the KV lies"
+            "a model runs only within forward_context(), which has the KV addresses for attention"
         )
     return context

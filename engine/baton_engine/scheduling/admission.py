@@ -27,7 +27,7 @@ from baton_engine.scheduling.step_builder import StepBuilder
 class Admission:
     """Selects waiting requests, in order.
 
-    Asked twice per step. The caller applies each decision before it asks for the next one.
+    It is called twice per step. The caller applies each decision before it takes the next one.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class Preemptor:
     def resume(self) -> Iterator[SwappedIn]:
         """Resume swapped requests, in order, while there are places and memory.
 
-        The caller applies each decision before it asks for the next one.
+        The caller applies each decision before it takes the next one.
         """
         while self.swapped:
             unit = self.swapped[0]
@@ -117,8 +117,8 @@ class Preemptor:
                 return
             if self._running.num_seqs + num_seqs > self._max_num_seqs:
                 return
-            # Without room to grow they would be swapped out next, even if they run alone: transfers
-            # hold memory too.
+            # Without room to grow they would be swapped out next, even if they run alone, because
+            # transfers also hold memory.
             if len(self._running):
                 keep_free = self._kv.watermark_blocks + num_seqs
             else:

@@ -13,5 +13,5 @@ devices.py           the device and the dtype
 profiler.py          torch's profiler
 sampling/            logits processing, sampling, log-probabilities
 memory/              number of blocks, KV memory, what peers reach of it
-experts/             expert parallelism; an engine without it never imports this room
+experts/             expert parallelism; an engine without it never imports this package
 """

@@ -75,7 +75,7 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """Why one of its sequences lost an engine; empty if none has."""
+        """Reason why one of the sequences lost an engine, or ""."""
         failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
         return next(filter(None, failures), "")
 

@@ -1,7 +1,7 @@
 """Runs one sequence on engines: prefill and decode stages, fallback, retry, resume.
 
-The dispatcher owns the sequence and every token it has yielded. When an engine is lost, another one
-gets the prompt and the tokens so far, and the stream goes on.
+The dispatcher owns the sequence and every token that it has yielded. When an engine is lost,
+another one gets the prompt and the tokens so far, and the stream continues.
 """
 
 from __future__ import annotations
@@ -366,9 +366,9 @@ def _result(task: asyncio.Task[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def _finish_reason(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:
-    """Return why the sequence ends with the prefill stage's token; None if it goes on.
+    """Return why the sequence ends with the prefill stage's token, or None if it continues.
 
-    A prefill engine always stops after one token, so its own LENGTH says nothing.
+    A prefill engine always ends with LENGTH after one token, so its LENGTH is ignored.
     """
     if output.finish_reason in (FinishReason.STOP, FinishReason.REPETITION):
         return output.finish_reason

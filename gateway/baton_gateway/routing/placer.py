@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 #: Failed attempts in a row without a token, after which the failure is returned to the client. The
 #: sequence itself may be what crashes engines.
 MAX_FAILURES = 5
-#: A sequence that has begun asks full engines again at this interval.
+#: Interval at which a sequence that has begun is sent to full engines again.
 OVERLOAD_RETRY_S = 0.5
 
 

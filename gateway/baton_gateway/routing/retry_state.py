@@ -35,10 +35,10 @@ class RetryState:
     """What the attempts of one sequence have shown so far."""
 
     sequence: Sequence
-    rank: int | None  # the only rank that may get it; None: any
+    rank: int | None  # the only rank that may serve it; None: any
     num_attempts: int = 0
     #: Failed attempts in a row without a new token. Draining and full engines do not count, because
-    #: they say nothing about the sequence.
+    #: the sequence is not their cause.
     num_failures: int = 0
     last_failure: AttemptError | None = None
     excluded: set[int] = field(default_factory=set)  # engines that had it, by readiness

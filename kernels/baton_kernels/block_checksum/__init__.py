@@ -6,7 +6,7 @@
     u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1       mix is splitmix64's finalizer
     sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64      in any order
 
-All implementations give equal bits: C++, Triton, torch, and the connector's numpy version.
+All implementations return the same bits: C++, Triton, torch, and the connector's numpy version.
 """
 
 from __future__ import annotations

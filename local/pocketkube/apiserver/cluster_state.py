@@ -1,4 +1,4 @@
-"""One cluster: its objects, and the operations on them. It knows no HTTP."""
+"""One cluster: its objects, and the operations on them. It does not depend on HTTP."""
 
 from __future__ import annotations
 

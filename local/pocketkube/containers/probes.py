@@ -35,7 +35,7 @@ class ProbeError(Exception):
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """The running container that a probe asks."""
+    """The running container that a probe checks."""
 
     container: Object
     pod_ip: str

@@ -7,5 +7,5 @@ addresses: the addresses of pods.
 node: the Node object and its lease.
 kubelet_server: the HTTPS server for logs.
 
-The README says how it differs from a kubelet with a container runtime.
+The README lists the differences from a kubelet with a container runtime.
 """

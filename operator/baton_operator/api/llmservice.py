@@ -1,12 +1,12 @@
 """The LLMService resource, v1alpha1, as typed structs.
 
-Those of the model, the groups and access are in `spec_*.py`.
+The structs of the model, the groups and access are in `spec_*.py`.
 
-`crd.py` turns them into the CRD's schema: docstrings and the `#:` comments of fields become
-descriptions, types, `Meta` and defaults become bounds and defaults. What the API server refuses is
-written here and in `rules.py`.
+`crd.py` turns them into the CRD's schema. Docstrings and the `#:` comments of fields become
+descriptions. Types, `Meta` and defaults become bounds and defaults. With `rules.py`, they define
+what the API server refuses.
 
-Only what the engine can do is accepted; a bound that will be lifted says so in its description.
+The schema accepts only what the engine can do. The description of a temporary bound says so.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class KVTransfer(ApiStruct, frozen=True):
     #: processes of one host and namespaces. nixl: the NIXL library (in the CUDA image), exposed as
     #: ucx. auto: the first of shm, tcp and ucx that reaches the peer.
     transport: Literal["ucx", "tcp", "shm", "nixl", "auto"] = "ucx"
-    #: true: an engine without an RDMA device, or with a UCX that has no verbs, does not start, and
-    #: says what to change.
+    #: true: an engine without an RDMA device, or with a UCX that has no verbs, does not start. Its
+    #: message names what to change.
     rdma: bool = False
     #: pull: decode pods read the blocks that prefill published. push: prefill writes blocks while
     #: it computes the next ones.
@@ -86,8 +86,8 @@ class Spec(ApiStruct, frozen=True):
     #: is then False with reason RolloutStalled, and the remaining pods of the earlier revision keep
     #: serving.
     progress_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 600
-    #: true: edits wait, except those of replicas, and pods that die are replaced by pods of the
-    #: spec before the pause.
+    #: true: edits wait, except those of replicas and autoscaling. Pods that die are replaced by
+    #: pods of the spec before the pause.
     paused: bool = False
 
 
@@ -108,7 +108,7 @@ class Condition(ApiStruct, frozen=True):
 class GroupStatus(ApiStruct, frozen=True):
     """Pods of one group."""
 
-    desired: Count  #: Pods wanted.
+    desired: Count  #: Desired number of pods.
     ready: Count  #: Pods that serve, of any revision.
     updated: Count = 0  #: Pods of the newest revision, ready or not.
     #: The newest revision: a hash over template and configuration of its pods.
@@ -163,7 +163,7 @@ class TopologyStatus(ApiStruct, frozen=True):
 class DecodeStatus(ApiStruct, frozen=True):
     """Pods of the decode group, as the scale subresource reads them."""
 
-    desired: Count  #: Pods wanted.
+    desired: Count  #: Desired number of pods.
     ready: Count  #: With expert: ranks that serve in the current generation.
     replicas: Count  #: Pods that exist, draining ones included.
     selector: str  #: Label selector of the decode pods, for autoscalers.

@@ -60,7 +60,7 @@ class Observation(msgspec.Struct, kw_only=True):
     service_key: ServiceKey | None
     members: dict[names.MemberRole, list[Member]]
     #: Address of the coordinator's Service. None: it has no address yet, or there are no ranks and
-    #: the spec wants none.
+    #: the spec has none.
     coordinator: str | None = None
     #: Reply of the coordinator. None: there was no reply, or no request.
     topology: TopologyStatus | None = None

@@ -89,9 +89,9 @@ async def test_the_reflector_follows_a_selection(kube, core):
 
 
 async def test_discovery_lists_what_kopf_needs(kube):
-    """kopf watches resources that discovery lists with the verbs list and watch.
+    """Discovery must list the verbs list and watch, or kopf does not watch a resource.
 
-    It reads `namespaces` when it starts.
+    When it starts, kopf also reads `namespaces`.
     """
     async with kube.http_session() as session:
         for path in ("/api", "/apis"):

@@ -71,7 +71,7 @@ def test_a_wrong_kind_or_version_is_refused(api, relays):
 
 def test_rules_in_the_schema_are_evaluated(api, relay_crd, define, namespace):
     if api.minor < 25:
-        pytest.skip(f"Kubernetes 1.{api.minor} knows no CEL rules")
+        pytest.skip(f"Kubernetes 1.{api.minor} has no CEL rules")
     definition = relay_crd("rules.baton.dev")
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     spec["properties"]["prefill"].pop("default", None)

@@ -186,11 +186,11 @@ class Services:
         def same() -> bool:
             self.run_members()
             seen = probe()
-            told = [
+            conditions = [
                 (c["reason"], c["message"])
                 for c in self.get().get("status", {}).get("conditions", [])
             ]
-            assert seen == wanted, f"{seen}, not {wanted}; {told}; {log.read_text()[-1500:]}"
+            assert seen == wanted, f"{seen}, not {wanted}; {conditions}; {log.read_text()[-1500:]}"
             return True
 
         eventually(same, timeout_s=TIMEOUT_S, what=str(wanted))

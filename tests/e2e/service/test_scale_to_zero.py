@@ -83,13 +83,14 @@ def test_a_request_scales_up_from_zero_and_the_idle_time_scales_down_again(clust
     assert cluster.wait_ready(NAME)["decode"]["desired"] == 1
 
     events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
-    told = [event["message"] for event in events if event["reason"] == "Scaled"]
+    messages = [event["message"] for event in events if event["reason"] == "Scaled"]
     assert any(
-        message.startswith("decode 0 -> 1: requests waiting at the gateways: 1") for message in told
-    ), told
+        message.startswith("decode 0 -> 1: requests waiting at the gateways: 1")
+        for message in messages
+    ), messages
     assert any(
-        message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in told
-    ), told
+        message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in messages
+    ), messages
 
 
 def test_invalid_bounds_are_refused_with_a_message(cluster, checkpoints):

@@ -55,7 +55,7 @@ class Model:
     #: Restarts of the coordinator during a commit.
     num_restarts: int = 0
     #: Whether a new coordinator finds commits that ranks received but have not completed.
-    learns: bool = True
+    finds_commits: bool = True
     rank_class: type[Rank] = Rank
     #: One of these ranks dies at any time. Then there is an urgent generation of the others.
     mortals: tuple[int, ...] = ()
@@ -151,9 +151,9 @@ class Model:
             if key.vote is None and key.votes is None:
                 if self._may_enter(ranks.ranks[index]):
                     yield Move("enter", index)
-                if state.decision in ("commit", "abort") and not key.told:
+                if state.decision in ("commit", "abort") and not key.received:
                     yield Move(state.decision, index)
-                if state.decision == "forgotten" and not key.told:
+                if state.decision == "forgotten" and not key.received:
                     yield Move("commit", index, sure=False)  # in flight from the old coordinator
                 for generation, wave in state.begun:
                     if generation not in (key.current, key.target):
@@ -166,7 +166,7 @@ class Model:
                 # The loss of a frozen member is not detected.
                 yield Move("break", index, sure=self.waits_for_commit)
                 yield Move("lose votes", index, sure=False)
-            if state.decision == "urgent" and not key.told:
+            if state.decision == "urgent" and not key.received:
                 yield Move("urgent", index)
             if state.unassigned and lives:
                 yield Move("request", index, sure=False, from_outside=True)
@@ -184,7 +184,7 @@ class Model:
             yield Move("decide forgotten", sure=False, from_outside=True)
         if state.decision == "forgotten":
             known = any(
-                not key.dead and (key.current == 1 or (key.committed and self.learns))
+                not key.dead and (key.current == 1 or (key.committed and self.finds_commits))
                 for key in state.ranks
             )
             yield Move("decide commit" if known else "decide abort")
@@ -241,13 +241,13 @@ class Model:
                     urgent = self._urgent_generation(ranks, decision)
                     decision = "urgent"
                     for rank in ranks.ranks:
-                        rank.told = False
+                        rank.received = False
                 case _:
                     decision = move.name.removeprefix("decide ")
                     restarts -= decision == "forgotten"
                     if state.decision == "forgotten":
                         for rank in ranks.ranks:
-                            rank.told = False
+                            rank.received = False
         except AssertionError as error:
             self._fail(f"{move}: {error}", state)
         return self._state(ranks, decision, urgent, pauses, restarts)

@@ -32,7 +32,7 @@ class Key(NamedTuple):
     vote: StepVote | None
     votes: tuple[StepVote, ...] | None
     repeats: bool
-    told: bool
+    received: bool
     broken: bool
     dead: bool
 
@@ -68,7 +68,7 @@ class Rank:
         #: Its link repeats the StartWave of the running wave.
         self.repeats = False
         #: It received the latest commit or abort.
-        self.told = False
+        self.received = False
         #: Its generation lost a member: it keeps its requests and has no waves.
         self.broken = False
         self.dead = False
@@ -112,7 +112,7 @@ class Rank:
                 self.vote,
                 self.votes,
             ),
-            *(self.repeats, self.told, self.broken, self.dead),
+            *(self.repeats, self.received, self.broken, self.dead),
         )
 
     @classmethod
@@ -140,9 +140,9 @@ class Rank:
             key.vote,
             key.votes,
         )
-        rank.repeats, rank.told, rank.broken, rank.dead = (
+        rank.repeats, rank.received, rank.broken, rank.dead = (
             key.repeats,
-            key.told,
+            key.received,
             key.broken,
             key.dead,
         )
@@ -184,13 +184,13 @@ class Ranks:
 
     def take_commit(self, index: int) -> None:
         rank = self.ranks[index]
-        rank.told = True
+        rank.received = True
         if rank.target != NONE:
             self._commit(index)
 
     def take_abort(self, index: int) -> None:
         rank = self.ranks[index]
-        rank.told = True
+        rank.received = True
         if not rank.committed:
             rank.target = rank.kept = NONE
 
@@ -282,7 +282,7 @@ class Ranks:
     def take_urgent(self, index: int, generation: int) -> None:
         """Move to an urgent generation. It interrupts exchanges and steps."""
         rank = self.ranks[index]
-        rank.told = True
+        rank.received = True
         rank.vote = rank.votes = None
         rank.target, rank.kept = generation, NONE
         rank.committed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
@@ -32,12 +33,9 @@ class Engine:
         watermark_blocks: int = 0,
         prefix_caching: bool = True,
         grammars: FakeGrammars | None = None,
-        **options: object,
+        **options: Any,
     ) -> None:
-        """
-        Args:
-            options: further fields of SchedulerConfig.
-        """
+        """Create an idle scheduler. `options` are further fields of SchedulerConfig."""
         self.kv = KVCacheManager(
             num_blocks,
             BLOCK,
@@ -51,7 +49,7 @@ class Engine:
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_queue=max_queue,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         self.scheduler = Scheduler(
             config,
@@ -72,15 +70,12 @@ class Engine:
         request_id: str,
         prompt: list[int],
         max_tokens: int = 4,
-        params: object = None,
-        **fields: object,
+        params: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> None:
-        """
-        Args:
-            params: further fields of SamplingParams, as a dict.
-        """
-        sampling = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **(params or {})})  # type: ignore[dict-item]
-        self.scheduler.add_request(EngineCoreRequest(request_id, prompt, sampling, **fields))  # type: ignore[arg-type]
+        """Add a request. `params` are further fields of its SamplingParams."""
+        sampling = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **(params or {})})
+        self.scheduler.add_request(EngineCoreRequest(request_id, prompt, sampling, **fields))
 
     def schedule(self) -> SchedulerOutput:
         """Schedule a step and put it in flight."""

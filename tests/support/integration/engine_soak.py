@@ -396,9 +396,10 @@ class Soak:
         }
         left = {name: value for name, value in leftovers.items() if value}
         assert not left, f"left over: {left}\n options {self.options}"
-        rows = set(self._core.executor._worker._runner._input_batch._row_of)  # type: ignore[attr-defined]
+        runner = self._core.executor._worker._runner  # type: ignore[attr-defined]
+        rows = set(runner._input_batch._row_of)
         assert rows <= set(scheduler._worker.forgotten_ids), (
-            f"the scheduler never tells the worker to remove {rows}"
+            f"no step makes the worker remove {rows}"
         )
 
 

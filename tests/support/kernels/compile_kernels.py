@@ -171,7 +171,8 @@ def compile_attention(
         target=HOPPER,
         options={"num_warps": config["num_warps"], "num_stages": config["num_stages"]},
     )
-    name = f"{'decode' if decode else 'prefill'} {dtype}, KV {kv_dtype}, head_dim {head_dim}, {options}"
+    phase = "decode" if decode else "prefill"
+    name = f"{phase} {dtype}, KV {kv_dtype}, head_dim {head_dim}, {options}"
     print(f"{name}: {compiled.metadata.shared} bytes of shared memory")
     assert compiled.metadata.shared <= MAX_SHARED, name
     assert re.search(

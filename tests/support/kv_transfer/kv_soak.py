@@ -314,11 +314,11 @@ class Soak:
         transfer.waits_for.remove(wait)
         transfer.history.append(ended)
         if not ended.sent:
-            told = "other tokens" in ended.error
-            assert transfer.other_prompt or not told, (
+            is_reported = "other tokens" in ended.error
+            assert transfer.other_prompt or not is_reported, (
                 f"the engines were given the same prompt: {transfer}"
             )
-            self.counts["loads of another prompt"] += told
+            self.counts["loads of another prompt"] += is_reported
             before = self._failures.get((ended.name, process.incarnation), {})
             if any(ended.failures.get(reason, 0) > before.get(reason, 0) for reason in UNEXPECTED):
                 self.unexpected.append(ended.error)

@@ -104,27 +104,29 @@ class Machine(RuleBasedStateMachine):
 
     # The operator
 
-    @rule(told=st.booleans(), delays=DELAYS)
-    def reconcile(self, told: bool, delays: list[int]) -> None:
-        self.service.reconcile(told=told, delays=delays)
+    @rule(deliver_events=st.booleans(), delays=DELAYS)
+    def reconcile(self, deliver_events: bool, delays: list[int]) -> None:
+        self.service.reconcile(deliver_events=deliver_events, delays=delays)
 
     @rule(
         request=REQUESTS,
         fault=st.sampled_from(list(Fault)),
         writes=st.booleans(),
-        told=st.booleans(),
+        deliver_events=st.booleans(),
         delays=DELAYS,
     )
     def reconcile_with_a_fault(
-        self, request: int, fault: Fault, writes: bool, told: bool, delays: list[int]
+        self, request: int, fault: Fault, writes: bool, deliver_events: bool, delays: list[int]
     ) -> None:
         faults = {request % 20 if writes else request: fault}
-        self.service.reconcile(faults, hit_writes=writes, told=told, delays=delays)
+        self.service.reconcile(
+            faults, hit_writes=writes, deliver_events=deliver_events, delays=delays
+        )
 
-    @rule(data=st.data(), told=st.booleans())
-    def reconcile_with_many_faults(self, data: st.DataObject, told: bool) -> None:
+    @rule(data=st.data(), deliver_events=st.booleans())
+    def reconcile_with_many_faults(self, data: st.DataObject, deliver_events: bool) -> None:
         faults = data.draw(st.dictionaries(REQUESTS, st.sampled_from(list(Fault)), max_size=8))
-        self.service.reconcile(faults, told=told)
+        self.service.reconcile(faults, deliver_events=deliver_events)
 
     @precondition(lambda self: self.service.pods())
     @rule(data=st.data(), request=st.integers(0, 10), how=DEATHS, delays=DELAYS)
@@ -137,7 +139,7 @@ class Machine(RuleBasedStateMachine):
             if any(pod["metadata"]["name"] == name for pod in self.service.pods()):
                 getattr(self.service.nodes, how)(name)
 
-        self.service.reconcile(meanwhile={request: dies}, delays=delays)
+        self.service.reconcile(actions={request: dies}, delays=delays)
 
     @rule(data=st.data(), request=st.integers(0, 10), replicas=SIZES, delays=DELAYS)
     def scale_during_a_reconcile(
@@ -145,7 +147,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         role = data.draw(st.sampled_from(self._roles()))
         edit = {role: {"replicas": replicas}}
-        self.service.reconcile(meanwhile={request: lambda: self.service.patch(edit)}, delays=delays)
+        self.service.reconcile(actions={request: lambda: self.service.patch(edit)}, delays=delays)
 
     @rule()
     def the_operator_restarts(self) -> None:

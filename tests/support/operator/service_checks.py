@@ -30,7 +30,7 @@ class StepChecks:
         self._server = server
         #: uids of pods that the operator has marked as draining, or deleted.
         self._spent: set[str] = set()
-        #: Actions that the operator knows of: (action, uid of the pod).
+        #: Actions that were confirmed to the operator: (action, uid of the pod).
         self._stored_status: set[tuple[str, str]] = set()
         #: (uid, generation)
         self._spec_seen: tuple[str, int] | None = None
@@ -76,12 +76,12 @@ class StepChecks:
             )
         self._spent |= {seen[name]["metadata"]["uid"] for name in touched if name in seen}
         if went_well:
-            self._nobody_left_without_need()
+            self._no_member_leaves_without_need()
 
     def _nothing_is_done_twice(self, client: SimulatedClient, pods: Pods) -> None:
-        """The operator knows its confirmed actions, even if the watches are late."""
+        """Check that no confirmed action is repeated, even if the watches are late."""
         uids = set(map(_uid, pods.values()))
-        for what, uid in client.told:
+        for what, uid in client.confirmed:
             if what == "exists":
                 assert uid not in uids or ("made", uid) not in self._stored_status, (
                     "a pod was to be made a second time"
@@ -141,12 +141,12 @@ class StepChecks:
             )
         self._departed += [seen[m.name] for m in taken]
 
-    def _nobody_left_without_need(self) -> None:
-        """No serving member of the newest revision leaves, unless the size shrinks."""
+    def _no_member_leaves_without_need(self) -> None:
+        """Check that no serving member of the newest revision leaves, unless the size shrinks."""
         services = self._server.list(f"{names.PLURAL}.{names.GROUP}")
         for role in names.MEMBER_ROLES:
-            told = (services[0].get("status") or {}).get(role) or {} if services else {}
-            newest, desired = told.get("revision"), told.get("desired", 0)
+            reported = (services[0].get("status") or {}).get(role) or {} if services else {}
+            newest, desired = reported.get("revision"), reported.get("desired", 0)
             if newest is None or self._newest.setdefault(role, newest) != newest:
                 continue
             at_first = map(member, _of(role, self._at_first).values())

@@ -157,39 +157,37 @@ class Service:
         return self.server.wire(self.runtime.kube.resource(kind))
 
     def events_come(self) -> None:
-        """Events that have not arrived yet."""
+        """Let the pending events arrive."""
         self._loop.run_until_idle()
         assert not self._kopf.done(), f"kopf ended: {self._kopf}"
 
     @property
     def is_current(self) -> bool:
-        """Bring the API server's watch caches up to date."""
+        """Whether the API server's watch caches are up to date."""
         return not any(wire.is_behind for wire in self.server.wires)
 
     def reconcile(
         self,
         faults: dict[int, Fault] | None = None,
-        meanwhile: dict[int, Callable[[], None]] | None = None,
+        actions: dict[int, Callable[[], None]] | None = None,
         *,
         hit_writes: bool = False,
         delays: list[int] | None = None,
-        told: bool = True,
+        deliver_events: bool = True,
     ) -> bool:
-        """Take one step of the operator. Return False if it failed, or crashed and was restarted.
+        """Reconcile once. Return False if that failed, or if the operator crashed and restarted.
 
         Args:
             faults, hit_writes: see SimulatedClient.
-            meanwhile, delays: see SimulatedClient.begin.
-            told: whether pending events arrive before the step.
+            actions, delays: see SimulatedClient.begin.
+            deliver_events: whether pending events arrive before the step.
         """
-        if told:
+        if deliver_events:
             self.events_come()
         before = self._by_name()
         ranks = list(self.coordinator.ranks)
-        self.client.begin(
-            faults or {}, meanwhile or {}, hit_writes=hit_writes, delays=delays or [0]
-        )
-        undisturbed = not faults and not meanwhile and self.is_current
+        self.client.begin(faults or {}, actions or {}, hit_writes=hit_writes, delays=delays or [0])
+        undisturbed = not faults and not actions and self.is_current
         client, self._error = self.client, None
         try:
             revisit_s = self._loop.run(self.runtime.controller.reconcile(KEY))
@@ -295,11 +293,11 @@ class Service:
             reasons.get("Ready") in ("AllGroupsReady", "ScaledToZero")
             and reasons["Updating"] == "UpToDate"
         )
-        told = all(
+        is_observed = all(
             each["observedGeneration"] == self.object()["metadata"]["generation"]
             for each in conditions
         )
-        return right and told and self.is_current and not self.lost_events
+        return right and is_observed and self.is_current and not self.lost_events
 
     def _check_end(self) -> None:
         service = self.object()

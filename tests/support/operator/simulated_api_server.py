@@ -61,7 +61,7 @@ class ApiServer:
     def __post_init__(self) -> None:
         crds = self._resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
         self.cluster.registry.create(crds, "", _without_rules(custom_resource_definition()), SYSTEM)
-        self.cluster.store.listen(self._tell)
+        self.cluster.store.listen(self._confirm)
 
     def seconds(self) -> float:
         """Time since the start."""
@@ -80,7 +80,7 @@ class ApiServer:
     def wires(self) -> list[Wire]:
         return list(self._wires.values())
 
-    def _tell(self, storage: str, event: Event) -> None:
+    def _confirm(self, storage: str, event: Event) -> None:
         for wire in self._wires.values():
             wire.version = event.version
         self._wires.setdefault(storage, Wire()).happened(event)
@@ -219,7 +219,7 @@ class SimulatedClient(KubeClient):
         self.writes: list[tuple[str, str]] = []
         #: (action, uid of the pod) of confirmed writes, and of creations refused because the pod
         #: exists.
-        self.told: list[tuple[str, str]] = []
+        self.confirmed: list[tuple[str, str]] = []
         #: Faults by number of the request, or of the write, from 0.
         self.faults: dict[int, Fault] = {}
         self.faults_hit_writes = False
@@ -227,12 +227,12 @@ class SimulatedClient(KubeClient):
         self.seen_service: Object | None = None
         self.seen_pods: list[Object] = []
         self._ways: Iterator[int] = itertools.repeat(0)
-        self._meanwhile: dict[int, Callable[[], None]] = {}
+        self._actions: dict[int, Callable[[], None]] = {}
 
     def begin(
         self,
         faults: dict[int, Fault],
-        meanwhile: dict[int, Callable[[], None]],
+        actions: dict[int, Callable[[], None]],
         *,
         hit_writes: bool,
         delays: list[int],
@@ -240,11 +240,11 @@ class SimulatedClient(KubeClient):
         """Start counting requests from 0.
 
         Args:
-            meanwhile: actions to run before the request of this number takes effect.
+            actions: by number of a request, what runs before that request takes effect.
             delays: loop iterations that each request and each reply takes, repeated in a cycle.
         """
-        self.requests, self.waits, self.writes, self.told = 0, 0, [], []
-        self.faults, self.faults_hit_writes, self._meanwhile = faults, hit_writes, meanwhile
+        self.requests, self.waits, self.writes, self.confirmed = 0, 0, [], []
+        self.faults, self.faults_hit_writes, self._actions = faults, hit_writes, actions
         self._ways = itertools.cycle(delays)
         self.seen_service, self.seen_pods = None, []
 
@@ -268,7 +268,7 @@ class SimulatedClient(KubeClient):
             self.requests += 1
         number = self.requests - 1
         await self._way()
-        self._meanwhile.pop(number, lambda: None)()
+        self._actions.pop(number, lambda: None)()
         match fault:
             case Fault.CONFLICT:
                 raise KubeError(409, "Conflict", "another client was faster")
@@ -283,7 +283,7 @@ class SimulatedClient(KubeClient):
             answer = self._server.request(method, path, body, dict(query), content_type)
         except KubeError as error:
             if is_pod and error.reason == "AlreadyExists":
-                self._tell("exists", self._server.get("pods", (body or {})["metadata"]["name"]))
+                self._confirm("exists", self._server.get("pods", (body or {})["metadata"]["name"]))
             self.waits += error.status == 504
             raise
         if is_write:
@@ -297,23 +297,23 @@ class SimulatedClient(KubeClient):
         return answer
 
     def _note(self, method: str, path: str, body: Object, answer: Object) -> None:
-        """Record what the operator knows now."""
+        """Record what this reply shows or confirms to the operator."""
         if method == "GET" and path.startswith(service_path()) and path != service_path():
             self.seen_service = answer
         elif method == "GET" and path.endswith("/pods"):
             self.seen_pods = answer["items"]
         elif method == "POST" and path.endswith("/pods"):
-            self._tell("made", answer)
+            self._confirm("made", answer)
         elif method == "DELETE" and "/pods/" in path:
-            self.told.append(("deleted", body["preconditions"]["uid"]))
+            self.confirmed.append(("deleted", body["preconditions"]["uid"]))
         elif "/pods/" in path and names.ANNOTATION_DRAINING in body.get("metadata", {}).get(
             "annotations", {}
         ):
-            self._tell("drained", answer)
+            self._confirm("drained", answer)
 
-    def _tell(self, what: str, pod: Object | None) -> None:
+    def _confirm(self, what: str, pod: Object | None) -> None:
         if pod is not None:
-            self.told.append((what, pod["metadata"]["uid"]))
+            self.confirmed.append((what, pod["metadata"]["uid"]))
 
     async def _way(self) -> None:
         for _ in range(next(self._ways)):

@@ -74,7 +74,7 @@ class Coordinator:
         self.is_up, self._asked_for = False, None
 
     def returns(self) -> None:
-        """Restart the coordinator. It knows only ranks that register."""
+        """Restart the coordinator. It has no ranks until they register again."""
         if not self.is_up:
             self.is_up, self._strangers, self._since = True, set(self.started()), self.clock()
 

@@ -152,7 +152,12 @@ def test_compiled_draws_refuse_mismatched_arguments() -> None:
 
 
 @triton.jit
-def _noise_kernel(out_ptr, key_ptr, first_id, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _noise_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    key_ptr,
+    first_id,
+    TILE: tl.constexpr,  # noqa: N803
+):
     place = tl.arange(0, TILE)
     tl.store(out_ptr + place, gumbel_of(tl.load(key_ptr), first_id + place))
 

@@ -33,10 +33,10 @@ def test_a_silent_engine_is_suspect_and_later_dead():
 
 def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect():
     heartbeat = Heartbeat(0.5, 3.0)
-    assert not heartbeat.heard()
+    assert not heartbeat.received()
     silent_intervals(heartbeat, 5)
-    assert heartbeat.heard()
-    assert not heartbeat.heard()
+    assert heartbeat.received()
+    assert not heartbeat.received()
     heartbeat.waited(0.5)  # the message arrived in this interval
     assert heartbeat.silence_s == 0.0
 
@@ -57,7 +57,7 @@ def test_an_engine_that_responds_in_one_of_three_intervals_is_never_dead(
         heartbeat.ping(0)
         silent = 0 if answers or silent == 2 else silent + 1
         if silent == 0:
-            heartbeat.heard()
+            heartbeat.received()
         heartbeat.waited(elapsed_s)
         assert not heartbeat.is_dead(loading=False)
 

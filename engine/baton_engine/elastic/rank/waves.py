@@ -10,10 +10,10 @@ because it depends only on the votes:
 Outside a wave ranks exchange nothing. A rank that gets work starts the next wave and sends
 StartWave to the others, which join it. A StartWave may be
 
-- of a wave that has ended: ignored, because its sender knows the end of that wave;
-- of a later wave: recorded, because its sender saw the end of this wave first;
-- of the next generation: its receiver keeps it for that generation's Waves. It shows that a rank
-  has received the commit.
+- of a wave that has ended: ignored, because the wave has ended for its sender too;
+- of a later wave: recorded, because the current wave has already ended for its sender;
+- of the next generation: kept for that generation's Waves. It shows that a rank has received the
+  commit.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ freed only when the worker reports the end (`finished_sending`, `load_results`).
 ended request keeps its blocks here.
 
 PRODUCE requests are never preempted, because a peer may read their blocks once published. They
-sample one token at most and get all their blocks at admission, so they never wait for memory while
-they hold some.
+sample at most one token and get all their blocks at admission, so they never wait for memory while
+they hold blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Send:
 
     request: Request
     num_published_blocks: int = 0
-    #: The save with last=True was sent.
+    #: Whether the save with last=True was sent.
     complete: bool = False
     cancelled: bool = False
 
@@ -79,7 +79,7 @@ class KVHandoff:
 
     @property
     def num_held(self) -> int:
-        """Transfers of ended requests that a peer or the transfer thread still uses."""
+        """Number of transfers of ended requests that a peer or the transfer thread still uses."""
         transfers: list[_Send | _Load] = [*self._sends.values(), *self._loads.values()]
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
 
@@ -105,7 +105,7 @@ class KVHandoff:
         """
         transfer_id = _transfer(request).transfer_id
         send = self._sends.get(transfer_id)
-        if send is None or send.complete:  # the consumer has gone, or has all saves
+        if send is None or send.complete:  # the transfer has ended, or has all saves
             return
         num_tokens = min(num_computed_tokens, request.num_arrival_tokens)
         last = num_tokens == request.num_arrival_tokens

@@ -1,6 +1,6 @@
 """The rank's side of expert parallelism.
 
-An engine without expert parallelism never imports this room.
+An engine without expert parallelism never imports this package.
 
 config_checks.py    configurations that exclude expert parallelism
 preparation.py      the state of a generation that is being prepared

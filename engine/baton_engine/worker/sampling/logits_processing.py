@@ -76,7 +76,7 @@ def process_logits(
 def end_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
     """Return EOS and stop tokens.
 
-    EOS is included for requests that ignore it, because min_tokens masks it for them, too.
+    EOS is included even if the request ignores it, because min_tokens masks it in every request.
     """
     return {*eos_token_ids, *params.stop_token_ids}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,8 +121,8 @@ def test_workers_are_bound_only_if_they_share_the_cpus_and_compute_on_them(
         lambda cpus: [Core(0, (cpu,)) for cpu in cpus],
     )
 
-    def bound(num_ranks: int = 2, **fields: object) -> list[list[int]]:
-        config = EngineConfig(model=ModelConfig(path="/no/model"), **fields)  # type: ignore[arg-type]
+    def bound(num_ranks: int = 2, **fields: Any) -> list[list[int]]:
+        config = EngineConfig(model=ModelConfig(path="/no/model"), **fields)
         return [sorted(cpus) for cpus in bindings(config, num_ranks, tmp_path)]
 
     assert bound() == bound(num_threads=2) == bound(device="cpu") == [[0, 1], [2, 3]]

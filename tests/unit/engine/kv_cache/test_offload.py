@@ -237,7 +237,9 @@ def test_a_worker_stores_evicted_blocks_before_transfers_start() -> None:
         store_evicted=lambda step: calls.append("store"),
         execute_model=lambda step: calls.append("run"),
     )
-    worker.connector = SimpleNamespace(start=lambda metadata: calls.append("transfer"))  # type: ignore[assignment]
+    worker.connector = SimpleNamespace(  # type: ignore[assignment]
+        start=lambda metadata: calls.append("transfer")
+    )
     load = LoadRequest("t", "127.0.0.1", 1, "peer", 0, [3], [b"h"])
     worker.execute_model(
         SchedulerOutput(

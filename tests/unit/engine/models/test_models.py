@@ -75,7 +75,7 @@ def test_weight_targets_hold_the_values_of_the_checkpoint(checkpoint: Path) -> N
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_checkpoint_saved_by_transformers_can_be_loaded(arch: str, tmp_path: Path) -> None:
-    """transformers 5 has other config fields for the rotary embedding and the dtype."""
+    """Version 5 of transformers has other config fields for the rotary embedding and the dtype."""
     from transformers import AutoModelForCausalLM
 
     made = create_checkpoint(tmp_path / "made", arch, num_layers=1, vocab_size=300)

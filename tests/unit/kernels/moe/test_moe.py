@@ -222,7 +222,7 @@ def test_the_same_arguments_give_the_same_bits(
 
 
 def test_padding_does_not_read_neighbouring_rows(triton_device: str) -> None:
-    """x has fewer rows than a tile and lies between rows of NaN."""
+    """The input has fewer rows than a tile and lies between rows of NaN."""
     x, *rest = make_case(2)
     around = torch.full((9, x.shape[1]), float("nan"))
     around[3:5] = x

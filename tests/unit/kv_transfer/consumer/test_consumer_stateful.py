@@ -160,8 +160,10 @@ class ConsumerMachine(RuleBasedStateMachine):
     def _publish(
         self, part: Part, count: int, damage: str, written: bool, notified: bool = False
     ) -> None:
-        """Args:
-        notified: the write's notification says the same as the message, and comes first.
+        """Publish `count` blocks of the part.
+
+        Args:
+            notified: the notification of the write arrives before the message.
         """
         start = part.subscribe.first_block_index + part.num_published
         count = min(count, self._num_unpublished(part))

@@ -1,6 +1,7 @@
 """Random actions of consumers, the scheduler, the transport and the clock.
 
-Each offer ends exactly once, and not while its blocks may be accessed."""
+Each offer ends exactly once, and not while its blocks may be accessed.
+"""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ def test_check_names_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (manifests / "crd/llmservices.yaml").write_text("changed")
     (tmp_path / "charts/baton/files/crd-spec.yaml").unlink()
     assert main(["--check", str(manifests)]) == 1
-    told = capsys.readouterr().err
-    assert "manifests/crd/llmservices.yaml" in told
-    assert "charts/baton/files/crd-spec.yaml" in told
+    stderr = capsys.readouterr().err
+    assert "manifests/crd/llmservices.yaml" in stderr
+    assert "charts/baton/files/crd-spec.yaml" in stderr
 
 
 @pytest.mark.parametrize(("name", "expert"), [("demo", False), ("experts", True)])

@@ -93,41 +93,41 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     ),
     "TTFT above target while requests wait adds prefill engines": (
         "prefill", {"ttft_s": 1.3, "queue_s": 0.6, "busy": 0.95}, History(), 5, "TTFTAboveTarget"),
-    "but no more than the load needs": (
+    "TTFT far above target adds no more than the load needs": (
         "prefill", {"ttft_s": 9.0, "queue_s": 0.6, "busy": 0.95}, History(), 5, "TTFTAboveTarget"),
-    "TTFT above target without waiting is beyond what a size can do": (
+    "TTFT above target without a queue adds no engines": (
         "prefill", {"ttft_s": 1.5, "queue_s": 0.02}, History(), 4, "TargetUnreachable"),
-    "a growing queue asks for what keeps up and drains it": (
+    "a growing queue adds engines to keep up and to drain it": (
         "prefill", {"busy": 1.0, "waiting": 10.0, "waiting_growth_per_s": 2.0}, History(), 7,
         "RequestsQueue"),
-    "a draining queue asks for no more": (
+    "a draining queue adds no engines": (
         "prefill",
         {
             "ttft_s": 30.0, "queue_s": 20.0, "busy": 1.0, "waiting": 10.0,
             "waiting_growth_per_s": -5.0,
         },
         History(), 4, "OnTarget"),
-    "a queue that nothing leaves doubles the role": (
+    "a queue that does not move doubles the size": (
         "prefill", {**NOTHING, "waiting": 3.0, "in_flight": 12}, History(), 8, "RequestsQueue"),
-    "few requests tell nothing about a quantile": (
+    "a quantile of too few requests is ignored": (
         "prefill", {"ttft_s": 5.0, "first_tokens": 19, "queue_s": 1.0}, settled(4), 4, "OnTarget"),
     "ITL above target adds decode engines by the ratio": (
         "decode", {"itl_s": 0.07}, History(), 6, "ITLAboveTarget"),
-    "ITL above target of single sequences is beyond what a size can do": (
+    "ITL above target of single sequences adds no engines": (
         "decode", {"itl_s": 0.07, "running": 0.9}, History(), 4, "TargetUnreachable"),
     "a full KV cache adds decode engines though ITL is fine": (
         "decode", {"itl_s": 0.02, "kv_usage": 1.0}, History(), 5, "KVUsageHigh"),
     "a queue at decode adds engines": ("decode", {"waiting": 5.0}, History(), 6, "RequestsQueue"),
-    "one step adds as many as there are, or four": (
+    "a step up adds four pods, or doubles the size": (
         "decode", {"itl_s": 0.5}, History(), 8, "ITLAboveTarget"),
-    "and no more within its period": (
+    "a step up counts the pods added within its period": (
         "decode", {"itl_s": 0.5}, History(changes=(Change(NOW - 30, 3),)), 5, "ITLAboveTarget"),
-    "a single bad window is not acted on": ("decode", {"itl_s": 0.5}, settled(4), 4, "Stabilizing"),
-    "one that lasts is": (
+    "a single bad window changes nothing": ("decode", {"itl_s": 0.5}, settled(4), 4, "Stabilizing"),
+    "a lasting recommendation is followed": (
         "decode", {"itl_s": 0.07},
         History(runs=(Run(4, NOW - 600, NOW - 45), Run(6, NOW - 40, NOW - 15))), 6,
         "ITLAboveTarget"),
-    "the least of late recommendations is added": (
+    "the smallest recent recommendation is followed": (
         "decode", {"itl_s": 0.09}, History(runs=(Run(5, NOW - 40, NOW - 15),)), 5,
         "ITLAboveTarget"),
     "quiet prefill engines leave in steps": (
@@ -141,21 +141,21 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     "a busy moment in the window keeps them": (
         "decode", QUIET_DECODE, BUSY_MOMENT, 4, "Stabilizing",
     ),
-    "an operator that comes back looks on first": (
+    "a restarted operator observes a whole window first": (
         "decode", QUIET_DECODE, History(runs=(Run(1, NOW - 9000, NOW - 400),)), 4, "Stabilizing"),
-    "fast tokens say nothing about fewer engines that share many sequences": (
+    "fast tokens do not shrink a group whose engines share many sequences": (
         "decode", {"itl_s": 0.04, "running": 20.0, "kv_usage": 0.1}, settled(4), 4, "OnTarget"),
     "sequences that share an engine with more others hold their KV for longer": (
         "decode", {"itl_s": 0.01, "running": 20.0, "kv_usage": 0.5}, settled(3), 4, "OnTarget"),
     "busy prefill engines stay though TTFT is far below its target": (
         "prefill", {"ttft_s": 0.3, "queue_s": 0.0, "prefill_s": 0.01, "busy": 0.79}, settled(4), 4,
         "OnTarget"),
-    "a load that missed a target is not tried again": (
+    "a load that missed a target is not tried again within the hour": (
         "decode", QUIET_DECODE, settled(3, breach=Breach(NOW - 600, 270.0)), 4, "OnTarget"),
-    "for an hour": (
+    "a load that missed a target is tried again after an hour": (
         "decode", QUIET_DECODE, settled(2, breach=Breach(NOW - 3601, 270.0)), 3, "BelowTargets",
     ),
-    "lower load may be": (
+    "a lower load than the one that missed a target is tried": (
         "decode", {**QUIET_DECODE, "tokens_per_s": 400.0},
         settled(2, breach=Breach(NOW - 600, 270.0)), 3, "BelowTargets"),
 }  # fmt: skip

@@ -39,8 +39,8 @@ TO_ZERO = {**DECODE, "minReplicas": 0, "idleSeconds": 60}
 
 def stored(status: AutoscalingStatus | None = None) -> dict[str, Any]:
     """Return the LLMService with this decode status."""
-    told = {"decode": {"autoscaling": msgspec.to_builtins(status)}} if status else {}
-    return {**service(), "status": told}
+    decode_status = {"decode": {"autoscaling": msgspec.to_builtins(status)}} if status else {}
+    return {**service(), "status": decode_status}
 
 
 class Stand:
@@ -71,8 +71,8 @@ class Stand:
             pods=[engine.object for engine in self.engines],
         )
         self.autoscaler.observe(sized, {"decode": group}, pods)
-        if (told := self.autoscaler.status(sized, "decode")) is not None:
-            self.stored = stored(told)
+        if (new := self.autoscaler.status(sized, "decode")) is not None:
+            self.stored = stored(new)
         return sized
 
     async def scrape_and_decide(self, after_s: float = SCRAPE_S) -> bool:
@@ -84,7 +84,7 @@ class Stand:
         return due
 
     @property
-    def told(self) -> AutoscalingStatus:
+    def reported(self) -> AutoscalingStatus:
         return msgspec.convert(self.stored["status"]["decode"]["autoscaling"], AutoscalingStatus)
 
     @property
@@ -128,19 +128,19 @@ async def test_a_missed_target_grows_the_group_with_one_event() -> None:
         stand.engines = [FakePod(f"demo-decode-{number}", "decode") for number in range(2)]
         async with serving(stand.gateway, *stand.engines):
             stand.reconcile()
-            assert (stand.told.size, stand.told.reason) == (2, "Initial")
+            assert (stand.reported.size, stand.reported.reason) == (2, "Initial")
             await stand.load(itl_s=0.1, rounds=8)
             assert stand.reconcile().replicas("decode") >= 4
-            told = stand.told
-            assert told.reason == "ITLAboveTarget"
-            assert told.last_scale_time == "2026-01-02T03:04:05Z"
-            assert "ITL p95 is" in told.message
-            assert "for a target of 50 ms" in told.message
-            assert stand.news == [Event("Scaled", told.message)]
+            scaled = stand.reported
+            assert scaled.reason == "ITLAboveTarget"
+            assert scaled.last_scale_time == "2026-01-02T03:04:05Z"
+            assert "ITL p95 is" in scaled.message
+            assert "for a target of 50 ms" in scaled.message
+            assert stand.news == [Event("Scaled", scaled.message)]
             assert stand.news == []
             await stand.load(itl_s=0.1, rounds=8)
-            assert stand.told.size == told.size, "a decision before the new engines are ready"
-            assert stand.told.reason == "PodsNotReady"
+            assert stand.reported.size == scaled.size, "a decision before the new engines are ready"
+            assert stand.reported.reason == "PodsNotReady"
 
 
 async def test_a_failing_scrape_is_reported_and_changes_no_size() -> None:
@@ -151,9 +151,9 @@ async def test_a_failing_scrape_is_reported_and_changes_no_size() -> None:
             stand.engines[1].fault = "error"
             stand.reconcile()
             await stand.load(itl_s=0.1, rounds=12)
-            assert (stand.told.size, stand.told.reason) == (2, "MetricsMissing")
-            assert "1 of 2 engines answered" in stand.told.message
-            assert "Pod demo-decode-1: HTTP 500" in stand.told.message
+            assert (stand.reported.size, stand.reported.reason) == (2, "MetricsMissing")
+            assert "1 of 2 engines answered" in stand.reported.message
+            assert "Pod demo-decode-1: HTTP 500" in stand.reported.message
             assert stand.news == []
 
 
@@ -172,16 +172,20 @@ async def test_the_size_survives_a_restart_and_shrinks_only_after_a_whole_window
             began, sizes = stand.clock.now, []
             for _ in range(16):
                 await stand.load(itl_s=0.02, rounds=1)
-                sizes.append((stand.clock.now - began, stand.told.size))
+                sizes.append((stand.clock.now - began, stand.reported.size))
             assert all(size == 3 for at, size in sizes if at < 120)
             assert sizes[-1][1] == 2, "a step down before the last pod was gone"
 
 
-@pytest.mark.parametrize(("told", "size"), [(0, 2), (1, 2), (2, 2), (3, 3), (4, 3), (10000, 3)])
-def test_a_size_in_the_status_is_limited_to_the_bounds(told: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("stored_size", "size"), [(0, 2), (1, 2), (2, 2), (3, 3), (4, 3), (10000, 3)]
+)
+def test_a_size_in_the_status_is_limited_to_the_bounds(stored_size: int, size: int) -> None:
     autoscaling = {**DECODE, "minReplicas": 2, "maxReplicas": 3}
     written = stored(
-        AutoscalingStatus(size=told, recommended=told, reason="OnTarget", message="somebody's")
+        AutoscalingStatus(
+            size=stored_size, recommended=stored_size, reason="OnTarget", message="stored"
+        )
     )
     autoscaler = Autoscaler()
     sized = autoscaler.apply_sizes(
@@ -190,7 +194,7 @@ def test_a_size_in_the_status_is_limited_to_the_bounds(told: int, size: int) -> 
     assert sized.replicas("decode") == size
     status = autoscaler.status(sized, "decode")
     assert status.size == size
-    assert (status.reason == "OutOfBounds") == (told != size)
+    assert (status.reason == "OutOfBounds") == (stored_size != size)
 
 
 async def test_varying_figures_are_written_once_a_minute() -> None:
@@ -204,8 +208,8 @@ async def test_varying_figures_are_written_once_a_minute() -> None:
                 stand.engines[0].serve_load(tokens=500, itl_s=0.030 + 0.0005 * number, running=3)
                 stand.gateway.answer()
                 written += await stand.scrape_and_decide()
-            assert stand.told.size == 1
-            assert stand.told.reason == "OnTarget"
+            assert stand.reported.size == 1
+            assert stand.reported.reason == "OnTarget"
             assert 5 <= written <= 10, "too many writes in ten minutes"
 
 
@@ -230,26 +234,26 @@ async def test_a_service_scales_to_zero_and_back_for_a_held_request() -> None:
             stand.gateway.answer()
             await stand.scrape_and_decide()
             answered_at = stand.clock.now
-            while stand.told.size and stand.clock.now < answered_at + 300:
+            while stand.reported.size and stand.clock.now < answered_at + 300:
                 await stand.scrape_and_decide(5.0)
-            assert stand.told.reason == "Idle"
+            assert stand.reported.reason == "Idle"
             assert 60 <= stand.clock.now - answered_at <= 65
             stand.engines = []
             stand.reconcile()
             for _ in range(30):
                 await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
-                assert stand.told.size == 0, stand.told.message
+                assert stand.reported.size == 0, stand.reported.message
             stand.gateway.gateway.requests.labels("/v1/completions", "404").inc()
             await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
-            assert stand.told.size == 0, "a refused request must not scale up"
+            assert stand.reported.size == 0, "a refused request must not scale up"
             stand.gateway.gateway.held.set_function(lambda: 1)
             stand.gateway.gateway.in_flight.set(1)
             await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
-            assert (stand.told.size, stand.told.reason) == (1, "RequestsHeld")
+            assert (stand.reported.size, stand.reported.reason) == (1, "RequestsHeld")
             assert [news.reason for news in stand.news] == ["Scaled", "Scaled"]
             for _ in range(60):
                 await stand.scrape_and_decide(WAKEFUL_SCRAPE_S)
-                assert stand.told.size == 1, "a scale-down while the request is held"
+                assert stand.reported.size == 1, "a scale-down while the request is held"
 
 
 async def test_the_autoscaler_runs_by_itself_and_stops_with_the_service() -> None:

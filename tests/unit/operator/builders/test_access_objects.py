@@ -22,7 +22,7 @@ TLS = {"tls": {"secretName": "cert"}}
 KEYS = {"apiKeys": {"secretName": "clients"}}
 
 
-def told(role: ConfiguredRole, kind: type[Any], **spec: Any) -> Any:
+def configured(role: ConfiguredRole, kind: type[Any], **spec: Any) -> Any:
     """Return the configuration as the component decodes it."""
     return msgspec.json.decode(
         config.config_map(owner(**spec), role)["data"][f"{role}.json"], type=kind
@@ -47,7 +47,7 @@ def pod_template(**spec: Any) -> Object:
 def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
     secrets = mounted(pod_template(**KEYS))
     limits = {"maxConcurrentPerKey": 3, "maxPromptTokens": 4, "maxCompletionTokens": 5}
-    got = told("gateway", GatewayConfig, gateway={**KEYS, "limits": limits}).access
+    got = configured("gateway", GatewayConfig, gateway={**KEYS, "limits": limits}).access
     assert got.api_keys_dir == secrets["clients"]
     assert (got.max_concurrent_per_client, got.max_prompt_tokens, got.max_completion_tokens) == (
         3,
@@ -55,7 +55,7 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
         5,
     )
     assert "clients" not in mounted(pod_template())
-    assert told("gateway", GatewayConfig).access.api_keys_dir == ""
+    assert configured("gateway", GatewayConfig).access.api_keys_dir == ""
     assert "clients" not in mounted(MemberTemplate(owner(gateway=KEYS), "decode").pod(0)), (
         "API keys in the configuration of an engine"
     )
@@ -63,7 +63,10 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
 
 def test_tls_changes_probes_ports_and_the_service() -> None:
     template = pod_template(**TLS)
-    assert told("gateway", GatewayConfig, gateway=TLS).access.tls_dir == mounted(template)["cert"]
+    assert (
+        configured("gateway", GatewayConfig, gateway=TLS).access.tls_dir
+        == mounted(template)["cert"]
+    )
     assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
     assert "prometheus.io/scheme" not in (pod_template()["metadata"].get("annotations") or {})
     for spec, scheme, port in ((TLS, "https", 443), ({}, "http", 80)):
@@ -172,4 +175,4 @@ def test_a_route_is_built_if_the_cluster_has_the_kind() -> None:
 @pytest.mark.parametrize(("role", "stages"), [("decode", 3), ("prefill", 1)])
 def test_only_decode_has_pipeline_stages(role: ConfiguredRole, stages: int) -> None:
     spec: Object = {"decode": {"parallelism": {"tensor": 2, "pipeline": 3}}}
-    assert told(role, EngineConfig, **spec).parallel.pipeline_parallel_size == stages
+    assert configured(role, EngineConfig, **spec).parallel.pipeline_parallel_size == stages

@@ -281,10 +281,10 @@ def after(
     before: Any, pods: list[Object], loading: dict[str, Health] | None = None, **model: Any
 ) -> tuple[str, str]:
     """Return ModelAvailable of a service with the status `before`."""
-    told = {**service(), "status": msgspec.to_builtins(before)}
+    stored = {**service(), "status": msgspec.to_builtins(before)}
     group = Group(role="decode", desired=0, pods=pods, revision="new", loading=loading or {})
     status = report(
-        told, owner(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
+        stored, owner(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
     )
     found = condition(status)
     return found.status, found.message
@@ -434,11 +434,11 @@ async def test_unready_pods_are_probed_and_invalid_responses_are_ignored() -> No
             each["status"]["podIP"] = f"127.0.0.{min(i + 1, 2) if i < 2 else 1}"
         pods[2]["metadata"]["deletionTimestamp"] = NOW.isoformat()
         async with aiohttp.ClientSession() as session:
-            told = await StatusProbes(session, port).loading(pods)
+            answers = await StatusProbes(session, port).loading(pods)
             assert await StatusProbes(session, 1).loading(pods) == {}
     finally:
         await runner.cleanup()
-    assert told == {"demo-decode-0": Health("Fetching", "m", LoadProgress(1, 4))}
+    assert answers == {"demo-decode-0": Health("Fetching", "m", LoadProgress(1, 4))}
 
 
 @pytest.mark.parametrize(

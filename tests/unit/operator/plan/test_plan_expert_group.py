@@ -94,134 +94,136 @@ NOTHING = TopologyStatus(generation=0, desired=[], members=[])
 
 DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, Any]]] = {
     "an empty group is created at once": ([], 2, NOTHING, {"create": [0, 1]}),
-    "also without a coordinator": ([], 2, None, {"create": [0, 1]}),
+    "an empty group is created without a coordinator": ([], 2, None, {"create": [0, 1]}),
     "members that have started form a group": (
         [member(0), member(1)], 2, ranks(others=(0, 1), generation=0), {"asked": ["m-0", "m-1"]},
     ),
-    "they wait for one that was made a moment ago": (
+    "the first generation waits for a member that was just created": (
         [member(0), member(1, **FRESH)], 2, NOTHING, {},
     ),
-    "and not for one that does not start": (
+    "the first generation does not wait for a member that does not start": (
         [member(0), member(1, **DOWN)], 2, NOTHING, {"asked": ["m-0"]},
     ),
-    "ranks that leave make room for the one that is to come": (
+    "draining ranks leave the topology if a new member has no room": (
         [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **NO_ROOM)], 1,
         ranks(0, 1), {"asked": ["m-0"]},
     ),
-    "and serve on while it starts": (
+    "draining ranks serve while a new member starts": (
         [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **DOWN)], 1,
         ranks(0, 1), {},
     ),
-    "what is asked for is not asked for again": ([member(0), member(1)], 2, ranks(0, 1), {}),
-    "a group grows by pods first": ([member(0), member(1)], 4, ranks(0, 1), {"create": [2, 3]}),
-    "and asks when they have started": (
+    "a requested topology is not requested again": ([member(0), member(1)], 2, ranks(0, 1), {}),
+    "a group that grows creates pods first": (
+        [member(0), member(1)], 4, ranks(0, 1), {"create": [2, 3]},
+    ),
+    "started pods are requested as ranks": (
         [member(0), member(1), member(2), member(3)], 4, ranks(0, 1, others=(2, 3)),
         {"asked": ["m-0", "m-1", "m-2", "m-3"]},
     ),
-    "one that only joins waits for what is being prepared": (
+    "a join waits for the generation that is being prepared": (
         [member(0), member(1), member(2)], 3,
         ranks(0, 1, others=(2,), operation=operation(OperationPhase.PREPARING)), {},
     ),
-    "one that leaves does not": (
+    "a departure does not wait for the generation that is being prepared": (
         [member(0), member(1), member(2)], 2,
         ranks(0, 1, 2, operation=operation(OperationPhase.PREPARING)), {"asked": ["m-0", "m-1"]},
     ),
-    "the highest ordinals leave, by topology first": (
+    "a smaller topology without the highest ordinals is requested first": (
         [member(0), member(1), member(2), member(3)], 2, ranks(0, 1, 2, 3),
         {"asked": ["m-0", "m-1"]},
     ),
-    "one that was asked to leave stays while it is a rank": (
+    "a member whose departure is requested stays while it is a rank": (
         [member(0), member(1)], 1, ranks(0, 1, desired=["m-0"]), {},
     ),
-    "one that retires and still has requests stays": (
+    "a retired member that still serves stays": (
         [member(0), member(1)], 1, ranks(0, others=(1,), phase=SERVING), {},
     ),
-    "one that stands by is drained": (
+    "a surplus standby member is drained": (
         [member(0), member(1)], 1, ranks(0, others=(1,)), {"drain": ["m-1"]},
     ),
-    "and deleted when it has drained": (
+    "a standby member is deleted when it has drained": (
         [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,)), {"delete": ["m-1"]},
     ),
-    "but not while a generation is being prepared": (
+    "a drained member stays while a generation is being prepared": (
         [member(0), member(1, **DRAINED)], 1,
         ranks(0, others=(1,), operation=operation(OperationPhase.PREPARING)), {},
     ),
-    "nor while one is committed": (
+    "a drained member stays while a generation is committed": (
         [member(0), member(1, **DRAINED)], 1,
         ranks(0, others=(1,), operation=operation(OperationPhase.COMMITTING)), {},
     ),
-    "nor while it is asked for": (
+    "a drained member stays while it is in the requested topology": (
         [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,), desired=["m-0", "m-1"]),
         {"asked": ["m-0"]},
     ),
-    "nobody is deleted while the coordinator is away": (
+    "a drained member stays while the coordinator does not answer": (
         [member(0), member(1, **DRAINED)], 1, None, {},
     ),
-    "but one that failed": (
+    "a failed member is replaced while the coordinator does not answer": (
         [member(0), member(1, **DOWN, failed=True)], 2, None, {"delete": ["m-1"], "create": [2]},
     ),
-    "one that failed as a rank is replaced": (
+    "a rank that failed leaves the topology and is replaced": (
         [member(0), member(1, **DOWN, failed=True)], 2, ranks(0, 1),
         {"delete": ["m-1"], "create": [2], "asked": ["m-0"]},
     ),
-    "one that failed at once is held, and not replaced yet": (
+    "a member that failed right after its creation is kept and not replaced yet": (
         [member(0), member(1, **FRESH, failed=True)], 2, ranks(0, desired=["m-0"]), {},
     ),
-    "a rank whose container restarts is waited for": (
+    "a rank whose container restarts stays": (
         [member(0), member(1, **DOWN)], 2, ranks(0, 1), {},
     ),
-    "surplus that never started is deleted": (
+    "a surplus member that never started is deleted": (
         [member(0), member(1, **DOWN)], 1, ranks(0), {"delete": ["m-1"]},
     ),
-    "one that somebody deletes leaves the topology": (
+    "a member deleted by another client leaves the topology and is replaced": (
         [member(0), member(1, deletion=NOW)], 2, ranks(0, 1), {"asked": ["m-0"], "create": [2]},
     ),
-    "a new revision begins with a pod more": (
+    "rollout: a new member is created first": (
         [member(0, **OLD), member(1, **OLD)], 2, ranks(0, 1), {"create": [2]},
     ),
-    "which joins while both old ones stay": (
+    "rollout: the new member joins while both old ones stay": (
         [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, others=(2,)),
         {"asked": ["m-0", "m-1", "m-2"]},
     ),
-    "then one old one leaves": (
+    "rollout: one old member leaves the topology after the join": (
         [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, 2),
         {"asked": ["m-0", "m-2"]},
     ),
-    "a revision that does not start replaces nobody": (
+    "rollout: a revision that does not start replaces no member": (
         [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 2, ranks(0, 1), {},
     ),
-    "a group scaled to zero keeps one rank first": (
+    "scaling to zero: the topology shrinks to one rank first": (
         [member(0), member(1)], 0, ranks(0, 1), {"asked": ["m-0"]},
     ),
-    "the last rank drains as one": ([member(0)], 0, ranks(0), {"drain": ["m-0"]}),
-    "and goes when nothing is unfinished": (
+    "scaling to zero: the last rank drains": ([member(0)], 0, ranks(0), {"drain": ["m-0"]}),
+    "scaling to zero: the last rank is deleted when it has drained": (
         [member(0, **DRAINED)], 0, ranks(0), {"delete": ["m-0"]},
     ),
-    "a group that grows again leaves the draining one out": (
+    "a group that grows again replaces the draining rank": (
         [member(0, **DRAINED), member(1)], 1, ranks(0, others=(1,)), {"asked": ["m-1"]},
     ),
-    "engines of their own are replaced by ranks one at a time": (
+    "independent engines: a first rank is created beside them": (
         [member(0, **ALONE), member(1, **ALONE)], 2, NOTHING, {"create": [2]},
     ),
-    "the first drains when the first rank serves": (
+    "independent engines: one drains when the first rank serves": (
         [member(0, **ALONE), member(1, **ALONE), member(2)], 2, ranks(2), {"drain": ["m-1"]},
     ),
-    "and is deleted when it has drained": (
+    "independent engines: one is deleted when it has drained": (
         [member(0, **ALONE), member(1, **ALONE, **DRAINED), member(2)], 2, ranks(2),
         {"delete": ["m-1"]},
     ),
-    "another model's group goes on until a pod has started": (
+    "another model: the old group stays until a new pod has started": (
         [member(0, **OTHER), member(1, **OTHER), member(2, **FRESH)], 2, ranks(0, 1), {},
     ),
-    "is then scaled down to one": (
+    "another model: the old group shrinks to one rank": (
         [member(0, **OTHER), member(1, **OTHER), member(2)], 2, ranks(0, 1, others=(2,)),
         {"asked": ["m-0"]},
     ),
-    "which drains": (
+    "another model: the last rank of the old group drains": (
         [member(0, **OTHER), member(2)], 2, ranks(0, others=(2,)),
         {"drain": ["m-0"], "create": [1]},
     ),
-    "and when it has gone the new group is formed": (
+    "another model: the new group forms when the old one is gone": (
         [member(1), member(2)], 2, ranks(others=(1, 2), generation=0), {"asked": ["m-1", "m-2"]},
     ),
 }  # fmt: skip

@@ -59,44 +59,50 @@ DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
     "a full group is left alone": ([member(0), member(1)], 2, {}),
     "a gap is filled at its own ordinal": ([member(0), member(2)], 3, {"create": [1]}),
     "the highest ordinal drains first": ([member(0), member(1), member(2)], 2, {"drain": ["m-2"]}),
-    "one that is not ready leaves before one that is": (
+    "a member that is not ready leaves before one that is": (
         [member(0, ready=False), member(1)], 1, {"drain": ["m-0"]},
     ),
-    "one that never started needs no drain": (
+    "a member that never started is deleted without a drain": (
         [member(0, **DOWN), member(1)], 1, {"delete": ["m-0"]},
     ),
-    "an old revision leaves before a new one": (
+    "a member of an old revision leaves before a new one": (
         [member(0, **OLD), member(1)], 1, {"drain": ["m-0"]},
     ),
-    "scaling to zero drains all": ([member(0), member(1)], 0, {"drain": ["m-1", "m-0"]}),
-    "a draining member that has drained is deleted": (
+    "scaling to zero drains all members": ([member(0), member(1)], 0, {"drain": ["m-1", "m-0"]}),
+    "a draining member without unfinished requests is deleted": (
         [member(0), member(1, **DRAINS, unfinished=0)], 1, {"delete": ["m-1"]},
     ),
-    "a draining member that is busy stays": ([member(0), member(1, **DRAINS, unfinished=3)], 1, {}),
+    "a draining member with unfinished requests stays": (
+        [member(0), member(1, **DRAINS, unfinished=3)], 1, {},
+    ),
     "a draining member that does not answer stays": ([member(0), member(1, **DRAINS)], 1, {}),
-    "a draining member goes when its time is up": (
+    "a draining member is deleted after the drain timeout": (
         [member(0), member(1, draining=True, drain_started=EXPIRED, unfinished=3)], 1,
         {"delete": ["m-1"]},
     ),
-    "a draining member holds its place": ([member(0), member(1, **DRAINS, unfinished=3)], 2, {}),
-    "one that terminates holds its place": ([member(0), member(1, deletion=NOW)], 2, {}),
-    "one stuck on a lost node does not": (
+    "a draining member counts until it is gone": (
+        [member(0), member(1, **DRAINS, unfinished=3)], 2, {},
+    ),
+    "a terminating member counts until it is gone": ([member(0), member(1, deletion=NOW)], 2, {}),
+    "a member stuck terminating on a lost node does not count": (
         [member(0), member(1, deletion=NOW - STUCK_TERMINATING)], 2, {"create": [2]},
     ),
-    "one that was marked without a time drains like any other": (
+    "a member marked as draining without a time is drained again": (
         [member(0), member(1, draining=True, unfinished=3)], 1, {"drain": ["m-1"]},
     ),
-    "one that failed at once is held for a while": (
+    "a member that failed right after its creation is kept for some time": (
         [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=2))], 2, {},
     ),
-    "one that failed later is deleted": (
+    "a member that failed later is deleted": (
         [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=20))], 2,
         {"delete": ["m-1"]},
     ),
-    "one that failed is deleted": (
+    "a failed member without a creation time is deleted": (
         [member(0), member(1, **DOWN, failed=True)], 2, {"delete": ["m-1"]},
     ),
-    "no replacement while another leaves": ([member(0, **OLD), member(1, deletion=NOW)], 2, {}),
+    "no member is replaced while another one terminates": (
+        [member(0, **OLD), member(1, deletion=NOW)], 2, {},
+    ),
 }  # fmt: skip
 
 ROOMLESS = {**DOWN, "no_room_since": NOW - timedelta(seconds=31)}
@@ -110,115 +116,123 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "in place: a replacement must be ready before the next": (
         IN_PLACE, [member(0, **OLD), member(1, ready=False)], 2, {},
     ),
-    "in place: the new member is made when the old one is gone": (
+    "in place: the new member is created when the old one is gone": (
         IN_PLACE, [member(0, **OLD)], 2, {"create": [1]},
     ),
-    "in place: a broken old member is the first to go": (
+    "in place: a broken old member is replaced first": (
         IN_PLACE, [member(0, **OLD, **DOWN), member(1, **OLD)], 2, {"delete": ["m-0"]},
     ),
-    "in place: a single member is replaced, too": (
+    "in place: a single member is replaced": (
         IN_PLACE, [member(0, **OLD)], 1, {"drain": ["m-0"]},
     ),
-    "in place: two at a time where two may be away": (
+    "in place: two members are replaced at a time with max_unavailable 2": (
         Update(max_surge=0, max_unavailable=2), [member(i, **OLD) for i in range(3)], 3,
         {"drain": ["m-2", "m-1"]},
     ),
     # With a surge: a new member is ready before an old one leaves.
-    "a surge begins with a new member": (
+    "surge: a new member is created first": (
         SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]},
     ),
-    "an old member stays while the new one starts": (
+    "surge: an old member stays while the new one starts": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 2, {},
     ),
-    "an old member goes when the new one is ready": (
+    "surge: an old member drains when the new one is ready": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2)], 2, {"drain": ["m-1"]},
     ),
-    "one that drains holds its place in the surge": (
+    "surge: a draining member counts until it is gone": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DRAINS, unfinished=1), member(2)], 2, {},
     ),
-    "the next new member comes when the old one is gone": (
+    "surge: the next new member is created when the old one is gone": (
         SURGE, [member(0, **OLD), member(2)], 2, {"create": [1]},
     ),
-    "no more are made than are wanted in the end": (
+    "surge: no more new members are created than desired": (
         SURGE, [member(0), member(2), member(1, **OLD, **DRAINS, unfinished=1)], 2, {},
     ),
-    "a larger surge makes and replaces several": (
+    "surge of two: two members are replaced at a time": (
         Update(max_surge=2), [member(0, **OLD), member(1, **OLD), member(2), member(3)], 2,
         {"drain": ["m-1", "m-0"]},
     ),
-    "surge and unavailable together": (
+    "surge and max_unavailable: one member is created and one drains": (
         Update(max_surge=1, max_unavailable=1), [member(0, **OLD), member(1, **OLD)], 2,
         {"create": [2], "drain": ["m-1"]},
     ),
-    "nothing serves, so nothing can be lost: all are replaced at once": (
+    "no member serves: all are replaced at once": (
         SURGE, [member(0, **OLD, **DOWN), member(1, **OLD, **DOWN)], 2,
         {"create": [2], "delete": ["m-0", "m-1"]},
     ),
     # A revision that is never ready.
-    "a broken revision takes nobody's place": (
+    "a revision that is not ready replaces no member": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, ready=False)], 2, {},
     ),
-    "nor that of an old member that is being restarted": (
+    "a revision that is not ready does not replace an old member that restarts": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2, ready=False)], 2, {},
     ),
-    "nor the last one's": (SURGE, [member(0, **OLD, **DOWN), member(1, ready=False)], 1, {}),
-    "in place it takes no more than one": (IN_PLACE, [member(0, **OLD), member(1, **DOWN)], 2, {}),
-    "going back: only the broken member leaves": (
+    "a revision that is not ready does not replace the last member": (
+        SURGE, [member(0, **OLD, **DOWN), member(1, ready=False)], 1, {},
+    ),
+    "in place: a revision that is not ready replaces one member only": (
+        IN_PLACE, [member(0, **OLD), member(1, **DOWN)], 2, {},
+    ),
+    "going back: the broken member is deleted and the others stay": (
         SURGE, [member(0), member(1), member(2, **OLD, **DOWN)], 2, {"delete": ["m-2"]},
     ),
-    "going back in place: its place is the old revision's again": (
+    "going back in place: the broken member is deleted": (
         IN_PLACE, [member(0), member(1, **OLD, **DOWN)], 2, {"delete": ["m-1"]},
     ),
-    "going back half way: those that were replaced already leave, the others stay": (
+    "going back in the middle: a member of the abandoned revision leaves first": (
         SURGE, [member(0), member(1, **OLD), member(2, **OLD)], 2, {"drain": ["m-2"]},
     ),
-    "going on to a third revision: the broken second leaves first": (
+    "a third revision: the broken member of the second one leaves first": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, revision="broken", **DOWN)], 2,
         {"delete": ["m-2"]},
     ),
     # A full cluster.
-    "a surge that has no room is waited for": (
+    "no room: an old member stays until the surge timeout": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **WAITS_FOR_ROOM)], 2, {},
     ),
-    "then it takes the place of an old member": (
+    "no room: an old member drains after the surge timeout": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **ROOMLESS)], 2, {"drain": ["m-1"]},
     ),
-    "and of one only, until it is ready": (
+    "no room: no second old member drains while a new member starts": (
         SURGE, [member(0, **OLD), member(2, **DOWN), member(3, **ROOMLESS)], 2, {},
     ),
-    "of the next, when it is": (
+    "no room: the next old member drains when the new one is ready": (
         SURGE, [member(0, **OLD), member(2), member(3, **ROOMLESS)], 2, {"drain": ["m-0"]},
     ),
-    "a member that is ready and old is not needed for one without room when no rollout is on": (
+    "no room without a rollout: no member drains": (
         SURGE, [member(0), member(1, **ROOMLESS)], 2, {},
     ),
     # Sizes that change during the rollout.
-    "fewer wanted in a rollout: old members leave": (
+    "fewer desired in a rollout: old members drain": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2)], 1, {"drain": ["m-1", "m-0"]},
     ),
-    "fewer wanted while the new member starts: one that serves stays": (
+    "fewer desired while the new member starts: one serving member stays": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 1, {"drain": ["m-1"]},
     ),
-    "more wanted in a rollout: the new ones are of the new revision": (
+    "more desired in a rollout: members of the new revision are created": (
         SURGE, [member(0, **OLD), member(1)], 4, {"create": [2, 3, 4]},
     ),
-    "none wanted: all leave": (SURGE, [member(0, **OLD), member(1)], 0, {"drain": ["m-1", "m-0"]}),
+    "none desired in a rollout: all drain": (
+        SURGE, [member(0, **OLD), member(1)], 0, {"drain": ["m-1", "m-0"]},
+    ),
     # Another client deletes members.
-    "what somebody deletes is replaced at once": (
+    "a member deleted by another client is replaced at once": (
         SURGE, [member(0), member(1, deletion=NOW)], 2, {"create": [2]},
     ),
-    "within the surge": (
+    "two members deleted by another client: one is replaced at once within the surge": (
         SURGE, [member(0, deletion=NOW), member(1, deletion=NOW)], 2, {"create": [2]},
     ),
-    "without one, when it is gone": (IN_PLACE, [member(0), member(1, deletion=NOW)], 2, {}),
-    "but what has drained is waited for": (
+    "without a surge, a deleted member is replaced when it is gone": (
+        IN_PLACE, [member(0), member(1, deletion=NOW)], 2, {},
+    ),
+    "a deleted member that was draining is replaced when it is gone": (
         SURGE, [member(0), member(1, **DRAINS, deletion=NOW)], 2, {},
     ),
-    "paused: what somebody deletes is replaced at once, too": (
+    "paused: a member deleted by another client is replaced at once": (
         PAUSED, [member(0, **OLD), member(1, **OLD, deletion=NOW)], 2, {"create": [2]},
     ),
     # Paused.
-    "paused: an old member is as good as a new one": (
+    "paused: old members stay": (
         PAUSED, [member(0, **OLD), member(1, **OLD)], 2, {},
     ),
     "paused: a dead member is replaced": (PAUSED, [member(0, **OLD)], 2, {"create": [1]}),
@@ -226,7 +240,7 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "paused: a group still shrinks": (
         PAUSED, [member(0, **OLD), member(1, **OLD)], 1, {"drain": ["m-1"]},
     ),
-    "paused in the middle: even the surge stays": (
+    "paused in the middle of a rollout: the surge stays": (
         PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {},
     ),
     "paused: a surplus of one revision leaves": (
@@ -250,34 +264,38 @@ def test_steps_of_a_rollout(
 STARTS = {**DOWN, "unready_since": NOW - timedelta(seconds=599)}
 STALLS = {**DOWN, "unready_since": NOW - timedelta(seconds=601)}
 
-FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
-    "a rollout that gets on is not held up": (
+WITH_PREVIOUS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
+    "a rollout that makes progress continues": (
         SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]},
     ),
-    "an old member that dies while the new one starts is replaced by a new one": (
+    "before the deadline, an old member that died is replaced by a new one": (
         SURGE, [member(0, **OLD), member(2, **STARTS)], 2, {"create": [1]},
     ),
-    "one that dies while the new one stalls comes back": (
+    "a stalled rollout: an old member that died is restored": (
         SURGE, [member(0, **OLD), member(2, **STALLS)], 2, {"restore": [1]},
     ),
-    "a rollout that stalls and loses nobody is left alone": (
+    "a stalled rollout without a loss is left alone": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS)], 2, {},
     ),
-    "all old members died: as many come back as there is room for": (
+    "a stalled rollout: all old members that died are restored": (
         SURGE, [member(2, **STALLS)], 2, {"restore": [0, 1]},
     ),
-    "the only one died": (SURGE, [member(1, **STALLS)], 1, {"restore": [0]}),
-    "the only one died, and its place is taken": (IN_PLACE, [member(1, **STALLS)], 1, {}),
-    "in place: an old member that dies comes back": (
+    "a stalled rollout: the only old member is restored": (
+        SURGE, [member(1, **STALLS)], 1, {"restore": [0]},
+    ),
+    "a stalled rollout in place: no member is restored beyond the desired size": (
+        IN_PLACE, [member(1, **STALLS)], 1, {},
+    ),
+    "a stalled rollout in place: an old member that died is restored": (
         IN_PLACE, [member(0, **OLD), member(2, **STALLS)], 3, {"restore": [1]},
     ),
-    "new members that serve stay": (
+    "a stalled rollout: new members that serve stay": (
         SURGE, [member(0, **OLD), member(1), member(2, **STALLS)], 3, {"restore": [3]},
     ),
-    "more wanted in a rollout that stalls": (
+    "a stalled rollout: more desired members are restored ones": (
         SURGE, [member(0, **OLD), member(1, **STALLS)], 3, {"restore": [2, 3]},
     ),
-    "a new member that stalls takes nobody's place for want of room": (
+    "a stalled rollout: a second new member without room replaces no member": (
         SURGE,
         [
             *(member(n, **OLD) for n in (0, 1)), member(2, **STALLS),
@@ -285,28 +303,30 @@ FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         ],
         3, {},
     ),
-    "a new member without room after the progress deadline takes an old one's place": (
+    "no room after the progress deadline: an old member drains": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2,
         {"drain": ["m-1"]},
     ),
-    "the new one got ready after all: who came back leaves": (
+    "the new member became ready: the restored one is deleted": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2)], 2, {"delete": ["m-1"]},
     ),
-    "paused in the middle: who dies comes back": (PAUSED, [member(0, **OLD)], 2, {"restore": [1]}),
-    "paused in the middle: a new one that dies comes back as an old one": (
+    "paused: an old member that died is restored": (
+        PAUSED, [member(0, **OLD)], 2, {"restore": [1]},
+    ),
+    "paused: a new member that died is restored as an old one": (
         PAUSED, [member(2)], 2, {"restore": [0]},
     ),
-    "paused in the middle: it grows by old ones": (
+    "paused: a group grows by restored members": (
         PAUSED, [member(0, **OLD), member(1)], 4, {"restore": [2, 3]},
     ),
-    "paused in the middle: the surge stays": (
+    "paused: the surge stays": (
         PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("update", "members", "desired", "step"), FORMER.values(), ids=FORMER.keys()
+    ("update", "members", "desired", "step"), WITH_PREVIOUS.values(), ids=WITH_PREVIOUS.keys()
 )
 def test_steps_of_a_rollout_with_a_previous_revision(
     update: Update, members: list[Member], desired: int, step: dict[str, Any]

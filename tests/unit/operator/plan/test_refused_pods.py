@@ -72,7 +72,7 @@ def rounds(simulated: Service, number: int, seconds: float = 6.0) -> None:
         simulated.world(lambda: True, seconds)
 
 
-def told(simulated: Service) -> dict[str, tuple[str, str]]:
+def conditions_of(simulated: Service) -> dict[str, tuple[str, str]]:
     conditions = simulated.object()["status"]["conditions"]
     return {each["type"]: (each["status"], each["reason"]) for each in conditions}
 
@@ -81,7 +81,7 @@ def test_a_quota_is_reported_for_its_group_and_the_others_become_ready(simulated
     Quota(simulated, "decode", limit=1)
     simulated.create(SPEC)
     rounds(simulated, 10)
-    conditions = told(simulated)
+    conditions = conditions_of(simulated)
     assert conditions["DecodeReady"] == conditions["Ready"] == ("False", "QuotaExceeded")
     assert conditions["PrefillReady"] == conditions["GatewayReady"] == ("True", "PodsReady")
     status = simulated.object()["status"]
@@ -101,7 +101,7 @@ def test_a_surge_beyond_the_quota_waits_while_the_old_pods_serve(
     simulated.settle()
     simulated.patch({"decode": {"template": {"metadata": {"labels": {"another": "revision"}}}}})
     rounds(simulated, 20)
-    conditions = told(simulated)
+    conditions = conditions_of(simulated)
     assert conditions["DecodeReady"] == ("False", "QuotaExceeded")
     assert conditions["Updating"] == ("True", "WaitingForCapacity")
     assert simulated.object()["status"]["decode"]["ready"] == 2

@@ -1,6 +1,7 @@
 """Faults between the operator and the API server: the resulting objects are the same.
 
-kopf writes nothing in any case."""
+In no case does kopf itself write to the API server.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ async def delete_and_wait_for_replacement(cluster: Cluster, pod: str) -> None:
         now = (await cluster.pods()).get(before["name"])
         return now is not None and now["metadata"]["uid"] != before["uid"]
 
-    await until(is_back, f"{before['name']} to be delete_and_wait_for_replacement")
+    await until(is_back, f"{before['name']} to be replaced")
     await cluster.run(pod)
     await cluster.condition("DecodeReady", "True")
 

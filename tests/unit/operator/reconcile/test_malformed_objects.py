@@ -135,11 +135,11 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
     assert len(ready["message"]) < 1000
     assert member_names(simulated) == {f"{NAME}-prefill-0", f"{NAME}-decode-0", f"{NAME}-decode-1"}
     assert condition(simulated, "DecodeReady")["status"] == "True"
-    (told,) = [
+    (event,) = [
         event for event in simulated.server.list("events") if event["reason"] == "InvalidSpec"
     ]
-    assert (told["type"], told["count"]) == ("Warning", 1)
-    assert says in told["message"]
+    assert (event["type"], event["count"]) == ("Warning", 1)
+    assert says in event["message"]
     simulated.patch({"decode": {"replicas": 3}})
     rounds(simulated, 4)
     assert f"{NAME}-decode-3" not in member_names(simulated)

@@ -55,7 +55,7 @@ def test_a_write_is_known_before_its_event_arrives(service: Service) -> None:
     made = [pod for pod in service.pods() if pod not in before]
     assert len(made) == 2
     service.reconcile()
-    assert not service.client.told, "existing pods were created again"
+    assert not service.client.confirmed, "existing pods were created again"
     service.settle()
     assert len(service.pods()) == 5
 
@@ -70,10 +70,10 @@ def test_an_event_from_before_a_write_is_ignored(service: Service) -> None:
         )
     service.patch({"decode": {"replicas": 2}})
     service.reconcile()
-    assert [what for what, _ in service.client.told] == ["drained"]
+    assert [what for what, _ in service.client.confirmed] == ["drained"]
     service.wire("Pod").lets_through(3)
     service.reconcile()
-    assert not service.client.told
+    assert not service.client.confirmed
     service.settle()
 
 

@@ -41,7 +41,7 @@ def of(role: str, ordinal: int, **options: Any) -> Object:
     return pod(f"demo-{role}-{ordinal}", **{"ready": True, **options})
 
 
-def told(prefill: Group, decode: Group, kv: dict[str, KVCompatibility], **spec: Any) -> Any:
+def reported(prefill: Group, decode: Group, kv: dict[str, KVCompatibility], **spec: Any) -> Any:
     gateway = Group(role="gateway", desired=1, pods=[pod("demo-gateway", ready=True)])
     groups: dict[Any, Group] = {"prefill": prefill, "decode": decode, "gateway": gateway}
     return report(service(), owner(**spec), groups, cluster_ip=None, problem=None, now=NOW, kv=kv)
@@ -53,7 +53,7 @@ def condition(status: Any, type_: str) -> tuple[str, str, str]:
 
 
 def test_compatible_pods_do_not_affect_conditions() -> None:
-    status = told(
+    status = reported(
         group("prefill", of("prefill", 0)),
         group("decode", of("decode", 0)),
         dict.fromkeys(PAIR, KV),
@@ -78,7 +78,7 @@ def test_prefill_is_not_ready_when_decode_cannot_take_its_blocks(
 ) -> None:
     other = msgspec.structs.replace(KV, **{field: value})
     kv = {"demo-prefill-0": KV, "demo-decode-0": other}
-    status = told(group("prefill", of("prefill", 0)), group("decode", of("decode", 0)), kv)
+    status = reported(group("prefill", of("prefill", 0)), group("decode", of("decode", 0)), kv)
     for type_ in ("PrefillReady", "Ready"):
         assert condition(status, type_)[:2] == ("False", "IncompatiblePeers")
         assert text in condition(status, type_)[2]
@@ -94,7 +94,7 @@ def test_a_pod_without_a_compatible_peer_is_named() -> None:
     pods = [of("decode", 0), of("decode", 1)]
     kv = {"demo-prefill-0": KV, "demo-decode-0": KV, "demo-decode-1": LARGE_BLOCKS}
     message = condition(
-        told(group("prefill", of("prefill", 0)), group("decode", *pods), kv), "PrefillReady"
+        reported(group("prefill", of("prefill", 0)), group("decode", *pods), kv), "PrefillReady"
     )[2]
     assert "1 of 2 decode pods can take KV blocks from no prefill pod" in message
     assert "block_size is 32 at demo-decode-1 and 16 at demo-prefill-0" in message
@@ -108,13 +108,13 @@ def test_one_compatible_peer_per_pod_is_enough() -> None:
         "demo-decode-1": LARGE_BLOCKS,
     }
     prefill = group("prefill", of("prefill", 0), of("prefill", 1))
-    status = told(prefill, group("decode", of("decode", 0), of("decode", 1)), kv)
+    status = reported(prefill, group("decode", of("decode", 0), of("decode", 1)), kv)
     assert condition(status, "Ready")[0] == "True"
 
 
 @pytest.mark.parametrize("known", [{}, {"demo-prefill-0": KV}, {"demo-decode-0": LARGE_BLOCKS}])
 def test_pods_without_a_report_are_not_compared(known: dict[str, KVCompatibility]) -> None:
-    status = told(group("prefill", of("prefill", 0)), group("decode", of("decode", 0)), known)
+    status = reported(group("prefill", of("prefill", 0)), group("decode", of("decode", 0)), known)
     assert condition(status, "Ready")[0] == "True"
 
 
@@ -124,7 +124,7 @@ def test_incompatible_revisions_are_not_reported_during_a_rollout() -> None:
         "decode", of("decode", 0, revision="old"), of("decode", 1, ready=False), desired=1
     )
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV}
-    status = told(prefill, decode, kv)
+    status = reported(prefill, decode, kv)
     assert condition(status, "Updating")[0] == "True"
     assert condition(status, "PrefillReady")[:2] == ("True", "PodsReady")
 
@@ -132,12 +132,12 @@ def test_incompatible_revisions_are_not_reported_during_a_rollout() -> None:
 def test_incompatible_revisions_are_reported_when_the_rollout_stalls() -> None:
     kv = {"demo-prefill-0": LARGE_BLOCKS, "demo-decode-0": KV}
     prefill, old = group("prefill", of("prefill", 0)), of("decode", 0, revision="old")
-    paused = told(prefill, group("decode", old, desired=1), kv, paused=True)
+    paused = reported(prefill, group("decode", old, desired=1), kv, paused=True)
     assert condition(paused, "Updating")[1] == "Paused"
     assert condition(paused, "PrefillReady")[:2] == ("False", "IncompatiblePeers")
     late = of("decode", 1, ready=False)
     late["metadata"]["creationTimestamp"] = "2020-01-01T00:00:00Z"
-    stalled = told(prefill, group("decode", old, late, desired=1), kv)
+    stalled = reported(prefill, group("decode", old, late, desired=1), kv)
     assert condition(stalled, "Updating")[1] == "RolloutStalled"
     assert condition(stalled, "PrefillReady")[:2] == ("False", "IncompatiblePeers")
 
@@ -148,7 +148,9 @@ def test_problems_that_keep_pods_from_serving_take_precedence() -> None:
         "terminated": {"exitCode": 78, "message": "FATAL ModelNotFound: /models/x does not exist"}
     }
     broken = of("decode", 1, ready=False, state=fatal)
-    status = told(group("prefill", of("prefill", 0)), group("decode", of("decode", 0), broken), kv)
+    status = reported(
+        group("prefill", of("prefill", 0)), group("decode", of("decode", 0), broken), kv
+    )
     assert condition(status, "PrefillReady")[1] == "IncompatiblePeers"
     assert condition(status, "Ready")[1] == "ModelNotFound"
 
@@ -158,11 +160,13 @@ def test_leaving_pods_and_groups_without_pods_are_ignored() -> None:
     leaving = of("decode", 0, draining=True)
     decode = group("decode", of("decode", 1), leaving, desired=1)
     assert (
-        condition(told(group("prefill", of("prefill", 0)), decode, kv), "PrefillReady")[0] == "True"
+        condition(reported(group("prefill", of("prefill", 0)), decode, kv), "PrefillReady")[0]
+        == "True"
     )
     asleep = group("decode", desired=0)
     assert (
-        condition(told(group("prefill", of("prefill", 0)), asleep, kv), "PrefillReady")[0] == "True"
+        condition(reported(group("prefill", of("prefill", 0)), asleep, kv), "PrefillReady")[0]
+        == "True"
     )
 
 

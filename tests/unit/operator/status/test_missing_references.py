@@ -54,7 +54,7 @@ class Objects(Kube):
         return {"kind": "PartialObjectMetadata", "metadata": {}}
 
 
-def told(type_: str, status: Any) -> tuple[str, str, str]:
+def condition_of(type_: str, status: Any) -> tuple[str, str, str]:
     (found,) = [each for each in status.conditions or [] if each.type == type_]
     return found.status, found.reason, found.message
 
@@ -165,15 +165,15 @@ def test_a_missing_object_is_reported_for_its_group_until_it_exists() -> None:
     status = report(
         service(), owner(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
     )
-    condition, reason, message = told("GatewayReady", status)
+    condition, reason, message = condition_of("GatewayReady", status)
     assert (condition, reason) == ("False", "SecretNotFound")
     assert "pod demo-gateway-0: Secret keys does not exist" in message
     assert "volume api-keys" in message
-    assert told("Ready", status)[:2] == ("False", "SecretNotFound")
+    assert condition_of("Ready", status)[:2] == ("False", "SecretNotFound")
     assert [each.reason for each in new_failures(service(), status)] == ["SecretNotFound"]
     there = Group(role="gateway", desired=1, pods=[waiting()], updated=False)
     status = report(service(), owner(), {"gateway": there}, cluster_ip=None, problem=None, now=NOW)
-    assert told("GatewayReady", status)[:2] == ("False", "Starting")
+    assert condition_of("GatewayReady", status)[:2] == ("False", "Starting")
 
 
 def test_a_missing_secret_takes_precedence_over_the_containers_error() -> None:
@@ -185,7 +185,7 @@ def test_a_missing_secret_takes_precedence_over_the_containers_error() -> None:
     member["status"]["initContainerStatuses"] = [{"name": "model", "state": CONFIG_ERROR}]
     group = Group(role="decode", desired=1, pods=[member], revision="new", missing=frozenset({hub}))
     status = report(service(), owner(), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
-    condition, reason, message = told("DecodeReady", status)
+    condition, reason, message = condition_of("DecodeReady", status)
     assert (condition, reason) == ("False", "SecretNotFound")
     assert "environment of container model" in message
 
@@ -199,6 +199,6 @@ def test_a_rollout_names_the_missing_object_of_its_new_pod() -> None:
         role="decode", desired=1, pods=[old, new], revision="new", missing=frozenset({settings})
     )
     status = report(service(), owner(), {"decode": group}, cluster_ip=None, problem=None, now=NOW)
-    assert told("DecodeReady", status)[1] == "ConfigMapNotFound"
-    assert told("Updating", status)[:2] == ("True", "Starting")
-    assert "ConfigMap settings does not exist" in told("Updating", status)[2]
+    assert condition_of("DecodeReady", status)[1] == "ConfigMapNotFound"
+    assert condition_of("Updating", status)[:2] == ("True", "Starting")
+    assert "ConfigMap settings does not exist" in condition_of("Updating", status)[2]

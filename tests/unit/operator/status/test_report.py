@@ -39,19 +39,19 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
     "ready": (decode([pod(ready=True)]), "True", "PodsReady", "1 of 1"),
     "no pods yet": (decode([]), "False", "Starting", "0 of 1"),
     "loading": (decode([pod()]), "False", "Starting", "0 of 1"),
-    "fatal while it backs off": (
+    "a fatal error during the back-off": (
         decode([pod(state=BACK_OFF, last=FATAL)]), "False", "ModelNotFound", "/models/x",
     ),
-    "fatal between two restarts": (
+    "a fatal error of a terminated container": (
         decode([pod(state={"terminated": FATAL})]), "False", "ModelNotFound", "/models/x",
     ),
-    "fatal, tried again just now": (
+    "a fatal error and a restart one second ago": (
         decode([pod(state=just_started(1), last=FATAL)]), "False", "ModelNotFound", "/models/x",
     ),
-    "fatal, tried again for long": (
+    "a fatal error and a restart 15 minutes ago": (
         decode([pod(state=just_started(900), last=FATAL)]), "False", "ModelNotFound", "/models/x",
     ),
-    "fatal tells more than capacity": (
+    "a fatal error outranks missing capacity": (
         decode([
             pod("demo-decode-0", conditions=[UNSCHEDULABLE]),
             pod("demo-decode-1", state=BACK_OFF, last=FATAL),
@@ -66,11 +66,11 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(state=just_started(1), last={"exitCode": 137, "signal": 9}, restarts=1)]),
         "False", "ContainerTerminated", "by signal 9",
     ),
-    "killed, its first restart waits": (
+    "killed, before its first restart": (
         decode([pod(state=BACK_OFF, last={"exitCode": 137, "signal": 9}, restarts=0)]),
         "False", "ContainerTerminated", "by signal 9",
     ),
-    "killed, as kubelets without a signal field say": (
+    "killed, from a kubelet that reports no signal": (
         decode([
             pod(state=BACK_OFF, last={"exitCode": 137, "message": "INFO serving"}, restarts=0),
         ]),
@@ -89,28 +89,28 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(phase="Failed", status={"reason": "OutOfcpu", "message": "no cpu left"})]),
         "False", "PodFailed", "OutOfcpu: no cpu left",
     ),
-    "old pods do not make it ready": (
+    "old pods do not count": (
         decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1",
     ),
     "a draining pod does not count": (
         decode([pod(ready=True, draining=True)]), "False", "Draining", "0 of 1",
     ),
-    "an evicted pod that was not cleaned up does not hurt": (
+    "an evicted pod beside enough ready ones": (
         decode([pod(ready=True), pod("demo-decode-1", phase="Failed")]), "True", "PodsReady",
         "1 of 1",
     ),
-    "surplus that drains does not hurt": (
+    "a surplus pod that drains": (
         decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)]), "True",
         "PodsReady", "1 of 1",
     ),
     "scaled to zero": (decode([], 0), "False", "ScaledToZero", "scale up"),
-    "no prefill wanted": (
+    "no prefill": (
         Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods prefill",
     ),
-    "gateway that starts": (
+    "a gateway that starts": (
         Group(role="gateway", desired=1, pods=[], updated=False), "False", "Starting", "0 of 1",
     ),
-    "gateway of an old template": (
+    "a gateway of an old template": (
         Group(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False",
         "Progressing", "1 of 1",
     ),
@@ -156,8 +156,8 @@ def test_a_failure_outranks_a_group_that_merely_starts() -> None:
 
 
 def test_all_conditions_exist_after_the_first_reconcile() -> None:
-    told = conditions(service(), {}, InvalidSpec("no such field"))
-    assert set(told) == {
+    reported = conditions(service(), {}, InvalidSpec("no such field"))
+    assert set(reported) == {
         "Ready",
         "ModelAvailable",
         "PrefillReady",
@@ -165,8 +165,8 @@ def test_all_conditions_exist_after_the_first_reconcile() -> None:
         "GatewayReady",
         "Updating",
     }
-    assert told["DecodeReady"].status == "Unknown"
-    assert (told["Ready"].status, told["Ready"].reason) == ("False", "InvalidSpec")
+    assert reported["DecodeReady"].status == "Unknown"
+    assert (reported["Ready"].status, reported["Ready"].reason) == ("False", "InvalidSpec")
 
 
 def test_the_transition_time_changes_only_with_the_status() -> None:

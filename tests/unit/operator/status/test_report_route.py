@@ -43,13 +43,13 @@ UNRESOLVED = condition("ResolvedRefs", "False", "BackendNotFound")
 CASES: dict[str, tuple[Object, str | None, str]] = {
     "accepted": (route(parent(ACCEPTED, condition("ResolvedRefs", "True"))), None, ""),
     "accepted by one of two": (route(parent(REFUSED), parent(ACCEPTED, name="other")), None, ""),
-    "nobody has answered": (
+    "no Gateway has reported a status": (
         route(), "RoutePending", "accepted by Gateway infra/edge (section https)",
     ),
-    "no status at all": (
+    "a route without a status": (
         {"metadata": {"name": "r"}, "spec": {"parentRefs": [{"name": "g"}]}}, "RoutePending", "g",
     ),
-    "an answer without a verdict": (route(parent()), "RoutePending", "infra/edge"),
+    "a status without conditions": (route(parent()), "RoutePending", "infra/edge"),
     "refused": (
         route(parent(REFUSED)), "RouteNotAccepted",
         "Gateway infra/edge: Accepted is False, NotAllowedByListeners: "
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Object, str | None, str]] = {
     "its Service is not found": (
         route(parent(ACCEPTED, UNRESOLVED)), "RouteNotAccepted", "ResolvedRefs is False, Backend",
     ),
-    "an answer about an earlier route": (
+    "acceptance of an earlier route": (
         route(parent(condition("Accepted", "True", observedGeneration=1)), generation=2),
         "RoutePending", "infra/edge",
     ),

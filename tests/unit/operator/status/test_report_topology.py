@@ -179,7 +179,7 @@ VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
         status(last=operation("waiting", "form")), {"a"}, 0,
         ("False", "AtRest", "no ranks are wanted"),
     ),
-    "before the first": (None, set(), 2, ("True", "Forming", "0 of 2")),
+    "before the first status": (None, set(), 2, ("True", "Forming", "0 of 2")),
     "forming": (
         status(last=operation("waiting", "form"), generation=0), {"a", "b"}, 2,
         ("True", "Forming", "a, b"),
@@ -188,12 +188,14 @@ VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
         status("a", last=operation("preparing")), {"a", "b"}, 2,
         ("True", "ScalingUp", "preparing generation 4"),
     ),
-    "pods that load": (status("a"), {"a"}, 2, ("True", "ScalingUp", "waits for pods: 1 of 2")),
+    "growing, and pods load": (
+        status("a"), {"a"}, 2, ("True", "ScalingUp", "waits for pods: 1 of 2"),
+    ),
     "shrinking": (
         status("a", "b", last=operation("committing")), {"a"}, 1,
         ("True", "ScalingDown", "committing"),
     ),
-    "half adopted": (
+    "committing": (
         status("a", "b", last=operation("committing")), {"a", "b"}, 2,
         ("True", "Committing", "committing"),
     ),
@@ -201,7 +203,7 @@ VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
         status("a", "b", last=operation("preparing", "recover")), {"a"}, 2,
         ("True", "Recovering", ""),
     ),
-    "placing anew": (
+    "rebalancing": (
         status("a", last=operation("preparing", "rebalance")), {"a"}, 1,
         ("True", "Rebalancing", ""),
     ),

@@ -43,62 +43,62 @@ ONCE_READY = {
 }  # fmt: skip
 
 VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
-    "all are new": (
+    "all pods are of the newest revision": (
         [new(0, ready=True), new(1, ready=True)], "False", "UpToDate",
         "no pod of an earlier revision",
     ),
-    "the first pods ever start": (
+    "the first pods start": (
         [new(0), new(1)], "False", "UpToDate", "no pod of an earlier revision",
     ),
-    "about to begin": (
+    "before the first new pod": (
         [old(0), old(1)], "True", "Replacing",
         "decode wants 2 pods and has 0 of the newest revision (0 ready)",
     ),
-    "the new one starts": (
+    "the new pod starts": (
         [old(0), old(1), new(2)], "True", "Starting", "waits for demo-decode-2 to be ready",
     ),
-    "the new one fails so far": (
+    "the new pod fails before the deadline": (
         [old(0), old(1), new(2, state=BACK_OFF, last=FATAL)], "True", "Starting",
         "/models/x does not exist",
     ),
-    "the old one drains": (
+    "the old pod drains": (
         [old(0), old(1, draining=True), new(2, ready=True)], "True", "Draining",
         "waits for demo-decode-1 to drain",
     ),
-    "the old one is being deleted": (
+    "the old pod is being deleted": (
         [old(0), made(old(1), deletionTimestamp=NOW.isoformat()), new(2, ready=True)], "True",
         "Draining", "decode-1",
     ),
-    "no room for the new one": (
+    "no room for the new pod": (
         [old(0), old(1), new(2, conditions=[NO_ROOM])], "True", "WaitingForCapacity",
         "no node has room for pod demo-dec",
     ),
-    "the new one is never ready": (
+    "the new pod is not ready at the deadline": (
         [old(0), old(1), made(new(2), **LATE)], "False", "RolloutStalled",
         "2 of earlier ones (2 ready)",
     ),
-    "the new one fails for good, and why": (
+    "the new pod fails until the deadline": (
         [old(0), made(new(2, state=BACK_OFF, last=FATAL), **LATE)], "False", "RolloutStalled",
         "/models/x does not exist",
     ),
-    "the new one was ready a while ago": (
+    "the new pod was ready a minute ago": (
         [old(0), made(new(2, conditions=[ONCE_READY]), **LATE)], "True", "Starting",
         "waits for demo-decode-2",
     ),
-    "an old one on a lost node is not waited for": (
+    "an old pod on a lost node does not count": (
         [
             made(old(1), deletionTimestamp=(NOW - timedelta(hours=1)).isoformat()),
             new(0, ready=True),
         ],
         "False", "UpToDate", "",
     ),
-    "an old one that failed is not waited for": (
+    "an old pod that failed does not count": (
         [old(1, phase="Failed"), new(0, ready=True)], "False", "UpToDate", "",
     ),
 }  # fmt: skip
 
 
-def told(pods: list[Object], **spec: Any) -> Any:
+def reported(pods: list[Object], **spec: Any) -> Any:
     groups: dict[Any, Group] = {
         "decode": Group(role="decode", desired=2, pods=pods, revision="new")
     }
@@ -114,26 +114,26 @@ def condition(status: Any, type_: str) -> tuple[str, str, str]:
     ("pods", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
 )
 def test_the_updating_condition(pods: list[Object], status: str, reason: str, text: str) -> None:
-    verdict = condition(told(pods), "Updating")
+    verdict = condition(reported(pods), "Updating")
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
 
 
 def test_a_pause_is_reported_with_the_waiting_pods() -> None:
-    verdict = condition(told([old(0), new(1, ready=True)], paused=True), "Updating")
+    verdict = condition(reported([old(0), new(1, ready=True)], paused=True), "Updating")
     assert verdict[:2] == ("False", "Paused")
     assert "1 of earlier ones" in verdict[2]
 
 
 def test_old_pods_do_not_count_as_updated() -> None:
-    status = told([old(0), old(1), made(new(2), **LATE)])
+    status = reported([old(0), old(1), made(new(2), **LATE)])
     assert condition(status, "DecodeReady")[0] == "False"
     assert condition(status, "Ready")[:2] == ("False", "RolloutStalled")
     assert (status.decode.ready, status.decode.updated, status.decode.revision) == (2, 1, "new")
 
 
 def test_a_stalled_rollout_causes_one_event() -> None:
-    status = told([old(0), old(1), made(new(2), **LATE)])
+    status = reported([old(0), old(1), made(new(2), **LATE)])
     assert "RolloutStalled" in [each.reason for each in new_failures(service(), status)]
     known = service(
         [
@@ -147,7 +147,7 @@ def test_a_stalled_rollout_causes_one_event() -> None:
     )
     assert "RolloutStalled" not in [each.reason for each in new_failures(known, status)]
     assert "UpToDate" not in [
-        each.reason for each in new_failures(service(), told([new(0, ready=True)]))
+        each.reason for each in new_failures(service(), reported([new(0, ready=True)]))
     ]
 
 

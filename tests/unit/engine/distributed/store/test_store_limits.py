@@ -235,7 +235,8 @@ def test_connected_clients_are_served_when_descriptors_run_out(
 
 def test_both_sides_set_tcp_nodelay(server: StoreServer, store: Store) -> None:
     store.set("key", "value")
-    ends = [*(client.socket for client in server._clients), *store._idle]  # type: ignore[attr-defined]
+    accepted = [client.socket for client in server._clients]  # type: ignore[attr-defined]
+    ends = [*accepted, *store._idle]
     assert len(ends) == 2
     assert all(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends)
 

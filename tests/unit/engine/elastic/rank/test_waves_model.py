@@ -56,7 +56,7 @@ def test_a_new_coordinator_completes_a_commit_that_ranks_have_received() -> None
 
 def test_a_new_coordinator_must_find_commits_that_ranks_have_received() -> None:
     with pytest.raises(FaultError, match="not committed"):
-        Model(TWO_CHANGE[:], num_tokens=0, num_restarts=1, learns=False).explore()
+        Model(TWO_CHANGE[:], num_tokens=0, num_restarts=1, finds_commits=False).explore()
 
 
 def test_a_change_completes_although_the_leaving_rank_dies() -> None:

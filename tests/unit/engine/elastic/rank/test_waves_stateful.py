@@ -20,12 +20,12 @@ class WavesMachine(RuleBasedStateMachine):
         #: The prepared generation, which may still be aborted.
         self.proposed = NONE
         #: Ranks that have received the commit.
-        self.told: set[int] = set()
+        self.received: set[int] = set()
 
     @initialize(size=st.integers(4, 8))
     def form(self, size: int) -> None:
         self.ranks = new_ranks([tuple(range(size))], NUM_PODS)
-        self.told = set(range(NUM_PODS))
+        self.received = set(range(NUM_PODS))
 
     # -- the coordinator
 
@@ -36,7 +36,7 @@ class WavesMachine(RuleBasedStateMachine):
         generations.append(tuple(members))
         self.proposed = len(generations) - 1
         # Directives are whole states, so an earlier commit is not sent any more.
-        self.told = set(range(NUM_PODS))
+        self.received = set(range(NUM_PODS))
         for index in {*members, *generations[self.committed]}:
             self.ranks.take_target(index, self.proposed)
 
@@ -44,7 +44,7 @@ class WavesMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.committed, self.proposed = self.proposed, NONE
-        self.told.clear()
+        self.received.clear()
 
     @precondition(lambda self: self.proposed != NONE)
     @rule()
@@ -53,12 +53,12 @@ class WavesMachine(RuleBasedStateMachine):
         for index in range(NUM_PODS):
             self.ranks.take_abort(index)
 
-    @precondition(lambda self: len(self.told) < NUM_PODS)
+    @precondition(lambda self: len(self.received) < NUM_PODS)
     @rule(indices=st.sets(st.integers(0, NUM_PODS - 1), min_size=1))
-    def tell(self, indices: set[int]) -> None:
-        for index in sorted(indices - self.told):
+    def deliver(self, indices: set[int]) -> None:
+        for index in sorted(indices - self.received):
             if self.ranks.ranks[index].settled:
-                self.told.add(index)
+                self.received.add(index)
                 self.ranks.take_commit(index)
 
     def has_changed(self) -> bool:
@@ -110,9 +110,9 @@ class WavesMachine(RuleBasedStateMachine):
         for rank in self.ranks.ranks:
             rank.paused = False
         self.ranks.run()
-        self.tell(set(range(NUM_PODS)))
+        self.deliver(set(range(NUM_PODS)))
         self.ranks.run()
-        assert self.told == set(range(NUM_PODS))
+        assert self.received == set(range(NUM_PODS))
         members = self.ranks.generations[self.committed]
         for index, rank in enumerate(self.ranks.ranks):
             assert rank.current == (self.committed if index in members else NONE), (

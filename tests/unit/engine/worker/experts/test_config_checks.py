@@ -78,11 +78,12 @@ def test_auto_modes_are_none_on_a_device_with_graphs(checkpoint: Path) -> None:
 
 
 def test_executors_that_cannot_interrupt_a_step_are_refused(checkpoint: Path) -> None:
+    executor = _UninitializedExecutor(config(checkpoint))
     with pytest.raises(
         ConfigurationError,
         match="executor external_launcher cannot serve in an expert-parallel group",
     ):
-        ExternalLauncherExecutor.initialize(_UninitializedExecutor(config(checkpoint)))  # type: ignore[arg-type]
+        ExternalLauncherExecutor.initialize(executor)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="executor ray cannot serve"):
         refuse_expert_parallel(config(checkpoint), "ray")
     refuse_expert_parallel(runner_config(checkpoint), "ray")
