@@ -266,6 +266,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.dead += self.workers
         while any(peer.name.endswith(tuple(known)) for peer in self.rig.consumer.peers()):
             self.rig.receive()
+        self.rig.advance()  # the peers are lost in any order: end what only the last one ends
         self.workers = [
             Worker(instance_id, rank, worker.layout.heads, worker.port)
             for rank, worker in enumerate(self.workers)
