@@ -5,7 +5,7 @@ Triton passes the fields as separate arguments, and compiles a kernel for their 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from torch import Tensor
 class Heads(NamedTuple):
     """A tensor [num_tokens, num_heads, head_dim] with last stride 1."""
 
-    ptr: Tensor
+    ptr: Any  #: A tensor on the host, a pointer in a kernel.
     stride_token: int
     stride_head: int
 
