@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
-from types import ModuleType
 
 import torch
 from measure import Call, Setting, WrongResultError, check
@@ -341,29 +340,23 @@ def _subject(
     )
 
 
-def _candidates(operation: str, shape_class: str) -> list[Configuration]:
-    """Collect the candidates of all kernels of the operation.
+def _candidates(operation: str, shape_class: str) -> Sequence[Configuration]:
+    """Return the candidates of the kernel that the shape class belongs to."""
+    from baton_kernels.attention.triton_kernel import DECODE_CANDIDATES, PREFILL_CANDIDATES
+    from baton_kernels.moe.routing_triton import ROUTING_CANDIDATES
 
-    DECODE_CANDIDATES is used for shape classes that begin with "decode".
-    """
-    import pkgutil
-
-    package = import_module(f"baton_kernels.{operation}")
-    modules: list[ModuleType] = [
-        import_module(f"{package.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(package.__path__)
-        if module.name.endswith("triton") or module.name == "triton_kernel"
-    ]
-    lists = {
-        name: value
-        for module in modules
-        for name, value in vars(module).items()
-        if name.endswith("CANDIDATES")
+    of_kernel: dict[str, list[Configuration]] = {
+        "decode": DECODE_CANDIDATES,
+        "prefill": PREFILL_CANDIDATES,
+        "routing": ROUTING_CANDIDATES,
     }
-    special = f"{shape_class.split('/')[0].upper()}_CANDIDATES"
-    if special in lists:
-        return list(lists[special])
-    return [candidate for value in lists.values() for candidate in value]
+    kind = shape_class.split("/")[0]
+    if kind in of_kernel:
+        return of_kernel[kind]
+    candidates: list[Configuration] = import_module(
+        f"baton_kernels.{operation}.triton_kernel"
+    ).CANDIDATES
+    return candidates
 
 
 def _tensors(result: object) -> tuple[Tensor, ...]:

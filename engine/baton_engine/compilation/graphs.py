@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """Return the context for captures and their warm-up runs. Run neither outside of it."""
+        """Return the context for captures. Captures and their warm-up runs must run in it."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         """Record `run` on tensors whose addresses do not change. `run` must have run once before.

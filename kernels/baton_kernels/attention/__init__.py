@@ -11,7 +11,7 @@ Options, each off by default:
     soft cap (Gemma Team 2024)             score = cap * tanh(score / cap)
     fp8 caches                             K[g, t] = key_scale[g] * cached key, V likewise
 
-The engine does not set the soft cap or the scales yet. Gemma models and fp8 KV caches need them.
+The soft cap and the scales have no caller yet; Gemma models and fp8 KV caches will need them.
 
 One call serves prefill chunks and decode steps together (varlen). Sequence s owns the query rows
 `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, the last ones of its `seq_lens[s]` tokens. Slots of its

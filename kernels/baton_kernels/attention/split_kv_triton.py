@@ -5,8 +5,20 @@ The number of segments of each sequence is defined in `split_kv`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from baton_kernels.attention.kernel_arguments import Heads, Partials
+
+
+class Batch(NamedTuple):
+    """The sequences of a step."""
+
+    cu_seqlens_q_ptr: tl.tensor  #: int32 [num_seqs + 1].
+    seq_lens_ptr: tl.tensor  #: int32 [num_seqs].
+    num_seqs: tl.tensor
 
 
 @triton.jit
@@ -15,15 +27,13 @@ def _segments_of(tiles, tiles_per_segment):
 
 
 @triton.jit
-def _count_tiles(
-    seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr
-):
+def _count_tiles(seqs, in_batch, batch: Batch, KV_TILE: tl.constexpr, WINDOW: tl.constexpr):
     """Count the tiles with keys that a sequence's queries see; 0 outside of the batch."""
-    seq_len = tl.load(seq_lens_ptr + seqs, mask=in_batch, other=0)
+    seq_len = tl.load(batch.seq_lens_ptr + seqs, mask=in_batch, other=0)
     tiles = (seq_len + KV_TILE - 1) // KV_TILE
     if WINDOW > 0:
-        q_start = tl.load(cu_seqlens_q_ptr + seqs, mask=in_batch, other=0)
-        q_len = tl.load(cu_seqlens_q_ptr + seqs + 1, mask=in_batch, other=0) - q_start
+        q_start = tl.load(batch.cu_seqlens_q_ptr + seqs, mask=in_batch, other=0)
+        q_len = tl.load(batch.cu_seqlens_q_ptr + seqs + 1, mask=in_batch, other=0) - q_start
         tiles -= tl.maximum(0, seq_len - q_len - WINDOW + 1) // KV_TILE
     return tiles
 
@@ -31,9 +41,7 @@ def _count_tiles(
 @triton.jit
 def find_segment(
     item,
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
-    seq_lens_ptr,  # [num_seqs]
-    num_seqs,
+    batch: Batch,
     target_segments,
     KV_TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -48,41 +56,34 @@ def find_segment(
     """
     lanes = tl.arange(0, SCAN)
     all_tiles = 0
-    for start in range(0, num_seqs, SCAN):
+    for start in range(0, batch.num_seqs, SCAN):
         seqs = start + lanes
-        all_tiles += tl.sum(
-            _count_tiles(seqs, seqs < num_seqs, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
-        )
+        all_tiles += tl.sum(_count_tiles(seqs, seqs < batch.num_seqs, batch, KV_TILE, WINDOW))
     tiles_per_segment = tl.maximum(MIN_TILES, (all_tiles + target_segments - 1) // target_segments)
 
     seq = 0
     first_item = 0
     end = 0
-    for start in range(0, num_seqs, SCAN):
+    for start in range(0, batch.num_seqs, SCAN):
         seqs = start + lanes
-        in_batch = seqs < num_seqs
-        tiles = _count_tiles(seqs, in_batch, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
+        in_batch = seqs < batch.num_seqs
+        tiles = _count_tiles(seqs, in_batch, batch, KV_TILE, WINDOW)
         segments = tl.where(in_batch, _segments_of(tiles, tiles_per_segment), 0)
         ends = end + tl.cumsum(segments)
         passed = in_batch & (ends <= item)
         seq += tl.sum(passed.to(tl.int32))
         first_item = tl.maximum(first_item, tl.max(tl.where(passed, ends, 0)))
         end += tl.sum(segments)
-    found = seq < num_seqs
-    tiles = _count_tiles(seq, found, cu_seqlens_q_ptr, seq_lens_ptr, KV_TILE, WINDOW)
+    found = seq < batch.num_seqs
+    tiles = _count_tiles(seq, found, batch, KV_TILE, WINDOW)
     return seq, item - first_item, _segments_of(tiles, tiles_per_segment)
 
 
 @triton.jit(do_not_specialize_on_alignment=["cu_seqlens_q_ptr"])
 def join_segments_kernel(
-    out_ptr,  # [num_tokens, num_heads, head_dim]
-    partial_out_ptr,  # float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum
-    partial_sum_ptr,  # float32 [items, num_kv_heads, BLOCK_M]
-    partial_max_ptr,  # float32, like the sums: base-2 logarithm of the weights' divisor
-    segments_ptr,  # int32 [num_seqs, 2]: first item and segments of each sequence
+    out: Heads,
+    partials: Partials,
     cu_seqlens_q_ptr,  # [num_seqs + 1]
-    stride_out_token,
-    stride_out_head,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -97,13 +98,13 @@ def join_segments_kernel(
     head = tl.program_id(0)
     seq = tl.program_id(1)
     query = tl.program_id(2)
-    segments = tl.load(segments_ptr + 2 * seq + 1)
+    segments = tl.load(partials.segments_ptr + 2 * seq + 1)
     if segments == 1:
         return
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     if query >= tl.load(cu_seqlens_q_ptr + seq + 1) - q_start:
         return
-    first_item = tl.load(segments_ptr + 2 * seq)
+    first_item = tl.load(partials.segments_ptr + 2 * seq)
     row = query * GROUP + head % GROUP
     dims = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = dims < HEAD_DIM
@@ -115,11 +116,11 @@ def join_segments_kernel(
         segment = start + tl.arange(0, SEGMENT_TILE)
         in_sequence = segment < segments
         index = ((first_item + segment) * NUM_KV_HEADS + head // GROUP) * BLOCK_M + row
-        maxima = tl.load(partial_max_ptr + index, mask=in_sequence, other=float("-inf"))
-        sums = tl.load(partial_sum_ptr + index, mask=in_sequence, other=0.0)
+        maxima = tl.load(partials.max_ptr + index, mask=in_sequence, other=float("-inf"))
+        sums = tl.load(partials.sum_ptr + index, mask=in_sequence, other=0.0)
         # [SEGMENT_TILE, HEAD_DIM_PADDED]
         partial = tl.load(
-            partial_out_ptr + index[:, None] * HEAD_DIM + dims[None, :],
+            partials.out_ptr + index[:, None] * HEAD_DIM + dims[None, :],
             mask=in_sequence[:, None] & dim_mask[None, :],
             other=0.0,
         )
@@ -132,5 +133,6 @@ def join_segments_kernel(
         acc = acc * rescale + tl.sum(partial * weights[:, None], axis=0)
         running_max = new_max
     acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)
-    out = out_ptr + (q_start + query).to(tl.int64) * stride_out_token + head * stride_out_head
-    tl.store(out + dims, acc.to(out_ptr.dtype.element_ty), mask=dim_mask)
+    token = (q_start + query).to(tl.int64)
+    target = out.ptr + token * out.stride_token + head * out.stride_head
+    tl.store(target + dims, acc.to(out.ptr.dtype.element_ty), mask=dim_mask)

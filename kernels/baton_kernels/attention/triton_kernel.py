@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.attention import split_kv
-from baton_kernels.attention.split_kv_triton import find_segment, join_segments_kernel
+from baton_kernels.attention.kernel_arguments import Caches, Heads, Partials
+from baton_kernels.attention.split_kv_triton import Batch, find_segment, join_segments_kernel
 from baton_kernels.configurations import Configuration, configuration
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
+#: Candidates of the tuner. Some need more shared memory than the device has.
 DECODE_CANDIDATES: list[Configuration] = [
     {
         "BLOCK_M": 16,
@@ -62,9 +64,6 @@ PREFILL_CANDIDATES: list[Configuration] = [
     )
     for stages in (2, 3, 4)
 ]
-#: Candidates of the tuner, which takes the half that a shape class begins with. Some need more
-#: shared memory than the device has.
-CANDIDATES = [*DECODE_CANDIDATES, *PREFILL_CANDIDATES]
 
 
 def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -> str:
@@ -104,37 +103,26 @@ def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) ->
     return {"BLOCK_M": 128, "KV_TILE": tile, "PROGRAMS_PER_SM": 2, "num_warps": 8, "num_stages": 3}
 
 
+# Arguments that vary between steps. They are not in named tuples, because Triton specializes on
+# every field of a tuple, and would recompile the kernel.
 _VARYING = ["num_seqs", "target_segments", "stride_table_seq"]
 _UNALIGNED = ["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _paged_attention_kernel(
-    out_ptr,  # [num_tokens, num_heads, head_dim]
-    partial_out_ptr,  # like the next three, as in join_segments_kernel; only with SPLIT
-    partial_sum_ptr,
-    partial_max_ptr,
-    segments_ptr,
-    q_ptr,  # [num_tokens, num_heads, head_dim]
-    k_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
-    v_ptr,  # like k_ptr, same strides
-    key_scale_ptr,  # [num_kv_heads], only with HAS_KV_SCALES
-    value_scale_ptr,  # like key_scale_ptr
-    block_tables_ptr,  # [num_seqs, max_blocks_per_seq]
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
-    seq_lens_ptr,  # [num_seqs]
-    scale,
-    soft_cap,  # only with HAS_SOFT_CAP
-    num_seqs,
-    target_segments,
-    stride_out_token,
-    stride_out_head,
-    stride_q_token,
-    stride_q_head,
-    stride_kv_block,
-    stride_kv_head,
-    stride_kv_slot,
+    out: Heads,
+    q: Heads,
+    caches: Caches,
+    block_tables_ptr,  # int32 [num_seqs, max_blocks_per_seq]
+    cu_seqlens_q_ptr,  # int32 [num_seqs + 1]
+    seq_lens_ptr,  # int32 [num_seqs]
     stride_table_seq,
+    num_seqs,
+    partials: Partials | None,  # None: no sequence is split
+    target_segments,  # only with partials
+    scale,
+    soft_cap,  # None: no cap
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -144,10 +132,7 @@ def _paged_attention_kernel(
     BLOCK_Q: tl.constexpr,  # query tokens per program, BLOCK_M // GROUP
     KV_TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_KV_SCALES: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,  # each sequence has at most BLOCK_Q queries
-    SPLIT: tl.constexpr,  # segments of sequences; only with ONE_BLOCK
+    ONE_BLOCK: tl.constexpr,  # each sequence has at most BLOCK_Q queries; required by partials
     MIN_TILES: tl.constexpr,
     SCAN: tl.constexpr,
 ):
@@ -156,12 +141,10 @@ def _paged_attention_kernel(
     q_offset = 0
     segment = 0
     segments = 1
-    if SPLIT:
+    if partials is not None:
         seq, segment, segments = find_segment(
             item,
-            cu_seqlens_q_ptr,
-            seq_lens_ptr,
-            num_seqs,
+            Batch(cu_seqlens_q_ptr, seq_lens_ptr, num_seqs),
             target_segments,
             KV_TILE,
             MIN_TILES,
@@ -171,8 +154,8 @@ def _paged_attention_kernel(
         if seq >= num_seqs:
             return
         if (segment == 0) & (kv_head == 0):
-            tl.store(segments_ptr + 2 * seq, item)
-            tl.store(segments_ptr + 2 * seq + 1, segments)
+            tl.store(partials.segments_ptr + 2 * seq, item)
+            tl.store(partials.segments_ptr + 2 * seq + 1, segments)
     elif ONE_BLOCK:
         seq = item
     else:
@@ -204,18 +187,18 @@ def _paged_attention_kernel(
     head = kv_head * GROUP + rows % GROUP
     q_token = (q_start + q_index).to(tl.int64)
     # [BLOCK_M, HEAD_DIM_PADDED]
-    q = tl.load(
-        q_ptr + (q_token * stride_q_token + head * stride_q_head)[:, None] + dims[None, :],
+    query = tl.load(
+        q.ptr + (q_token * q.stride_token + head * q.stride_head)[:, None] + dims[None, :],
         mask=row_mask[:, None] & dim_mask[None, :],
         other=0.0,
     )
     first_position = seq_len - q_len + q_offset
     last_visible = seq_len - q_len + q_index  # [BLOCK_M] position of each query
-    if HAS_KV_SCALES:
-        scale *= tl.load(key_scale_ptr + kv_head)
+    if caches.key_scale_ptr is not None:
+        scale *= tl.load(caches.key_scale_ptr + kv_head)
     # `unit` converts scores to base 2. With a soft cap, the cap's own factor does.
     unit = scale * LOG2E
-    if HAS_SOFT_CAP:
+    if soft_cap is not None:
         unit = 1.0
 
     kv_end = tl.minimum(seq_len, first_position + BLOCK_Q)
@@ -224,14 +207,14 @@ def _paged_attention_kernel(
         kv_start = tl.maximum(0, first_position - WINDOW + 1)
     first_tile = kv_start // KV_TILE
     end_tile = (kv_end + KV_TILE - 1) // KV_TILE
-    if SPLIT:
+    if partials is not None:
         num_tiles = end_tile - first_tile
         end_tile = first_tile + (segment + 1) * num_tiles // segments
         first_tile += segment * num_tiles // segments
     # Offsets of a sequence's table fit into 32 bits, those of its row and of blocks may not.
     table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * stride_table_seq
-    k_ptr += tl.cast(kv_head, tl.int64) * stride_kv_head
-    v_ptr += tl.cast(kv_head, tl.int64) * stride_kv_head
+    k_ptr = caches.k_ptr + tl.cast(kv_head, tl.int64) * caches.stride_head
+    v_ptr = caches.v_ptr + tl.cast(kv_head, tl.int64) * caches.stride_head
     in_tile = tl.arange(0, KV_TILE)
 
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -250,7 +233,7 @@ def _paged_attention_kernel(
         next_block = tl.load(
             table_ptr + next_token // BLOCK_SIZE, mask=next_token < kv_end, other=0
         )
-        kv_offset = (block * stride_kv_block + (token % BLOCK_SIZE) * stride_kv_slot)[
+        kv_offset = (block * caches.stride_block + (token % BLOCK_SIZE) * caches.stride_slot)[
             :, None
         ] + dims[None, :]
         # Tokens past kv_end are not loaded: stale bytes may be NaN, and 0 * NaN is NaN. Blocks
@@ -261,8 +244,10 @@ def _paged_attention_kernel(
         if HEAD_DIM != HEAD_DIM_PADDED:
             kv_mask = kv_mask & dim_mask[None, :]
         k = tl.load(k_ptr + kv_offset, mask=kv_mask, other=0.0)  # [KV_TILE, HEAD_DIM_PADDED]
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, KV_TILE]
-        if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), exact at both infinities
+        scores = tl.dot(
+            query, tl.trans(k.to(query.dtype)), input_precision="ieee"
+        )  # [BLOCK_M, KV_TILE]
+        if soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), exact at both infinities
             scores = 1.0 - 2.0 / (1.0 + tl.math.exp2(scores * (2.0 * LOG2E * scale / soft_cap)))
             scores *= soft_cap * LOG2E
         at_edge = tile_start + KV_TILE > first_position + 1
@@ -284,28 +269,27 @@ def _paged_attention_kernel(
             running_sum = running_sum * rescale[:, None] + weights
         else:
             running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0).to(query.dtype)
+        acc = tl.dot(weights.to(query.dtype), v, acc * rescale[:, None], input_precision="ieee")
         running_max = new_max
 
     if ONE_BLOCK:
         row_sum = tl.sum(running_sum, axis=1)
     else:
         row_sum = running_sum
-    if HAS_KV_SCALES:
-        acc *= tl.load(value_scale_ptr + kv_head)
+    if caches.value_scale_ptr is not None:
+        acc *= tl.load(caches.value_scale_ptr + kv_head)
     mask = row_mask[:, None] & dim_mask[None, :]
     if segments == 1:
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # 0: an empty sequence
-        out = (
-            out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + dims[None, :]
-        )
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
-    elif SPLIT:
+        out_row = q_token * out.stride_token + head * out.stride_head
+        target = out.ptr + out_row[:, None] + dims[None, :]
+        tl.store(target, acc.to(out.ptr.dtype.element_ty), mask=mask)
+    elif partials is not None:
         index = (item * NUM_KV_HEADS + kv_head) * BLOCK_M + rows
-        tl.store(partial_out_ptr + index[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-        tl.store(partial_sum_ptr + index, row_sum, mask=row_mask)
-        tl.store(partial_max_ptr + index, running_max * unit, mask=row_mask)
+        tl.store(partials.out_ptr + index[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partials.sum_ptr + index, row_sum, mask=row_mask)
+        tl.store(partials.max_ptr + index, running_max * unit, mask=row_mask)
 
 
 @functools.cache
@@ -370,13 +354,24 @@ def _plan_launch(
         "KV_TILE": kv_tile,
         "WINDOW": plan.window or 0,
         "ONE_BLOCK": one_block,
-        "SPLIT": target_segments > 0,
         "MIN_TILES": split_kv.MIN_TILES,
         "SCAN": split_kv.SCAN,
         "num_warps": config["num_warps"],
         "num_stages": config["num_stages"],
     }
     return _Launch(items, target_segments, max_queries, shared, constants)
+
+
+def _empty_partials(query: Tensor, num_kv_heads: int, num_seqs: int, launch: _Launch) -> Partials:
+    """Allocate the results of a launch's segments."""
+    rows, device = (launch.items, num_kv_heads, launch.shared["BLOCK_M"]), query.device
+    sums, maxima = torch.empty((2, *rows), dtype=torch.float32, device=device).unbind()
+    return Partials(
+        torch.empty((*rows, query.shape[2]), dtype=torch.float32, device=device),
+        sums,
+        maxima,
+        torch.empty((num_seqs, 2), dtype=torch.int32, device=device),
+    )
 
 
 def paged_attention_triton(
@@ -412,62 +407,32 @@ def paged_attention_triton(
             "key and value cache need equal strides, and the head dimension of q, k, v and out "
             "stride 1"
         )
-    (num_tokens, num_heads, head_dim), num_seqs = query.shape, len(plan.seq_lens)
-    if num_tokens == 0 or num_seqs == 0:
+    num_seqs = len(plan.seq_lens)
+    if len(query) == 0 or num_seqs == 0:
         return out
-    launch = _plan_launch(query, key_cache, plan, config)
-    num_kv_heads = key_cache.shape[1]
-    partial_out = partial_sum = partial_max = segments = out  # unused without splits
+    num_kv_heads, launch = key_cache.shape[1], _plan_launch(query, key_cache, plan, config)
+    partials = None
     if launch.target_segments:
-        rows, device = (launch.items, num_kv_heads, launch.shared["BLOCK_M"]), query.device
-        partial_out = torch.empty((*rows, head_dim), dtype=torch.float32, device=device)
-        partial_sum, partial_max = torch.empty(
-            (2, *rows), dtype=torch.float32, device=device
-        ).unbind()
-        segments = torch.empty((num_seqs, 2), dtype=torch.int32, device=device)
+        partials = _empty_partials(query, num_kv_heads, num_seqs, launch)
+    attended = Heads(out, *out.stride()[:2])
     _paged_attention_kernel[(launch.items * num_kv_heads,)](
-        out,
-        partial_out,
-        partial_sum,
-        partial_max,
-        segments,
-        query,
-        key_cache,
-        value_cache,
-        query if key_scale is None else key_scale,
-        query if value_scale is None else value_scale,
+        attended,
+        Heads(query, *query.stride()[:2]),
+        Caches(key_cache, value_cache, key_scale, value_scale, *key_cache.stride()[:3]),
         plan.block_tables,
         plan.cu_seqlens_q,
         plan.seq_lens,
-        float(scale),
-        float(soft_cap or 0.0),
-        num_seqs,
-        launch.target_segments,
-        out.stride(0),
-        out.stride(1),
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
         plan.block_tables.stride(0),
+        num_seqs,
+        partials,
+        launch.target_segments,
+        float(scale),
+        None if soft_cap is None else float(soft_cap),
         **launch.shared,
         **launch.constants,
-        HAS_SOFT_CAP=soft_cap is not None,
-        HAS_KV_SCALES=key_scale is not None,
     )
-    if launch.target_segments:
-        join_segments_kernel[(num_heads, num_seqs, launch.max_queries)](
-            out,
-            partial_out,
-            partial_sum,
-            partial_max,
-            segments,
-            plan.cu_seqlens_q,
-            out.stride(0),
-            out.stride(1),
-            **launch.shared,
-            SEGMENT_TILE=32,
-            num_warps=4,
+    if partials is not None:
+        join_segments_kernel[(query.shape[1], num_seqs, launch.max_queries)](
+            attended, partials, plan.cu_seqlens_q, **launch.shared, SEGMENT_TILE=32, num_warps=4
         )
     return out

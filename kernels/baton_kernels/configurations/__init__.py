@@ -33,7 +33,8 @@ def configuration(
     Args:
         operation: name of the kernel's folder, for example "attention".
         shape_class: class the launch is tuned for, for example "few/dim=4096".
-        default: every constant. A measured configuration overrides the constants it names.
+        default: must have all constants of the launch. A measured configuration may have only
+            some; the others keep their value in `default`.
     """
     answer = _answer.get()
     if answer is not None:

@@ -2,8 +2,8 @@
 
     key_cache[slot // block_size, :, slot % block_size] = key[token]      slot = slot_mapping[token]
 
-and the same for values. A negative slot writes nothing (padding, warm-up). The engine does not use
-the fp8 scales yet; fp8 KV caches need them.
+and the same for values. A negative slot writes nothing (padding, warm-up). The scales have no
+caller yet; fp8 KV caches will need them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,7 @@ from baton_kernels.sampling.noise import signed
 from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
 from baton_kernels.sampling.triton_search import (
     LOWEST_KEY,
+    Tokens,
     gumbel_of,
     load_tokens,
     order_key,
@@ -60,11 +63,35 @@ def shape_class(num_rows: int, vocab_size: int) -> str:
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
+class _Logits(NamedTuple):
+    """Logits [rows, vocab_size] with last stride 1."""
+
+    ptr: Tensor
+    vocab_size: int
+    stride_row: int
+
+
+class _Found(NamedTuple):
+    """Results of the first kernels, which the last one reads."""
+
+    best_ptr: Tensor  #: float32 [rows]: largest logit.
+    bound_ptr: Tensor  #: int32 [rows]: order key of a logit that all top-k tokens reach.
+    count_ptr: Tensor  #: int32 [rows]: tokens that reach the bound.
+    #: float64 [rows]: sum of the probabilities that min_p keeps. Only for rows with top_p alone.
+    total_ptr: Tensor
+    gathered_ptr: Tensor  #: float32 [rows, CAPACITY]: logits of the tokens that reach the bound.
+    gathered_id_ptr: Tensor  #: int32 [rows, CAPACITY]: their ids.
+    #: float64 [rows, num_tiles]: best score. Only for rows without top_k and top_p.
+    score_ptr: Tensor
+    winner_ptr: Tensor  #: int32 [rows, num_tiles]: its token.
+
+
 #: Rows of the uploaded table. Their alignment depends on the batch size, which changes per step.
+#: They are not in a named tuple, because Triton specializes on every field of a tuple.
 _PER_ROW = [
+    "rank_ptr",
     "noise_key_ptr",
     "top_k_ptr",
-    "rank_ptr",
     "temperature_ptr",
     "log_min_p_ptr",
     "top_p_ptr",
@@ -74,18 +101,19 @@ _PER_ROW = [
 @triton.jit
 def _block_maxima_kernel(
     maxima_ptr,  # [rows, num_blocks]
-    logits_ptr,  # [rows, vocab_size]
-    vocab_size,
+    logits: _Logits,
     num_blocks,
-    stride_logits_row,
-    BLOCKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,  # a multiple of BLOCK_TOKENS
 ):
     row = tl.program_id(0).to(tl.int64)
+    BLOCKS: tl.constexpr = TILE // BLOCK_TOKENS
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
     x = tl.load(
-        logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
+        logits.ptr + row * logits.stride_row + token,
+        mask=token < logits.vocab_size,
+        other=float("-inf"),
     )
     x = tl.where(x == x, x, float("-inf"))  # a NaN counts as masked
     tl.store(maxima_ptr + row * num_blocks + block, tl.max(x, axis=1), mask=block < num_blocks)
@@ -93,12 +121,9 @@ def _block_maxima_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _bounds_kernel(
-    best_ptr,  # [rows]
-    bound_ptr,  # [rows] keys
-    count_ptr,  # [rows] zeroed for the next kernel
-    total_ptr,  # [rows] zeroed for the next kernel
+    found: _Found,
+    rank_ptr,  # int64 [rows]: rank of the block maximum that is the bound; 0: no bound
     maxima_ptr,  # [rows, num_blocks]
-    rank_ptr,  # [rows]; 0: no bound
     num_blocks,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -130,30 +155,21 @@ def _bounds_kernel(
             )
         left += tl.sum((reach >= rank).to(tl.int64), axis=0) * step
         right = tl.minimum(right, left + step - 1)
-    tl.store(best_ptr + row, best)
-    tl.store(bound_ptr + row, left.to(tl.int32))
-    tl.store(count_ptr + row, 0)
-    tl.store(total_ptr + row, 0.0)
+    tl.store(found.best_ptr + row, best)
+    tl.store(found.bound_ptr + row, left.to(tl.int32))
+    tl.store(found.count_ptr + row, 0)  # the next kernel adds to it
+    tl.store(found.total_ptr + row, 0.0)  # the next kernel adds to it
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _collect_kernel(
-    gathered_ptr,  # [rows, CAPACITY] logits
-    gathered_id_ptr,  # [rows, CAPACITY]
-    count_ptr,  # [rows] tokens that reach the bound
-    total_ptr,  # [rows] probabilities that min_p keeps; of rows with top_p alone
-    score_ptr,  # [rows, num_tiles] best score; of rows without top_k and top_p
-    winner_ptr,  # [rows, num_tiles]
-    logits_ptr,  # [rows, vocab_size]
-    best_ptr,  # [rows]
-    bound_ptr,  # [rows]
-    noise_key_ptr,  # [rows]
-    top_k_ptr,  # [rows]
-    temperature_ptr,  # [rows]
-    log_min_p_ptr,  # [rows]
-    top_p_ptr,  # [rows]
-    vocab_size,
-    stride_logits_row,
+    found: _Found,
+    logits: _Logits,
+    noise_key_ptr,  # int64 [rows]
+    top_k_ptr,  # int64 [rows]; vocab_size: no top_k
+    temperature_ptr,  # float64 [rows]
+    log_min_p_ptr,  # float64 [rows]; -inf: no min_p
+    top_p_ptr,  # float64 [rows]; inf: no top_p
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
@@ -163,54 +179,50 @@ def _collect_kernel(
     temperature = tl.load(temperature_ptr + row)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(
-        logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
+        logits.ptr + row * logits.stride_row + token,
+        mask=token < logits.vocab_size,
+        other=float("-inf"),
     )
-    best = tl.load(best_ptr + row).to(tl.float64) / temperature
+    best = tl.load(found.best_ptr + row).to(tl.float64) / temperature
     scaled = x.to(tl.float64) / temperature
     kept = (x > float("-inf")) & (scaled >= best + tl.load(log_min_p_ptr + row))
-    if (top_k >= vocab_size) & (top_p > 1.0):
+    if (top_k >= logits.vocab_size) & (top_p > 1.0):
         noise = gumbel_of(tl.load(noise_key_ptr + row), token)
         score, place = tl.max(
             tl.where(kept, scaled + noise, float("-inf")), axis=0, return_indices=True
         )
-        tl.store(score_ptr + row * tl.num_programs(1) + tl.program_id(1), score)
+        tl.store(found.score_ptr + row * tl.num_programs(1) + tl.program_id(1), score)
         tl.store(
-            winner_ptr + row * tl.num_programs(1) + tl.program_id(1),
+            found.winner_ptr + row * tl.num_programs(1) + tl.program_id(1),
             tl.program_id(1) * TILE + place,
         )
     else:
-        if top_k >= vocab_size:  # whole numbers: exact in any order
+        if top_k >= logits.vocab_size:  # whole numbers: exact in any order
             tl.atomic_add(
-                total_ptr + row, tl.sum(tl.where(kept, relative_weight(scaled, best), 0.0), axis=0)
+                found.total_ptr + row,
+                tl.sum(tl.where(kept, relative_weight(scaled, best), 0.0), axis=0),
             )
-        reach = (kept & (order_key(x) >= tl.load(bound_ptr + row))).to(tl.int32)
-        found = tl.sum(reach, axis=0)
-        if found > 0:
-            slot = tl.atomic_add(count_ptr + row, found) + tl.cumsum(reach, axis=0) - reach
+        reach = (kept & (order_key(x) >= tl.load(found.bound_ptr + row))).to(tl.int32)
+        num_reach = tl.sum(reach, axis=0)
+        if num_reach > 0:
+            first_slot = tl.atomic_add(found.count_ptr + row, num_reach)
+            slot = first_slot + tl.cumsum(reach, axis=0) - reach
             mask = (reach > 0) & (slot < CAPACITY)
-            tl.store(gathered_ptr + row * CAPACITY + slot, x, mask=mask)
-            tl.store(gathered_id_ptr + row * CAPACITY + slot, token, mask=mask)
+            tl.store(found.gathered_ptr + row * CAPACITY + slot, x, mask=mask)
+            tl.store(found.gathered_id_ptr + row * CAPACITY + slot, token, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _draw_kernel(
     out_ptr,  # [rows]
-    gathered_ptr,  # [rows, CAPACITY]
-    gathered_id_ptr,  # [rows, CAPACITY]
-    count_ptr,  # [rows]
-    total_ptr,  # [rows]
-    score_ptr,  # [rows, num_tiles]
-    winner_ptr,  # [rows, num_tiles]
-    logits_ptr,  # [rows, vocab_size]
-    best_ptr,  # [rows]
-    noise_key_ptr,  # [rows]
-    top_k_ptr,  # [rows]
-    temperature_ptr,  # [rows]
-    log_min_p_ptr,  # [rows]
-    top_p_ptr,  # [rows]
-    vocab_size,
+    found: _Found,
+    logits: _Logits,
+    noise_key_ptr,  # int64 [rows]
+    top_k_ptr,  # int64 [rows]; vocab_size: no top_k
+    temperature_ptr,  # float64 [rows]
+    log_min_p_ptr,  # float64 [rows]; -inf: no min_p
+    top_p_ptr,  # float64 [rows]; inf: no top_p
     num_tiles,
-    stride_logits_row,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -220,120 +232,55 @@ def _draw_kernel(
     top_p = tl.load(top_p_ptr + row)
     winning_score = tl.full([], float("-inf"), tl.float64)
     winner = tl.zeros([], tl.int32)
-    if (top_k >= vocab_size) & (top_p > 1.0):
+    if (top_k >= logits.vocab_size) & (top_p > 1.0):
         for start in range(0, num_tiles, TILE):
             tile = start + tl.arange(0, TILE)
             score = tl.load(
-                score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")
+                found.score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")
             )
-            token = tl.load(winner_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=0)
+            token = tl.load(
+                found.winner_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=0
+            )
             top_score = tl.max(score, axis=0)
             if top_score > winning_score:
                 winning_score = top_score
-                winner = tl.min(tl.where(score == top_score, token, vocab_size), axis=0)
+                winner = tl.min(tl.where(score == top_score, token, logits.vocab_size), axis=0)
     else:
         temperature = tl.load(temperature_ptr + row)
-        best_logit = tl.load(best_ptr + row)
+        best_logit = tl.load(found.best_ptr + row)
         best = best_logit.to(tl.float64) / temperature
         least = best + tl.load(log_min_p_ptr + row)
         noise_key = tl.load(noise_key_ptr + row)
-        row_ptr = logits_ptr + row * stride_logits_row
-        values_ptr = gathered_ptr + row * CAPACITY
-        ids_ptr = gathered_id_ptr + row * CAPACITY
-
-        lowest = order_place(tl.full([], LOWEST_KEY, tl.int32), vocab_size)
+        lowest = order_place(tl.full([], LOWEST_KEY, tl.int32), logits.vocab_size)
         highest = order_place(order_key(best_logit), 0)
-        total = tl.load(total_ptr + row)
-        gathered = tl.load(count_ptr + row)
+        total = tl.load(found.total_ptr + row)
+        gathered = tl.load(found.count_ptr + row)
         in_row = tl.zeros([], tl.int32)
+        row_ptr = logits.ptr + row * logits.stride_row
+        values_ptr = found.gathered_ptr + row * CAPACITY
+        ids_ptr = found.gathered_id_ptr + row * CAPACITY
+        tokens = Tokens(row_ptr, values_ptr, ids_ptr, in_row, gathered, temperature, best, least)
         enough = gathered <= CAPACITY
-        if enough & (top_k >= vocab_size):
-            mass = reaching(
-                row_ptr,
-                values_ptr,
-                ids_ptr,
-                in_row,
-                gathered,
-                temperature,
-                best,
-                least,
-                lowest,
-                True,
-                TILE,
-            )
-            enough = mass >= top_p * total
+        if enough & (top_k >= logits.vocab_size):
+            enough = reaching(tokens, lowest, True, TILE) >= top_p * total
         if not enough:
             gathered = tl.zeros([], tl.int32)
-            in_row = gathered + vocab_size
+            in_row = gathered + logits.vocab_size
+        tokens = Tokens(row_ptr, values_ptr, ids_ptr, in_row, gathered, temperature, best, least)
 
         threshold = lowest
-        if top_k < vocab_size:
+        if top_k < logits.vocab_size:
             wanted = top_k.to(tl.float64)
-            mass = reaching(
-                row_ptr,
-                values_ptr,
-                ids_ptr,
-                in_row,
-                gathered,
-                temperature,
-                best,
-                least,
-                lowest,
-                False,
-                TILE,
-            )
-            if mass > wanted:
-                threshold = search(
-                    row_ptr,
-                    values_ptr,
-                    ids_ptr,
-                    in_row,
-                    gathered,
-                    temperature,
-                    best,
-                    least,
-                    lowest,
-                    highest,
-                    wanted,
-                    False,
-                    PIVOTS,
-                    TILE,
-                )
+            if reaching(tokens, lowest, False, TILE) > wanted:
+                threshold = search(tokens, lowest, highest, wanted, False, PIVOTS, TILE)
         if top_p <= 1.0:
-            if top_k < vocab_size:
-                total = reaching(
-                    row_ptr,
-                    values_ptr,
-                    ids_ptr,
-                    in_row,
-                    gathered,
-                    temperature,
-                    best,
-                    least,
-                    threshold,
-                    True,
-                    TILE,
-                )
-            threshold = search(
-                row_ptr,
-                values_ptr,
-                ids_ptr,
-                in_row,
-                gathered,
-                temperature,
-                best,
-                least,
-                threshold,
-                highest,
-                # 1.0: the best token stays even if top_p is 0.
-                tl.maximum(top_p * total, 1.0),
-                True,
-                PIVOTS,
-                TILE,
-            )
+            if top_k < logits.vocab_size:
+                total = reaching(tokens, threshold, True, TILE)
+            wanted = tl.maximum(top_p * total, 1.0)  # 1.0: the best token stays even if top_p is 0
+            threshold = search(tokens, threshold, highest, wanted, True, PIVOTS, TILE)
 
         for start in range(0, in_row + gathered, TILE):
-            x, token = load_tokens(row_ptr, values_ptr, ids_ptr, start, in_row, gathered, TILE)
+            x, token = load_tokens(tokens, start, TILE)
             scaled = x.to(tl.float64) / temperature
             kept = (
                 (x > float("-inf"))
@@ -342,7 +289,7 @@ def _draw_kernel(
             )
             score = tl.where(kept, scaled + gumbel_of(noise_key, token), float("-inf"))
             top_score = tl.max(score, axis=0)
-            first = tl.min(tl.where(kept & (score == top_score), token, vocab_size), axis=0)
+            first = tl.min(tl.where(kept & (score == top_score), token, logits.vocab_size), axis=0)
             if (top_score > winning_score) | ((top_score == winning_score) & (first < winner)):
                 winning_score = top_score
                 winner = first
@@ -371,9 +318,6 @@ def draw_tokens_triton(
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     config = config or configuration("sampling", shape_class(num_rows, vocab_size), device, DEFAULT)
-    noise_keys, top_k, rank, temperature, log_min_p, top_p = _upload(
-        params, keys, vocab_size, device
-    )
     tile, row_tile = config["tile"], config["row_tile"]
     num_blocks, num_tiles = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, tile)
 
@@ -381,58 +325,26 @@ def draw_tokens_triton(
         return torch.empty(num_rows, *columns, dtype=dtype, device=device)
 
     maxima = empty(num_blocks, dtype=torch.float32)
-    best, bound = empty(dtype=torch.float32), empty(dtype=torch.int32)
-    count, total = empty(dtype=torch.int32), empty(dtype=torch.float64)
-    gathered, gathered_ids = (
-        empty(CAPACITY, dtype=torch.float32),
-        empty(CAPACITY, dtype=torch.int32),
+    found = _Found(
+        best_ptr=empty(dtype=torch.float32),
+        bound_ptr=empty(dtype=torch.int32),
+        count_ptr=empty(dtype=torch.int32),
+        total_ptr=empty(dtype=torch.float64),
+        gathered_ptr=empty(CAPACITY, dtype=torch.float32),
+        gathered_id_ptr=empty(CAPACITY, dtype=torch.int32),
+        score_ptr=empty(num_tiles, dtype=torch.float64),
+        winner_ptr=empty(num_tiles, dtype=torch.int32),
     )
-    scores, winners = empty(num_tiles, dtype=torch.float64), empty(num_tiles, dtype=torch.int32)
-
+    rank, *row_params = _upload(params, keys, vocab_size, device)
+    rows = _Logits(logits, vocab_size, logits.stride(0))
+    of_tile = {"TILE": tile, "num_warps": config["num_warps"]}
+    of_row = {"PIVOTS": PIVOTS, "TILE": row_tile, "num_warps": config["row_warps"]}
     _block_maxima_kernel[(num_rows, num_tiles)](
-        maxima,
-        logits,
-        vocab_size,
-        num_blocks,
-        logits.stride(0),
-        BLOCKS=tile // BLOCK,
-        BLOCK_TOKENS=BLOCK,
-        num_warps=config["num_warps"],
+        maxima, rows, num_blocks, BLOCK_TOKENS=BLOCK, **of_tile
     )
-    _bounds_kernel[(num_rows,)](
-        best,
-        bound,
-        count,
-        total,
-        maxima,
-        rank,
-        num_blocks,
-        PIVOTS=PIVOTS,
-        TILE=row_tile,
-        num_warps=config["row_warps"],
-    )
-    row_params = (noise_keys, top_k, temperature, log_min_p, top_p, vocab_size)
-    found = (gathered, gathered_ids, count, total, scores, winners, logits, best)
-    _collect_kernel[(num_rows, num_tiles)](
-        *found,
-        bound,
-        *row_params,
-        logits.stride(0),
-        TILE=tile,
-        CAPACITY=CAPACITY,
-        num_warps=config["num_warps"],
-    )
-    _draw_kernel[(num_rows,)](
-        out,
-        *found,
-        *row_params,
-        num_tiles,
-        logits.stride(0),
-        PIVOTS=PIVOTS,
-        TILE=row_tile,
-        CAPACITY=CAPACITY,
-        num_warps=config["row_warps"],
-    )
+    _bounds_kernel[(num_rows,)](found, rank, maxima, num_blocks, **of_row)
+    _collect_kernel[(num_rows, num_tiles)](found, rows, *row_params, CAPACITY=CAPACITY, **of_tile)
+    _draw_kernel[(num_rows,)](out, found, rows, *row_params, num_tiles, CAPACITY=CAPACITY, **of_row)
     return out
 
 
@@ -442,7 +354,7 @@ def _upload(
     """Upload the rows' parameters in one transfer.
 
     Returns:
-        Noise key, top_k and rank of the bound as int64; temperature, log min_p and top_p as
+        Rank of the bound, noise key and top_k as int64; temperature, log min_p and top_p as
         float64; [rows] each.
     """
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
@@ -450,16 +362,16 @@ def _upload(
         k if k < vocab_size else TOP_P_RANK if p.top_p < 1 else 0
         for k, p in zip(top_k, params, strict=True)
     ]
-    integers = torch.tensor([[signed(key) for key in keys], top_k, rank], dtype=torch.int64)
-    floats = torch.tensor(
+    integers = np.array([rank, [signed(key) for key in keys], top_k], dtype=np.int64)
+    floats = np.array(
         [
             [max(p.temperature, MIN_TEMPERATURE) for p in params],
             [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params],
             [p.top_p if p.top_p < 1 else math.inf for p in params],
         ],
-        dtype=torch.float64,
+        dtype=np.float64,
     )
-    table = torch.cat((integers, floats.view(torch.int64)))
+    table = torch.from_numpy(np.concatenate((integers, floats.view(np.int64))))
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     return *table[:3].unbind(), *table[3:].view(torch.float64).unbind()

@@ -1,10 +1,8 @@
-"""Shared device functions of the draw: noise, probabilities, token order, and search in that order.
-
-They read either the whole row (`in_row` tokens) or the gathered tokens (`gathered`); the other
-count is 0.
-"""
+"""Device functions of the draw: noise, probabilities, token order, and search in that order."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,6 +14,19 @@ LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite float32
 _UNIT = tl.constexpr(2.0**32)  # fixed point of probabilities relative to the best token's
 # Adding and subtracting it rounds to an integer, half to even.
 _TO_INTEGER = tl.constexpr(2.0**52)
+
+
+class Tokens(NamedTuple):
+    """The tokens of a row that a search reads: the whole row or the gathered ones."""
+
+    row_ptr: tl.tensor  #: float32 [vocab_size]: logits of the row.
+    gathered_ptr: tl.tensor  #: float32 [CAPACITY]: gathered logits.
+    gathered_id_ptr: tl.tensor  #: int32 [CAPACITY]: their token ids.
+    in_row: tl.tensor  #: Tokens to read from the row; 0 if it reads the gathered ones.
+    gathered: tl.tensor  #: Gathered tokens to read; 0 if it reads the row.
+    temperature: tl.tensor
+    best: tl.tensor  #: float64: largest logit / temperature.
+    least: tl.tensor  #: float64: lower bound of the logit / temperature that min_p keeps.
 
 
 @triton.jit
@@ -51,67 +62,45 @@ def relative_weight(scaled, best):
 
 
 @triton.jit
-def load_tokens(
-    row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE: tl.constexpr
-):
+def load_tokens(tokens: Tokens, start, TILE: tl.constexpr):
     """Load logits and ids of a tile of tokens, with -inf past the end."""
     place = start + tl.arange(0, TILE)
-    from_row = tl.load(row_ptr + place, mask=place < in_row, other=float("-inf"))
-    x = tl.load(gathered_ptr + place, mask=place < gathered, other=float("-inf"))
-    token = tl.load(gathered_id_ptr + place, mask=place < gathered, other=0)
-    return tl.maximum(x, from_row), tl.where(place < in_row, place, token)
+    in_row, gathered = place < tokens.in_row, place < tokens.gathered
+    from_row = tl.load(tokens.row_ptr + place, mask=in_row, other=float("-inf"))
+    x = tl.load(tokens.gathered_ptr + place, mask=gathered, other=float("-inf"))
+    token = tl.load(tokens.gathered_id_ptr + place, mask=gathered, other=0)
+    return tl.maximum(x, from_row), tl.where(in_row, place, token)
 
 
 @triton.jit
-def amounts_of(x, token, temperature, best, least, WEIGH: tl.constexpr):
-    """Return the tokens' places in the order, and their amounts in float64.
+def load_amounts(tokens: Tokens, start, WEIGH: tl.constexpr, TILE: tl.constexpr):
+    """Return the places in the order of a tile of tokens, and their amounts in float64.
 
     The amount of a token that min_p keeps is its probability, or 1 without WEIGH. Others have 0.
     """
-    scaled = x.to(tl.float64) / temperature
+    x, token = load_tokens(tokens, start, TILE)
+    scaled = x.to(tl.float64) / tokens.temperature
     amount = tl.full(x.shape, 1.0, tl.float64)
     if WEIGH:
-        amount = relative_weight(scaled, best)
+        amount = relative_weight(scaled, tokens.best)
     return order_place(order_key(x), token), tl.where(
-        (x > float("-inf")) & (scaled >= least), amount, 0.0
+        (x > float("-inf")) & (scaled >= tokens.least), amount, 0.0
     )
 
 
 @triton.jit
-def reaching(
-    row_ptr,
-    gathered_ptr,
-    gathered_id_ptr,
-    in_row,
-    gathered,
-    temperature,
-    best,
-    least,
-    threshold,
-    WEIGH: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr):
     """Return the number of tokens that reach the threshold, or the sum of their probabilities."""
     result = tl.zeros([], tl.float64)
-    for start in range(0, in_row + gathered, TILE):
-        x, token = load_tokens(
-            row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE
-        )
-        place, amount = amounts_of(x, token, temperature, best, least, WEIGH)
+    for start in range(0, tokens.in_row + tokens.gathered, TILE):
+        place, amount = load_amounts(tokens, start, WEIGH, TILE)
         result += tl.sum(tl.where(place >= threshold, amount, 0.0), axis=0)
     return result
 
 
 @triton.jit
 def search(
-    row_ptr,
-    gathered_ptr,
-    gathered_id_ptr,
-    in_row,
-    gathered,
-    temperature,
-    best,
-    least,
+    tokens: Tokens,
     threshold,
     highest,
     wanted,
@@ -129,11 +118,8 @@ def search(
         step = (right - left + PIVOTS) // (PIVOTS + 1)
         pivots = left + (tl.arange(0, PIVOTS) + 1).to(tl.int64) * step
         reach = tl.zeros([PIVOTS], tl.float64)
-        for start in range(0, in_row + gathered, TILE):
-            x, token = load_tokens(
-                row_ptr, gathered_ptr, gathered_id_ptr, start, in_row, gathered, TILE
-            )
-            place, amount = amounts_of(x, token, temperature, best, least, WEIGH)
+        for start in range(0, tokens.in_row + tokens.gathered, TILE):
+            place, amount = load_amounts(tokens, start, WEIGH, TILE)
             reach += tl.sum(
                 tl.where(place[None, :] >= pivots[:, None], amount[None, :], 0.0), axis=1
             )

@@ -6,7 +6,7 @@ test_compile.py starts it as a process, because a process that interprets kernel
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 import triton
@@ -63,49 +63,75 @@ MOVING = {
 }
 
 
-def divisible(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list[list[object]]]:
-    """Return the specialization of serving: pointers and strides are multiples of 16.
+def source_of(
+    kernel: Any, dtype: str, constants: dict[str, Any], types: dict[str, str]
+) -> ASTSource:
+    """Return a kernel with the specialization of serving: pointers and strides are multiples of 16.
 
     A kernel that specializes on varying arguments would be compiled again during serving.
+
+    Args:
+        kernel: the kernel.
+        dtype: element type of pointers that no other argument determines.
+        constants: values by name of the parameter, or of the field of a named tuple.
+        types: types that names do not determine.
     """
-    known: dict[tuple[int], list[list[object]]] = {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        assert parameter.do_not_specialize or name not in VARYING, (
+    known = INTEGER_POINTERS | FLOAT_POINTERS | types
+    hints = get_type_hints(kernel.fn)
+    values: dict[tuple[int, ...], object] = {}
+    attrs: dict[tuple[int, ...], list[list[object]]] = {}
+
+    def type_of(name: str, path: tuple[int, ...], parameter: Any = None) -> str:
+        """Return a type. Triton specializes on each field of a tuple, which has no `parameter`."""
+        if name in constants:
+            values[path] = constants[name]
+            return "constexpr"
+        is_fixed = parameter is None or not parameter.do_not_specialize
+        assert not (is_fixed and name in VARYING), (
             f"{kernel.__name__} is recompiled for each {name}"
         )
-        is_specialized = not (
-            parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        is_specialized = is_fixed and (
+            parameter is None or not parameter.do_not_specialize_on_alignment
         )
         assert not (is_specialized and name in MOVING), (
             f"{kernel.__name__} is recompiled for other alignments of {name}"
         )
-        if is_specialized and signature[name] not in ("constexpr", "fp32"):
-            known[(index,)] = [["tt.divisibility", 16]]
-    return known
+        number = "fp32" if name in ("scale", "soft_cap", "eps") else "i32"
+        kind = known.get(name, f"*{dtype}" if name.endswith("ptr") else number)
+        if is_specialized and kind != "fp32":
+            attrs[path] = [["tt.divisibility", 16]]
+        return kind
+
+    signature: dict[str, object] = {}
+    for index, parameter in enumerate(kernel.params):
+        name, hint = parameter.name, hints.get(parameter.name)
+        # Triton's launcher has local variables of these names.
+        assert name not in ("params", "specialization", "options"), kernel.__name__
+        groups = [one for one in (hint, *get_args(hint)) if hasattr(one, "_fields")]
+        if groups and name not in constants:
+            fields = enumerate(groups[0]._fields)
+            signature[name] = groups[0](
+                *(type_of(field, (index, place)) for place, field in fields)
+            )
+        else:
+            signature[name] = type_of(name, (index,), parameter)
+    return ASTSource(kernel, signature, constexprs=values, attrs=attrs)
 
 
 def compile_kernel(
-    kernel: Any, dtype: str, constants: dict[str, int], types: dict[str, str] | None = None
-) -> None:
-    """Compile a kernel. `types` has the types that parameter names do not determine."""
-    known = INTEGER_POINTERS | FLOAT_POINTERS | (types or {})
-    signature = {}
-    for parameter in kernel.params:
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in known:
-            signature[name] = known[name]
-        elif name.endswith("_ptr"):
-            signature[name] = f"*{dtype}"
-        else:
-            signature[name] = "fp32" if name in ("scale", "soft_cap", "eps") else "i32"
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible(kernel, signature))
-    compiled = triton.compile(source, target=HOPPER)
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, Any],
+    types: dict[str, str] | None = None,
+    options: dict[str, int] | None = None,
+) -> Any:
+    """Compile a kernel and check that its shared memory fits. Arguments as in `source_of`."""
+    source = source_of(kernel, dtype, constants, types or {})
+    compiled = triton.compile(source, target=HOPPER, options=options)
     assert compiled.asm["cubin"]
     print(f"{kernel.__name__} {dtype}: {compiled.metadata.shared} bytes of shared memory")
     assert compiled.metadata.shared <= MAX_SHARED, kernel.__name__
+    return compiled
 
 
 for dtype in ("fp32", "bf16"):
@@ -124,8 +150,11 @@ fp8_cache = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8, "SCALED": 1}, fp8_cache)
 
 
+partials = dict.fromkeys(("out_ptr", "sum_ptr", "max_ptr"), "*fp32")
+
+
 def compile_attention(
-    dtype: str, kv_dtype: str, head_dim: int, decode: bool, **options: int
+    dtype: str, kv_dtype: str, head_dim: int, decode: bool, **options: int | None
 ) -> None:
     """Compile attention with the default configuration and 4 query heads per KV head.
 
@@ -147,47 +176,30 @@ def compile_attention(
         "MIN_TILES": 4,
         "SCAN": 128,
         "ONE_BLOCK": decode,
-        **dict.fromkeys(("WINDOW", "HAS_SOFT_CAP", "HAS_KV_SCALES", "SPLIT"), 0),
         **options,
     }
-    signature: dict[str, str] = {}
-    for parameter in _paged_attention_kernel.params:
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            floats = name.startswith("partial")
-            known = (
-                INTEGER_POINTERS
-                | FLOAT_POINTERS
-                | dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv_dtype}")
-            )
-            signature[name] = "*fp32" if floats else known.get(name, f"*{dtype}")
-        else:
-            signature[name] = "fp32" if name in ("scale", "soft_cap") else "i32"
-    attrs = divisible(_paged_attention_kernel, signature)
-    compiled = triton.compile(
-        ASTSource(_paged_attention_kernel, signature, constexprs=constants, attrs=attrs),
-        target=HOPPER,
-        options={"num_warps": config["num_warps"], "num_stages": config["num_stages"]},
-    )
+    types = partials | dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv_dtype}")
+    launch = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+    compiled = compile_kernel(_paged_attention_kernel, dtype, constants, types, launch)
     phase = "decode" if decode else "prefill"
     name = f"{phase} {dtype}, KV {kv_dtype}, head_dim {head_dim}, {options}"
-    print(f"{name}: {compiled.metadata.shared} bytes of shared memory")
-    assert compiled.metadata.shared <= MAX_SHARED, name
     assert re.search(
         r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.asm["ptx"]
     ), name
     assert ("wgmma" in compiled.asm["ptx"]) == (not decode and dtype == "bf16"), name
 
 
+NO_WINDOW = {"WINDOW": 0}
+NO_SPLIT = {"partials": None}
+NO_SCALES = {"key_scale_ptr": None, "value_scale_ptr": None}
+NO_CAP = {"soft_cap": None}
+PLAIN = NO_WINDOW | NO_SCALES | NO_CAP
 for head_dim in (64, 128, 256):
-    compile_attention("bf16", "bf16", head_dim, True, SPLIT=1)
-    compile_attention("bf16", "bf16", head_dim, False)
-compile_attention("bf16", "fp8e4nv", 128, True, SPLIT=1, HAS_KV_SCALES=1)
-compile_attention("bf16", "fp8e4nv", 80, False, HAS_KV_SCALES=1, WINDOW=4096, HAS_SOFT_CAP=1)
-compile_attention("fp32", "fp32", 128, False, WINDOW=4096)
-partials = dict.fromkeys(("partial_out_ptr", "partial_sum_ptr", "partial_max_ptr"), "*fp32")
+    compile_attention("bf16", "bf16", head_dim, True, **PLAIN)
+    compile_attention("bf16", "bf16", head_dim, False, **PLAIN, **NO_SPLIT)
+compile_attention("bf16", "fp8e4nv", 128, True, **NO_WINDOW, **NO_CAP)
+compile_attention("bf16", "fp8e4nv", 80, False, WINDOW=4096, **NO_SPLIT)
+compile_attention("fp32", "fp32", 128, False, WINDOW=4096, **NO_SCALES, **NO_CAP, **NO_SPLIT)
 joined = {
     "NUM_KV_HEADS": 8,
     "HEAD_DIM": 128,
@@ -232,7 +244,7 @@ gathered = {"CAPACITY": sampling.CAPACITY}
 compile_kernel(
     sampling._block_maxima_kernel,
     "fp32",
-    {"BLOCKS": 16, "BLOCK_TOKENS": sampling.BLOCK},
+    one_pass | {"BLOCK_TOKENS": sampling.BLOCK},
     sampling_types,
 )
 compile_kernel(sampling._bounds_kernel, "fp32", search, sampling_types)

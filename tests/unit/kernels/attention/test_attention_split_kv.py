@@ -7,6 +7,7 @@ import torch
 
 from baton_kernels.attention import AttentionPlan, split_kv, split_kv_triton
 from baton_kernels.attention import triton_kernel as kernel_file
+from baton_kernels.attention.kernel_arguments import Heads, Partials
 from baton_kernels.configurations import Configuration, answering
 from support.kernels.paged_cases import (
     PagedCase,
@@ -34,9 +35,11 @@ def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[in
 
     class Reduce:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
-            def launch(*arguments: torch.Tensor, **constants: int) -> None:
-                reported.append(arguments[4][:, 1].tolist())
-                split_kv_triton.join_segments_kernel[grid](*arguments, **constants)
+            def launch(
+                out: Heads, partials: Partials, cu_seqlens_q: torch.Tensor, **constants: int
+            ) -> None:
+                reported.append(partials.segments_ptr[:, 1].tolist())
+                split_kv_triton.join_segments_kernel[grid](out, partials, cu_seqlens_q, **constants)
 
             return launch
 
@@ -87,13 +90,13 @@ def test_a_prefill_has_an_item_per_query_block_and_sequence() -> None:
     assert launch.shared["BLOCK_M"] == 4 * block_q
     assert launch.items == 2 + 77 // block_q
     assert not launch.constants["ONE_BLOCK"]
-    assert launch.target_segments == launch.constants["SPLIT"] == 0
+    assert launch.target_segments == 0
 
 
 def test_a_decode_has_an_item_per_segment() -> None:
     launch = launch_of([(1, 2000), (3, 90)], 3)
     assert launch.constants["ONE_BLOCK"]
-    assert launch.constants["SPLIT"]
+    assert launch.target_segments > 0
     assert launch.items == 2 + launch.target_segments
     assert launch.max_queries == 3
     assert launch_of([(1, 60)], 1).items == 1
@@ -181,13 +184,14 @@ def test_the_reduce_kernel_joins_the_segments(triton_device: str) -> None:
 
     out = torch.full((2, 2 * group, head_dim), float("nan"), device=triton_device)
     split_kv_triton.join_segments_kernel[(2 * group, 2, 1)](
-        out,
-        pad(weights @ values),
-        pad(weights.sum(-1)),
-        pad(maxima),
-        torch.tensor([[0, 1], [1, segments]], dtype=torch.int32, device=triton_device),
+        Heads(out, *out.stride()[:2]),
+        Partials(
+            pad(weights @ values),
+            pad(weights.sum(-1)),
+            pad(maxima),
+            torch.tensor([[0, 1], [1, segments]], dtype=torch.int32, device=triton_device),
+        ),
         torch.tensor([0, 1, 2], dtype=torch.int32, device=triton_device),
-        *out.stride()[:2],
         NUM_KV_HEADS=2,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=32,

@@ -1,0 +1,43 @@
+"""Arguments of the Triton launches: pointers and strides, one named tuple per kind of tensor.
+
+Triton passes the fields as separate arguments, and compiles a kernel for their alignment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Heads(NamedTuple):
+    """A tensor [num_tokens, num_heads, head_dim] with last stride 1."""
+
+    ptr: Any  #: A tensor on the host, a pointer in a kernel.
+    stride_token: int
+    stride_head: int
+
+
+class Caches(NamedTuple):
+    """Both caches [num_blocks, num_kv_heads, block_size, head_dim], with last stride 1."""
+
+    k_ptr: Tensor
+    v_ptr: Tensor
+    key_scale_ptr: Tensor | None  #: float32 [num_kv_heads]; fp8 caches only.
+    value_scale_ptr: Tensor | None
+    stride_block: int
+    stride_head: int
+    stride_slot: int
+
+
+class Partials(NamedTuple):
+    """The results of segments, which `join_segments_kernel` joins.
+
+    The kernel writes only `segments_ptr` for a sequence of one segment.
+    """
+
+    #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
+    out_ptr: Tensor
+    sum_ptr: Tensor  #: float32 [items, num_kv_heads, BLOCK_M].
+    max_ptr: Tensor  #: float32, like the sums: base-2 logarithm of the weights' divisor.
+    segments_ptr: Tensor  #: int32 [num_seqs, 2]: first item and segments of each sequence.
