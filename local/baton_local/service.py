@@ -39,9 +39,12 @@ class PodStatus(msgspec.Struct):
     phase: str
     ready: bool
     restarts: int
-    reason: str  # why it is not ready, as its containers report
-    container_id: str = ""  # of its first container; empty before the start
-    pid: int | None = None  # of the container's process, if it was looked up
+    #: Why it is not ready, as its containers report.
+    reason: str
+    #: ID of the first container; empty before its start.
+    container_id: str = ""
+    #: Pid of the container's process, if it was looked up.
+    pid: int | None = None
     #: Bytes of KV sent and received, by transport, if the engine was asked.
     kv_bytes: dict[str, int] = {}
 
@@ -57,7 +60,8 @@ class ServiceStatus(msgspec.Struct):
     service: str
     namespace: str
     endpoint: str
-    model: str  # name for clients
+    #: The model's name in requests.
+    model: str
     conditions: list[Condition]
     pods: list[PodStatus]
     #: `curl` options for the Ingress; empty without one.

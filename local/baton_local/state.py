@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-#: How long a reader may hold the lock to see whether it is free.
+#: Time to wait for the lock, because a reader may hold it to see whether it is free.
 PROBE_S = 0.5
 
 

@@ -52,7 +52,8 @@ PROMPT = "Tell me about the relay race: who hands the baton to whom?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
 OPERATOR_NAMESPACE = "baton-system"
 NODE_NAME = "baton-local"
-RBAC = Path(__file__).parent / "rbac"  # a link to manifests/rbac
+#: A link to manifests/rbac.
+RBAC = Path(__file__).parent / "rbac"
 
 
 class UpError(Exception):

@@ -1,5 +1,7 @@
 """Events for `kubectl describe`. A repetition within ten minutes raises the count of its event."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import logging
@@ -12,7 +14,8 @@ from baton_kube.client import KubeClient, KubeError, Object
 logger = logging.getLogger(__name__)
 
 REPEAT_WINDOW_S = 600.0
-MESSAGE_LIMIT = 1024  # bytes; the API server refuses more
+#: Longest message. The API server refuses longer ones.
+MESSAGE_LIMIT = 1024
 
 
 @dataclass
@@ -25,7 +28,7 @@ class _Series:
 class EventRecorder:
     """Writes core/v1 Events in the background. A failed write is logged, not raised."""
 
-    def __init__(self, api: KubeClient, component: str, host: str = ""):
+    def __init__(self, api: KubeClient, component: str, host: str = "") -> None:
         self._api = api
         self._source = {"component": component, "host": host} if host else {"component": component}
         self._series: dict[str, _Series] = {}

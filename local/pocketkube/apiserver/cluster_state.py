@@ -1,4 +1,4 @@
-"""One cluster: its objects, and the operations on them. It knows no HTTP."""
+"""One cluster: its objects, and the operations on them. It has no HTTP."""
 
 from __future__ import annotations
 

@@ -18,8 +18,10 @@ class FieldError:
     """One refused field: a cause of a status with the reason Invalid."""
 
     field: str
-    reason: str  # FieldValueInvalid, FieldValueRequired, FieldValueNotSupported, ...
-    message: str  # without the field's name: `Invalid value: -1: ...`
+    #: For example FieldValueInvalid or FieldValueRequired.
+    reason: str
+    #: Without the field's name, for example `Required value`.
+    message: str
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"

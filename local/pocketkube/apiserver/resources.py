@@ -12,7 +12,7 @@ from typing import Any
 
 Object = dict[str, Any]
 
-# Verbs of every kind.
+#: Verbs that every kind has.
 VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 READ_UPDATE = ("get", "patch", "update")
 
@@ -54,7 +54,8 @@ class Resource:
     subresources: tuple[Subresource, ...] = ()
     singular: str = ""
     list_kind: str = ""
-    storage: str = ""  # kinds with the same storage are views of the same objects
+    #: Kinds with the same storage are views of the same objects.
+    storage: str = ""
     custom: bool = False
     note: str = ""
 

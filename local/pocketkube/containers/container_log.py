@@ -3,6 +3,8 @@
 The format is CRI's, `<time> <stream> <F|P> <line>`. The size is limited by rotation.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import os
@@ -12,14 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_BYTES = 10 * 2**20  # per file; one full file is kept as `.1`
-MAX_LINE = 16 * 2**10  # bytes; longer lines are stored in parts
+#: Limit of one file. One full file is kept as `.1`.
+MAX_BYTES = 10 * 2**20
+#: Bytes. Longer lines are stored in parts.
+MAX_LINE = 16 * 2**10
 
 
 class ContainerLog:
     """The log of one container instance."""
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES):
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.closed = False

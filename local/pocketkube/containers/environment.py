@@ -3,6 +3,8 @@
 They come from the pod, and from the ConfigMaps and Secrets that it names.
 """
 
+from __future__ import annotations
+
 import base64
 import os
 import re
@@ -13,11 +15,11 @@ from urllib.parse import urlsplit
 
 from baton_kube.client import Object
 
-# Maps (kind, namespace, name) to the object, or None if it does not exist. Raises ConfigError if it
-# cannot be read.
+#: Reads the object of (kind, namespace, name); None if it does not exist. Raises ConfigError if
+#: the API server does not answer or refuses.
 Lookup = Callable[[str, str, str], Awaitable[Object | None]]
 
-# Variables of the kubelet that containers inherit: where libraries and caches are.
+#: Variables of the kubelet that containers inherit: where libraries and caches are.
 INHERITED = (
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",

@@ -6,6 +6,8 @@ is a pipe from the kubelet, which writes one line for each session to watch (`+1
 MARKER in their environment. It imports only the standard library, so that it starts fast.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

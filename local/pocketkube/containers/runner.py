@@ -3,6 +3,8 @@
 The runner writes the container's `ContainerState`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -32,7 +34,8 @@ from pocketkube.events import EventRecorder
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 4096  # limit of a termination message
+#: Longest termination message, as in Kubernetes.
+_MESSAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Services:
     """Services of the kubelet that all pods share."""
 
     api: KubeClient
-    ca_pem: bytes  # CA of the API server
+    #: CA of the API server, in PEM.
+    ca_pem: bytes
     events: EventRecorder
     guard: Guard
     http: aiohttp.ClientSession
@@ -48,7 +52,8 @@ class Services:
     backoff: BackoffPolicy
     refresh_s: float
     host_ip: str
-    host_root: Path | None  # hostPath volumes are looked for below it first
+    #: Folder whose content hostPath volumes find at `/`, before this machine's.
+    host_root: Path | None
 
 
 @dataclass
@@ -74,15 +79,17 @@ class ContainerRunner:
 
     def __init__(
         self, context: PodContext, container: Object, state: ContainerState, *, init: bool = False
-    ):
+    ) -> None:
         self.container = container
         self.state = state
-        self.log: ContainerLog | None = None  # log of the instance that runs now
+        #: Log of the running instance.
+        self.log: ContainerLog | None = None
         self._context = context
         self._init = init
         self._process: Process | None = None
         self._stopping = asyncio.Event()
-        self._stopped = asyncio.Event()  # clear while run() runs
+        #: Not set while `run()` runs.
+        self._stopped = asyncio.Event()
         self._stopped.set()
 
     async def run(self) -> None:

@@ -4,6 +4,8 @@
 <pod folder>/containers/<name>/root/  $POCKETKUBE_POD_ROOT; mountPath /x is the link root/x
 """
 
+from __future__ import annotations
+
 import copy
 import os
 import shutil
@@ -22,9 +24,10 @@ from pocketkube.containers.environment import (
 )
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-TOKEN_LIFETIME_S = 3607  # the lifetime that Kubernetes uses, which identifies such tokens
+#: The lifetime that Kubernetes uses, which identifies such tokens.
+TOKEN_LIFETIME_S = 3607
 
-# The files of a volume: path inside the volume -> content.
+#: The files of a volume: path inside the volume -> content.
 Payload = dict[str, bytes]
 _PAYLOAD_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
@@ -36,7 +39,8 @@ class MountError(Exception):
 @dataclass
 class _Token:
     text: str
-    renew_at: float  # monotonic time
+    #: Monotonic time from which a new token is requested.
+    renew_at: float
 
 
 def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
@@ -97,8 +101,9 @@ class PodVolumes:
         lookup: Lookup,
         addresses: Mapping[str, str],
         host_root: Path | None = None,
-    ):
-        self.pod = pod  # the owner keeps it current, because labels and annotations may change
+    ) -> None:
+        #: The pod worker keeps it current, because labels and annotations may change.
+        self.pod = pod
         self._folder = folder
         self._api = api
         self._ca_pem = ca_pem

@@ -295,7 +295,10 @@ def main() -> None:
         "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
     )
     parser.add_argument(
-        "--audit-log", type=Path, metavar="FILE", help="write who asked for what; default: nowhere"
+        "--audit-log",
+        type=Path,
+        metavar="FILE",
+        help="one JSON object per request; default: no log",
     )
     arguments = parser.parse_args()
     assets = find_assets()

@@ -1,5 +1,7 @@
 """Deployments: which ReplicaSets should exist, and their sizes at this step of a rollout."""
 
+from __future__ import annotations
+
 import copy
 import hashlib
 import json
@@ -19,9 +21,12 @@ REVISION = "deployment.kubernetes.io/revision"
 class DeploymentPlan:
     """The next step of one Deployment."""
 
-    create: Object | None = None  # the ReplicaSet of the current template, if it is missing
-    scale: dict[str, int] = field(default_factory=dict)  # ReplicaSet name -> replicas
-    delete: list[str] = field(default_factory=list)  # old ReplicaSets beyond the history limit
+    #: The ReplicaSet of the current template, if it is missing.
+    create: Object | None = None
+    #: New sizes: ReplicaSet name -> replicas.
+    scale: dict[str, int] = field(default_factory=dict)
+    #: Names of old ReplicaSets beyond the history limit.
+    delete: list[str] = field(default_factory=list)
     status: Object = field(default_factory=dict)
 
 

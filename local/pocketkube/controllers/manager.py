@@ -4,6 +4,8 @@ They are level-triggered. A key is processed as a whole after any change, after 
 each resync.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
@@ -20,14 +22,14 @@ from pocketkube.lifecycle import until_stopped
 logger = logging.getLogger(__name__)
 
 RESYNC_S = 15.0
-# How long a cache may lag behind our writes before it overrules our record of them.
+#: Time after a write from which the cache is trusted, even if it does not show the write.
 EXPECTATION_S = 10.0
 
 
 class Queue:
     """Keys to reconcile, each processed once at a time. Failures are retried with backoff."""
 
-    def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]):
+    def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]) -> None:
         self._name = name
         self._reconcile = reconcile
         self._keys: dict[str, None] = {}
@@ -76,7 +78,7 @@ class Queue:
 class Controllers:
     """The Deployment controller, the ReplicaSet controller and the scheduler."""
 
-    def __init__(self, api: KubeClient):
+    def __init__(self, api: KubeClient) -> None:
         self._api = api
         self._events = EventRecorder(api, "pocketkube-controllers")
         self._deployments = Reflector(api, "/apis/apps/v1/deployments")
@@ -86,7 +88,7 @@ class Controllers:
         self._deployment_queue = Queue("deployment", self._reconcile_deployment)
         self._replica_set_queue = Queue("replicaset", self._reconcile_replica_set)
         self._schedule_queue = Queue("schedule", self._schedule)
-        # ReplicaSet uid -> (pods created, pods deleted, time) that the cache does not show yet.
+        #: ReplicaSet uid -> (pods created, pods deleted, time), which the cache may not show yet.
         self._expected: dict[str, tuple[set[str], set[str], float]] = {}
         self._deployments.subscribe(
             lambda old, new: self._deployment_queue.add(key_of(_one(old, new)))

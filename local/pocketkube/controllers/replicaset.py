@@ -1,5 +1,7 @@
 """ReplicaSets: how many pods to create, which to delete, and the status."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 from baton_kube.client import Object
@@ -11,8 +13,10 @@ TERMINAL = ("Succeeded", "Failed")
 class ReplicaSetPlan:
     """The next step of one ReplicaSet."""
 
-    create: int = 0  # number of pods
-    delete: list[str] = field(default_factory=list)  # names of pods
+    #: Number of pods to create.
+    create: int = 0
+    #: Names of the pods to delete.
+    delete: list[str] = field(default_factory=list)
     status: Object = field(default_factory=dict)
 
 

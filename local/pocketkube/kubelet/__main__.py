@@ -1,5 +1,7 @@
 """`python -m pocketkube.kubelet`: see `--help`."""
 
+from __future__ import annotations
+
 import argparse
 import socket
 from pathlib import Path

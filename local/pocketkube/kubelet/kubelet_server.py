@@ -3,6 +3,8 @@
 It needs no authentication, because it listens only on the loopback device.
 """
 
+from __future__ import annotations
+
 import ssl
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ from pocketkube.kubelet.pod_worker import PodWorker
 class KubeletServer:
     """Serves the logs of `workers` (uid -> worker), which its owner keeps current."""
 
-    def __init__(self, workers: Mapping[str, PodWorker]):
+    def __init__(self, workers: Mapping[str, PodWorker]) -> None:
         self._workers = workers
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)

@@ -1,5 +1,7 @@
 """PodStatus from the states of the containers. Pure functions."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -8,7 +10,7 @@ from baton_kube.client import Object
 from pocketkube.containers.container_state import ContainerState, Running, Terminated, Waiting
 from pocketkube.events import timestamp
 
-# Conditions of this kubelet. Others (of a scheduler, of readiness gates) are kept.
+#: Conditions of this kubelet. Others (of a scheduler, of readiness gates) are kept.
 OWN_CONDITIONS = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
 
 

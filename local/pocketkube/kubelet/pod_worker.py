@@ -1,5 +1,7 @@
 """One pod from its arrival on the node to its deletion."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import shutil
@@ -19,9 +21,12 @@ from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, parse_tim
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 2.0  # between attempts to make volumes or to get an address
-MIN_GRACE_S = 2.0  # grace period of a pod that is deleted without one
-LAST_STATUS_S = 2.0  # time for the last status before the kubelet ends
+#: Interval of attempts to make volumes or to get an address.
+RETRY_S = 2.0
+#: Grace period of a pod that is deleted without one.
+MIN_GRACE_S = 2.0
+#: Time for the last status before the kubelet ends.
+LAST_STATUS_S = 2.0
 TERMINAL = ("Succeeded", "Failed")
 
 T = TypeVar("T")
@@ -33,19 +38,22 @@ class PodWorker:
     `update` and `forget` pass on changes in the API server. `run` does the work.
     """
 
-    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object):
+    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object) -> None:
         self.pod = pod
-        self.runners: dict[str, ContainerRunner] = {}  # init and main containers, by name
+        #: Init and main containers, by name.
+        self.runners: dict[str, ContainerRunner] = {}
         self._services = services
         self._pool = pool
         self._folder = folder
         self._dirty = asyncio.Event()
         self._leave = asyncio.Event()
-        self._gone = False  # deleted from the API server, or not ours to delete
+        #: True if the worker must not delete the pod: it is deleted already, or the kubelet stops.
+        self._gone = False
         self._keep_folder = False
         self._deadline = float("inf")
-        self._written: Object | None = None  # the status that was last written
-        # Set once the address and the service account are known.
+        #: The status that was last written.
+        self._written: Object | None = None
+        #: Set when the address and the service account are known.
         self._context: PodContext | None = None
         self._account: Object | None = None
         self._address = ""
@@ -303,7 +311,7 @@ class PodWorker:
             await asyncio.sleep(delay)
             delay = min(delay * 2, 5.0)
 
-    def _report_failure(self, lifecycle: "asyncio.Task[None]") -> None:
+    def _report_failure(self, lifecycle: asyncio.Task[None]) -> None:
         """Report an unexpected error as an event. Without it the pod would seem to start slowly."""
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             logger.error(

@@ -1,5 +1,7 @@
 """`python -m pocketkube.proxy`: see `--help`."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 from pathlib import Path

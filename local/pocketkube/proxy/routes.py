@@ -1,11 +1,13 @@
 """Endpoints of a Service's port, and the Service of an HTTP request. Pure functions."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton_kube.client import Object
 
-# (address, port) of a pod.
+#: (address, port) of a pod.
 Endpoint = tuple[str, int]
 
 
@@ -22,7 +24,8 @@ class Backend:
 class Route:
     """One path of one rule of an Ingress."""
 
-    host: str  # empty: every host; may begin with "*."
+    #: Empty: every host; may begin with "*.".
+    host: str
     path: str
     exact: bool
     backend: Backend

@@ -21,7 +21,8 @@ class DeleteOptions:
     """metav1.DeleteOptions, from the body and the query parameters."""
 
     grace_period_s: int | None = None
-    propagation: str = "Background"  # Background, Foreground or Orphan
+    #: Background, Foreground or Orphan.
+    propagation: str = "Background"
     uid: str = ""
     resource_version: str = ""
     dry_run: bool = False

@@ -25,7 +25,7 @@ from pocketkube.apiserver.schema import decoding, defaults, validation
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
 
-# The alphabet of Kubernetes' generateName: it has no vowels, so no suffix is a word.
+#: The alphabet of Kubernetes' generateName: it has no vowels, so no suffix is a word.
 _NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 
@@ -35,7 +35,8 @@ class WriteOptions:
 
     manager: str
     dry_run: bool = False
-    field_validation: str = "Warn"  # Ignore, Warn or Strict
+    #: Ignore, Warn or Strict.
+    field_validation: str = "Warn"
     force: bool = False
     warnings: list[str] = field(default_factory=list)
 

@@ -20,8 +20,10 @@ class CustomVersion:
 
     resource: Resource
     schema: StructuralSchema
-    scale: Object | None  # the CRD's subresources.scale
-    columns: tuple[Object, ...]  # additionalPrinterColumns
+    #: `subresources.scale` of the CRD's version.
+    scale: Object | None
+    #: `additionalPrinterColumns` of the CRD's version.
+    columns: tuple[Object, ...]
 
 
 def custom_versions(crd: Object) -> list[CustomVersion]:

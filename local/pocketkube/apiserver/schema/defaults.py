@@ -11,8 +11,8 @@ import copy
 from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.crd import default_crd
 
-# Kinds whose metadata.generation counts changes of the desired state. Custom resources always have
-# one.
+#: Kinds whose metadata.generation counts changes of the desired state. Custom resources always have
+#: one.
 WITH_GENERATION = frozenset(
     {
         "Deployment",
@@ -24,8 +24,8 @@ WITH_GENERATION = frozenset(
     }
 )
 
-# Built-in kinds whose updates must name the version that they replace. Updates of custom resources
-# always must.
+#: Built-in kinds whose updates must name the version that they replace. Updates of custom resources
+#: always must.
 VERSIONED = frozenset({"CustomResourceDefinition", "Lease", "PodDisruptionBudget"})
 
 
@@ -190,7 +190,7 @@ _DEFAULTS = {
     "CustomResourceDefinition": default_crd,
 }
 
-# core/v1 field -> events.k8s.io/v1 field of the same stored event
+#: core/v1 field -> events.k8s.io/v1 field of the same stored event.
 _EVENT_FIELDS = {
     "involvedObject": "regarding",
     "message": "note",

@@ -39,7 +39,8 @@ from pocketkube.apiserver.serving.watch import Selection, watch
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY = 3 * 1024 * 1024  # the limit of kube-apiserver
+#: The limit of kube-apiserver.
+_MAX_BODY = 3 * 1024 * 1024
 _OPENAPI_V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf"
 
 

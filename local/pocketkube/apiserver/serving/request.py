@@ -152,7 +152,7 @@ def parse_body(raw: bytes, content_type: str) -> Any:
     """
     if content_type.endswith("protobuf"):
         raise errors.unsupported_media_type(
-            "this control plane speaks JSON, not protobuf, which `kubectl create` sends: use "
+            "this control plane accepts JSON, not protobuf, which `kubectl create` sends: use "
             "`kubectl apply -f FILE`, or "
             "`kubectl create ... --dry-run=client -o yaml | kubectl apply -f -`"
         )

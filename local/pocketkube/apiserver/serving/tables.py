@@ -9,7 +9,8 @@ from typing import Any
 
 from pocketkube.apiserver.resources import Object, Resource
 
-Column = tuple[str, str, int, Callable[[Object], Any]]  # name, type, priority, cell
+#: (name, type, priority, function from an object to its cell).
+Column = tuple[str, str, int, Callable[[Object], Any]]
 
 _FILTER = re.compile(r"""^\?\(@\.([\w./-]+)\s*==\s*["'](.*)["']\)$""")
 _STEP = re.compile(r"""\.((?:\\.|[^.\[\]\\])+)|\[([^\]]+)\]""")

@@ -16,7 +16,8 @@ from pocketkube.apiserver.serving.selectors import Predicate
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.store import Event, ExpiredError
 
-BOOKMARK_S = 20.0  # interval of bookmarks in an idle watch
+#: Interval of bookmarks in an idle watch.
+BOOKMARK_S = 20.0
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
