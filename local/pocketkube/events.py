@@ -7,9 +7,9 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from baton_kube.client import KubeClient, KubeError, Object
+from pocketkube.timestamps import timestamp
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +125,6 @@ class EventRecorder:
             "lastTimestamp": when,
         }
         await self._api.create(collection, event)
-
-
-def timestamp(when: datetime | None = None, *, micro: bool = False) -> str:
-    """Format a time as the API does: in seconds (`Time`) or in microseconds (`MicroTime`)."""
-    when = (when or datetime.now(UTC)).astimezone(UTC)
-    return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
 
 
 WARNINGS = frozenset(

@@ -11,7 +11,7 @@ from datetime import datetime
 
 from baton_kube.client import Object
 from pocketkube.controllers.replicaset import desired_replicas, owner_reference
-from pocketkube.events import timestamp
+from pocketkube.timestamps import timestamp
 
 HASH_LABEL = "pod-template-hash"
 REVISION = "deployment.kubernetes.io/revision"

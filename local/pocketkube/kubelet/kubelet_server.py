@@ -16,6 +16,7 @@ from aiohttp import web
 from pocketkube.certificates import create_server_certificate
 from pocketkube.containers.container_log import stream_log
 from pocketkube.kubelet.pod_worker import PodWorker
+from pocketkube.timestamps import parse_time
 
 
 class KubeletServer:
@@ -111,6 +112,4 @@ def _flag(query: Mapping[str, str], name: str) -> bool:
 def _since(query: Mapping[str, str]) -> datetime | None:
     if seconds := query.get("sinceSeconds"):
         return datetime.now(UTC) - timedelta(seconds=int(seconds))
-    if text := query.get("sinceTime"):
-        return datetime.fromisoformat(text.replace("Z", "+00:00"))
-    return None
+    return parse_time(query.get("sinceTime"))

@@ -9,7 +9,7 @@ import platform
 from datetime import UTC, datetime
 
 from baton_kube.client import KubeClient, KubeError, Object
-from pocketkube.events import timestamp
+from pocketkube.timestamps import timestamp
 
 logger = logging.getLogger(__name__)
 

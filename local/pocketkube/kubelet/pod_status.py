@@ -8,7 +8,7 @@ from datetime import datetime
 
 from baton_kube.client import Object
 from pocketkube.containers.container_state import ContainerState, Running, Terminated, Waiting
-from pocketkube.events import timestamp
+from pocketkube.timestamps import parse_time, timestamp
 
 #: Conditions of this kubelet. Others (of a scheduler, of readiness gates) are kept.
 OWN_CONDITIONS = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
@@ -130,11 +130,6 @@ def _read_terminated(ended: Object) -> Terminated:
         ended.get("containerID", ""),
         int(ended.get("signal", 0)),
     )
-
-
-def parse_time(text: str | None) -> datetime | None:
-    """Parse an API timestamp; None if it is missing."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 
 def _container_statuses(

@@ -17,7 +17,8 @@ from pocketkube.containers.environment import ConfigError
 from pocketkube.containers.runner import ContainerRunner, PodContext, Services, log_file
 from pocketkube.containers.volumes import MountError, PodVolumes, with_service_account_token
 from pocketkube.kubelet.addresses import AddressPool
-from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, parse_time, pod_status
+from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, pod_status
+from pocketkube.timestamps import parse_time
 
 logger = logging.getLogger(__name__)
 

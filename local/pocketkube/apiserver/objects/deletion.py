@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-import datetime
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts
 from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
+from pocketkube.timestamps import timestamp
 
 FOREGROUND = "foregroundDeletion"
 CRD_CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
@@ -73,8 +74,8 @@ class Deletion:
         if finalizers:
             marked["metadata"]["finalizers"] = finalizers
         if "deletionTimestamp" not in metadata:
-            moment = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=grace)
-            marked["metadata"]["deletionTimestamp"] = moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+            ends_at = datetime.now(UTC) + timedelta(seconds=grace)
+            marked["metadata"]["deletionTimestamp"] = timestamp(ends_at)
             if "generation" in metadata:
                 marked["metadata"]["generation"] += 1
             marked["metadata"]["deletionGracePeriodSeconds"] = grace

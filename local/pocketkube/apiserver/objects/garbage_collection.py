@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import time
 from collections import deque
+from datetime import UTC, datetime, timedelta
 
 from pocketkube.apiserver.objects.deletion import (
     CRD_CLEANUP,
@@ -18,8 +18,9 @@ from pocketkube.apiserver.objects.deletion import (
 from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Event, Store
+from pocketkube.timestamps import timestamp
 
-EVENT_TTL = datetime.timedelta(hours=1)
+EVENT_TTL = timedelta(hours=1)
 EXPIRE_EVERY_S = 60.0
 
 
@@ -161,7 +162,7 @@ class Collector:
             self._deletion.release(name, crd, CRD_CLEANUP)
 
     def _expire_events(self) -> None:
-        oldest = (datetime.datetime.now(datetime.UTC) - EVENT_TTL).strftime("%Y-%m-%dT%H:%M:%SZ")
+        oldest = timestamp(datetime.now(UTC) - EVENT_TTL)
         for event in self._store.list("events"):
             last = event.get("lastTimestamp") or event["metadata"]["creationTimestamp"]
             if last < oldest:
