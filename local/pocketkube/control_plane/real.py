@@ -125,7 +125,7 @@ class RealControlPlane:
             raise
 
     def stop(self) -> None:
-        """Stop the processes, clients before servers."""
+        """Stop the processes, clients before servers. Idempotent."""
         for name in reversed(BINARIES):
             self._children.stop([name])
 
