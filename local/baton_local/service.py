@@ -18,6 +18,7 @@ import yaml
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.progress import Health
+from pocketkube.conditions import has_condition
 from pocketkube.containers.process import container_pids
 from pocketkube.loopback import served_port
 
@@ -138,8 +139,7 @@ class ClusterApi:
         crd = await self._kube.get(
             f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
         )
-        conditions = (crd.get("status") or {}).get("conditions") or []
-        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+        return has_condition(crd, "Established")
 
     async def service(self, namespace: str, name: str) -> ServiceStatus:
         """Read an LLMService and its pods."""
@@ -345,9 +345,7 @@ def _pod_status(pod: Object) -> PodStatus:
         role=(metadata.get("labels") or {}).get("serving.baton.dev/role", ""),
         ip=status.get("podIP") or "",
         phase="Terminating" if metadata.get("deletionTimestamp") else status.get("phase") or "",
-        ready=any(
-            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []
-        ),
+        ready=has_condition(pod, "Ready"),
         restarts=sum(c.get("restartCount") or 0 for c in containers),
         reason=": ".join(filter(None, (reason, message))) if reason else "",
         container_id=next((c["containerID"] for c in containers if c.get("containerID")), ""),

@@ -10,5 +10,5 @@
 - `children`, `lifecycle`: child processes, which end with their parent.
 - `networks`, `loopback`, `ports`: address ranges, addresses and ports of this machine.
 - `certificates`, `kubeconfig`: files with keys and credentials.
-- `events`, `timestamps`: Kubernetes Events, and times as the API formats them.
+- `events`, `conditions`, `timestamps`: parts of Kubernetes objects.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton_kube.client import Object
+from pocketkube.conditions import has_condition
 
 TERMINAL = ("Succeeded", "Failed")
 
@@ -40,12 +41,6 @@ def owner_reference(owner: Object, kind: str) -> Object:
     }
 
 
-def is_ready(pod: Object) -> bool:
-    """Return whether the pod's condition Ready is True."""
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-
-
 def is_active(pod: Object) -> bool:
     """Return whether the pod is neither finished nor terminating."""
     phase = (pod.get("status") or {}).get("phase")
@@ -60,7 +55,7 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
     """
     active = [pod for pod in pods if is_active(pod)]
     desired = desired_replicas(replica_set)
-    ready = sum(is_ready(pod) for pod in active)
+    ready = sum(has_condition(pod, "Ready") for pod in active)
     status = {
         "replicas": len(active),
         "fullyLabeledReplicas": len(active),
@@ -73,7 +68,7 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
     surplus = len(active) - desired
     # Unassigned pods first, then those that are not ready, then the youngest.
     active.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
-    active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), is_ready(pod)))
+    active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), has_condition(pod, "Ready")))
     return ReplicaSetPlan(
         create=max(-surplus, 0),
         delete=[pod["metadata"]["name"] for pod in active[: max(surplus, 0)]],

@@ -187,14 +187,11 @@ class IngressProxy:
 
 
 def _request_headers(request: web.Request) -> list[tuple[str, str]]:
-    headers = [
-        (name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP
-    ]
     peer = request.remote or ""
     before = request.headers.get("X-Forwarded-For")
-    headers = [(name, value) for name, value in headers if name.lower() != "x-forwarded-for"]
+    dropped = HOP_BY_HOP | {"x-forwarded-for"}
     return [
-        *headers,
+        *((name, value) for name, value in request.headers.items() if name.lower() not in dropped),
         ("X-Forwarded-For", f"{before}, {peer}" if before else peer),
         ("X-Forwarded-Host", request.host),
         ("X-Forwarded-Proto", request.scheme),
