@@ -46,3 +46,13 @@ class ContainerState:
     started: bool = False
     #: The readiness probe passes, or there is none.
     ready: bool = False
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether the last instance has ended with exit code 0."""
+        return isinstance(self.state, Terminated) and self.state.exit_code == 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process runs and is ready."""
+        return isinstance(self.state, Running) and self.ready

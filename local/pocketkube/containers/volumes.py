@@ -19,8 +19,8 @@ from baton_kube.client import KubeClient, KubeError, Object
 from pocketkube.containers.environment import (
     ConfigError,
     Lookup,
-    decode_data,
     field_value,
+    read_data,
 )
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -168,23 +168,25 @@ class PodVolumes:
                     "which is not a volume of the pod's own"
                 )
             mounted[path] = mount["name"]
-            source = self._path(mount["name"])
-            sub_path = mount.get("subPath") or ""
-            if sub_path:
-                if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
-                    raise MountError(f"subPath {sub_path!r} must stay inside its volume")
-                source = source / sub_path
-                if not source.exists():
-                    source.mkdir(parents=True)
             link = in_root(root, path)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)  # a link in a volume outlives the container
-            link.symlink_to(source)
+            link.symlink_to(self._source(mount))
         return root
 
     def remove(self) -> None:
         """Remove the pod's folder. The targets of hostPath links stay."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _source(self, mount: Object) -> Path:
+        """Return the path of a mount in its volume. A missing `subPath` is made a folder."""
+        sub_path = mount.get("subPath") or ""
+        if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
+            raise MountError(f"subPath {sub_path!r} must stay inside its volume")
+        source = self._path(mount["name"]) / sub_path
+        if sub_path and not source.exists():
+            source.mkdir(parents=True)
+        return source
 
     def _path(self, volume: str) -> Path:
         return self._folder / "volumes" / volume
@@ -245,12 +247,7 @@ class PodVolumes:
 
     async def _keys(self, kind: str, name: str, source: Object) -> Payload:
         namespace = self.pod["metadata"]["namespace"]
-        obj = await self._lookup(kind, namespace, name)
-        if obj is None:
-            if source.get("optional"):
-                return {}
-            raise ConfigError(f'{kind.lower()} "{name}" not found')
-        data = decode_data(kind, obj)
+        data = await read_data(kind, namespace, name, source, self._lookup)
         items = source.get("items")
         if not items:
             return data

@@ -66,11 +66,11 @@ class PodWorker:
             host_ip=services.host_ip,
             start_time=parse_time(status.get("startTime")) or datetime.now(UTC),
             init={
-                c["name"]: inherited_state(before_init.get(c["name"]), policy, init=True)
+                c["name"]: inherited_state(before_init.get(c["name"], {}), policy, init=True)
                 for c in self._init_specs
             },
             main={
-                c["name"]: inherited_state(before.get(c["name"]), policy)
+                c["name"]: inherited_state(before.get(c["name"], {}), policy)
                 for c in pod["spec"]["containers"]
             },
         )
@@ -187,7 +187,7 @@ class PodWorker:
                 )
                 self.runners[container["name"]] = runner
                 await runner.run()
-                if not runner.succeeded or self._leave.is_set():
+                if not runner.state.has_succeeded or self._leave.is_set():
                     return
             mains = []
             for container in pod["spec"]["containers"]:

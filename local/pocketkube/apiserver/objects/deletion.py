@@ -111,8 +111,7 @@ class Deletion:
         metadata = {
             key: value for key, value in obj["metadata"].items() if key != "ownerReferences"
         }
-        if kept:
-            metadata["ownerReferences"] = kept
+        metadata |= {"ownerReferences": kept} if kept else {}
         self._store.put(storage, {**obj, "metadata": metadata})
 
     def release(self, storage: str, obj: Object, finalizer: str) -> None:

@@ -133,21 +133,20 @@ class Collector:
         owner = next(iter(self._store.find("uid", uid)), None)
         if owner is None or FOREGROUND not in (owner[1]["metadata"].get("finalizers") or ()):
             return
-        for _, dependent in self._deletion.dependents(uid):
-            if any(
-                ref.get("uid") == uid and ref.get("blockOwnerDeletion")
-                for ref in owners_of(dependent)
-            ):
-                return
-        self._deletion.release(owner[0], owner[1], FOREGROUND)
+        is_blocked = any(
+            reference.get("uid") == uid and reference.get("blockOwnerDeletion")
+            for _, dependent in self._deletion.dependents(uid)
+            for reference in owners_of(dependent)
+        )
+        if not is_blocked:
+            self._deletion.release(*owner, FOREGROUND)
 
     def _finish_namespace(self, name: str) -> None:
         namespace = self._store.get("namespaces", "", name)
         if namespace is None or not namespace["metadata"].get("deletionTimestamp"):
             return
-        if any(obj["metadata"].get("namespace") == name for _, obj in self._store):
-            return
-        if not namespace["metadata"].get("finalizers"):
+        has_content = any(obj["metadata"].get("namespace") == name for _, obj in self._store)
+        if not has_content and not namespace["metadata"].get("finalizers"):
             self._store.remove("namespaces", "", name)
 
     def _finish_crd(self, storage: str) -> None:

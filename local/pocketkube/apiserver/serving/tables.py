@@ -296,10 +296,9 @@ class TablePrinter:
     """Formats objects of one kind as rows."""
 
     def __init__(self, resource: Resource, printer_columns: Sequence[Object] = ()) -> None:
-        custom = resource.custom
         self._columns = (
             _custom_columns(printer_columns)
-            if custom
+            if resource.custom
             else _COLUMNS.get(resource.kind, (_NAME, _AGE))
         )
 
