@@ -16,13 +16,13 @@ import msgspec
 import yaml
 
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
+from baton_operator import names
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.progress import Health
 from pocketkube.conditions import has_condition
 from pocketkube.containers.process import container_pids
 from pocketkube.loopback import served_port
 
-GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 ENGINES_READY = "baton:engines_ready"
@@ -73,6 +73,7 @@ class ServiceStatus(msgspec.Struct):
 
     @property
     def ready(self) -> bool:
+        """Whether the condition Ready is True."""
         return any(c.type == "Ready" and c.status == "True" for c in self.conditions)
 
 
@@ -137,21 +138,20 @@ class ClusterApi:
 
     async def crd_established(self) -> bool:
         crd = await self._kube.get(
-            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
+            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
         )
         return has_condition(crd, "Established")
 
     async def service(self, namespace: str, name: str) -> ServiceStatus:
         """Read an LLMService and its pods."""
         service = await self._kube.get(
-            f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
+            f"/apis/{names.API_VERSION}/namespaces/{namespace}/{names.PLURAL}/{name}"
         )
-        selector = f"serving.baton.dev/service={name}"
         pods, _ = await self._kube.list(
-            f"/api/v1/namespaces/{namespace}/pods", label_selector=selector
+            f"/api/v1/namespaces/{namespace}/pods",
+            label_selector=f"{names.LABEL_SERVICE}={name}",
         )
-        status = service.get("status") or {}
-        spec = service["spec"]
+        spec, status = service["spec"], service.get("status") or {}
         return ServiceStatus(
             service=name,
             namespace=namespace,
@@ -219,6 +219,19 @@ def load_documents(path: Path) -> list[Object]:
         if complaint := _complaint(document):
             raise ValueError(f"{path}: {complaint}")
     return documents
+
+
+def load_service(path: Path) -> tuple[list[Object], Object]:
+    """Read the objects of a YAML file, and the only LLMService among them.
+
+    Raises:
+        ValueError: the file, and why it has no such objects.
+    """
+    documents = load_documents(path)
+    services = [document for document in documents if document["kind"] == names.KIND]
+    if len(services) != 1:
+        raise ValueError(f"{path} must hold exactly one {names.KIND}, it holds {len(services)}")
+    return documents, services[0]
 
 
 def _complaint(document: Any) -> str:
@@ -342,7 +355,7 @@ def _pod_status(pod: Object) -> PodStatus:
     message = next((text.splitlines()[-1] for text in messages if text), "")
     return PodStatus(
         name=metadata["name"],
-        role=(metadata.get("labels") or {}).get("serving.baton.dev/role", ""),
+        role=(metadata.get("labels") or {}).get(names.LABEL_ROLE, ""),
         ip=status.get("podIP") or "",
         phase="Terminating" if metadata.get("deletionTimestamp") else status.get("phase") or "",
         ready=has_condition(pod, "Ready"),

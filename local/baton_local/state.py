@@ -29,10 +29,9 @@ class _Written(msgspec.Struct):
 
 
 class ClusterInfo(_Written):
-    """Facts about the cluster, from its supervisor for the other commands."""
+    """The running cluster, as its supervisor describes it to the other commands."""
 
     kubeconfig: str
-    control_plane: str
     namespace: str
     service: str
     #: The service as it was first applied: the file to edit for `kubectl apply -f`.
@@ -102,12 +101,13 @@ class StateDir:
             os.close(lock_file)
 
     def write_info(self, info: ClusterInfo) -> None:
+        """Replace the description of the running cluster."""
         temporary = self._info_path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(info))
         temporary.rename(self._info_path)
 
     def read_info(self) -> ClusterInfo | None:
-        """Return what the running supervisor wrote; None if there is none, or nothing yet."""
+        """Return the description of the running cluster; None if there is none yet."""
         pid = self.supervisor()
         if pid is None:
             return None
