@@ -12,6 +12,8 @@ import aiohttp
 
 @dataclass(frozen=True)
 class Answer:
+    """An answer and its timing."""
+
     text: str
     #: Time from the request to the first text.
     ttft_s: float

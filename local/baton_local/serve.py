@@ -185,6 +185,8 @@ class _Child:
 
 
 class _ChildEndedError(Exception):
+    """A child process has ended that should run."""
+
     def __init__(self, child: _Child, code: int) -> None:
         how = (
             f"was killed by {signal.Signals(-code).name}"
@@ -197,6 +199,8 @@ class _ChildEndedError(Exception):
 
 
 class _Server:
+    """The engine and the gateway, from their start to the drain."""
+
     def __init__(
         self, model: str, options: argparse.Namespace, engine_flags: list[str], folder: Path
     ) -> None:

@@ -34,6 +34,8 @@ class UnknownKindError(Exception):
 
 
 class PodStatus(msgspec.Struct):
+    """One pod of a service."""
+
     name: str
     role: str
     ip: str
@@ -51,6 +53,8 @@ class PodStatus(msgspec.Struct):
 
 
 class Condition(msgspec.Struct):
+    """One condition of an LLMService."""
+
     type: str
     status: str
     reason: str
@@ -58,6 +62,8 @@ class Condition(msgspec.Struct):
 
 
 class ServiceStatus(msgspec.Struct):
+    """An LLMService and its pods, as `baton status` prints them."""
+
     service: str
     namespace: str
     endpoint: str
@@ -307,7 +313,7 @@ async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
         ):
             health = msgspec.json.decode(await response.read(), type=Health)
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
-        # It restarts, or has another release.
+        # The engine restarts, or is of another release.
         return pod
     return msgspec.structs.replace(pod, kv_bytes=health.kv_bytes)
 

@@ -25,6 +25,8 @@ class ClusterRunningError(StateDirError):
 
 
 class _Written(msgspec.Struct):
+    """The part of `ClusterInfo` that every version of baton can read."""
+
     supervisor_pid: int
 
 

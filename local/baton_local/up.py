@@ -64,6 +64,8 @@ class UpError(Exception):
 
 @dataclass(frozen=True)
 class UpOptions:
+    """Options of the command line."""
+
     file: Path
     model: Path | None
     once: bool

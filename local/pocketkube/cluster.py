@@ -22,6 +22,8 @@ RESTARTS = BackoffPolicy()
 
 @dataclass(frozen=True)
 class Component:
+    """One process of the cluster. Its name is also that of its log file."""
+
     name: str
     command: list[str]
     env: dict[str, str]

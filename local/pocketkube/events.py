@@ -20,6 +20,8 @@ MESSAGE_LIMIT = 1024
 
 @dataclass
 class _Series:
+    """The Event that counts the repetitions of one message."""
+
     name: str
     count: int
     last: float

@@ -16,6 +16,9 @@ Object = dict[str, Any]
 VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 READ_UPDATE = ("get", "patch", "update")
 
+#: Storage key of custom resource definitions.
+DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
+
 
 def lookup(obj: Object, path: str) -> Any:
     """Return the field at a path such as `.spec.replicas`; None if there is none."""

@@ -39,6 +39,8 @@ class Event:
 
 @dataclass
 class _Collection:
+    """The objects and the history of one storage."""
+
     #: Versions up to this one are not in `history`.
     floor: int
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)

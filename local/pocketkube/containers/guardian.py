@@ -30,8 +30,8 @@ def find_processes(sessions: Collection[int], marker: str) -> list[int]:
             continue
         with contextlib.suppress(OSError):
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # The command name can contain anything. The fields after its last parenthesis are
-                # fixed.
+                # The command name can contain any byte, so the fields are read from behind its
+                # last parenthesis.
                 state, _, group, session = file.read().rpartition(b")")[2].split()[:4]
             if state in (b"Z", b"X"):
                 continue

@@ -39,8 +39,8 @@ class StartError(Exception):
 class Guard:
     """The kubelet's side of its guardian process.
 
-    The guardian shares the lock of the state folder. So a new kubelet waits until all processes of
-    the previous one have ended.
+    The guardian shares the lock of the state folder. A new kubelet therefore waits until all
+    processes of the previous one have ended.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -75,7 +75,7 @@ class Guard:
         self._spawn()
 
     def watch(self, session: int) -> None:
-        """Have `session` killed when the kubelet ends."""
+        """Let the guardian kill `session` when the kubelet ends."""
         self._sessions.add(session)
         self._send(f"+{session}\n")
 
@@ -249,7 +249,7 @@ class Process:
 
 
 def on_exit(pid: int, callback: Callable[[], None]) -> None:
-    """Call `callback` once when child `pid` has ended; waiting for it does not block then."""
+    """Call `callback` once when child `pid` has ended, so that waiting for it does not block."""
     loop = asyncio.get_running_loop()
     fd = os.pidfd_open(pid)
 

@@ -38,6 +38,8 @@ class MountError(Exception):
 
 @dataclass
 class _Token:
+    """A service account token, and when to renew it."""
+
     text: str
     #: Monotonic time from which a new token is requested.
     renew_at: float

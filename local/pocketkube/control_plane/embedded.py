@@ -117,6 +117,7 @@ class EmbeddedControlPlane:
 
 
 def main() -> None:
+    """Parse the command line and run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(
         prog="python -m pocketkube.control_plane.embedded",
         description=(

@@ -287,6 +287,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def main() -> None:
+    """Parse the command line and run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m pocketkube.control_plane.real")
     parser.add_argument(
         "--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton_kube.client import Object
-from pocketkube.conditions import has_condition
-
-TERMINAL = ("Succeeded", "Failed")
+from pocketkube.conditions import TERMINAL_PHASES, has_condition
 
 
 @dataclass
@@ -44,7 +42,7 @@ def owner_reference(owner: Object, kind: str) -> Object:
 def is_active(pod: Object) -> bool:
     """Return whether the pod is neither finished nor terminating."""
     phase = (pod.get("status") or {}).get("phase")
-    return phase not in TERMINAL and not pod["metadata"].get("deletionTimestamp")
+    return phase not in TERMINAL_PHASES and not pod["metadata"].get("deletionTimestamp")
 
 
 def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:

@@ -1,4 +1,4 @@
-"""`python -m pocketkube.kubelet`: see `--help`."""
+"""Run the kubelet: see `python -m pocketkube.kubelet --help`."""
 
 from __future__ import annotations
 

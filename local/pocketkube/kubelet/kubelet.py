@@ -165,7 +165,7 @@ class Kubelet:
             for folder in self._pods_folder.iterdir():
                 if folder.name not in known and folder.name not in self._workers:
                     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        await asyncio.Event().wait()  # until_stopped() treats the end of a loop as the end of all
+        await asyncio.Event().wait()  # the end of one loop would end `until_stopped()`
 
 
 def _lookup(api: KubeClient) -> Lookup:

@@ -26,7 +26,7 @@ class KubeletServer:
         self._workers = workers
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
-        # A disconnect cancels the handler. A silent container would keep it for long otherwise.
+        # A disconnect cancels the handler, which otherwise waits for the container's next line.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )

@@ -11,6 +11,7 @@ from pocketkube.apiserver.objects import conflicts
 from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
+from pocketkube.conditions import TERMINAL_PHASES
 from pocketkube.timestamps import timestamp
 
 FOREGROUND = "foregroundDeletion"
@@ -94,7 +95,7 @@ class Deletion:
         if resource.storage_key != "pods":
             return 0
         spec, phase = obj.get("spec") or {}, (obj.get("status") or {}).get("phase")
-        if not spec.get("nodeName") or phase in ("Succeeded", "Failed"):
+        if not spec.get("nodeName") or phase in TERMINAL_PHASES:
             return 0
         given: int = (
             spec.get("terminationGracePeriodSeconds", 30) if asked is None else max(asked, 0)

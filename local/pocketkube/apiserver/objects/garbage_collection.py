@@ -15,7 +15,7 @@ from pocketkube.apiserver.objects.deletion import (
     Deletion,
     owners_of,
 )
-from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.resources import DEFINITIONS, Object
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Event, Store
 from pocketkube.timestamps import timestamp
@@ -121,7 +121,7 @@ class Collector:
                 if content["metadata"].get("namespace") == metadata["name"]:
                     self._delete(content_storage, content)
             self._finish_namespace(metadata["name"])
-        if storage.startswith("customresourcedefinitions."):
+        if storage == DEFINITIONS:
             spec = obj["spec"]
             content_storage = f"{spec['names']['plural']}.{spec['group']}"
             if content_storage in self._store.storages():
@@ -151,14 +151,13 @@ class Collector:
 
     def _finish_crd(self, storage: str) -> None:
         """Withdraw the kind of `storage` if its definition is terminating and no object is left."""
-        name = "customresourcedefinitions.apiextensions.k8s.io"
-        crd = self._store.get(name, "", storage)
+        crd = self._store.get(DEFINITIONS, "", storage)
         if crd is None or CRD_CLEANUP not in (crd["metadata"].get("finalizers") or ()):
             return
         if storage not in self._store.storages() or not self._store.list(storage):
             self._catalog.withdraw(crd)
             self._store.close(storage)
-            self._deletion.release(name, crd, CRD_CLEANUP)
+            self._deletion.release(DEFINITIONS, crd, CRD_CLEANUP)
 
     def _expire_events(self) -> None:
         oldest = timestamp(datetime.now(UTC) - EVENT_TTL)

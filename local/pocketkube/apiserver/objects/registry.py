@@ -312,23 +312,7 @@ class Registry:
 
         The metadata is a copy. Other parts may be shared with `obj`, until `_default` copies them.
         """
-        version, kind = obj.get("apiVersion"), obj.get("kind")
-        strict = require_type or resource.custom
-        if version != resource.api_version and (version or strict):
-            raise errors.bad_request(
-                f"the API version in the data ({version}) does not match the expected API version "
-                f"({resource.api_version})"
-            )
-        if kind != resource.kind and (kind or strict):
-            if not resource.custom:
-                raise errors.bad_request(
-                    f"the kind in the data ({kind}) does not match the expected kind "
-                    f"({resource.kind})"
-                )
-            name = (obj.get("metadata") or {}).get("name", "")
-            raise errors.invalid(
-                resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")]
-            )
+        _check_type(resource, obj, require_type or resource.custom)
         obj = {
             **obj,
             "apiVersion": resource.api_version,
@@ -398,15 +382,12 @@ class Registry:
         if before.get("deletionTimestamp"):
             added = set(metadata.get("finalizers") or ()) - set(before.get("finalizers") or ())
             if added:
-                detail = (
+                refused = errors.forbidden_value(
+                    "metadata.finalizers",
                     "no new finalizers can be added if the object is being deleted, found new "
-                    f"finalizers {sorted(added)}"
+                    f"finalizers {sorted(added)}",
                 )
-                raise errors.invalid(
-                    resource,
-                    before["name"],
-                    [errors.forbidden_value("metadata.finalizers", detail)],
-                )
+                raise errors.invalid(resource, before["name"], [refused])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
         """Return the object with defaults, in a deep copy of everything but the metadata."""
@@ -442,6 +423,25 @@ class Registry:
         )
         types = self.catalog.types(resource)
         server_side_apply.track(old, new, manager, owned, types, timestamp())
+
+
+def _check_type(resource: Resource, obj: Object, required: bool) -> None:
+    """Check apiVersion and kind, which may be missing unless `required`."""
+    version, kind = obj.get("apiVersion"), obj.get("kind")
+    if version != resource.api_version and (version or required):
+        raise errors.bad_request(
+            f"the API version in the data ({version}) does not match the expected API version "
+            f"({resource.api_version})"
+        )
+    if kind != resource.kind and (kind or required):
+        if not resource.custom:
+            raise errors.bad_request(
+                f"the kind in the data ({kind}) does not match the expected kind ({resource.kind})"
+            )
+        name = (obj.get("metadata") or {}).get("name", "")
+        raise errors.invalid(
+            resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")]
+        )
 
 
 def _is_released(before: Object, after: Object) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from ipaddress import IPv4Address, IPv4Network
 
 from pocketkube.apiserver import errors
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import DEFINITIONS, Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.schema.defaults import qos_class
 from pocketkube.apiserver.store import Store
@@ -154,10 +154,7 @@ class CustomResourceDefinitionStrategy(Strategy):
         status["conditions"] = list(known.values())
         if status == stored.get("status"):
             return stored
-        return self._store.put(_DEFINITIONS, {**stored, "status": status})
-
-
-_DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
+        return self._store.put(DEFINITIONS, {**stored, "status": status})
 
 
 def strategies(
@@ -173,6 +170,6 @@ def strategies(
             "ingresses.networking.k8s.io": Strategy({"loadBalancer": {}}),
             "deployments.apps": Strategy({}),
             "replicasets.apps": Strategy({"replicas": 0}),
-            _DEFINITIONS: CustomResourceDefinitionStrategy(store, catalog),
+            DEFINITIONS: CustomResourceDefinitionStrategy(store, catalog),
         },
     )

@@ -31,6 +31,8 @@ class RuleSyntaxError(ValueError):
 
 @dataclass(frozen=True)
 class _Rule:
+    """One compiled rule."""
+
     #: A compiled program of celpy, which has no types.
     program: Any
     reads_old: bool
