@@ -1,8 +1,9 @@
 """Create, read, update and patch objects.
 
 Every write takes the same steps: decode, restore the fields that clients cannot set, default,
-validate, record field ownership, store. `deletion` and `garbage_collection` delete objects, and
-write the marks of a deletion to the store themselves.
+validate, record field ownership, store. `strategies` has the steps that only one kind has.
+`deletion` and `garbage_collection` delete objects, and write the marks of a deletion to the store
+themselves.
 """
 
 from __future__ import annotations
