@@ -32,7 +32,6 @@ from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
-from pocketkube.control_plane.interface import ControlPlane
 from pocketkube.control_plane.real import RealControlPlane, find_assets, free_ports
 
 Object = dict[str, Any]
@@ -94,7 +93,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Object],
         plane.stop()
 
 
-def _plane(kind: str, folder: Path) -> ControlPlane:
+def _plane(kind: str, folder: Path) -> EmbeddedControlPlane | RealControlPlane:
     if kind == "embedded":
         return EmbeddedControlPlane(folder)
     assets = find_assets()

@@ -1,12 +1,12 @@
 """The `baton` command: Baton on one machine.
 
-cli: the command line.
-up: `baton up`, a local cluster around one LLMService.
-serve: `baton serve`, one engine and its gateway without Kubernetes.
-plan: `baton plan`, the steps of a rollout.
-preview: the simulated cluster behind `baton plan`.
-service: the state of a service, read from the API server and its pods.
-display: tables of that state.
-ask: one request to an OpenAI endpoint, with its timing.
-state: the state folder and its lock.
+- `cli`: the command line.
+- `up`: `baton up`, a local cluster around one LLMService.
+- `serve`: `baton serve`, one engine and its gateway without Kubernetes.
+- `plan`: `baton plan`, the steps of a rollout.
+- `preview`: the simulated cluster behind `baton plan`.
+- `service`: the state of a service, read from the API server and its pods.
+- `display`: tables of that state.
+- `ask`: one request to an OpenAI endpoint, with its timing.
+- `state`: the state folder and its lock.
 """

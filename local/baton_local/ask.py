@@ -12,10 +12,14 @@ import aiohttp
 
 @dataclass(frozen=True)
 class Answer:
+    """An answer and its timing."""
+
     text: str
-    ttft_s: float  # from the request to the first text
+    #: Time from the request to the first text.
+    ttft_s: float
     tokens: int
-    tokens_per_s: float  # after the first token
+    #: Rate after the first token.
+    tokens_per_s: float
 
 
 class AskError(Exception):

@@ -40,7 +40,7 @@ def main() -> None:
     try:
         Path.home()
     except RuntimeError:
-        # There is neither HOME nor a passwd entry. Libraries read the home folder on import.
+        # Neither HOME nor a passwd entry exists. Libraries read the home folder on import.
         os.environ["HOME"] = "/"
     args = _parser().parse_args()
     try:
@@ -179,7 +179,7 @@ def _detach() -> int:
             info = state.read_info()
     finally:
         if not (info and info.endpoint):
-            # For example Ctrl-C, which does not reach the supervisor's session.
+            # For example after Ctrl-C, which does not reach the supervisor's session.
             supervisor.terminate()
             supervisor.wait()
     if not (info and info.endpoint):

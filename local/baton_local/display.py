@@ -12,6 +12,7 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
 def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> RenderableType:
+    """Build the tables of pods and conditions. `elapsed_s` is shown in the heading."""
     pids = any(pod.pid for pod in status.pods)
     pods = Table(title=None, box=None, pad_edge=False, header_style="bold")
     for column in (

@@ -19,7 +19,7 @@ from baton_local.preview.cluster import Conditions
 from baton_local.preview.rollout import preview
 from baton_local.preview.steps import GroupChange, Preview, Step
 from baton_local.preview.target import Target, target_of
-from baton_local.service import load_documents
+from baton_local.service import load_service
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from pocketkube.apiserver.schema.structural import StructuralSchema
@@ -64,10 +64,7 @@ def _read(path: Path) -> Target:
     Raises:
         ValueError: the file, the field and the reason.
     """
-    services = [document for document in load_documents(path) if document["kind"] == names.KIND]
-    if len(services) != 1:
-        raise ValueError(f"{path} must hold exactly one LLMService, it holds {len(services)}")
-    (service,) = services
+    _, service = load_service(path)
     if service["apiVersion"] != names.API_VERSION:
         raise ValueError(
             f"{path}: apiVersion must be {names.API_VERSION}, got {service['apiVersion']}"

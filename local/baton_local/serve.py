@@ -185,16 +185,22 @@ class _Child:
 
 
 class _ChildEndedError(Exception):
+    """A child process has ended that should run."""
+
     def __init__(self, child: _Child, code: int) -> None:
-        how = f"ended with exit code {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         super().__init__(f"the {child.name} {how}")
         self.child = child
         self.code = code
 
 
 class _Server:
+    """The engine and the gateway, from their start to the drain."""
+
     def __init__(
         self, model: str, options: argparse.Namespace, engine_flags: list[str], folder: Path
     ) -> None:
@@ -252,16 +258,9 @@ class _Server:
         watch = [asyncio.create_task(_until_ended(child)) for child in (engine, gateway)]
         ready = asyncio.create_task(self._until_ready(http_port))
         try:
-            await asyncio.wait([*watch, ready], return_when=asyncio.FIRST_COMPLETED)
-            for task in watch:
-                if task.done():
-                    task.result()
-            ready.result()
+            await _first_of(*watch, ready)
             self._announce()
-            await asyncio.wait(watch, return_when=asyncio.FIRST_COMPLETED)
-            for task in watch:
-                if task.done():
-                    task.result()
+            await _first_of(*watch)
         finally:
             for task in (*watch, ready):
                 task.cancel()
@@ -269,16 +268,12 @@ class _Server:
 
     async def _start_engine(self, engine_port: int, http_port: int) -> _Child:
         command = [
-            sys.executable,
-            "-m",
-            "baton_engine.cli",
-            "--model",
-            self._model,
-            "--served-model-name",
-            self._name,
+            *(sys.executable, "-m", "baton_engine.cli"),
+            *("--model", self._model, "--served-model-name", self._name),
+            *("--engine-port", str(engine_port), "--http-port", str(http_port)),
+            *("--drain-timeout-s", str(self._options.drain_timeout_s)),
+            *self._engine_flags,
         ]
-        command += ["--engine-port", str(engine_port), "--http-port", str(http_port)]
-        command += ["--drain-timeout-s", str(self._options.drain_timeout_s), *self._engine_flags]
         child = await _Child.start("engine", command, {"POD_IP": LOOPBACK})
         self._children.append(child)
         return child
@@ -307,7 +302,7 @@ class _Server:
         return child
 
     async def _until_ready(self, http_port: int) -> None:
-        started = time.monotonic()
+        timeout_s, started = self._options.ready_timeout_s, time.monotonic()
         printed, printed_at = "", started
         engine_url, gateway_url = f"http://{LOOPBACK}:{http_port}/ready", f"{self._url}/ready"
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
@@ -318,8 +313,7 @@ class _Server:
                 if not waiting:
                     return
                 now = time.monotonic()
-                if now - started > self._options.ready_timeout_s:
-                    timeout_s = self._options.ready_timeout_s
+                if now - started > timeout_s:
                     raise TimeoutError(
                         f"not ready within {timeout_s:g} s ({waiting}); see --ready-timeout-s"
                     )
@@ -331,11 +325,7 @@ class _Server:
     @property
     def _url(self) -> str:
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._options.host, self._options.host)
-        return (
-            f"http://[{host}]:{self._options.port}"
-            if ":" in host
-            else f"http://{host}:{self._options.port}"
-        )
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._options.port}"
 
     def _announce(self) -> None:
         body = {
@@ -395,6 +385,14 @@ class _Server:
                     await asyncio.sleep(POLL_S)
 
 
+async def _first_of(*tasks: asyncio.Task[None]) -> None:
+    """Wait until one of the tasks ends. Raise its error, if it has one."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
 async def _until_ended(child: _Child) -> None:
     """Wait until a child ends that this process has not stopped.
 
@@ -405,7 +403,7 @@ async def _until_ended(child: _Child) -> None:
 
 
 async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str:
-    """Return the reason for the wait; empty if the gateway is ready."""
+    """Return why a component is not ready; empty if it is ready."""
     try:
         async with session.get(url) as response:
             if response.status == 200:

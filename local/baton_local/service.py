@@ -16,12 +16,13 @@ import msgspec
 import yaml
 
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
+from baton_operator import names
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.progress import Health
+from pocketkube.conditions import has_condition
 from pocketkube.containers.process import container_pids
 from pocketkube.loopback import served_port
 
-GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 ENGINES_READY = "baton:engines_ready"
@@ -33,20 +34,27 @@ class UnknownKindError(Exception):
 
 
 class PodStatus(msgspec.Struct):
+    """One pod of a service."""
+
     name: str
     role: str
     ip: str
     phase: str
     ready: bool
     restarts: int
-    reason: str  # why it is not ready, as its containers report
-    container_id: str = ""  # of its first container; empty before the start
-    pid: int | None = None  # of the container's process, if it was looked up
+    #: Why it is not ready, as its containers report.
+    reason: str
+    #: ID of the first container; empty before its start.
+    container_id: str = ""
+    #: Pid of the container's process, if it was looked up.
+    pid: int | None = None
     #: Bytes of KV sent and received, by transport and lane, if they were read from the engine.
     kv_bytes: dict[str, int] = {}
 
 
 class Condition(msgspec.Struct):
+    """One condition of an LLMService."""
+
     type: str
     status: str
     reason: str
@@ -54,10 +62,13 @@ class Condition(msgspec.Struct):
 
 
 class ServiceStatus(msgspec.Struct):
+    """An LLMService and its pods, as `baton status` prints them."""
+
     service: str
     namespace: str
     endpoint: str
-    model: str  # name for clients
+    #: The model's name in requests.
+    model: str
     conditions: list[Condition]
     pods: list[PodStatus]
     #: `curl` options for the Ingress; empty without one.
@@ -68,6 +79,7 @@ class ServiceStatus(msgspec.Struct):
 
     @property
     def ready(self) -> bool:
+        """Whether the condition Ready is True."""
         return any(c.type == "Ready" and c.status == "True" for c in self.conditions)
 
 
@@ -132,22 +144,20 @@ class ClusterApi:
 
     async def crd_established(self) -> bool:
         crd = await self._kube.get(
-            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
+            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
         )
-        conditions = (crd.get("status") or {}).get("conditions") or []
-        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+        return has_condition(crd, "Established")
 
     async def service(self, namespace: str, name: str) -> ServiceStatus:
         """Read an LLMService and its pods."""
         service = await self._kube.get(
-            f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
+            f"/apis/{names.API_VERSION}/namespaces/{namespace}/{names.PLURAL}/{name}"
         )
-        selector = f"serving.baton.dev/service={name}"
         pods, _ = await self._kube.list(
-            f"/api/v1/namespaces/{namespace}/pods", label_selector=selector
+            f"/api/v1/namespaces/{namespace}/pods",
+            label_selector=f"{names.LABEL_SERVICE}={name}",
         )
-        status = service.get("status") or {}
-        spec = service["spec"]
+        spec, status = service["spec"], service.get("status") or {}
         return ServiceStatus(
             service=name,
             namespace=namespace,
@@ -215,6 +225,19 @@ def load_documents(path: Path) -> list[Object]:
         if complaint := _complaint(document):
             raise ValueError(f"{path}: {complaint}")
     return documents
+
+
+def load_service(path: Path) -> tuple[list[Object], Object]:
+    """Read the objects of a YAML file, and the only LLMService among them.
+
+    Raises:
+        ValueError: the file, and why it has no such objects.
+    """
+    documents = load_documents(path)
+    services = [document for document in documents if document["kind"] == names.KIND]
+    if len(services) != 1:
+        raise ValueError(f"{path} must hold exactly one {names.KIND}, it holds {len(services)}")
+    return documents, services[0]
 
 
 def _complaint(document: Any) -> str:
@@ -290,7 +313,7 @@ async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
         ):
             health = msgspec.json.decode(await response.read(), type=Health)
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
-        # It restarts, or has another release.
+        # The engine restarts, or is of another release.
         return pod
     return msgspec.structs.replace(pod, kv_bytes=health.kv_bytes)
 
@@ -338,12 +361,10 @@ def _pod_status(pod: Object) -> PodStatus:
     message = next((text.splitlines()[-1] for text in messages if text), "")
     return PodStatus(
         name=metadata["name"],
-        role=(metadata.get("labels") or {}).get("serving.baton.dev/role", ""),
+        role=(metadata.get("labels") or {}).get(names.LABEL_ROLE, ""),
         ip=status.get("podIP") or "",
         phase="Terminating" if metadata.get("deletionTimestamp") else status.get("phase") or "",
-        ready=any(
-            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []
-        ),
+        ready=has_condition(pod, "Ready"),
         restarts=sum(c.get("restartCount") or 0 for c in containers),
         reason=": ".join(filter(None, (reason, message))) if reason else "",
         container_id=next((c["containerID"] for c in containers if c.get("containerID")), ""),

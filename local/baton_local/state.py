@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-#: How long a reader may hold the lock to see whether it is free.
+#: Time to wait for the lock, because a reader may hold it to see whether it is free.
 PROBE_S = 0.5
 
 
@@ -25,14 +25,15 @@ class ClusterRunningError(StateDirError):
 
 
 class _Written(msgspec.Struct):
+    """The part of `ClusterInfo` that every version of baton can read."""
+
     supervisor_pid: int
 
 
 class ClusterInfo(_Written):
-    """Facts about the cluster, from its supervisor for the other commands."""
+    """The running cluster, as its supervisor describes it to the other commands."""
 
     kubeconfig: str
-    control_plane: str
     namespace: str
     service: str
     #: The service as it was first applied: the file to edit for `kubectl apply -f`.
@@ -102,12 +103,13 @@ class StateDir:
             os.close(lock_file)
 
     def write_info(self, info: ClusterInfo) -> None:
+        """Replace the description of the running cluster."""
         temporary = self._info_path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(info))
         temporary.rename(self._info_path)
 
     def read_info(self) -> ClusterInfo | None:
-        """Return what the running supervisor wrote; None if there is none, or nothing yet."""
+        """Return the description of the running cluster; None if there is none yet."""
         pid = self.supervisor()
         if pid is None:
             return None

@@ -28,6 +28,7 @@ from baton_local.ask import AskError, ask
 from baton_local.display import service_tables
 from baton_local.service import (
     ClusterApi,
+    Condition,
     ServiceStatus,
     UnknownKindError,
     as_kubectl_applies,
@@ -36,6 +37,7 @@ from baton_local.service import (
     gateways_see_all_engines,
     kv_bytes_received,
     load_documents,
+    load_service,
 )
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names
@@ -52,7 +54,8 @@ PROMPT = "Tell me about the relay race: who hands the baton to whom?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
 OPERATOR_NAMESPACE = "baton-system"
 NODE_NAME = "baton-local"
-RBAC = Path(__file__).parent / "rbac"  # a link to manifests/rbac
+#: A link to manifests/rbac.
+RBAC = Path(__file__).parent / "rbac"
 
 
 class UpError(Exception):
@@ -61,6 +64,8 @@ class UpError(Exception):
 
 @dataclass(frozen=True)
 class UpOptions:
+    """Options of the command line."""
+
     file: Path
     model: Path | None
     once: bool
@@ -195,7 +200,6 @@ class _Up:
             ClusterInfo(
                 supervisor_pid=os.getpid(),
                 kubeconfig=str(self.cluster.kubeconfig),
-                control_plane=self.options.control_plane,
                 namespace=self.namespace,
                 service=self.name,
                 file=str(self.options.file.absolute()),
@@ -314,18 +318,15 @@ class _Up:
 
 
 def _read_service(path: Path) -> tuple[list[Object], Object]:
-    documents = load_documents(path)
-    services = [document for document in documents if document["kind"] == "LLMService"]
-    if len(services) != 1:
-        raise UpError(f"{path} must hold exactly one LLMService, it holds {len(services)}")
-    spec = services[0].get("spec", {})
+    documents, service = load_service(path)
+    spec = service.get("spec", {})
     for field, value in (
         ("spec", spec),
         ("spec.model", spec.get("model", {}) if isinstance(spec, dict) else {}),
     ):
         if not isinstance(value, dict):
             raise UpError(f"{path}: {field} must be an object, got {value!r}")
-    return documents, services[0]
+    return documents, service
 
 
 async def provide_model(
@@ -395,7 +396,7 @@ class _Progress:
         self._console = console
         self._started = time.monotonic()
         self._live: Live | None = None
-        self._seen: dict[str, tuple[str, str, str]] = {}
+        self._seen: dict[str, Condition] = {}
 
     def __enter__(self) -> None:
         if self._console.is_terminal:
@@ -409,21 +410,21 @@ class _Progress:
 
     @property
     def elapsed_s(self) -> float:
+        """Time since the start of `baton up`."""
         return time.monotonic() - self._started
 
     def show(self, status: ServiceStatus) -> None:
+        """Show the status, or print the conditions that have changed."""
         if self._live is not None:
             self._live.update(service_tables(status, self.elapsed_s))
         for condition in status.conditions:
-            state = (condition.status, condition.reason, condition.message)
-            if self._seen.get(condition.type) != state:
-                self._seen[condition.type] = state
-                if self._live is None:
-                    line = (
-                        f"{self.elapsed_s:7.1f} s  {condition.type}={condition.status} "
-                        f"{condition.reason}: {condition.message}"
-                    )
-                    self._console.out(line, highlight=False)
+            if self._live is None and self._seen.get(condition.type) != condition:
+                line = (
+                    f"{self.elapsed_s:7.1f} s  {condition.type}={condition.status} "
+                    f"{condition.reason}: {condition.message}"
+                )
+                self._console.out(line, highlight=False)
+            self._seen[condition.type] = condition
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

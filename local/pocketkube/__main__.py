@@ -1,5 +1,7 @@
 """Run a cluster of processes on this machine: see `python -m pocketkube --help`."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 from pathlib import Path

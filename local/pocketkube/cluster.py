@@ -22,6 +22,8 @@ RESTARTS = BackoffPolicy()
 
 @dataclass(frozen=True)
 class Component:
+    """One process of the cluster. Its name is also that of its log file."""
+
     name: str
     command: list[str]
     env: dict[str, str]
@@ -56,7 +58,8 @@ class LocalCluster:
         self._host_root = host_root
         self._children = Children(self.logs)
         self._components: dict[str, Component] = {}
-        self._restarts: dict[str, tuple[float, float]] = {}  # (delay in s, time) of the last one
+        #: Component -> (delay in s, monotonic time) of its last restart.
+        self._restarts: dict[str, tuple[float, float]] = {}
         self._networks: Networks | None = None
 
     async def start_control_plane(self, timeout_s: float) -> None:

@@ -1,22 +1,27 @@
 """Events for `kubectl describe`. A repetition within ten minutes raises the count of its event."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import logging
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from baton_kube.client import KubeClient, KubeError, Object
+from pocketkube.timestamps import timestamp
 
 logger = logging.getLogger(__name__)
 
 REPEAT_WINDOW_S = 600.0
-MESSAGE_LIMIT = 1024  # bytes; the API server refuses more
+#: Longest message. The API server refuses longer ones.
+MESSAGE_LIMIT = 1024
 
 
 @dataclass
 class _Series:
+    """The Event that counts the repetitions of one message."""
+
     name: str
     count: int
     last: float
@@ -25,7 +30,7 @@ class _Series:
 class EventRecorder:
     """Writes core/v1 Events in the background. A failed write is logged, not raised."""
 
-    def __init__(self, api: KubeClient, component: str, host: str = ""):
+    def __init__(self, api: KubeClient, component: str, host: str = "") -> None:
         self._api = api
         self._source = {"component": component, "host": host} if host else {"component": component}
         self._series: dict[str, _Series] = {}
@@ -122,12 +127,6 @@ class EventRecorder:
             "lastTimestamp": when,
         }
         await self._api.create(collection, event)
-
-
-def timestamp(when: datetime | None = None, *, micro: bool = False) -> str:
-    """Format a time as the API does: in seconds (`Time`) or in microseconds (`MicroTime`)."""
-    when = (when or datetime.now(UTC)).astimezone(UTC)
-    return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
 
 
 WARNINGS = frozenset(

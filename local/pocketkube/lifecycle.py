@@ -1,5 +1,7 @@
 """The life of a process of the cluster: it ends with its parent, and on SIGTERM."""
 
+from __future__ import annotations
+
 import asyncio
 import ctypes
 import logging
@@ -11,7 +13,7 @@ from collections.abc import Awaitable, Callable
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-# Loaded before any fork. Between fork and exec a child can only call what is loaded.
+#: Loaded before any fork. Between fork and exec a child can only call what is loaded.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

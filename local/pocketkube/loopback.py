@@ -1,5 +1,7 @@
 """Addresses on the loopback device: those outside 127/8 are added as /32 and removed again."""
 
+from __future__ import annotations
+
 import ipaddress
 import json
 import logging
@@ -34,7 +36,7 @@ class LoopbackAddresses:
     A file records them, so that the next process can remove those of one that was killed.
     """
 
-    def __init__(self, ledger: Path):
+    def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
         self._added: set[str] = set()
 

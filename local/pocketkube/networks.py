@@ -6,7 +6,8 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-# (pods, services). A real API server refuses addresses of 127/8 in Endpoints.
+#: Control plane -> (range of pods, range of Services). A real API server refuses addresses of
+#: 127/8 in Endpoints.
 _RANGES = {
     "embedded": ("127.77.0.0/16", "127.96.0.0/16"),
     "real": ("198.18.0.0/16", "198.19.0.0/16"),

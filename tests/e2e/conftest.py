@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
-from pocketkube.control_plane.interface import ControlPlane
 from pocketkube.control_plane.real import RealControlPlane, find_assets, missing_assets
 
+ControlPlane = EmbeddedControlPlane | RealControlPlane
 REQUIRE_REAL = "BATON_REQUIRE_REAL_CONTROL_PLANE"
 
 

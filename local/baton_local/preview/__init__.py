@@ -1,8 +1,8 @@
 """Preview of a rollout or resize: the planner's steps on a simulated cluster.
 
-rollout: runs the operator's own planner.
-target: the desired state, and its changes.
-cluster: the simulated pods.
-coordinator: the simulated coordinator.
-steps: the structs of the result.
+- `rollout`: runs the operator's own planner.
+- `target`: the desired state, and its changes.
+- `cluster`: the simulated pods.
+- `coordinator`: the simulated coordinator.
+- `steps`: the structs of the result.
 """

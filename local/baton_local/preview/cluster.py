@@ -14,16 +14,21 @@ from baton_operator import names
 from baton_operator.plan.plan_group import Member
 from baton_protocol.topology import TopologyStatus
 
-GONE_AFTER = timedelta(seconds=1)  # time from the deletion of a pod to its end
+#: Time from the deletion of a pod to its end.
+GONE_AFTER = timedelta(seconds=1)
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """How the simulated cluster behaves."""
 
-    ready_after_s: float = 30.0  # from the binding of a pod to a node until it serves
-    drain_after_s: float = 5.0  # from the request to drain until no request is unfinished
-    never_ready: bool = False  # pods of the new spec never become ready
-    capacity: int | None = None  # member pods that the nodes have room for; None: no limit
+    #: Time from the binding of a pod to a node until it serves.
+    ready_after_s: float = 30.0
+    #: Time from the request to drain until no request is unfinished.
+    drain_after_s: float = 5.0
+    #: Pods of the new spec never become ready.
+    never_ready: bool = False
+    #: Member pods that the nodes have room for; None for no limit.
+    capacity: int | None = None
 
 
 class Pod(Member, frozen=True, kw_only=True):
@@ -31,7 +36,8 @@ class Pod(Member, frozen=True, kw_only=True):
 
     role: names.MemberRole
     becomes_ready: bool = True
-    ready_at: datetime | None = None  # None: not bound to a node
+    #: Time at which it is ready; None if it is not bound to a node.
+    ready_at: datetime | None = None
     drained_at: datetime | None = None
     gone_at: datetime | None = None
 

@@ -30,15 +30,18 @@ class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
     role: MemberRole
     revision: str
     state: State
-    rank: int | None = None  # in the present generation of an expert-parallel group
+    #: Rank in the present generation of an expert-parallel group.
+    rank: int | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One reconcile that acted or observed a change."""
 
     number: int
-    seconds: float  # since the edit
-    events: list[str]  # in the cluster, since the step before
+    #: Simulated time since the edit.
+    seconds: float
+    #: Events in the cluster since the step before.
+    events: list[str]
     actions: list[Action]
     members: list[MemberRow]
     #: Topology generation of the expert-parallel group. 0: no topology. None: no such group.
@@ -58,8 +61,10 @@ class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
 
     role: MemberRole
     sizes: tuple[int, int]
-    revisions: tuple[str, str]  # the first is empty if nothing existed
-    max_surge: int  # of the update strategy after the edit, as a number of members
+    #: The earlier one is empty if nothing existed.
+    revisions: tuple[str, str]
+    #: Limits of the update strategy after the edit, as numbers of members.
+    max_surge: int
     max_unavailable: int
 
 

@@ -14,7 +14,8 @@ from baton_operator.builders.owner import Object, Owner
 from baton_operator.desired import Desired, compute_desired
 from baton_operator.plan.plan_group import update_of
 
-COORDINATOR = "192.0.2.1"  # address of the coordinator's Service, which rank templates need
+#: Address of the coordinator's Service, which rank templates need.
+COORDINATOR = "192.0.2.1"
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -18,8 +18,10 @@ class FieldError:
     """One refused field: a cause of a status with the reason Invalid."""
 
     field: str
-    reason: str  # FieldValueInvalid, FieldValueRequired, FieldValueNotSupported, ...
-    message: str  # without the field's name: `Invalid value: -1: ...`
+    #: For example FieldValueInvalid or FieldValueRequired.
+    reason: str
+    #: Without the field's name, for example `Required value`.
+    message: str
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"
@@ -110,16 +112,15 @@ class ApiError(Exception):
         return body
 
 
-def _details(resource: Resource, name: str) -> dict[str, Any]:
-    details: dict[str, Any] = {"name": name, "kind": resource.plural}
-    if resource.group:
-        details["group"] = resource.group
-    return details
+def details(resource: Resource, name: str) -> dict[str, Any]:
+    """Build the details of a status, which identify an object."""
+    group = {"group": resource.group} if resource.group else {}
+    return {"name": name, "kind": resource.plural, **group}
 
 
 def not_found(resource: Resource, name: str) -> ApiError:
     message = f'{resource.qualified} "{name}" not found'
-    return ApiError(404, "NotFound", message, _details(resource, name))
+    return ApiError(404, "NotFound", message, details(resource, name))
 
 
 def no_such_path(path: str) -> ApiError:
@@ -128,7 +129,7 @@ def no_such_path(path: str) -> ApiError:
 
 def already_exists(resource: Resource, name: str) -> ApiError:
     message = f'{resource.qualified} "{name}" already exists'
-    return ApiError(409, "AlreadyExists", message, _details(resource, name))
+    return ApiError(409, "AlreadyExists", message, details(resource, name))
 
 
 def conflict(
@@ -140,7 +141,7 @@ def conflict(
     ),
 ) -> ApiError:
     message = f'Operation cannot be fulfilled on {resource.qualified} "{name}": {why}'
-    return ApiError(409, "Conflict", message, _details(resource, name))
+    return ApiError(409, "Conflict", message, details(resource, name))
 
 
 def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
@@ -156,12 +157,11 @@ def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
     listed = []
     for manager in dict.fromkeys(manager for manager, _ in owned):
         fields = [field for owner, field in owned if owner == manager]
-        if len(fields) == 1:
-            listed.append(f"conflict with {manager}: {fields[0]}")
-        else:
-            listed.append(
-                f"conflicts with {manager}:" + "".join(f"\n- {field}" for field in fields)
-            )
+        listed.append(
+            f"conflict with {manager}: {fields[0]}"
+            if len(fields) == 1
+            else f"conflicts with {manager}:" + "".join(f"\n- {field}" for field in fields)
+        )
     count = "1 conflict" if len(causes) == 1 else f"{len(causes)} conflicts"
     return ApiError(
         409, "Conflict", f"Apply failed with {count}: " + "\n".join(listed), {"causes": causes}
@@ -170,10 +170,10 @@ def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
 
 def invalid(resource: Resource, name: str, errors: Sequence[FieldError]) -> ApiError:
     causes = [{"reason": e.reason, "message": e.message, "field": e.field} for e in errors]
-    details = {**_details(resource, name), "kind": resource.kind, "causes": causes}
+    shown = {**details(resource, name), "kind": resource.kind, "causes": causes}
     listed = str(errors[0]) if len(errors) == 1 else "[" + ", ".join(map(str, errors)) + "]"
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
-    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', details)
+    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', shown)
 
 
 def bad_request(message: str) -> ApiError:
@@ -185,12 +185,10 @@ def unauthorized() -> ApiError:
 
 
 def forbidden(
-    resource: Resource, name: str, why: str, causes: Sequence[dict[str, str]] = ()
+    resource: Resource, name: str, why: str, causes: Sequence[dict[str, str]]
 ) -> ApiError:
-    details = _details(resource, name)
-    if causes:
-        details["causes"] = list(causes)
-    return ApiError(403, "Forbidden", f'{resource.qualified} "{name}" is forbidden: {why}', details)
+    message = f'{resource.qualified} "{name}" is forbidden: {why}'
+    return ApiError(403, "Forbidden", message, {**details(resource, name), "causes": list(causes)})
 
 
 def method_not_allowed(what: str) -> ApiError:

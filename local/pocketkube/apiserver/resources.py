@@ -12,9 +12,12 @@ from typing import Any
 
 Object = dict[str, Any]
 
-# Verbs of every kind.
+#: Verbs that every kind has.
 VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 READ_UPDATE = ("get", "patch", "update")
+
+#: Storage key of custom resource definitions.
+DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
 
 
 def lookup(obj: Object, path: str) -> Any:
@@ -54,7 +57,8 @@ class Resource:
     subresources: tuple[Subresource, ...] = ()
     singular: str = ""
     list_kind: str = ""
-    storage: str = ""  # kinds with the same storage are views of the same objects
+    #: Kinds with the same storage are views of the same objects.
+    storage: str = ""
     custom: bool = False
     note: str = ""
 

@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from pocketkube.apiserver.resources import Object
 
-Key = tuple[str, str, str]  # storage, namespace, name
+#: (storage, namespace, name).
+Key = tuple[str, str, str]
 Term = tuple[str, ...]
 EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 
-DEFAULT_WINDOW = 2000  # events per storage
+#: Events kept per storage, from which watches can resume.
+DEFAULT_WINDOW = 2000
 
 
 class ExpiredError(Exception):
@@ -37,7 +39,10 @@ class Event:
 
 @dataclass
 class _Collection:
-    floor: int  # versions up to this one are not in `history`
+    """The objects and the history of one storage."""
+
+    #: Versions up to this one are not in `history`.
+    floor: int
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     history: deque[Event] = field(default_factory=deque)
     subscribers: set[asyncio.Queue[Event | None]] = field(default_factory=set)

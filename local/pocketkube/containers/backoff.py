@@ -1,5 +1,7 @@
 """Exponential backoff between the restarts of a process."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 
@@ -9,7 +11,8 @@ class BackoffPolicy:
 
     base_s: float = 1.0
     cap_s: float = 30.0
-    reset_after_s: float = 60.0  # the backoff starts again after a run of this length
+    #: After a run of this length, the next delay is `base_s`.
+    reset_after_s: float = 60.0
 
     def next_delay(self, previous_s: float, ran_s: float) -> float:
         """Compute the delay before the next start.

@@ -3,23 +3,27 @@
 The format is CRI's, `<time> <stream> <F|P> <line>`. The size is limited by rotation.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_BYTES = 10 * 2**20  # per file; one full file is kept as `.1`
-MAX_LINE = 16 * 2**10  # bytes; longer lines are stored in parts
+#: Limit of one file. One full file is kept as `.1`.
+MAX_BYTES = 10 * 2**20
+#: Bytes. Longer lines are stored in parts.
+MAX_LINE = 16 * 2**10
 
 
 class ContainerLog:
     """The log of one container instance."""
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES):
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.closed = False
@@ -96,7 +100,7 @@ async def stream_log(
     timestamps: bool = False,
     limit_bytes: int | None = None,
 ) -> AsyncIterator[bytes]:
-    """Stream a log as `kubectl logs` prints it.
+    """Stream a log as `kubectl logs` prints it. A missing log is empty.
 
     Args:
         path: the log file of one container instance.
@@ -107,6 +111,21 @@ async def stream_log(
         limit_bytes: stop after this many bytes.
     """
     left = limit_bytes
+    async with contextlib.aclosing(_entries(path, live, follow, tail, since)) as entries:
+        async for when, content in entries:
+            chunk = when + b" " + content if timestamps else content
+            if left is not None:
+                chunk = chunk[:left]
+                left -= len(chunk)
+            yield chunk
+            if left == 0:
+                return
+
+
+async def _entries(
+    path: Path, live: ContainerLog | None, follow: bool, tail: int | None, since: datetime | None
+) -> AsyncGenerator[tuple[bytes, bytes], None]:
+    """Yield (time, content) of the lines; see `stream_log`."""
     try:
         current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
     except FileNotFoundError:
@@ -118,22 +137,14 @@ async def stream_log(
             lines = [entry for entry in lines if _time(entry[0]) >= since]
         if tail is not None:
             lines = lines[-tail:] if tail else []
-        pending = deque(lines)
         while True:
-            while pending:
-                when, content = pending.popleft()
-                chunk = when + b" " + content if timestamps else content
-                if left is not None:
-                    chunk = chunk[:left]
-                    left -= len(chunk)
-                yield chunk
-                if left == 0:
-                    return
+            for line in lines:
+                yield line
             if not follow:
                 return
             ended = live is None or live.closed
-            pending.extend(map(_parse, current))
-            if pending:
+            lines = list(map(_parse, current))
+            if lines:
                 continue
             try:
                 is_rotated = os.fstat(current.fileno()).st_ino != os.stat(path).st_ino

@@ -1,5 +1,7 @@
 """The states of a container in the API: waiting, running, terminated."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -40,5 +42,17 @@ class ContainerState:
     last: Terminated | None = None
     restart_count: int = 0
     container_id: str = ""
-    started: bool = False  # the startup probe passed, or there is none
-    ready: bool = False  # the readiness probe passes, or there is none
+    #: The startup probe passed, or there is none.
+    started: bool = False
+    #: The readiness probe passes, or there is none.
+    ready: bool = False
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether the last instance has ended with exit code 0."""
+        return isinstance(self.state, Terminated) and self.state.exit_code == 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process runs and is ready."""
+        return isinstance(self.state, Running) and self.ready

@@ -3,6 +3,8 @@
 They come from the pod, and from the ConfigMaps and Secrets that it names.
 """
 
+from __future__ import annotations
+
 import base64
 import os
 import re
@@ -13,11 +15,11 @@ from urllib.parse import urlsplit
 
 from baton_kube.client import Object
 
-# Maps (kind, namespace, name) to the object, or None if it does not exist. Raises ConfigError if it
-# cannot be read.
+#: Reads the object of (kind, namespace, name); None if it does not exist. Raises ConfigError if
+#: the API server does not answer or refuses.
 Lookup = Callable[[str, str, str], Awaitable[Object | None]]
 
-# Variables of the kubelet that containers inherit: where libraries and caches are.
+#: Variables of the kubelet that containers inherit: where libraries and caches are.
 INHERITED = (
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
@@ -46,9 +48,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
     def replace(match: re.Match[str]) -> str:
         body = match.group(1)
-        if body == "$":
-            return "$"
-        return variables.get(body[1:-1], match.group(0))
+        return "$" if body == "$" else variables.get(body[1:-1], match.group(0))
 
     return _REFERENCE.sub(replace, text)
 
@@ -108,8 +108,8 @@ async def container_environment(
         prefix = source.get("prefix") or ""
         for kind, field in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
             if reference := source.get(field):
-                data = await _data(kind, namespace, reference, lookup)
-                result |= {f"{prefix}{key}": value for key, value in (data or {}).items()}
+                data = await read_data(kind, namespace, reference["name"], reference, lookup)
+                result |= {f"{prefix}{key}": _text(value) for key, value in data.items()}
     for variable in container.get("env") or []:
         if source := variable.get("valueFrom"):
             value = await _value_from(source, pod, addresses, lookup)
@@ -130,10 +130,10 @@ def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
     metadata, spec = pod["metadata"], pod["spec"]
     if match := _SUBSCRIPT.match(path):
         return str((metadata.get(match.group(1)) or {}).get(match.group(2), ""))
-    if path in ("metadata.labels", "metadata.annotations"):
-        items = sorted((metadata.get(path.removeprefix("metadata.")) or {}).items())
-        return "\n".join(f'{key}="{_escape(value)}"' for key, value in items)
     match path:
+        case "metadata.labels" | "metadata.annotations":
+            items = sorted((metadata.get(path.removeprefix("metadata.")) or {}).items())
+            return "\n".join(f'{key}="{_escape(value)}"' for key, value in items)
         case "metadata.name" | "metadata.namespace" | "metadata.uid":
             return str(metadata[path.removeprefix("metadata.")])
         case "spec.nodeName":
@@ -147,25 +147,25 @@ def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
     raise ConfigError(f"unsupported fieldPath {path!r}")
 
 
-def decode_data(kind: str, obj: Object) -> dict[str, bytes]:
-    """Decode the keys of a ConfigMap or Secret."""
-    if kind == "Secret":
-        return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
-    plain = {key: value.encode() for key, value in (obj.get("data") or {}).items()}
-    return plain | {
-        key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()
-    }
+async def read_data(
+    kind: str, namespace: str, name: str, reference: Object, lookup: Lookup
+) -> dict[str, bytes]:
+    """Read the keys of a ConfigMap or Secret; none if it is missing and `reference` is optional.
 
-
-async def _data(
-    kind: str, namespace: str, reference: Object, lookup: Lookup
-) -> dict[str, str] | None:
-    obj = await lookup(kind, namespace, reference["name"])
+    Raises:
+        ConfigError: it is missing and not optional, or cannot be read.
+    """
+    obj = await lookup(kind, namespace, name)
     if obj is None:
         if reference.get("optional"):
-            return None
-        raise ConfigError(f'{kind.lower()} "{reference["name"]}" not found')
-    return {key: value.decode("utf-8", "replace") for key, value in decode_data(kind, obj).items()}
+            return {}
+        raise ConfigError(f'{kind.lower()} "{name}" not found')
+    plain, encoded = obj.get("data") or {}, obj.get("binaryData") or {}
+    if kind == "Secret":
+        plain, encoded = {}, plain
+    return {key: value.encode() for key, value in plain.items()} | {
+        key: base64.b64decode(value) for key, value in encoded.items()
+    }
 
 
 async def _value_from(
@@ -178,14 +178,18 @@ async def _value_from(
         return field_value(reference["fieldPath"], pod, addresses)
     for kind, field in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
         if reference := source.get(field):
-            data = await _data(kind, pod["metadata"]["namespace"], reference, lookup)
-            if data is not None and reference["key"] in data:
-                return data[reference["key"]]
+            namespace, name, key = pod["metadata"]["namespace"], reference["name"], reference["key"]
+            data = await read_data(kind, namespace, name, reference, lookup)
+            if key in data:
+                return _text(data[key])
             if reference.get("optional"):
                 return None
-            where = f"{pod['metadata']['namespace']}/{reference['name']}"
-            raise ConfigError(f"couldn't find key {reference['key']} in {kind} {where}")
+            raise ConfigError(f"couldn't find key {key} in {kind} {namespace}/{name}")
     raise ConfigError(f"unsupported valueFrom {sorted(source)}")
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
 
 
 def _escape(value: str) -> str:

@@ -6,6 +6,8 @@ is a pipe from the kubelet, which writes one line for each session to watch (`+1
 MARKER in their environment. It imports only the standard library, so that it starts fast.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
@@ -28,8 +30,8 @@ def find_processes(sessions: Collection[int], marker: str) -> list[int]:
             continue
         with contextlib.suppress(OSError):
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # The command name can contain anything. The fields after its last parenthesis are
-                # fixed.
+                # The command name can contain any byte, so the fields are read from behind its
+                # last parenthesis.
                 state, _, group, session = file.read().rpartition(b")")[2].split()[:4]
             if state in (b"Z", b"X"):
                 continue

@@ -1,5 +1,7 @@
 """HTTP probes of containers."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 class ProbeVerdict:
     """Counts equal results in a row. The verdict changes at a threshold."""
 
-    def __init__(self, success_threshold: int, failure_threshold: int):
+    def __init__(self, success_threshold: int, failure_threshold: int) -> None:
         self._success_threshold = success_threshold
         self._failure_threshold = failure_threshold
         self._last: bool | None = None

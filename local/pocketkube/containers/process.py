@@ -3,6 +3,8 @@
 A container is a process group in its own session. It ends with the kubelet.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import fcntl
@@ -25,7 +27,8 @@ logger = logging.getLogger(__name__)
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
 
-_DRAIN_S = 1.0  # how long to read on after the last process of a container has ended
+#: Time to read the remaining output after the last process of a container has ended.
+_DRAIN_S = 1.0
 _READ_BYTES = 65536
 
 
@@ -36,11 +39,11 @@ class StartError(Exception):
 class Guard:
     """The kubelet's side of its guardian process.
 
-    The guardian shares the lock of the state folder. So a new kubelet waits until all processes of
-    the previous one have ended.
+    The guardian shares the lock of the state folder. A new kubelet therefore waits until all
+    processes of the previous one have ended.
     """
 
-    def __init__(self, state_dir: Path):
+    def __init__(self, state_dir: Path) -> None:
         self.kubelet_id = uuid.uuid4().hex
         self._state_dir = state_dir
         self._sessions: set[int] = set()
@@ -72,7 +75,7 @@ class Guard:
         self._spawn()
 
     def watch(self, session: int) -> None:
-        """Have `session` killed when the kubelet ends."""
+        """Let the guardian kill `session` when the kubelet ends."""
         self._sessions.add(session)
         self._send(f"+{session}\n")
 
@@ -133,13 +136,14 @@ class Process:
 
     def __init__(
         self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, log: ContainerLog
-    ):
+    ) -> None:
         self.pid = popen.pid
         self._popen = popen
         self._guard = guard
         self._marker = marker
         self._exited = asyncio.Event()
-        self._pipes: dict[int, IO[bytes]] = {}  # open ones, by file descriptor
+        #: Open pipes by file descriptor.
+        self._pipes: dict[int, IO[bytes]] = {}
         self._drained = asyncio.Event()
         guard.watch(self.pid)
         for stream, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
@@ -160,7 +164,7 @@ class Process:
         guard: Guard,
         container_id: str,
         log: ContainerLog,
-    ) -> "Process":
+    ) -> Process:
         """Start a command as the leader of a new session.
 
         Raises:
@@ -245,7 +249,7 @@ class Process:
 
 
 def on_exit(pid: int, callback: Callable[[], None]) -> None:
-    """Call `callback` once when child `pid` has ended; waiting for it does not block then."""
+    """Call `callback` once when child `pid` has ended, so that waiting for it does not block."""
     loop = asyncio.get_running_loop()
     fd = os.pidfd_open(pid)
 

@@ -3,6 +3,8 @@
 The runner writes the container's `ContainerState`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -32,7 +34,8 @@ from pocketkube.events import EventRecorder
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 4096  # limit of a termination message
+#: Longest termination message, as in Kubernetes.
+_MESSAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Services:
     """Services of the kubelet that all pods share."""
 
     api: KubeClient
-    ca_pem: bytes  # CA of the API server
+    #: CA of the API server, in PEM.
+    ca_pem: bytes
     events: EventRecorder
     guard: Guard
     http: aiohttp.ClientSession
@@ -48,7 +52,8 @@ class Services:
     backoff: BackoffPolicy
     refresh_s: float
     host_ip: str
-    host_root: Path | None  # hostPath volumes are looked for below it first
+    #: Folder whose content hostPath volumes find at `/`, before this machine's.
+    host_root: Path | None
 
 
 @dataclass
@@ -74,15 +79,17 @@ class ContainerRunner:
 
     def __init__(
         self, context: PodContext, container: Object, state: ContainerState, *, init: bool = False
-    ):
+    ) -> None:
         self.container = container
         self.state = state
-        self.log: ContainerLog | None = None  # log of the instance that runs now
+        #: Log of the running instance.
+        self.log: ContainerLog | None = None
         self._context = context
         self._init = init
         self._process: Process | None = None
         self._stopping = asyncio.Event()
-        self._stopped = asyncio.Event()  # clear while run() runs
+        #: Not set while `run()` runs.
+        self._stopped = asyncio.Event()
         self._stopped.set()
 
     async def run(self) -> None:
@@ -110,8 +117,7 @@ class ContainerRunner:
     def settle(self) -> None:
         """After `stop`, mark a waiting container as terminated."""
         if isinstance(self.state.state, Waiting):
-            last = self.state.last
-            self.state.state = last or Terminated(
+            self.state.state = self.state.last or Terminated(
                 137,
                 "ContainerStatusUnknown",
                 "the pod was deleted before this container ran",
@@ -121,16 +127,11 @@ class ContainerRunner:
             )
             self.state.last = None
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether the container has ended with exit code 0."""
-        return isinstance(self.state.state, Terminated) and self.state.state.exit_code == 0
-
     def _finished(self) -> bool:
         if not isinstance(self.state.state, Terminated):
             return False
         policy = self._context.pod["spec"].get("restartPolicy") or "Always"
-        if self.state.state.exit_code == 0:
+        if self.state.has_succeeded:
             return self._init or policy in ("Never", "OnFailure")
         return policy == "Never"
 
@@ -202,8 +203,7 @@ class ContainerRunner:
     def _start(
         self, environment: dict[str, str], argv: list[str], root: Path
     ) -> tuple[Process, str]:
-        again = bool(self.state.container_id)
-        restart = self.state.restart_count + 1 if again else 0
+        restart = self.state.restart_count + 1 if self.state.container_id else 0
         cwd = in_root(root, self.container.get("workingDir") or "/")
         cwd.mkdir(parents=True, exist_ok=True)
         instance = uuid.uuid4().hex
@@ -220,17 +220,8 @@ class ContainerRunner:
         self.state.restart_count = restart
         if isinstance(self.state.state, Terminated):
             self.state.last = self.state.state
-        self._drop_old_logs(restart)
+        _drop_old_logs(output.path.parent, restart)
         return process, instance
-
-    def _drop_old_logs(self, restart: int) -> None:
-        """Remove the logs of all instances but this one and the previous one."""
-        for path in log_file(
-            self._context.log_folder, self.container["name"], restart
-        ).parent.iterdir():
-            if int(path.name.split(".")[0]) < restart - 1:
-                path.unlink(missing_ok=True)
-                rotated(path).unlink(missing_ok=True)
 
     async def _run_probes(self, process: Process) -> None:
         """Run the probes of an instance, until the instance's end cancels this."""
@@ -303,19 +294,17 @@ class ContainerRunner:
             await process.finish()
 
     async def _back_off(self, delay: float) -> None:
-        ended = self.state.state
-        pod = self._context.pod["metadata"]
-        where = (
-            f"container={self.container['name']} pod={pod['name']}_{pod['namespace']}({pod['uid']})"
-        )
-        text = f"back-off {delay:g}s restarting failed {where}"
+        ended, name = self.state.state, self.container["name"]
         if isinstance(ended, Terminated):
+            pod = self._context.pod["metadata"]
+            where = f"container={name} pod={pod['name']}_{pod['namespace']}({pod['uid']})"
             self.state.last = ended
-            self.state.state = Waiting("CrashLoopBackOff", text)
+            self.state.state = Waiting(
+                "CrashLoopBackOff", f"back-off {delay:g}s restarting failed {where}"
+            )
             self._event(
                 "BackOff",
-                f"Back-off {delay:g}s restarting container {self.container['name']}: exit code "
-                f"{ended.exit_code}",
+                f"Back-off {delay:g}s restarting container {name}: exit code {ended.exit_code}",
             )
             self._context.changed()
         with contextlib.suppress(TimeoutError):
@@ -342,6 +331,14 @@ class ContainerRunner:
         self._context.services.events.record(
             self._context.pod, "Pod", reason, message, field_path=path
         )
+
+
+def _drop_old_logs(folder: Path, restart: int) -> None:
+    """Remove the logs of all instances but this one and the previous one."""
+    for path in folder.iterdir():
+        if int(path.name.split(".")[0]) < restart - 1:
+            path.unlink(missing_ok=True)
+            rotated(path).unlink(missing_ok=True)
 
 
 def log_file(folder: Path, container: str, restart: int) -> Path:

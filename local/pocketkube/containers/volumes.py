@@ -4,6 +4,8 @@
 <pod folder>/containers/<name>/root/  $POCKETKUBE_POD_ROOT; mountPath /x is the link root/x
 """
 
+from __future__ import annotations
+
 import copy
 import os
 import shutil
@@ -17,14 +19,15 @@ from baton_kube.client import KubeClient, KubeError, Object
 from pocketkube.containers.environment import (
     ConfigError,
     Lookup,
-    decode_data,
     field_value,
+    read_data,
 )
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-TOKEN_LIFETIME_S = 3607  # the lifetime that Kubernetes uses, which identifies such tokens
+#: The lifetime that Kubernetes uses, which identifies such tokens.
+TOKEN_LIFETIME_S = 3607
 
-# The files of a volume: path inside the volume -> content.
+#: The files of a volume: path inside the volume -> content.
 Payload = dict[str, bytes]
 _PAYLOAD_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
@@ -35,8 +38,11 @@ class MountError(Exception):
 
 @dataclass
 class _Token:
+    """A service account token, and when to renew it."""
+
     text: str
-    renew_at: float  # monotonic time
+    #: Monotonic time from which a new token is requested.
+    renew_at: float
 
 
 def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
@@ -97,8 +103,9 @@ class PodVolumes:
         lookup: Lookup,
         addresses: Mapping[str, str],
         host_root: Path | None = None,
-    ):
-        self.pod = pod  # the owner keeps it current, because labels and annotations may change
+    ) -> None:
+        #: The pod worker keeps it current, because labels and annotations may change.
+        self.pod = pod
         self._folder = folder
         self._api = api
         self._ca_pem = ca_pem
@@ -163,23 +170,25 @@ class PodVolumes:
                     "which is not a volume of the pod's own"
                 )
             mounted[path] = mount["name"]
-            source = self._path(mount["name"])
-            sub_path = mount.get("subPath") or ""
-            if sub_path:
-                if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
-                    raise MountError(f"subPath {sub_path!r} must stay inside its volume")
-                source = source / sub_path
-                if not source.exists():
-                    source.mkdir(parents=True)
             link = in_root(root, path)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)  # a link in a volume outlives the container
-            link.symlink_to(source)
+            link.symlink_to(self._source(mount))
         return root
 
     def remove(self) -> None:
         """Remove the pod's folder. The targets of hostPath links stay."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _source(self, mount: Object) -> Path:
+        """Return the path of a mount in its volume. A missing `subPath` is made a folder."""
+        sub_path = mount.get("subPath") or ""
+        if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
+            raise MountError(f"subPath {sub_path!r} must stay inside its volume")
+        source = self._path(mount["name"]) / sub_path
+        if sub_path and not source.exists():
+            source.mkdir(parents=True)
+        return source
 
     def _path(self, volume: str) -> Path:
         return self._folder / "volumes" / volume
@@ -240,12 +249,7 @@ class PodVolumes:
 
     async def _keys(self, kind: str, name: str, source: Object) -> Payload:
         namespace = self.pod["metadata"]["namespace"]
-        obj = await self._lookup(kind, namespace, name)
-        if obj is None:
-            if source.get("optional"):
-                return {}
-            raise ConfigError(f'{kind.lower()} "{name}" not found')
-        data = decode_data(kind, obj)
+        data = await read_data(kind, namespace, name, source, self._lookup)
         items = source.get("items")
         if not items:
             return data

@@ -1,8 +1,7 @@
-"""API servers that are started and stopped in the same way.
+"""API servers that have the same methods `start` and `stop`.
 
 Clients connect with the kubeconfig that they write.
 
-interface: what both have in common.
-embedded: pocketkube's own API server.
-real: kube-apiserver with etcd, controllers and scheduler.
+- `embedded`: pocketkube's own API server.
+- `real`: kube-apiserver with etcd, controllers and scheduler.
 """

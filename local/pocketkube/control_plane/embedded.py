@@ -79,6 +79,7 @@ class EmbeddedControlPlane:
             ) from self._failure
 
     def stop(self) -> None:
+        """End the thread. Idempotent."""
         if self._loop and self._ending and self._thread and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(timeout=10)
@@ -105,22 +106,18 @@ class EmbeddedControlPlane:
         token = secrets.token_urlsafe(32)
         cluster = ClusterState(token, self._service_network, self._window)
         server = ApiServer(cluster, LOOPBACK, self._port, tls)
-        collector = asyncio.create_task(cluster.collector.run())
         try:
             await server.start()
             self._port = server.port
             write_kubeconfig(self.kubeconfig, self.server, files.authority, token)
             on_ready()
-            ending = asyncio.create_task(self._ending.wait())
-            done, _ = await asyncio.wait((collector, ending), return_when=asyncio.FIRST_COMPLETED)
-            if collector in done:
-                collector.result()  # raises the error that ended it
+            await until_stopped(self._ending, cluster.collector.run())
         finally:
-            collector.cancel()
             await server.stop()
 
 
 def main() -> None:
+    """Parse the command line and run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(
         prog="python -m pocketkube.control_plane.embedded",
         description=(

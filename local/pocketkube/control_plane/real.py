@@ -125,7 +125,7 @@ class RealControlPlane:
             raise
 
     def stop(self) -> None:
-        """Stop the processes, clients before servers."""
+        """Stop the processes, clients before servers. Idempotent."""
         for name in reversed(BINARIES):
             self._children.stop([name])
 
@@ -287,6 +287,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def main() -> None:
+    """Parse the command line and run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m pocketkube.control_plane.real")
     parser.add_argument(
         "--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig"
@@ -295,7 +296,10 @@ def main() -> None:
         "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
     )
     parser.add_argument(
-        "--audit-log", type=Path, metavar="FILE", help="write who asked for what; default: nowhere"
+        "--audit-log",
+        type=Path,
+        metavar="FILE",
+        help="one JSON object per request; default: no log",
     )
     arguments = parser.parse_args()
     assets = find_assets()

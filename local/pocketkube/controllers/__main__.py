@@ -1,4 +1,6 @@
-"""`python -m pocketkube.controllers`: see `--help`."""
+"""Run the controllers: see `python -m pocketkube.controllers --help`."""
+
+from __future__ import annotations
 
 import argparse
 import asyncio

@@ -1,5 +1,7 @@
 """Deployments: which ReplicaSets should exist, and their sizes at this step of a rollout."""
 
+from __future__ import annotations
+
 import copy
 import hashlib
 import json
@@ -9,7 +11,7 @@ from datetime import datetime
 
 from baton_kube.client import Object
 from pocketkube.controllers.replicaset import desired_replicas, owner_reference
-from pocketkube.events import timestamp
+from pocketkube.timestamps import timestamp
 
 HASH_LABEL = "pod-template-hash"
 REVISION = "deployment.kubernetes.io/revision"
@@ -19,9 +21,12 @@ REVISION = "deployment.kubernetes.io/revision"
 class DeploymentPlan:
     """The next step of one Deployment."""
 
-    create: Object | None = None  # the ReplicaSet of the current template, if it is missing
-    scale: dict[str, int] = field(default_factory=dict)  # ReplicaSet name -> replicas
-    delete: list[str] = field(default_factory=list)  # old ReplicaSets beyond the history limit
+    #: The ReplicaSet of the current template, if it is missing.
+    create: Object | None = None
+    #: New sizes: ReplicaSet name -> replicas.
+    scale: dict[str, int] = field(default_factory=dict)
+    #: Names of old ReplicaSets beyond the history limit.
+    delete: list[str] = field(default_factory=list)
     status: Object = field(default_factory=dict)
 
 
@@ -49,9 +54,7 @@ def plan_deployment(
     old = [rs for rs in live if rs is not new]
     plan = DeploymentPlan(status=deployment_status(deployment, new, live, now))
     spec = deployment["spec"]
-    if deployment["metadata"].get("deletionTimestamp"):
-        return plan
-    if spec.get("paused"):
+    if deployment["metadata"].get("deletionTimestamp") or spec.get("paused"):
         return plan
     recreate = (spec.get("strategy") or {}).get("type") == "Recreate"
     if recreate:
@@ -117,34 +120,28 @@ def deployment_status(
     """Compute the counts and the condition Available."""
     desired = desired_replicas(deployment)
     _, max_unavailable = rolling_limits(deployment)
-    total = sum(_current(rs) for rs in live)
-    available = sum(_available(rs) for rs in live)
-    updated = _current(new) if new else 0
-    status: Object = {
-        "observedGeneration": deployment["metadata"].get("generation", 1),
-        "replicas": total,
-        "updatedReplicas": updated,
-        "readyReplicas": sum((rs.get("status") or {}).get("readyReplicas", 0) for rs in live),
-        "availableReplicas": available,
-        "unavailableReplicas": max(desired - available, 0),
-    }
+    available = sum(map(_available, live))
     enough = available >= desired - max_unavailable
     value = "True" if enough else "False"
     before = (deployment.get("status") or {}).get("conditions") or []
-    old = next((c for c in before if c["type"] == "Available"), None)
-    unchanged = old is not None and old["status"] == value
-    status["conditions"] = [
-        {
-            "type": "Available",
-            "status": value,
-            "reason": "MinimumReplicasAvailable" if enough else "MinimumReplicasUnavailable",
-            "message": f"{available} of {desired} pods are available",
-            "lastTransitionTime": old["lastTransitionTime"]
-            if old and unchanged
-            else timestamp(now),
-        }
-    ]
-    return status
+    # The transition time stays while the value stays.
+    same = next((c for c in before if c["type"] == "Available" and c["status"] == value), None)
+    condition = {
+        "type": "Available",
+        "status": value,
+        "reason": "MinimumReplicasAvailable" if enough else "MinimumReplicasUnavailable",
+        "message": f"{available} of {desired} pods are available",
+        "lastTransitionTime": same["lastTransitionTime"] if same else timestamp(now),
+    }
+    return {
+        "observedGeneration": deployment["metadata"].get("generation", 1),
+        "replicas": sum(map(_current, live)),
+        "updatedReplicas": _current(new) if new else 0,
+        "readyReplicas": sum((rs.get("status") or {}).get("readyReplicas", 0) for rs in live),
+        "availableReplicas": available,
+        "unavailableReplicas": max(desired - available, 0),
+        "conditions": [condition],
+    }
 
 
 def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
@@ -169,24 +166,20 @@ def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[
         - minimum
         - (desired_replicas(new) - _available(new))
     )
-    result: dict[str, int] = {}
+    before = dict(sizes)
     by_age = sorted((rs for rs in old if _name(rs) in sizes), key=_revision)
     for rs in by_age:  # unavailable pods first
         idle = min(max(sizes[_name(rs)] - _available(rs), 0), max(spare, 0))
-        if idle:
-            sizes[_name(rs)] -= idle
-            result[_name(rs)] = sizes[_name(rs)]
-            spare -= idle
+        sizes[_name(rs)] -= idle
+        spare -= idle
     surplus = (
         sum(min(_available(rs), sizes[_name(rs)]) for rs in by_age) + _available(new) - minimum
     )
     for rs in by_age:
         step = min(sizes[_name(rs)], max(surplus, 0))
-        if step:
-            sizes[_name(rs)] -= step
-            result[_name(rs)] = sizes[_name(rs)]
-            surplus -= step
-    return result
+        sizes[_name(rs)] -= step
+        surplus -= step
+    return {name: size for name, size in sizes.items() if size != before[name]}
 
 
 def _resolve(value: int | str, total: int, *, up: bool) -> int:

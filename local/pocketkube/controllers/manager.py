@@ -4,6 +4,8 @@ They are level-triggered. A key is processed as a whole after any change, after 
 each resync.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
@@ -12,6 +14,7 @@ from datetime import UTC, datetime
 
 from baton_kube.client import KubeClient, KubeError, Object
 from baton_kube.reflector import Reflector, key_of
+from pocketkube.conditions import has_condition
 from pocketkube.controllers.deployment import plan_deployment
 from pocketkube.controllers.replicaset import owned_by, plan_replica_set, pod_of
 from pocketkube.events import EventRecorder
@@ -20,14 +23,14 @@ from pocketkube.lifecycle import until_stopped
 logger = logging.getLogger(__name__)
 
 RESYNC_S = 15.0
-# How long a cache may lag behind our writes before it overrules our record of them.
+#: Time after a write from which the cache is trusted, even if it does not show the write.
 EXPECTATION_S = 10.0
 
 
 class Queue:
     """Keys to reconcile, each processed once at a time. Failures are retried with backoff."""
 
-    def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]):
+    def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]) -> None:
         self._name = name
         self._reconcile = reconcile
         self._keys: dict[str, None] = {}
@@ -76,7 +79,7 @@ class Queue:
 class Controllers:
     """The Deployment controller, the ReplicaSet controller and the scheduler."""
 
-    def __init__(self, api: KubeClient):
+    def __init__(self, api: KubeClient) -> None:
         self._api = api
         self._events = EventRecorder(api, "pocketkube-controllers")
         self._deployments = Reflector(api, "/apis/apps/v1/deployments")
@@ -86,10 +89,10 @@ class Controllers:
         self._deployment_queue = Queue("deployment", self._reconcile_deployment)
         self._replica_set_queue = Queue("replicaset", self._reconcile_replica_set)
         self._schedule_queue = Queue("schedule", self._schedule)
-        # ReplicaSet uid -> (pods created, pods deleted, time) that the cache does not show yet.
+        #: ReplicaSet uid -> (pods created, pods deleted, time), which the cache may not show yet.
         self._expected: dict[str, tuple[set[str], set[str], float]] = {}
         self._deployments.subscribe(
-            lambda old, new: self._deployment_queue.add(key_of(_one(old, new)))
+            lambda old, new: self._deployment_queue.add(key_of(_newest(old, new)))
         )
         self._replica_sets.subscribe(self._replica_set_changed)
         self._pods.subscribe(self._pod_changed)
@@ -103,7 +106,7 @@ class Controllers:
         )
 
     async def _work(self, caches: tuple[Reflector, ...]) -> None:
-        # No decision before all caches are filled.
+        # A decision from an incomplete cache would create what exists.
         await asyncio.gather(*(cache.synced.wait() for cache in caches))
         queues = (self._deployment_queue, self._replica_set_queue, self._schedule_queue)
         await asyncio.gather(self._resync(), *(queue.run() for queue in queues))
@@ -118,12 +121,12 @@ class Controllers:
             await asyncio.sleep(RESYNC_S)
 
     def _replica_set_changed(self, old: Object | None, new: Object | None) -> None:
-        replica_set = _one(old, new)
+        replica_set = _newest(old, new)
         self._replica_set_queue.add(key_of(replica_set))
         self._add_owner(replica_set, "Deployment", self._deployment_queue)
 
     def _pod_changed(self, old: Object | None, new: Object | None) -> None:
-        pod = _one(old, new)
+        pod = _newest(old, new)
         self._add_owner(pod, "ReplicaSet", self._replica_set_queue)
         if new is not None and not new["spec"].get("nodeName"):
             self._schedule_queue.add(key_of(new))
@@ -145,9 +148,8 @@ class Controllers:
         deployment = self._deployments.objects.get(key)
         if deployment is None:
             return
-        plan = plan_deployment(
-            deployment, self._owned(self._replica_sets, deployment), datetime.now(UTC)
-        )
+        replica_sets = self._owned(self._replica_sets, deployment)
+        plan = plan_deployment(deployment, replica_sets, datetime.now(UTC))
         base = f"/apis/apps/v1/namespaces/{deployment['metadata']['namespace']}"
         if plan.create is not None:
             try:
@@ -206,14 +208,11 @@ class Controllers:
         )
         if time.monotonic() - when > EXPECTATION_S:
             return True
-        names = {pod["metadata"]["name"]: pod for pod in pods}
-        made -= names.keys()
-        living = {
-            name
-            for name in removed
-            if name in names and not names[name]["metadata"].get("deletionTimestamp")
-        }
-        return not made and not living
+        made -= {pod["metadata"]["name"] for pod in pods}
+        return not made and not any(
+            pod["metadata"]["name"] in removed and not pod["metadata"].get("deletionTimestamp")
+            for pod in pods
+        )
 
     async def _delete(self, path: str) -> None:
         try:
@@ -236,7 +235,7 @@ class Controllers:
         pod = self._pods.objects.get(key)
         if pod is None or pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
             return
-        ready = (name for name, node in self._nodes.objects.items() if _node_ready(node))
+        ready = (name for name, node in self._nodes.objects.items() if _is_schedulable(node))
         node = min(ready, default=None)
         if node is None:
             self._events.record(
@@ -255,14 +254,12 @@ class Controllers:
         self._events.record(pod, "Pod", "Scheduled", f"Assigned {key} to {node}")
 
 
-def _one(old: Object | None, new: Object | None) -> Object:
-    obj = new if new is not None else old
+def _newest(old: Object | None, new: Object | None) -> Object:
+    """Return the newest state of an object from an event of a cache."""
+    obj = new or old
     assert obj is not None
     return obj
 
 
-def _node_ready(node: Object) -> bool:
-    if (node.get("spec") or {}).get("unschedulable"):
-        return False
-    conditions = (node.get("status") or {}).get("conditions") or []
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+def _is_schedulable(node: Object) -> bool:
+    return not (node.get("spec") or {}).get("unschedulable") and has_condition(node, "Ready")

@@ -1,18 +1,21 @@
 """ReplicaSets: how many pods to create, which to delete, and the status."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 from baton_kube.client import Object
-
-TERMINAL = ("Succeeded", "Failed")
+from pocketkube.conditions import TERMINAL_PHASES, has_condition
 
 
 @dataclass
 class ReplicaSetPlan:
     """The next step of one ReplicaSet."""
 
-    create: int = 0  # number of pods
-    delete: list[str] = field(default_factory=list)  # names of pods
+    #: Number of pods to create.
+    create: int = 0
+    #: Names of the pods to delete.
+    delete: list[str] = field(default_factory=list)
     status: Object = field(default_factory=dict)
 
 
@@ -36,16 +39,10 @@ def owner_reference(owner: Object, kind: str) -> Object:
     }
 
 
-def is_ready(pod: Object) -> bool:
-    """Return whether the pod's condition Ready is True."""
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-
-
 def is_active(pod: Object) -> bool:
     """Return whether the pod is neither finished nor terminating."""
     phase = (pod.get("status") or {}).get("phase")
-    return phase not in TERMINAL and not pod["metadata"].get("deletionTimestamp")
+    return phase not in TERMINAL_PHASES and not pod["metadata"].get("deletionTimestamp")
 
 
 def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
@@ -56,7 +53,7 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
     """
     active = [pod for pod in pods if is_active(pod)]
     desired = desired_replicas(replica_set)
-    ready = sum(is_ready(pod) for pod in active)
+    ready = sum(has_condition(pod, "Ready") for pod in active)
     status = {
         "replicas": len(active),
         "fullyLabeledReplicas": len(active),
@@ -69,7 +66,7 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
     surplus = len(active) - desired
     # Unassigned pods first, then those that are not ready, then the youngest.
     active.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
-    active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), is_ready(pod)))
+    active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), has_condition(pod, "Ready")))
     return ReplicaSetPlan(
         create=max(-surplus, 0),
         delete=[pod["metadata"]["name"] for pod in active[: max(surplus, 0)]],

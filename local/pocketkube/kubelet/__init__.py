@@ -1,11 +1,11 @@
 """A kubelet of processes: it runs the pods of one node.
 
-kubelet: the watch of pods, and one worker for each.
-pod_worker: one pod from its arrival on the node to its deletion.
-pod_status: the status of a pod from the states of its containers.
-addresses: the addresses of pods.
-node: the Node object and its lease.
-kubelet_server: the HTTPS server for logs.
+- `kubelet`: the watch of pods, and one worker for each.
+- `pod_worker`: one pod from its arrival on the node to its deletion.
+- `pod_status`: the status of a pod from the states of its containers.
+- `addresses`: the addresses of pods.
+- `node`: the Node object and its lease.
+- `kubelet_server`: the HTTPS server for logs.
 
 The README lists the differences from a kubelet with a container runtime.
 """

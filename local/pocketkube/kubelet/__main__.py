@@ -1,4 +1,6 @@
-"""`python -m pocketkube.kubelet`: see `--help`."""
+"""Run the kubelet: see `python -m pocketkube.kubelet --help`."""
+
+from __future__ import annotations
 
 import argparse
 import socket

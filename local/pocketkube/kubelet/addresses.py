@@ -1,7 +1,9 @@
 """Pod addresses from a pool, the least recently used first.
 
-So the address of a deleted pod is not used again at once.
+The address of a deleted pod is therefore not used again at once.
 """
+
+from __future__ import annotations
 
 import ipaddress
 from collections import deque
@@ -12,8 +14,13 @@ from pocketkube.loopback import LoopbackAddresses
 class AddressPool:
     """Hands out addresses of a network; its first usable one is the node's own."""
 
-    def __init__(self, network: str, loopback: LoopbackAddresses):
-        """Raises: ValueError unless `network` is an IPv4 CIDR with at least 8 addresses."""
+    def __init__(self, network: str, loopback: LoopbackAddresses) -> None:
+        """Add the node's own address to the loopback device.
+
+        Raises:
+            ValueError: `network` is no IPv4 CIDR, or has fewer than 8 addresses.
+            OSError: the device refuses the address.
+        """
         self.network = ipaddress.IPv4Network(network)
         if self.network.num_addresses < 8:
             raise ValueError(
@@ -28,7 +35,11 @@ class AddressPool:
         loopback.add(self.node_address)
 
     def allocate(self) -> str:
-        """Raises: OSError if the pool is exhausted or the device refuses the address."""
+        """Add an unused address to the loopback device, and return it.
+
+        Raises:
+            OSError: the pool is exhausted, or the device refuses the address.
+        """
         if self._next < self.network.num_addresses - 1:
             address = str(self.network[self._next])
             self._next += 1
@@ -45,7 +56,7 @@ class AddressPool:
         return address
 
     def release(self, address: str) -> None:
-        """Take an address back once no process uses it."""
+        """Return an address to the pool. No process may use it any more."""
         if address in self._used:
             self._used.discard(address)
             self._loopback.remove(address)

@@ -1,5 +1,7 @@
 """The kubelet: a node, a server, an address pool and one worker per pod."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -26,7 +28,8 @@ from pocketkube.loopback import LoopbackAddresses
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_GRACE_S = 5.0  # for running containers when the kubelet stops
+#: Grace period of running containers when the kubelet stops.
+SHUTDOWN_GRACE_S = 5.0
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets", "ServiceAccount": "serviceaccounts"}
 
 
@@ -38,15 +41,17 @@ class KubeletConfig:
     state_dir: Path
     node_name: str
     address_pool: str
-    host_root: Path | None  # hostPath volumes are looked for below it first
+    #: Folder whose content hostPath volumes find at `/`, before this machine's.
+    host_root: Path | None
     backoff: BackoffPolicy
-    refresh_s: float  # between refreshes of configMap, secret and token files
+    #: Interval at which configMap, secret and token files are refreshed.
+    refresh_s: float
 
 
 class Kubelet:
     """Runs the pods bound to one node."""
 
-    def __init__(self, config: KubeletConfig):
+    def __init__(self, config: KubeletConfig) -> None:
         self._config = config
         self._workers: dict[str, PodWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,7 +165,7 @@ class Kubelet:
             for folder in self._pods_folder.iterdir():
                 if folder.name not in known and folder.name not in self._workers:
                     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        await asyncio.Event().wait()  # until_stopped() treats the end of a loop as the end of all
+        await asyncio.Event().wait()  # the end of one loop would end `until_stopped()`
 
 
 def _lookup(api: KubeClient) -> Lookup:

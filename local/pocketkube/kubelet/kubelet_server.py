@@ -3,6 +3,8 @@
 It needs no authentication, because it listens only on the loopback device.
 """
 
+from __future__ import annotations
+
 import ssl
 import tempfile
 from collections.abc import Mapping
@@ -14,16 +16,17 @@ from aiohttp import web
 from pocketkube.certificates import create_server_certificate
 from pocketkube.containers.container_log import stream_log
 from pocketkube.kubelet.pod_worker import PodWorker
+from pocketkube.timestamps import parse_time
 
 
 class KubeletServer:
     """Serves the logs of `workers` (uid -> worker), which its owner keeps current."""
 
-    def __init__(self, workers: Mapping[str, PodWorker]):
+    def __init__(self, workers: Mapping[str, PodWorker]) -> None:
         self._workers = workers
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
-        # A disconnect cancels the handler. A silent container would keep it for long otherwise.
+        # A disconnect cancels the handler, which otherwise waits for the container's next line.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
@@ -109,6 +112,4 @@ def _flag(query: Mapping[str, str], name: str) -> bool:
 def _since(query: Mapping[str, str]) -> datetime | None:
     if seconds := query.get("sinceSeconds"):
         return datetime.now(UTC) - timedelta(seconds=int(seconds))
-    if text := query.get("sinceTime"):
-        return datetime.fromisoformat(text.replace("Z", "+00:00"))
-    return None
+    return parse_time(query.get("sinceTime"))

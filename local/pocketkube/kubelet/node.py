@@ -1,5 +1,7 @@
 """The Node object of this kubelet and its Lease."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os
@@ -7,14 +9,15 @@ import platform
 from datetime import UTC, datetime
 
 from baton_kube.client import KubeClient, KubeError, Object
-from pocketkube.events import timestamp
+from pocketkube.timestamps import timestamp
 
 logger = logging.getLogger(__name__)
 
 LEASE_NAMESPACE = "kube-node-lease"
 LEASE_RENEW_S = 10
 LEASE_DURATION_S = 40
-STATUS_EVERY = 6  # in lease renewals
+#: Lease renewals per write of the status.
+STATUS_EVERY = 6
 
 
 def allocatable() -> dict[str, str]:
@@ -33,7 +36,7 @@ def allocatable() -> dict[str, str]:
 class Node:
     """Registers the node, and keeps it ready."""
 
-    def __init__(self, api: KubeClient, name: str, address: str, port: int):
+    def __init__(self, api: KubeClient, name: str, address: str, port: int) -> None:
         self._api = api
         self._name = name
         self._address = address

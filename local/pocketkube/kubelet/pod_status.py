@@ -1,15 +1,14 @@
 """PodStatus from the states of the containers. Pure functions."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from baton_kube.client import Object
 from pocketkube.containers.container_state import ContainerState, Running, Terminated, Waiting
-from pocketkube.events import timestamp
-
-# Conditions of this kubelet. Others (of a scheduler, of readiness gates) are kept.
-OWN_CONDITIONS = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
+from pocketkube.timestamps import parse_time, timestamp
 
 
 @dataclass
@@ -49,12 +48,9 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
     """Return Pending, Running, Succeeded or Failed."""
     policy = pod["spec"].get("restartPolicy") or "Always"
     for state in runtime.init.values():
-        if isinstance(state.state, Terminated):
-            if state.state.exit_code != 0 and policy == "Never":
-                return "Failed"
-            if state.state.exit_code == 0:
-                continue
-        return "Failed" if runtime.stopping else "Pending"
+        if not state.has_succeeded:
+            has_failed = isinstance(state.state, Terminated) and policy == "Never"
+            return "Failed" if has_failed or runtime.stopping else "Pending"
     states = list(runtime.main.values())
     if any(isinstance(state.state, Running) for state in states):
         return "Running"
@@ -65,24 +61,22 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
             if all(state.last or not isinstance(state.state, Waiting) for state in states)
             else "Pending"
         )
-    codes = [state.state.exit_code for state in states if isinstance(state.state, Terminated)]
     if policy == "Always" and not runtime.stopping:
         return "Running"
-    if all(code == 0 for code in codes):
+    if all(state.has_succeeded for state in states):
         return "Succeeded"
     return "Failed" if policy == "Never" or runtime.stopping else "Running"
 
 
-def inherited_state(
-    previous: Object | None, restart_policy: str, *, init: bool = False
-) -> ContainerState:
+def inherited_state(previous: Object, restart_policy: str, *, init: bool = False) -> ContainerState:
     """Compute the state of a container for a new kubelet. No process survived the previous one.
 
     A container that ended for good under its restart policy stays terminated. Any other container
     that was ever started is started again, which raises its restart count.
+
+    Args:
+        previous: the container's status in the API; empty for a new container.
     """
-    if not previous:
-        return ContainerState(Waiting("PodInitializing" if init else "ContainerCreating"))
     result = ContainerState(
         Waiting("PodInitializing" if init else "ContainerCreating"),
         restart_count=int(previous.get("restartCount", 0)),
@@ -130,24 +124,18 @@ def _read_terminated(ended: Object) -> Terminated:
     )
 
 
-def parse_time(text: str | None) -> datetime | None:
-    """Parse an API timestamp; None if it is missing."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
-
-
 def _container_statuses(
     containers: list[Object], states: Mapping[str, ContainerState], *, init: bool = False
 ) -> list[Object]:
     result = []
     for container in containers:
         state = states.get(container["name"]) or ContainerState()
-        done = isinstance(state.state, Terminated) and state.state.exit_code == 0
         entry: Object = {
             "name": container["name"],
             "image": container.get("image") or "none",
             "imageID": "",
             "restartCount": state.restart_count,
-            "ready": done if init else isinstance(state.state, Running) and state.ready,
+            "ready": state.has_succeeded if init else state.is_ready,
             "state": _state(state.state),
         }
         if not init:
@@ -183,45 +171,30 @@ def _state(state: Waiting | Running | Terminated) -> Object:
 
 
 def _conditions(runtime: PodRuntime, phase: str, previous: Object, now: datetime) -> list[Object]:
-    verdicts: dict[str, tuple[bool, str, str]] = {"PodScheduled": (True, "", "")}
-    incomplete = [
-        name
-        for name, state in runtime.init.items()
-        if not (isinstance(state.state, Terminated) and state.state.exit_code == 0)
-    ]
-    unready = [
-        name
-        for name, state in runtime.main.items()
-        if not (isinstance(state.state, Running) and state.ready)
-    ]
+    incomplete = [name for name, state in runtime.init.items() if not state.has_succeeded]
+    unready = [name for name, state in runtime.main.items() if not state.is_ready]
+    initialized = ready = (True, "", "")
+    if incomplete:
+        text = f"containers with incomplete status: [{' '.join(incomplete)}]"
+        initialized = (False, "ContainersNotInitialized", text)
     if phase == "Succeeded":
-        verdicts["Initialized"] = (True, "PodCompleted", "")
-        verdicts["ContainersReady"] = verdicts["Ready"] = (False, "PodCompleted", "")
-    else:
-        verdicts["Initialized"] = (
-            (
-                False,
-                "ContainersNotInitialized",
-                f"containers with incomplete status: [{' '.join(incomplete)}]",
-            )
-            if incomplete
-            else (True, "", "")
-        )
-        if phase == "Failed":
-            ready = (False, "PodFailed", "")
-        elif unready or incomplete:
-            ready = (
-                False,
-                "ContainersNotReady",
-                f"containers with unready status: [{' '.join(unready)}]",
-            )
-        else:
-            ready = (True, "", "")
-        verdicts["ContainersReady"] = verdicts["Ready"] = ready
+        initialized, ready = (True, "PodCompleted", ""), (False, "PodCompleted", "")
+    elif phase == "Failed":
+        ready = (False, "PodFailed", "")
+    elif unready or incomplete:
+        text = f"containers with unready status: [{' '.join(unready)}]"
+        ready = (False, "ContainersNotReady", text)
+    # (is it True, reason, message)
+    verdicts = {
+        "PodScheduled": (True, "", ""),
+        "Initialized": initialized,
+        "ContainersReady": ready,
+        "Ready": ready,
+    }
     before = {condition["type"]: condition for condition in previous.get("conditions") or []}
-    result = [condition for condition in before.values() if condition["type"] not in OWN_CONDITIONS]
-    for kind in OWN_CONDITIONS:
-        truth, reason, message = verdicts[kind]
+    # Other conditions, of a scheduler or of readiness gates, are kept.
+    result = [condition for condition in before.values() if condition["type"] not in verdicts]
+    for kind, (truth, reason, message) in verdicts.items():
         value = "True" if truth else "False"
         old = before.get(kind)
         changed_at = old.get("lastTransitionTime") if old and old["status"] == value else None

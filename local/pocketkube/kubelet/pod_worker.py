@@ -1,5 +1,7 @@
 """One pod from its arrival on the node to its deletion."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import shutil
@@ -9,20 +11,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton_kube.client import KubeError, Object
+from pocketkube.conditions import TERMINAL_PHASES
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.container_state import Waiting
 from pocketkube.containers.environment import ConfigError
 from pocketkube.containers.runner import ContainerRunner, PodContext, Services, log_file
 from pocketkube.containers.volumes import MountError, PodVolumes, with_service_account_token
 from pocketkube.kubelet.addresses import AddressPool
-from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, parse_time, pod_status
+from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, pod_status
+from pocketkube.timestamps import parse_time
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 2.0  # between attempts to make volumes or to get an address
-MIN_GRACE_S = 2.0  # grace period of a pod that is deleted without one
-LAST_STATUS_S = 2.0  # time for the last status before the kubelet ends
-TERMINAL = ("Succeeded", "Failed")
+#: Interval of attempts to make volumes or to get an address.
+RETRY_S = 2.0
+#: Grace period of a pod that is deleted without one.
+MIN_GRACE_S = 2.0
+#: Time for the last status before the kubelet ends.
+LAST_STATUS_S = 2.0
 
 T = TypeVar("T")
 
@@ -33,19 +39,22 @@ class PodWorker:
     `update` and `forget` pass on changes in the API server. `run` does the work.
     """
 
-    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object):
+    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object) -> None:
         self.pod = pod
-        self.runners: dict[str, ContainerRunner] = {}  # init and main containers, by name
+        #: Init and main containers, by name.
+        self.runners: dict[str, ContainerRunner] = {}
         self._services = services
         self._pool = pool
         self._folder = folder
         self._dirty = asyncio.Event()
         self._leave = asyncio.Event()
-        self._gone = False  # deleted from the API server, or not ours to delete
+        #: True if the worker must not delete the pod: it is deleted already, or the kubelet stops.
+        self._gone = False
         self._keep_folder = False
         self._deadline = float("inf")
-        self._written: Object | None = None  # the status that was last written
-        # Set once the address and the service account are known.
+        #: The status that was last written.
+        self._written: Object | None = None
+        #: Set when the address and the service account are known.
         self._context: PodContext | None = None
         self._account: Object | None = None
         self._address = ""
@@ -57,11 +66,11 @@ class PodWorker:
             host_ip=services.host_ip,
             start_time=parse_time(status.get("startTime")) or datetime.now(UTC),
             init={
-                c["name"]: inherited_state(before_init.get(c["name"]), policy, init=True)
+                c["name"]: inherited_state(before_init.get(c["name"], {}), policy, init=True)
                 for c in self._init_specs
             },
             main={
-                c["name"]: inherited_state(before.get(c["name"]), policy)
+                c["name"]: inherited_state(before.get(c["name"], {}), policy)
                 for c in pod["spec"]["containers"]
             },
         )
@@ -117,8 +126,7 @@ class PodWorker:
         lifecycle.add_done_callback(self._report_failure)
         try:
             await self._leave.wait()
-            # The next kubelet continues a pod that only loses its kubelet, so its phase is not
-            # final.
+            # If only the kubelet stops, the next one continues the pod: its phase is not final.
             self.runtime.stopping = not self._keep_folder
             await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
         finally:
@@ -139,7 +147,7 @@ class PodWorker:
         return self.pod["spec"].get("initContainers") or []
 
     async def _lifecycle(self) -> None:
-        if (self.pod.get("status") or {}).get("phase") in TERMINAL:
+        if (self.pod.get("status") or {}).get("phase") in TERMINAL_PHASES:
             return  # ended under a previous kubelet
         self._dirty.set()
         self._address = await self._retry("Failed", self._allocate)
@@ -172,32 +180,37 @@ class PodWorker:
         self._dirty.set()
         refresher = asyncio.create_task(self._refresh(volumes))
         try:
-            for container in pod["spec"].get("initContainers") or []:
-                runner = ContainerRunner(
-                    context, container, self.runtime.init[container["name"]], init=True
-                )
-                self.runners[container["name"]] = runner
-                await runner.run()
-                if not runner.succeeded or self._leave.is_set():
-                    return
-            mains = []
-            for container in pod["spec"]["containers"]:
-                state = self.runtime.main[container["name"]]
-                if isinstance(state.state, Waiting):
-                    state.state = Waiting("ContainerCreating")
-                mains.append(ContainerRunner(context, container, state))
-                self.runners[container["name"]] = mains[-1]
-            await asyncio.gather(*(runner.run() for runner in mains))
+            await self._run_containers(context)
         finally:
             refresher.cancel()
+
+    async def _run_containers(self, context: PodContext) -> None:
+        """Run the init containers in order, then all others until they end."""
+        for container in context.pod["spec"].get("initContainers") or []:
+            state = self.runtime.init[container["name"]]
+            runner = ContainerRunner(context, container, state, init=True)
+            self.runners[container["name"]] = runner
+            await runner.run()
+            if not state.has_succeeded or self._leave.is_set():
+                return
+        mains = []
+        for container in context.pod["spec"]["containers"]:
+            state = self.runtime.main[container["name"]]
+            if isinstance(state.state, Waiting):
+                state.state = Waiting("ContainerCreating")
+            mains.append(ContainerRunner(context, container, state))
+            self.runners[container["name"]] = mains[-1]
+        await asyncio.gather(*(runner.run() for runner in mains))
 
     async def _allocate(self) -> str:
         return self._pool.allocate()
 
     async def _service_account(self) -> Object | None:
-        """Return the pod's service account.
+        """Return the pod's service account; None if the namespace has no default account.
 
-        None if the API server has no default account; it issues no tokens then.
+        Raises:
+            MountError: the account that the pod names does not exist.
+            ConfigError: the account cannot be read.
         """
         named = self.pod["spec"].get("serviceAccountName")
         namespace = self.pod["metadata"]["namespace"]
@@ -247,7 +260,7 @@ class PodWorker:
     async def _write_status(self) -> bool:
         """Patch the status if it has changed; False if the write must be repeated."""
         observed = self.pod.get("status") or {}
-        if observed.get("phase") in TERMINAL and self._written is None:
+        if observed.get("phase") in TERMINAL_PHASES and self._written is None:
             return True  # a previous kubelet has written the final status
         previous = self._written or observed
         own = {c["type"]: c for c in previous.get("conditions") or []}
@@ -303,8 +316,8 @@ class PodWorker:
             await asyncio.sleep(delay)
             delay = min(delay * 2, 5.0)
 
-    def _report_failure(self, lifecycle: "asyncio.Task[None]") -> None:
-        """Report an unexpected error as an event. Without it the pod would seem to start slowly."""
+    def _report_failure(self, lifecycle: asyncio.Task[None]) -> None:
+        """Report an unexpected error as an event. Without one the pod seems to start slowly."""
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             logger.error(
                 "the kubelet cannot continue pod %s because of an error; delete the pod to retry",

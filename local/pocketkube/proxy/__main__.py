@@ -1,4 +1,6 @@
-"""`python -m pocketkube.proxy`: see `--help`."""
+"""Run the proxies: see `python -m pocketkube.proxy --help`."""
+
+from __future__ import annotations
 
 import argparse
 import asyncio

@@ -3,6 +3,8 @@
 It writes its address into the status of the Ingresses.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -19,9 +21,10 @@ from pocketkube.proxy.service_proxy import CONNECT_TIMEOUT_S, RESYNC_S, ServiceP
 logger = logging.getLogger(__name__)
 
 INGRESSES = "/apis/networking.k8s.io/v1/ingresses"
-PORT_ANNOTATION = "pocketkube/ingress-port"  # on nodes: the port for clients of the cluster
+#: Annotation of nodes with the proxy's port, which clients of the cluster read.
+PORT_ANNOTATION = "pocketkube/ingress-port"
 
-# Hop-by-hop headers (RFC 9110, section 7.6.1). Content-Length follows from the message.
+#: Hop-by-hop headers (RFC 9110, section 7.6.1). Content-Length follows from the message.
 HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -47,7 +50,7 @@ class IngressProxy:
         nodes: Reflector,
         services: Reflector,
         proxy: ServiceProxy,
-    ):
+    ) -> None:
         self._api = api
         self._ingresses = ingresses
         self._nodes = nodes
@@ -184,14 +187,11 @@ class IngressProxy:
 
 
 def _request_headers(request: web.Request) -> list[tuple[str, str]]:
-    headers = [
-        (name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP
-    ]
     peer = request.remote or ""
     before = request.headers.get("X-Forwarded-For")
-    headers = [(name, value) for name, value in headers if name.lower() != "x-forwarded-for"]
+    dropped = HOP_BY_HOP | {"x-forwarded-for"}
     return [
-        *headers,
+        *((name, value) for name, value in request.headers.items() if name.lower() not in dropped),
         ("X-Forwarded-For", f"{before}, {peer}" if before else peer),
         ("X-Forwarded-Host", request.host),
         ("X-Forwarded-Proto", request.scheme),

@@ -1,11 +1,14 @@
 """Endpoints of a Service's port, and the Service of an HTTP request. Pure functions."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton_kube.client import Object
+from pocketkube.conditions import has_condition
 
-# (address, port) of a pod.
+#: (address, port) of a pod.
 Endpoint = tuple[str, int]
 
 
@@ -22,7 +25,8 @@ class Backend:
 class Route:
     """One path of one rule of an Ingress."""
 
-    host: str  # empty: every host; may begin with "*."
+    #: Empty: every host; may begin with "*.".
+    host: str
     path: str
     exact: bool
     backend: Backend
@@ -50,11 +54,8 @@ def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[End
             continue
         if not status.get("podIP") or metadata.get("deletionTimestamp"):
             continue
-        ready = any(
-            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or []
-        )
         number = target_port(port, pod)
-        if (ready or unready_too) and number is not None:
+        if (unready_too or has_condition(pod, "Ready")) and number is not None:
             found.append((str(status["podIP"]), number))
     return sorted(found)
 
@@ -73,10 +74,8 @@ def target_port(port: Object, pod: Object) -> int | None:
 
 def find_port(service: Object, port: int | str) -> Object | None:
     """Return the entry of `spec.ports` with this number or name."""
-    for entry in service["spec"].get("ports") or []:
-        if port in (entry["port"], entry.get("name")):
-            return dict(entry)
-    return None
+    ports = service["spec"].get("ports") or []
+    return next((each for each in ports if port in (each["port"], each.get("name"))), None)
 
 
 def routes(ingresses: Iterable[Object]) -> list[Route]:

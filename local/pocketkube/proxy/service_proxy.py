@@ -3,6 +3,8 @@
 Bytes go unbuffered to and from a ready pod, chosen round robin.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools
@@ -30,7 +32,7 @@ class ServiceProxy:
         pods: Reflector,
         events: EventRecorder,
         loopback: LoopbackAddresses,
-    ):
+    ) -> None:
         self._services = services
         self._pods = pods
         self._events = events

@@ -14,7 +14,8 @@ import pytest
 import requests
 import yaml
 
-from pocketkube.control_plane.interface import ControlPlane
+from pocketkube.control_plane.embedded import EmbeddedControlPlane
+from pocketkube.control_plane.real import RealControlPlane
 from support.waiting import eventually
 
 Object = dict[str, Any]
@@ -117,7 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def api(control_plane: ControlPlane) -> Api:
+def api(control_plane: EmbeddedControlPlane | RealControlPlane) -> Api:
     return Api(control_plane.kubeconfig)
 
 

@@ -10,13 +10,13 @@ import helm_python as helm
 import pytest
 from kubernetes.client.exceptions import NotFoundException
 
-from pocketkube.control_plane.interface import ControlPlane
+from pocketkube.control_plane.real import RealControlPlane
 from support.install.release_cluster import CRD, RELEASE, Cluster
 from support.waiting import eventually
 
 
 @pytest.fixture
-def cluster(real_plane: ControlPlane, tmp_path: Path) -> Cluster:
+def cluster(real_plane: RealControlPlane, tmp_path: Path) -> Cluster:
     return Cluster(real_plane.kubeconfig, tmp_path)
 
 

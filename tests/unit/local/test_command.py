@@ -55,7 +55,7 @@ def holder(tmp_path):
 
 
 def info(pid: int) -> ClusterInfo:
-    return ClusterInfo(pid, "/k", "embedded", "default", "demo", "/f")
+    return ClusterInfo(pid, "/k", "default", "demo", "/f")
 
 
 def test_a_second_supervisor_is_refused_while_the_first_one_runs(holder, tmp_path):

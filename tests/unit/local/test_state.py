@@ -24,5 +24,5 @@ def test_the_state_folder_is_absolute_private_and_independent_of_home(
 def test_a_supervisor_ignores_the_info_of_the_previous_one(tmp_path) -> None:
     state = StateDir(tmp_path)
     state.acquire()
-    state.write_info(ClusterInfo(1, "/k", "embedded", "default", "demo", "/f"))
+    state.write_info(ClusterInfo(1, "/k", "default", "demo", "/f"))
     assert state.read_info() is None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-import datetime
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts
 from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
+from pocketkube.conditions import TERMINAL_PHASES
+from pocketkube.timestamps import timestamp
 
 FOREGROUND = "foregroundDeletion"
 CRD_CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
@@ -21,7 +23,8 @@ class DeleteOptions:
     """metav1.DeleteOptions, from the body and the query parameters."""
 
     grace_period_s: int | None = None
-    propagation: str = "Background"  # Background, Foreground or Orphan
+    #: Background, Foreground or Orphan.
+    propagation: str = "Background"
     uid: str = ""
     resource_version: str = ""
     dry_run: bool = False
@@ -72,8 +75,8 @@ class Deletion:
         if finalizers:
             marked["metadata"]["finalizers"] = finalizers
         if "deletionTimestamp" not in metadata:
-            moment = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=grace)
-            marked["metadata"]["deletionTimestamp"] = moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+            ends_at = datetime.now(UTC) + timedelta(seconds=grace)
+            marked["metadata"]["deletionTimestamp"] = timestamp(ends_at)
             if "generation" in metadata:
                 marked["metadata"]["generation"] += 1
             marked["metadata"]["deletionGracePeriodSeconds"] = grace
@@ -92,7 +95,7 @@ class Deletion:
         if resource.storage_key != "pods":
             return 0
         spec, phase = obj.get("spec") or {}, (obj.get("status") or {}).get("phase")
-        if not spec.get("nodeName") or phase in ("Succeeded", "Failed"):
+        if not spec.get("nodeName") or phase in TERMINAL_PHASES:
             return 0
         given: int = (
             spec.get("terminationGracePeriodSeconds", 30) if asked is None else max(asked, 0)
@@ -109,8 +112,7 @@ class Deletion:
         metadata = {
             key: value for key, value in obj["metadata"].items() if key != "ownerReferences"
         }
-        if kept:
-            metadata["ownerReferences"] = kept
+        metadata |= {"ownerReferences": kept} if kept else {}
         self._store.put(storage, {**obj, "metadata": metadata})
 
     def release(self, storage: str, obj: Object, finalizer: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import time
 from collections import deque
+from datetime import UTC, datetime, timedelta
 
 from pocketkube.apiserver.objects.deletion import (
     CRD_CLEANUP,
@@ -15,11 +15,12 @@ from pocketkube.apiserver.objects.deletion import (
     Deletion,
     owners_of,
 )
-from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.resources import DEFINITIONS, Object
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Event, Store
+from pocketkube.timestamps import timestamp
 
-EVENT_TTL = datetime.timedelta(hours=1)
+EVENT_TTL = timedelta(hours=1)
 EXPIRE_EVERY_S = 60.0
 
 
@@ -120,7 +121,7 @@ class Collector:
                 if content["metadata"].get("namespace") == metadata["name"]:
                     self._delete(content_storage, content)
             self._finish_namespace(metadata["name"])
-        if storage.startswith("customresourcedefinitions."):
+        if storage == DEFINITIONS:
             spec = obj["spec"]
             content_storage = f"{spec['names']['plural']}.{spec['group']}"
             if content_storage in self._store.storages():
@@ -132,36 +133,34 @@ class Collector:
         owner = next(iter(self._store.find("uid", uid)), None)
         if owner is None or FOREGROUND not in (owner[1]["metadata"].get("finalizers") or ()):
             return
-        for _, dependent in self._deletion.dependents(uid):
-            if any(
-                ref.get("uid") == uid and ref.get("blockOwnerDeletion")
-                for ref in owners_of(dependent)
-            ):
-                return
-        self._deletion.release(owner[0], owner[1], FOREGROUND)
+        is_blocked = any(
+            reference.get("uid") == uid and reference.get("blockOwnerDeletion")
+            for _, dependent in self._deletion.dependents(uid)
+            for reference in owners_of(dependent)
+        )
+        if not is_blocked:
+            self._deletion.release(*owner, FOREGROUND)
 
     def _finish_namespace(self, name: str) -> None:
         namespace = self._store.get("namespaces", "", name)
         if namespace is None or not namespace["metadata"].get("deletionTimestamp"):
             return
-        if any(obj["metadata"].get("namespace") == name for _, obj in self._store):
-            return
-        if not namespace["metadata"].get("finalizers"):
+        has_content = any(obj["metadata"].get("namespace") == name for _, obj in self._store)
+        if not has_content and not namespace["metadata"].get("finalizers"):
             self._store.remove("namespaces", "", name)
 
     def _finish_crd(self, storage: str) -> None:
         """Withdraw the kind of `storage` if its definition is terminating and no object is left."""
-        name = "customresourcedefinitions.apiextensions.k8s.io"
-        crd = self._store.get(name, "", storage)
+        crd = self._store.get(DEFINITIONS, "", storage)
         if crd is None or CRD_CLEANUP not in (crd["metadata"].get("finalizers") or ()):
             return
         if storage not in self._store.storages() or not self._store.list(storage):
             self._catalog.withdraw(crd)
             self._store.close(storage)
-            self._deletion.release(name, crd, CRD_CLEANUP)
+            self._deletion.release(DEFINITIONS, crd, CRD_CLEANUP)
 
     def _expire_events(self) -> None:
-        oldest = (datetime.datetime.now(datetime.UTC) - EVENT_TTL).strftime("%Y-%m-%dT%H:%M:%SZ")
+        oldest = timestamp(datetime.now(UTC) - EVENT_TTL)
         for event in self._store.list("events"):
             last = event.get("lastTimestamp") or event["metadata"]["creationTimestamp"]
             if last < oldest:

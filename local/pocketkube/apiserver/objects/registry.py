@@ -1,14 +1,14 @@
 """Create, read, update and patch objects.
 
 Every write takes the same steps: decode, restore the fields that clients cannot set, default,
-validate, record field ownership, store. `deletion` and `garbage_collection` delete objects, and
-write the marks of a deletion to the store themselves.
+validate, record field ownership, store. `strategies` has the steps that only one kind has.
+`deletion` and `garbage_collection` delete objects, and write the marks of a deletion to the store
+themselves.
 """
 
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 import secrets
 import uuid
@@ -19,13 +19,14 @@ from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts, patches, server_side_apply
-from pocketkube.apiserver.objects.service_addresses import ServiceAddresses
+from pocketkube.apiserver.objects.strategies import strategies
 from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema import decoding, defaults, validation
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
+from pocketkube.timestamps import timestamp
 
-# The alphabet of Kubernetes' generateName: it has no vowels, so no suffix is a word.
+#: The alphabet of Kubernetes' generateName: it has no vowels, so no suffix is a word.
 _NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 
@@ -35,13 +36,10 @@ class WriteOptions:
 
     manager: str
     dry_run: bool = False
-    field_validation: str = "Warn"  # Ignore, Warn or Strict
+    #: Ignore, Warn or Strict.
+    field_validation: str = "Warn"
     force: bool = False
     warnings: list[str] = field(default_factory=list)
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Registry:
@@ -54,7 +52,7 @@ class Registry:
     def __init__(self, store: Store, catalog: Catalog, service_network: IPv4Network) -> None:
         self.store = store
         self.catalog = catalog
-        self._addresses = ServiceAddresses(store, service_network)
+        self._strategies = strategies(store, catalog, service_network)
         for resource in catalog:
             store.open(resource.storage_key)
 
@@ -79,7 +77,7 @@ class Registry:
         self, resource: Resource, namespace: str, obj: Object, options: WriteOptions
     ) -> Object:
         new = self._decode(resource, namespace, obj, options)
-        return self.view(resource, self._create(resource, namespace, new, options, None))
+        return self.view(resource, self._create(resource, namespace, new, options))
 
     def _create(
         self,
@@ -87,9 +85,9 @@ class Registry:
         namespace: str,
         new: Object,
         options: WriteOptions,
-        owned: server_side_apply.FieldSet | None,
+        owned: server_side_apply.FieldSet | None = None,
     ) -> Object:
-        metadata = new["metadata"]
+        metadata, strategy = new["metadata"], self._strategies[resource.storage_key]
         if not metadata.get("name") and metadata.get("generateName"):
             suffix = "".join(secrets.choice(_NAME_ALPHABET) for _ in range(5))
             metadata["name"] = metadata["generateName"][:58] + suffix
@@ -113,19 +111,16 @@ class Registry:
         if resource.has_status:
             new.pop("status", None)
         metadata["uid"] = str(uuid.uuid4())
-        metadata["creationTimestamp"] = now()
+        metadata["creationTimestamp"] = timestamp()
         if resource.custom or resource.kind in defaults.WITH_GENERATION:
             metadata["generation"] = 1
         new = self._default(resource, new)
-        if resource.kind == "Service":
-            self._addresses.allocate(resource, new)
-        defaults.prepare_new(resource.kind, new)
+        strategy.before_create(new)
         self._validate(resource, new, None)
         self._track(resource, None, new, options, "", owned)
         if options.dry_run:
             return new
-        stored = self.store.put(resource.storage_key, new)
-        return self._establish(stored) if resource.kind == "CustomResourceDefinition" else stored
+        return strategy.after_write(self.store.put(resource.storage_key, new))
 
     def update(
         self,
@@ -157,7 +152,7 @@ class Registry:
             raise errors.bad_request(
                 f"the name of the object ({given}) does not match the name on the URL ({name})"
             )
-        return self.view(resource, self._replace(resource, old, new, options, subresource, None))
+        return self.view(resource, self._replace(resource, old, new, options, subresource))
 
     def patch(
         self,
@@ -255,12 +250,14 @@ class Registry:
         old: Object,
         edit: Callable[[Object], None],
         options: WriteOptions,
-        sub: str = "",
+        subresource: str = "",
+        *,
+        validate: bool = True,
     ) -> Object:
         """Apply `edit` to a copy of a stored object, and store it. Subresources write this way."""
         new = copy.deepcopy(old)
         edit(new)
-        return self._replace(resource, old, new, options, sub, None, trusted=True)
+        return self._replace(resource, old, new, options, subresource, validate=validate)
 
     def _replace(
         self,
@@ -269,24 +266,20 @@ class Registry:
         new: Object,
         options: WriteOptions,
         subresource: str,
-        owned: server_side_apply.FieldSet | None,
-        trusted: bool = False,
+        owned: server_side_apply.FieldSet | None = None,
+        *,
+        validate: bool = True,
     ) -> Object:
-        before = old["metadata"]
+        before, strategy = old["metadata"], self._strategies[resource.storage_key]
         conflicts.check_update(resource, before, new["metadata"])
         if subresource == "status":
             new = {**old, "metadata": {**before}, "status": new.get("status", {})}
         else:
             if resource.has_status:
-                new = {key: value for key, value in new.items() if key != "status"}
-                if "status" in old:
-                    new["status"] = old["status"]
-            new = {**new, "apiVersion": new.get("apiVersion", old["apiVersion"])}
+                new.pop("status", None)
+                new |= {"status": old["status"]} if "status" in old else {}
             self._keep_system_fields(resource, before, new["metadata"])
-            if resource.kind == "Service" and not trusted:
-                self._addresses.keep(old, new)
-            if resource.kind == "Namespace":
-                new["spec"] = old.get("spec", {})
+            strategy.before_update(old, new)
         new = self._default(resource, new)
         metadata = new["metadata"]
         metadata["resourceVersion"] = before["resourceVersion"]
@@ -294,22 +287,15 @@ class Registry:
             metadata["generation"] = before["generation"] + (
                 _desired(new, resource) != _desired(old, resource)
             )
-        if not (trusted and resource.kind == "Pod"):
+        if validate:
             self._validate(resource, new, old)
         self._track(resource, old, new, options, subresource, owned)
-        if options.dry_run:
+        if options.dry_run or new == old:
             return new
-        if new == old:
-            return old
         stored = self.store.put(resource.storage_key, new)
-        if resource.kind == "CustomResourceDefinition" and not subresource:
-            stored = self._establish(stored)
-        released = before.get("finalizers") and not metadata.get("finalizers")
-        if (
-            released
-            and metadata.get("deletionTimestamp")
-            and not metadata.get("deletionGracePeriodSeconds")
-        ):
+        if not subresource:
+            stored = strategy.after_write(stored)
+        if _is_released(before, metadata):
             return self.store.remove(
                 resource.storage_key, metadata.get("namespace", ""), before["name"]
             )
@@ -327,23 +313,7 @@ class Registry:
 
         The metadata is a copy. Other parts may be shared with `obj`, until `_default` copies them.
         """
-        version, kind = obj.get("apiVersion"), obj.get("kind")
-        strict = require_type or resource.custom
-        if version != resource.api_version and (version or strict):
-            raise errors.bad_request(
-                f"the API version in the data ({version}) does not match the expected API version "
-                f"({resource.api_version})"
-            )
-        if kind != resource.kind and (kind or strict):
-            if not resource.custom:
-                raise errors.bad_request(
-                    f"the kind in the data ({kind}) does not match the expected kind "
-                    f"({resource.kind})"
-                )
-            name = (obj.get("metadata") or {}).get("name", "")
-            raise errors.invalid(
-                resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")]
-            )
+        _check_type(resource, obj, require_type or resource.custom)
         obj = {
             **obj,
             "apiVersion": resource.api_version,
@@ -413,15 +383,12 @@ class Registry:
         if before.get("deletionTimestamp"):
             added = set(metadata.get("finalizers") or ()) - set(before.get("finalizers") or ())
             if added:
-                detail = (
+                refused = errors.forbidden_value(
+                    "metadata.finalizers",
                     "no new finalizers can be added if the object is being deleted, found new "
-                    f"finalizers {sorted(added)}"
+                    f"finalizers {sorted(added)}",
                 )
-                raise errors.invalid(
-                    resource,
-                    before["name"],
-                    [errors.forbidden_value("metadata.finalizers", detail)],
-                )
+                raise errors.invalid(resource, before["name"], [refused])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
         """Return the object with defaults, in a deep copy of everything but the metadata."""
@@ -456,41 +423,36 @@ class Registry:
             options.manager, operation, resource.api_version, subresource
         )
         types = self.catalog.types(resource)
-        server_side_apply.track(old, new, manager, owned, types, now())
+        server_side_apply.track(old, new, manager, owned, types, timestamp())
 
-    def _establish(self, crd: Object) -> Object:
-        """Serve the versions of a custom resource definition, and set its status."""
-        spec = crd["spec"]
-        if not crd["metadata"].get("deletionTimestamp"):
-            self.catalog.establish(crd)
-            self.store.open(f"{spec['names']['plural']}.{spec['group']}")
-        status = dict(crd.get("status") or {})
-        storage = next(version["name"] for version in spec["versions"] if version.get("storage"))
-        status["acceptedNames"] = spec["names"]
-        status["storedVersions"] = list(
-            dict.fromkeys([*(status.get("storedVersions") or ()), storage])
+
+def _check_type(resource: Resource, obj: Object, required: bool) -> None:
+    """Check apiVersion and kind, which may be missing unless `required`."""
+    version, kind = obj.get("apiVersion"), obj.get("kind")
+    if version != resource.api_version and (version or required):
+        raise errors.bad_request(
+            f"the API version in the data ({version}) does not match the expected API version "
+            f"({resource.api_version})"
         )
-        known = {condition["type"]: condition for condition in status.get("conditions") or ()}
-        for kind, reason, message in (
-            ("NamesAccepted", "NoConflicts", "no conflicts found"),
-            ("Established", "InitialNamesAccepted", "the initial names have been accepted"),
-        ):
-            known.setdefault(
-                kind,
-                {
-                    "type": kind,
-                    "status": "True",
-                    "reason": reason,
-                    "message": message,
-                    "lastTransitionTime": now(),
-                },
+    if kind != resource.kind and (kind or required):
+        if not resource.custom:
+            raise errors.bad_request(
+                f"the kind in the data ({kind}) does not match the expected kind ({resource.kind})"
             )
-        status["conditions"] = list(known.values())
-        if status == crd.get("status"):
-            return crd
-        return self.store.put(
-            "customresourcedefinitions.apiextensions.k8s.io", {**crd, "status": status}
+        name = (obj.get("metadata") or {}).get("name", "")
+        raise errors.invalid(
+            resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")]
         )
+
+
+def _is_released(before: Object, after: Object) -> bool:
+    """Return whether a write removed the last finalizer of an object that ends without grace."""
+    return bool(
+        before.get("finalizers")
+        and not after.get("finalizers")
+        and after.get("deletionTimestamp")
+        and not after.get("deletionGracePeriodSeconds")
+    )
 
 
 def _desired(obj: Object, resource: Resource) -> str:

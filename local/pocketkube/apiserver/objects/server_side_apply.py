@@ -26,7 +26,7 @@ from pocketkube.apiserver.schema.field_types import FieldType, FieldTypes, Path
 FieldPath = tuple[str, ...]
 FieldSet = frozenset[FieldPath]
 
-# Fields of the system have no owner.
+#: Fields that the API server sets. They have no owner.
 _UNTRACKED = ("apiVersion", "kind")
 _UNTRACKED_METADATA = (
     "name",
@@ -48,7 +48,8 @@ class Manager:
     """A manager of fields: one entry of managedFields."""
 
     name: str
-    operation: str  # Apply or Update
+    #: Apply or Update.
+    operation: str
     api_version: str
     subresource: str = ""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pocketkube.apiserver import errors
-from pocketkube.apiserver.objects.registry import Registry, WriteOptions, now
+from pocketkube.apiserver.objects.registry import Registry, WriteOptions
 from pocketkube.apiserver.resources import Object, Resource, lookup
 from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.timestamps import timestamp
 
 _BUILTIN_SCALE = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
 
@@ -112,7 +113,7 @@ def bind(
         "type": "PodScheduled",
         "status": "True",
         "lastProbeTime": None,
-        "lastTransitionTime": now(),
+        "lastTransitionTime": timestamp(),
     }
 
     def place(obj: Object) -> None:
@@ -127,6 +128,6 @@ def bind(
         ]
         status["conditions"] = [*others, scheduled]
 
-    placed = registry.change(pods, pod, place, options)
-    registry.change(pods, placed, report, options, "status")
+    placed = registry.change(pods, pod, place, options, validate=False)
+    registry.change(pods, placed, report, options, "status", validate=False)
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}

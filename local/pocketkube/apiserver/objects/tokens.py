@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import base64
-import datetime
 import hashlib
 import hmac
 import json
 import secrets
 import time
+from datetime import UTC, datetime
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.timestamps import timestamp
 
 _DEFAULT_TOKEN_S = 3600
 _MIN_TOKEN_S = 600
@@ -56,9 +57,6 @@ class Tokens:
         }
         header = {"alg": "HS256", "typ": "JWT"}
         signed = ".".join(_encode(json.dumps(part).encode()) for part in (header, claims))
-        moment = datetime.datetime.fromtimestamp(expires, datetime.UTC).strftime(
-            "%Y-%m-%dT%H:%M:%SZ"
-        )
         return {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
@@ -66,7 +64,7 @@ class Tokens:
             "spec": {**spec, "expirationSeconds": seconds, "audiences": claims["aud"]},
             "status": {
                 "token": f"{signed}.{self._signature(signed)}",
-                "expirationTimestamp": moment,
+                "expirationTimestamp": timestamp(datetime.fromtimestamp(expires, UTC)),
             },
         }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from pocketkube.apiserver.resources import BUILTIN, Object, Resource
 from pocketkube.apiserver.schema.crd import CustomVersion, custom_versions
@@ -26,7 +26,7 @@ class Catalog:
         self._resources[resource.group, resource.version, resource.plural] = resource
         self._types[resource] = types
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Resource]:
         return iter(list(self._resources.values()))
 
     def find(self, group: str, version: str, plural: str) -> Resource | None:

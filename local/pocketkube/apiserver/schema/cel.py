@@ -31,7 +31,10 @@ class RuleSyntaxError(ValueError):
 
 @dataclass(frozen=True)
 class _Rule:
-    program: Any  # a runner of celpy, which is untyped
+    """One compiled rule."""
+
+    #: A compiled program of celpy, which has no types.
+    program: Any
     reads_old: bool
     transition: bool
     text: str
@@ -49,7 +52,8 @@ class _Node:
     properties: dict[str, _Node]
     items: _Node | None
     values: _Node | None
-    keys: tuple[str, ...]  # keys that match the items of the old list with those of the new one
+    #: Fields that identify an item in the old and in the new list.
+    keys: tuple[str, ...]
 
     @property
     def empty(self) -> bool:

@@ -11,7 +11,7 @@ from pocketkube.apiserver.schema.cel import RuleSyntaxError
 from pocketkube.apiserver.schema.structural import StructuralSchema
 
 ANYTHING: Object = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-_DNS1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,10 @@ class CustomVersion:
 
     resource: Resource
     schema: StructuralSchema
-    scale: Object | None  # the CRD's subresources.scale
-    columns: tuple[Object, ...]  # additionalPrinterColumns
+    #: `subresources.scale` of the CRD's version.
+    scale: Object | None
+    #: `additionalPrinterColumns` of the CRD's version.
+    columns: tuple[Object, ...]
 
 
 def custom_versions(crd: Object) -> list[CustomVersion]:
@@ -84,7 +86,7 @@ def validate_crd(crd: Object) -> list[FieldError]:
         errors.append(invalid_value("metadata.name", crd["metadata"]["name"], detail))
     if spec["scope"] not in ("Cluster", "Namespaced"):
         errors.append(unsupported_value("spec.scope", spec["scope"], ("Cluster", "Namespaced")))
-    if not _DNS1035.fullmatch(names["plural"]):
+    if not LABEL_1035.fullmatch(names["plural"]):
         errors.append(
             invalid_value("spec.names.plural", names["plural"], "must be a DNS-1035 label")
         )

@@ -1,7 +1,4 @@
-"""Defaults of built-in kinds, on every write and for a new object.
-
-All functions change the object that they are given.
-"""
+"""Defaults of built-in kinds on every write. They are set in the object itself."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import copy
 from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.crd import default_crd
 
-# Kinds whose metadata.generation counts changes of the desired state. Custom resources always have
-# one.
+#: Kinds whose metadata.generation counts changes of the desired state. Custom resources always have
+#: one.
 WITH_GENERATION = frozenset(
     {
         "Deployment",
@@ -24,8 +21,8 @@ WITH_GENERATION = frozenset(
     }
 )
 
-# Built-in kinds whose updates must name the version that they replace. Updates of custom resources
-# always must.
+#: Built-in kinds whose updates must name the version that they replace. Updates of custom resources
+#: always must.
 VERSIONED = frozenset({"CustomResourceDefinition", "Lease", "PodDisruptionBudget"})
 
 
@@ -33,24 +30,6 @@ def set_defaults(kind: str, obj: Object) -> None:
     """Fill in the defaults of a built-in kind."""
     if kind in _DEFAULTS:
         _DEFAULTS[kind](obj)
-
-
-def prepare_new(kind: str, obj: Object) -> None:
-    """Set the initial state of a new object. The status that the client sent has been removed."""
-    match kind:
-        case "Pod":
-            obj["status"] = {"phase": "Pending", "qosClass": _qos_class(obj.get("spec") or {})}
-        case "Namespace":
-            obj["spec"] = {"finalizers": ["kubernetes"]}
-            obj["status"] = {"phase": "Active"}
-        case "Service":
-            obj["status"] = {"loadBalancer": {}}
-        case "Ingress":
-            obj["status"] = {"loadBalancer": {}}
-        case "Deployment":
-            obj["status"] = {}
-        case "ReplicaSet":
-            obj["status"] = {"replicas": 0}
 
 
 def set_pod_spec_defaults(spec: Object) -> None:
@@ -108,7 +87,8 @@ def _pod(pod: Object) -> None:
     spec.setdefault("preemptionPolicy", "PreemptLowerPriority")
 
 
-def _qos_class(spec: Object) -> str:
+def qos_class(spec: Object) -> str:
+    """Return the quality of service class of a pod."""
     resources = [container.get("resources") or {} for container in spec.get("containers") or ()]
     if not any(r.get("limits") or r.get("requests") for r in resources):
         return "BestEffort"
@@ -190,7 +170,7 @@ _DEFAULTS = {
     "CustomResourceDefinition": default_crd,
 }
 
-# core/v1 field -> events.k8s.io/v1 field of the same stored event
+#: core/v1 field -> events.k8s.io/v1 field of the same stored event.
 _EVENT_FIELDS = {
     "involvedObject": "regarding",
     "message": "note",

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Path = tuple[str, ...]  # field names from the object's root; list items add none
+#: Field names from the object's root; list items add none.
+Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class FieldType:
 
     kind: Literal["granular", "atomic", "set", "map"]
     keys: tuple[str, ...] = ()
-    merge_key: str = ""  # merge key of strategic merge patch; empty: the list is replaced
+    #: Merge key of strategic merge patch; empty: the list is replaced.
+    merge_key: str = ""
     key_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 

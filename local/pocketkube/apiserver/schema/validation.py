@@ -16,10 +16,9 @@ from pocketkube.apiserver.errors import (
     unsupported_value,
 )
 from pocketkube.apiserver.resources import Object, Resource
-from pocketkube.apiserver.schema.crd import validate_crd
+from pocketkube.apiserver.schema.crd import LABEL_1035, validate_crd
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _QUALIFIED = re.compile(
     r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
@@ -27,20 +26,18 @@ _QUALIFIED = re.compile(
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
+_PORT_TEXT = "must be between 1 and 65535, inclusive"
 _SUBDOMAIN_TEXT = (
     "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or "
-    "'.', and must start and end "
-    "with an alphanumeric character"
+    "'.', and must start and end with an alphanumeric character"
 )
 _LABEL_TEXT = (
     "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and "
-    "must start and end with an "
-    "alphanumeric character"
+    "must start and end with an alphanumeric character"
 )
 _LABEL_1035_TEXT = (
     "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an "
-    "alphabetic character, and end "
-    "with an alphanumeric character"
+    "alphabetic character, and end with an alphanumeric character"
 )
 
 
@@ -49,8 +46,7 @@ def validate(resource: Resource, obj: Object, old: Object | None) -> list[FieldE
     errors = validate_metadata(resource, obj["metadata"])
     if resource.custom:
         return errors
-    check = _CHECKS.get(resource.kind)
-    if check:
+    if check := _CHECKS.get(resource.kind):
         errors += check(obj)
     if old is not None and not errors:
         errors += _immutable(resource.kind, obj, old)
@@ -58,23 +54,8 @@ def validate(resource: Resource, obj: Object, old: Object | None) -> list[FieldE
 
 
 def validate_metadata(resource: Resource, metadata: Object) -> list[FieldError]:
-    errors: list[FieldError] = []
-    name = metadata.get("name", "")
-    if resource.kind == "Service":
-        pattern, text, limit = _LABEL_1035, _LABEL_1035_TEXT, 63
-    elif resource.kind == "Namespace":
-        pattern, text, limit = _LABEL, _LABEL_TEXT, 63
-    else:
-        pattern, text, limit = _SUBDOMAIN, _SUBDOMAIN_TEXT, 253
-    if resource.group == "rbac.authorization.k8s.io":
-        if "/" in name or "%" in name or name in (".", ".."):
-            errors.append(invalid_value("metadata.name", name, "may not contain '/' or '%'"))
-    elif not pattern.fullmatch(name):
-        errors.append(invalid_value("metadata.name", name, text))
-    if len(name) > limit:
-        errors.append(
-            invalid_value("metadata.name", name, f"must be no more than {limit} characters")
-        )
+    """Return the errors of the name, labels, finalizers and owners."""
+    errors = _name(resource, metadata.get("name", ""))
     for key, value in (metadata.get("labels") or {}).items():
         if not _QUALIFIED.fullmatch(key):
             errors.append(
@@ -93,32 +74,50 @@ def validate_metadata(resource: Resource, metadata: Object) -> list[FieldError]:
                     "characters, '-', '_' or '.', at most 63",
                 )
             )
-    for index, finalizer in enumerate(metadata.get("finalizers") or ()):
-        if not _QUALIFIED.fullmatch(finalizer):
-            errors.append(
-                invalid_value(
-                    f"metadata.finalizers[{index}]",
-                    finalizer,
-                    "name is neither a standard finalizer name nor is it fully qualified",
-                )
-            )
-    controllers = [
-        owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")
+    errors += [
+        invalid_value(
+            f"metadata.finalizers[{index}]",
+            finalizer,
+            "name is neither a standard finalizer name nor is it fully qualified",
+        )
+        for index, finalizer in enumerate(metadata.get("finalizers") or ())
+        if not _QUALIFIED.fullmatch(finalizer)
     ]
-    if len(controllers) > 1:
+    owners = metadata.get("ownerReferences") or ()
+    if sum(bool(owner.get("controller")) for owner in owners) > 1:
         errors.append(
             invalid_value(
                 "metadata.ownerReferences", "", "Only one reference can have Controller set to true"
             )
         )
-    for index, owner in enumerate(metadata.get("ownerReferences") or ()):
-        errors += [
-            invalid_value(
-                f"metadata.ownerReferences[{index}].{field}", "", f"{field} must not be empty"
-            )
-            for field in ("apiVersion", "kind", "name", "uid")
-            if not owner.get(field)
-        ]
+    errors += [
+        invalid_value(
+            f"metadata.ownerReferences[{index}].{field}", "", f"{field} must not be empty"
+        )
+        for index, owner in enumerate(owners)
+        for field in ("apiVersion", "kind", "name", "uid")
+        if not owner.get(field)
+    ]
+    return errors
+
+
+def _name(resource: Resource, name: str) -> list[FieldError]:
+    errors: list[FieldError] = []
+    if resource.kind == "Service":
+        pattern, text, limit = LABEL_1035, _LABEL_1035_TEXT, 63
+    elif resource.kind == "Namespace":
+        pattern, text, limit = _LABEL, _LABEL_TEXT, 63
+    else:
+        pattern, text, limit = _SUBDOMAIN, _SUBDOMAIN_TEXT, 253
+    if resource.group == "rbac.authorization.k8s.io":
+        if "/" in name or "%" in name or name in (".", ".."):
+            errors.append(invalid_value("metadata.name", name, "may not contain '/' or '%'"))
+    elif not pattern.fullmatch(name):
+        errors.append(invalid_value("metadata.name", name, text))
+    if len(name) > limit:
+        errors.append(
+            invalid_value("metadata.name", name, f"must be no more than {limit} characters")
+        )
     return errors
 
 
@@ -134,15 +133,16 @@ def _pod_spec(spec: Object, path: str) -> list[FieldError]:
     for index, volume in enumerate(spec.get("volumes") or ()):
         errors += _unique_label(volume.get("name", ""), f"{path}.volumes[{index}].name", volumes)
     for group in ("initContainers", "containers"):
-        for i, container in enumerate(spec.get(group) or ()):
-            for j, mount in enumerate(container.get("volumeMounts") or ()):
-                if mount.get("name") not in volumes:
-                    field = f"{path}.{group}[{i}].volumeMounts[{j}].name"
-                    errors.append(
-                        FieldError(
-                            field, "FieldValueNotFound", f'Not found: "{mount.get("name", "")}"'
-                        )
-                    )
+        errors += [
+            FieldError(
+                f"{path}.{group}[{i}].volumeMounts[{j}].name",
+                "FieldValueNotFound",
+                f'Not found: "{mount.get("name", "")}"',
+            )
+            for i, container in enumerate(spec.get(group) or ())
+            for j, mount in enumerate(container.get("volumeMounts") or ())
+            if mount.get("name") not in volumes
+        ]
     policies = ("Always", "OnFailure", "Never")
     if spec.get("restartPolicy", "Always") not in policies:
         errors.append(unsupported_value(f"{path}.restartPolicy", spec["restartPolicy"], policies))
@@ -173,15 +173,11 @@ def _container(container: Object, path: str, names: set[str]) -> list[FieldError
     errors = _unique_label(container.get("name", ""), f"{path}.name", names)
     if not container.get("image"):
         errors.append(required(f"{path}.image"))
-    for index, port in enumerate(container.get("ports") or ()):
-        if not 0 < port.get("containerPort", 0) < 65536:
-            errors.append(
-                invalid_value(
-                    f"{path}.ports[{index}].containerPort",
-                    port.get("containerPort", 0),
-                    "must be between 1 and 65535, inclusive",
-                )
-            )
+    errors += [
+        invalid_value(f"{path}.ports[{index}].containerPort", number, _PORT_TEXT)
+        for index, port in enumerate(container.get("ports") or ())
+        if not 0 < (number := port.get("containerPort", 0)) < 65536
+    ]
     for index, variable in enumerate(container.get("env") or ()):
         if not variable.get("name"):
             errors.append(required(f"{path}.env[{index}].name"))
@@ -194,9 +190,11 @@ def _container(container: Object, path: str, names: set[str]) -> list[FieldError
                     "digits, '_', '-', or '.'",
                 )
             )
-    for index, mount in enumerate(container.get("volumeMounts") or ()):
-        if not mount.get("mountPath"):
-            errors.append(required(f"{path}.volumeMounts[{index}].mountPath"))
+    errors += [
+        required(f"{path}.volumeMounts[{index}].mountPath")
+        for index, mount in enumerate(container.get("volumeMounts") or ())
+        if not mount.get("mountPath")
+    ]
     return errors
 
 
@@ -249,11 +247,7 @@ def _service(obj: Object) -> list[FieldError]:
     for index, port in enumerate(ports):
         path = f"spec.ports[{index}]"
         if not 0 < port.get("port", 0) < 65536:
-            errors.append(
-                invalid_value(
-                    f"{path}.port", port.get("port", 0), "must be between 1 and 65535, inclusive"
-                )
-            )
+            errors.append(invalid_value(f"{path}.port", port.get("port", 0), _PORT_TEXT))
         name = port.get("name", "")
         if len(ports) > 1 and not name:
             errors.append(required(f"{path}.name"))
@@ -282,9 +276,8 @@ def _ingress(obj: Object) -> list[FieldError]:
                 errors.append(required(f"{field}.pathType", "pathType must be specified"))
             elif path["pathType"] not in kinds:
                 errors.append(unsupported_value(f"{field}.pathType", path["pathType"], kinds))
-            if not (path.get("backend") or {}).get("service") and not (
-                path.get("backend") or {}
-            ).get("resource"):
+            backend = path.get("backend") or {}
+            if not backend.get("service") and not backend.get("resource"):
                 errors.append(required(f"{field}.backend"))
     return errors
 
@@ -340,9 +333,8 @@ def _immutable(kind: str, obj: Object, old: Object) -> list[FieldError]:
                     "pod updates may not change fields other than "
                     "`spec.containers[*].image`,`spec.initContainers[*].image`,"
                     "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing "
-                    "tolerations),"
-                    "`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was "
-                    "previously negative)",
+                    "tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 "
+                    "if it was previously negative)",
                 )
             ]
         case "CustomResourceDefinition":

@@ -1,10 +1,10 @@
 """HTTP: from a request to an answer of the Kubernetes API.
 
-api_server: the HTTPS server.
-request: path, verb, body and query parameters of a request.
-selectors: label and field selectors.
-watch: streams of changes.
-discovery: API groups, versions and OpenAPI documents.
-tables: rows and columns for kubectl.
-pod_logs: logs, forwarded from the kubelet.
+- `api_server`: the HTTPS server.
+- `request`: path, verb, body and query parameters of a request.
+- `selectors`: label and field selectors.
+- `watch`: streams of changes.
+- `discovery`: API groups, versions and OpenAPI documents.
+- `tables`: rows and columns for kubectl.
+- `pod_logs`: logs, forwarded from the kubelet.
 """

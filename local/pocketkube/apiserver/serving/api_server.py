@@ -39,7 +39,8 @@ from pocketkube.apiserver.serving.watch import Selection, watch
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY = 3 * 1024 * 1024  # the limit of kube-apiserver
+#: The limit of kube-apiserver.
+_MAX_BODY = 3 * 1024 * 1024
 _OPENAPI_V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf"
 
 
@@ -156,10 +157,10 @@ class ApiServer:
         verb = call.verb(request.method, request.query)
         offered = call.subresource.verbs if call.subresource else VERBS
         if verb not in offered:
-            what = call.resource.qualified + (
-                f"/{call.subresource.name}" if call.subresource else ""
+            below = f"/{call.subresource.name}" if call.subresource else ""
+            raise errors.method_not_allowed(
+                f"{call.resource.qualified}{below} offers {', '.join(offered)}, not {verb}"
             )
-            raise errors.method_not_allowed(f"{what} offers {', '.join(offered)}, not {verb}")
         if call.subresource and call.subresource.name == "log":
             assert self._kubelets is not None, "requests come after start()"
             return await stream_logs(
@@ -244,42 +245,28 @@ class ApiServer:
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
             return _json(printer.table(objects, metadata, include))
-        items = [
-            {key: value for key, value in obj.items() if key not in ("apiVersion", "kind")}
-            for obj in objects
-        ]
-        if call.resource.custom:
-            items = list(objects)
-        resource = call.resource
-        return _json(
-            {
-                "kind": resource.list_kind_name,
-                "apiVersion": resource.api_version,
-                "metadata": metadata,
-                "items": items,
-            }
-        )
+        if not call.resource.custom:
+            objects = [
+                {key: value for key, value in obj.items() if key not in ("apiVersion", "kind")}
+                for obj in objects
+            ]
+        return _list(call.resource, metadata, objects)
 
     async def _delete(self, request: web.Request, call: Call) -> web.Response:
         options = await self._delete_options(request)
         obj, gone = self._cluster.deletion.delete(call.resource, call.namespace, call.name, options)
         if not gone or call.resource.kind == "Pod":
             return self._respond(request, call, self._cluster.registry.view(call.resource, obj))
-        details: Object = {
-            "name": call.name,
-            "kind": call.resource.plural,
-            "uid": obj["metadata"]["uid"],
-        }
-        if call.resource.group:
-            details["group"] = call.resource.group
-        status = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Success",
-            "details": details,
-        }
-        return _json(status)
+        details = errors.details(call.resource, call.name)
+        return _json(
+            {
+                "kind": "Status",
+                "apiVersion": "v1",
+                "metadata": {},
+                "status": "Success",
+                "details": {**details, "uid": obj["metadata"]["uid"]},
+            }
+        )
 
     async def _delete_collection(self, request: web.Request, call: Call) -> web.Response:
         options = replace(await self._delete_options(request), uid="", resource_version="")
@@ -293,15 +280,7 @@ class ApiServer:
                     resource, metadata.get("namespace", ""), metadata["name"], options
                 )
                 deleted.append(cluster.registry.view(resource, last))
-        metadata = {"resourceVersion": str(cluster.store.version)}
-        return _json(
-            {
-                "kind": resource.list_kind_name,
-                "apiVersion": resource.api_version,
-                "metadata": metadata,
-                "items": deleted,
-            }
-        )
+        return _list(resource, {"resourceVersion": str(cluster.store.version)}, deleted)
 
     @staticmethod
     async def _delete_options(request: web.Request) -> DeleteOptions:
@@ -364,6 +343,17 @@ def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Obj
 
 def _position(obj: Object) -> tuple[str, str]:
     return obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
+
+
+def _list(resource: Resource, metadata: Object, items: list[Object]) -> web.Response:
+    return _json(
+        {
+            "kind": resource.list_kind_name,
+            "apiVersion": resource.api_version,
+            "metadata": metadata,
+            "items": items,
+        }
+    )
 
 
 def _json(body: Object, code: int = 200) -> web.Response:

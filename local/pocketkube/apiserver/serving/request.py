@@ -32,9 +32,9 @@ class Call:
     def verb(self, method: str, query: Mapping[str, str]) -> str:
         match method:
             case "GET" if self.name:
-                return "watch" if _true(query, "watch") and not self.subresource else "get"
+                return "watch" if is_set(query, "watch") and not self.subresource else "get"
             case "GET":
-                return "watch" if _true(query, "watch") else "list"
+                return "watch" if is_set(query, "watch") else "list"
             case "POST" if not self.name or self.subresource:
                 return "create"
             case "PUT" if self.name:
@@ -52,16 +52,12 @@ class Call:
         )
         manager = query.get("fieldManager", "")
         if applying and not manager:
-            detail = "is required for apply patch"
-            raise errors.invalid(
-                self.resource, self.name, [errors.required("fieldManager", detail)]
-            )
-        force = _true(query, "force")
+            missing = errors.required("fieldManager", "is required for apply patch")
+            raise errors.invalid(self.resource, self.name, [missing])
+        force = is_set(query, "force")
         if force and not applying:
-            detail = "may not be specified for non-apply patch"
-            raise errors.invalid(
-                self.resource, self.name, [errors.forbidden_value("force", detail)]
-            )
+            refused = errors.forbidden_value("force", "may not be specified for non-apply patch")
+            raise errors.invalid(self.resource, self.name, [refused])
         dry_run = query.getall("dryRun", [])
         if any(value != "All" for value in dry_run):
             raise errors.bad_request(f"dryRun: {dry_run[0]!r}: the only supported value is All")
@@ -72,7 +68,8 @@ class Call:
         return WriteOptions(manager or agent or "unknown", bool(dry_run), checking, force)
 
 
-def _true(query: Mapping[str, str], name: str) -> bool:
+def is_set(query: Mapping[str, str], name: str) -> bool:
+    """Return whether a parameter of the query is true."""
     return query.get(name, "").lower() in ("1", "true")
 
 
@@ -100,11 +97,9 @@ def parse_path(path: str, catalog: Catalog) -> Call | None:
     name = rest[1] if len(rest) > 1 else ""
     if resource.namespaced and name and not namespace:
         return None
-    subresource = None
-    if len(rest) == 3:
-        subresource = resource.subresource(rest[2])
-        if subresource is None:
-            return None
+    subresource = resource.subresource(rest[2]) if len(rest) == 3 else None
+    if len(rest) == 3 and subresource is None:
+        return None
     return Call(resource, namespace, name, subresource)
 
 
@@ -152,7 +147,7 @@ def parse_body(raw: bytes, content_type: str) -> Any:
     """
     if content_type.endswith("protobuf"):
         raise errors.unsupported_media_type(
-            "this control plane speaks JSON, not protobuf, which `kubectl create` sends: use "
+            "this control plane accepts JSON, not protobuf, which `kubectl create` sends: use "
             "`kubectl apply -f FILE`, or "
             "`kubectl create ... --dry-run=client -o yaml | kubectl apply -f -`"
         )

@@ -14,7 +14,7 @@ _SET = re.compile(r"^\s*([^\s!=,()]+)\s+(in|notin)\s+\(([^)]*)\)\s*$")
 _EQUALITY = re.compile(r"^\s*([^\s!=,()]+)\s*(==|=|!=)\s*([^\s!=,()]*)\s*$")
 _EXISTS = re.compile(r"^\s*(!?)\s*([^\s!=,()<>]+)\s*$")
 
-# Fields that every kind can be selected by, and those of single kinds. Others are refused.
+#: Fields that every kind can be selected by. `_BY_KIND` has the others; further ones are refused.
 _COMMON = ("metadata.name", "metadata.namespace")
 _BY_KIND: dict[str, tuple[str, ...]] = {
     "pods": (

@@ -9,7 +9,8 @@ from typing import Any
 
 from pocketkube.apiserver.resources import Object, Resource
 
-Column = tuple[str, str, int, Callable[[Object], Any]]  # name, type, priority, cell
+#: (name, type, priority, function from an object to its cell).
+Column = tuple[str, str, int, Callable[[Object], Any]]
 
 _FILTER = re.compile(r"""^\?\(@\.([\w./-]+)\s*==\s*["'](.*)["']\)$""")
 _STEP = re.compile(r"""\.((?:\\.|[^.\[\]\\])+)|\[([^\]]+)\]""")
@@ -295,10 +296,9 @@ class TablePrinter:
     """Formats objects of one kind as rows."""
 
     def __init__(self, resource: Resource, printer_columns: Sequence[Object] = ()) -> None:
-        custom = resource.custom
         self._columns = (
             _custom_columns(printer_columns)
-            if custom
+            if resource.custom
             else _COLUMNS.get(resource.kind, (_NAME, _AGE))
         )
 

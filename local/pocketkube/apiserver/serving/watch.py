@@ -12,11 +12,13 @@ from aiohttp import web
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.serving.request import is_set
 from pocketkube.apiserver.serving.selectors import Predicate
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.store import Event, ExpiredError
 
-BOOKMARK_S = 20.0  # interval of bookmarks in an idle watch
+#: Interval of bookmarks in an idle watch.
+BOOKMARK_S = 20.0
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
@@ -82,8 +84,7 @@ async def watch(
     """Serve a watch until its timeout, the client's disconnect or the end of the resource."""
     query = request.query
     since = query.get("resourceVersion", "")
-    bookmarks = query.get("allowWatchBookmarks", "").lower() in ("1", "true")
-    initial = query.get("sendInitialEvents", "").lower() in ("1", "true")
+    bookmarks, initial = is_set(query, "allowWatchBookmarks"), is_set(query, "sendInitialEvents")
     if initial and not (bookmarks and query.get("resourceVersionMatch") == "NotOlderThan"):
         raise errors.bad_request(
             "sendInitialEvents needs allowWatchBookmarks=true and resourceVersionMatch=NotOlderThan"

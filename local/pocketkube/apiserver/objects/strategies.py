@@ -1,0 +1,175 @@
+"""Steps of a write that only one kind has, as in the strategies of Kubernetes' registries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from ipaddress import IPv4Address, IPv4Network
+
+from pocketkube.apiserver import errors
+from pocketkube.apiserver.resources import DEFINITIONS, Object, Resource
+from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.apiserver.schema.defaults import qos_class
+from pocketkube.apiserver.store import Store
+from pocketkube.timestamps import timestamp
+
+
+class Strategy:
+    """The steps of a kind. These are enough for most kinds."""
+
+    def __init__(self, initial_status: Object | None = None) -> None:
+        self._initial_status = initial_status
+
+    def before_create(self, new: Object) -> None:
+        """Set the initial state of a new object. It has its defaults, and no status."""
+        if self._initial_status is not None:
+            new["status"] = self._initial_status
+
+    def before_update(self, old: Object, new: Object) -> None:
+        """Restore fields that this update cannot change. `new` has no defaults yet."""
+
+    def after_write(self, stored: Object) -> Object:
+        """Handle a write of anything but the status. Return the object as it is stored then."""
+        return stored
+
+
+class PodStrategy(Strategy):
+    """Sets the quality of service class, which is computed once."""
+
+    def before_create(self, new: Object) -> None:
+        new["status"] = {"phase": "Pending", "qosClass": qos_class(new.get("spec") or {})}
+
+
+class NamespaceStrategy(Strategy):
+    """Keeps the spec, which only the server sets."""
+
+    def before_create(self, new: Object) -> None:
+        new["spec"] = {"finalizers": ["kubernetes"]}
+        new["status"] = {"phase": "Active"}
+
+    def before_update(self, old: Object, new: Object) -> None:
+        new["spec"] = old.get("spec", {})
+
+
+class ServiceStrategy(Strategy):
+    """Allocates cluster addresses, and keeps them. The store's index holds those in use."""
+
+    def __init__(self, store: Store, services: Resource, network: IPv4Network) -> None:
+        super().__init__({"loadBalancer": {}})
+        self._store = store
+        self._resource = services
+        self._network = network
+        self._next = int(network.network_address)
+
+    def before_create(self, new: Object) -> None:
+        super().before_create(new)
+        spec = new["spec"]
+        if spec["type"] != "ClusterIP" or spec.get("clusterIP") == "None":
+            return  # headless, or a type that validation refuses
+        if asked := spec.get("clusterIP"):
+            self._check(asked, new["metadata"]["name"])
+        else:
+            spec["clusterIP"] = self._allocate()
+            spec["clusterIPs"] = [spec["clusterIP"]]
+
+    def before_update(self, old: Object, new: Object) -> None:
+        new["spec"] = dict(new.get("spec") or {})
+        for name in ("clusterIP", "clusterIPs"):
+            new["spec"].setdefault(name, old["spec"][name])
+
+    def _check(self, address: str, service: str) -> None:
+        """Check the address that a new Service names.
+
+        Raises:
+            ApiError: 422, it is used, or not in the network.
+        """
+        try:
+            is_inside = IPv4Address(address) in self._network
+        except ValueError:
+            is_inside = False
+        if not is_inside or self._store.find("address", address):
+            why = (
+                "provided IP is already allocated"
+                if is_inside
+                else f"the provided IP is not in {self._network}"
+            )
+            raise errors.invalid(
+                self._resource, service, [errors.invalid_value("spec.clusterIP", address, why)]
+            )
+
+    def _allocate(self) -> str:
+        """Return the next free address.
+
+        Raises:
+            ApiError: 500, all addresses are used.
+        """
+        size = self._network.num_addresses
+        base = int(self._network.network_address)
+        for step in range(1, size):
+            address = IPv4Address(base + (self._next - base + step) % size)
+            is_reserved = address in (self._network[0], self._network[-1])
+            if not is_reserved and not self._store.find("address", str(address)):
+                self._next = int(address)
+                return str(address)
+        raise errors.ApiError(
+            500,
+            "InternalError",
+            f"no free address in {self._network}; delete services or widen the range",
+        )
+
+
+class CustomResourceDefinitionStrategy(Strategy):
+    """Serves the versions of a definition, and sets its status."""
+
+    def __init__(self, store: Store, catalog: Catalog) -> None:
+        super().__init__()
+        self._store = store
+        self._catalog = catalog
+
+    def after_write(self, stored: Object) -> Object:
+        spec = stored["spec"]
+        if not stored["metadata"].get("deletionTimestamp"):
+            self._catalog.establish(stored)
+            self._store.open(f"{spec['names']['plural']}.{spec['group']}")
+        status = dict(stored.get("status") or {})
+        storage = next(version["name"] for version in spec["versions"] if version.get("storage"))
+        status["acceptedNames"] = spec["names"]
+        status["storedVersions"] = list(
+            dict.fromkeys([*(status.get("storedVersions") or ()), storage])
+        )
+        known = {condition["type"]: condition for condition in status.get("conditions") or ()}
+        for kind, reason, message in (
+            ("NamesAccepted", "NoConflicts", "no conflicts found"),
+            ("Established", "InitialNamesAccepted", "the initial names have been accepted"),
+        ):
+            known.setdefault(
+                kind,
+                {
+                    "type": kind,
+                    "status": "True",
+                    "reason": reason,
+                    "message": message,
+                    "lastTransitionTime": timestamp(),
+                },
+            )
+        status["conditions"] = list(known.values())
+        if status == stored.get("status"):
+            return stored
+        return self._store.put(DEFINITIONS, {**stored, "status": status})
+
+
+def strategies(
+    store: Store, catalog: Catalog, service_network: IPv4Network
+) -> defaultdict[str, Strategy]:
+    """Return the strategy of each kind, by storage key."""
+    return defaultdict(
+        Strategy,
+        {
+            "pods": PodStrategy(),
+            "namespaces": NamespaceStrategy(),
+            "services": ServiceStrategy(store, catalog.builtin("services"), service_network),
+            "ingresses.networking.k8s.io": Strategy({"loadBalancer": {}}),
+            "deployments.apps": Strategy({}),
+            "replicasets.apps": Strategy({"replicas": 0}),
+            DEFINITIONS: CustomResourceDefinitionStrategy(store, catalog),
+        },
+    )
