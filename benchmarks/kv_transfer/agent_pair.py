@@ -92,7 +92,7 @@ class Side:
         return pipe.recv()
 
     def prepare(self, num_blocks: int, block_bytes: int) -> None:
-        """Takes blocks in another random order on each side, so that none merge."""
+        """Order the blocks differently on each side, at random, so that none merge."""
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         random = np.random.default_rng(num_blocks)
         self._from, self._to = random.permutation(num_blocks), random.permutation(num_blocks)
@@ -211,14 +211,14 @@ class Side:
         return bool(state == "DONE")
 
     def _messages(self) -> list[bytes]:
-        """Takes all that arrived."""
+        """Return the messages that have arrived."""
         messages, self._inbox = self._inbox, []
         return messages + [
             message for messages in self._agent.get_new_notifs().values() for message in messages
         ]
 
     def _heard(self, word: bytes) -> bool:
-        """Takes this message only."""
+        """Return whether this message has arrived, and remove it from the inbox."""
         self._inbox = self._messages()
         heard = word in self._inbox
         if heard:

@@ -150,7 +150,7 @@ class Engine:
             )
 
     async def connect(self) -> None:
-        """Raises RuntimeError with the end of its log if it does not become ready."""
+        """Wait until the engine is ready. Raises RuntimeError with the end of its log."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
@@ -210,7 +210,7 @@ _ids = itertools.count()
 
 
 async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times:
-    """What the gateway does with one request, to its second token."""
+    """Run one request to its second token, as the gateway does."""
     name = f"handoff-{next(_ids)}"
     consume = KVTransferParams(
         side=KVSide.CONSUME,
@@ -245,7 +245,7 @@ async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times
 
 
 async def alone(engine: Engine, prompt: list[int]) -> Times:
-    """The engine prefills for itself."""
+    """Run one request on one engine, which computes the prompt itself."""
     name = f"alone-{next(_ids)}"
     started = time.monotonic()
     stream = engine.client.add(EngineCoreRequest(name, prompt, greedy(2)))
@@ -427,7 +427,7 @@ def figures(pairs: dict[Key, list[Pair]], lengths: tuple[int, ...]) -> tuple[Row
 
 
 def growth_of(pairs: list[Pair]) -> dict[str, float]:
-    """The figures of one way, mode and length: see the module's docstring."""
+    """Return the figures of one way, mode and length: see the module's docstring."""
     prefill = statistics.median(pair.own.prefill for pair in pairs)
     differences = [pair.handed.gap - pair.own.gap for pair in pairs]
     growth = statistics.median(differences)

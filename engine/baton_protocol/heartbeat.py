@@ -1,16 +1,17 @@
-"""Heartbeats with one engine: how long it has been silent, and the load that it reported."""
+"""Heartbeats with one engine: the length of its silence, and the load that it reported."""
 
 from __future__ import annotations
 
 from baton_protocol.messages import Ping, Pong
 
 HEARTBEAT_INTERVAL_S = 0.5
-#: Silence after which an engine counts as dead. A killed process is noticed at once, by its
-#: connection; this is for frozen ones.
+#: Silence after which an engine counts as dead. The connection of a killed process ends at once,
+#: so this detects a process that is stopped or stalled.
 HEARTBEAT_TIMEOUT_S = 3.0
-#: An engine that loads its model may be silent for so many times longer: imports and weights hold
-#: its interpreter for seconds.
-LOADING_PATIENCE = 5
+#: Factor of the timeout while an engine loads its model: imports and weights hold its interpreter
+#: for seconds.
+LOADING_FACTOR = 5
+#: Intervals of silence after which an engine is suspect.
 SUSPECT_AFTER_INTERVALS = 2
 
 
@@ -24,54 +25,58 @@ class Heartbeat:
     def __init__(self, interval_s: float, timeout_s: float) -> None:
         self.interval_s = interval_s
         self.silence_s = 0.0
-        #: The latest.
+        #: The latest PONG.
         self.status: Pong | None = None
         self._timeout_s = timeout_s
-        self._heard = False
+        self._has_received = False  # in this interval
         self._sequence = 0
         self._own_at_ping = 0
         self._own_at_status = 0
 
-    def ping(self, num_unfinished: int) -> Ping:
-        """Begins an interval; `num_unfinished` requests of this client are in flight."""
-        self._heard = False
+    def begin_interval(self, num_unfinished: int) -> Ping:
+        """Begin an interval and return its PING.
+
+        Args:
+            num_unfinished: requests of this client in flight.
+        """
+        self._has_received = False
         self._sequence += 1
         self._own_at_ping = num_unfinished
         return Ping(self._sequence)
 
-    def waited(self, elapsed_s: float) -> None:
-        """The interval is over; so much time has passed."""
-        if not self._heard:
+    def end_interval(self, elapsed_s: float) -> None:
+        """End the interval, which lasted `elapsed_s` seconds."""
+        if not self._has_received:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
 
-    def heard(self) -> bool:
-        """The engine said something. Returns whether it was suspect before."""
-        was_suspect = self.suspect
-        self._heard = True
+    def record_message(self) -> bool:
+        """Record a message from the engine. Return whether the engine was suspect before."""
+        was_suspect = self.is_suspect
+        self._has_received = True
         self.silence_s = 0.0
         return was_suspect
 
-    def pong(self, pong: Pong) -> None:
+    def record_pong(self, pong: Pong) -> None:
         self.status = pong
         if pong.sequence == self._sequence:
             self._own_at_status = self._own_at_ping
 
     @property
-    def draining(self) -> bool:
+    def is_draining(self) -> bool:
         return self.status is not None and self.status.draining
 
     @property
-    def suspect(self) -> bool:
-        """Silent, but not yet dead: better give it nothing new."""
+    def is_suspect(self) -> bool:
+        """Whether the engine has been silent for so long that it should get no new requests."""
         return self.silence_s >= SUSPECT_AFTER_INTERVALS * self.interval_s
 
     def is_dead(self, *, loading: bool) -> bool:
-        return self.silence_s >= self._timeout_s * (LOADING_PATIENCE if loading else 1)
+        return self.silence_s >= self._timeout_s * (LOADING_FACTOR if loading else 1)
 
     def num_requests(self, num_unfinished: int) -> int:
         """Return the number of requests at the engine.
 
-        These are those of all clients at its last answer, and those that this client sent later.
+        These are all that the last PONG reported, and those that this client sent later.
         """
         if self.status is None:
             return num_unfinished

@@ -114,7 +114,7 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 class Hello(_Wire):
     protocol_version: int
     client_id: str
-    #: Send me KV_EVENTS. The engine publishes them if config.cache.enable_kv_events is set.
+    #: Whether to send KV_EVENTS. The engine publishes them if config.cache.enable_kv_events is set.
     kv_events: bool = False
 
 
@@ -234,7 +234,7 @@ PromptLogprobs = list[TokenLogprobs]
 
 
 class RoutedExperts(_Wire):
-    """Which experts each token took, of a mixture-of-experts model."""
+    """The experts that computed each token, in a mixture-of-experts model."""
 
     #: (tokens, sparse layers, experts per token).
     shape: tuple[int, int, int]
@@ -340,6 +340,6 @@ KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
 class KVEventBatch(_Wire):
-    #: Grows by one per batch. After a gap, nothing is known of this engine's cache.
+    #: Grows by one per batch. After a gap, the state of this engine's cache is unknown.
     sequence: int
     events: list[KVEvent]

@@ -1,14 +1,14 @@
-"""What is wrong with a request."""
+"""The error of an invalid request."""
 
 from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """The request is wrong.
+    """The request is invalid.
 
     Args:
-        message: what is wrong, and what would be right.
-        param: the field, like `messages[0].content`.
+        message: what is invalid, and what is valid.
+        param: the field, such as `messages[0].content`.
         code: OpenAI's machine-readable code, where there is one.
     """
 

@@ -1,4 +1,4 @@
-"""Chat messages: checked, and as chat templates take them."""
+"""Checks chat messages and converts them to the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    #: Any: only looked at to be refused.
+    #: Refused if set, so their type does not matter.
     tool_calls: Any = None
     function_call: Any = None
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Checked messages as chat templates take them. Raises RequestError."""
+    """Check messages and convert them for a chat template. Raises RequestError."""
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
     return [_template_message(message) for message in messages]

@@ -1,4 +1,4 @@
-"""JSON bodies to checked requests; what is wrong with one is said with the name of the field."""
+"""Parses JSON bodies to checked requests. Errors name the field that is invalid."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from baton_text.errors import RequestError
 
 
 class Checked(Protocol):
-    """A request that can tell what is wrong with it."""
+    """A request that can check its fields."""
 
-    def validate(self) -> None: ...
+    def validate(self) -> None:
+        """Check all fields. Raises RequestError."""
 
 
 _Request = TypeVar("_Request", bound=Checked)
@@ -23,10 +24,10 @@ _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
 def parse_request(body: bytes, kind: type[_Request]) -> _Request:
-    """A request from its JSON body, fully checked.
+    """Parse a request from its JSON body and check it.
 
     Raises:
-        RequestError: malformed JSON, a wrong type, or a value out of bounds, with the field's name.
+        RequestError: the JSON is malformed, or a field has a wrong type or an invalid value.
     """
     try:
         request = msgspec.json.decode(body, type=kind)
@@ -41,7 +42,7 @@ def parse_request(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _validation_error(text: str) -> RequestError:
-    """`Expected `int`, got `str` - at `$.n`` -> n, and a sentence that begins with it."""
+    """Convert an error text of msgspec, such as "Expected `int`, got `str` - at `$.n`"."""
     match = _MSGSPEC_PATH.match(text)
     assert match is not None  # the pattern matches every text
     what = match["what"].replace("`", "")

@@ -1,4 +1,4 @@
-"""OpenAI requests: JSON bodies as structs, checked field by field.
+"""OpenAI requests: the structs of their JSON bodies, and the checks of their fields.
 
 Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of every version
 work. Known fields that would change the answer, but are not supported, are refused by name.
@@ -73,7 +73,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Ends an answer whose last tokens are one pattern, min_count times in a row."""
+    """A condition that ends an answer: its last tokens repeat one pattern `min_count` times."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -135,12 +135,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_candidates(self) -> int:
-        """Sequences computed for every prompt: more than n with best_of."""
+        """Number of sequences computed for each prompt: n, or best_of if it is larger."""
         return max(self.num_samples, self.best_of or 0)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences computed for the request: the candidates of every prompt."""
+        """Number of sequences computed for the request: the candidates of all prompts."""
         return self.num_candidates
 
     @property
@@ -154,19 +154,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def requested_max_tokens(self) -> int | None:
-        """None: as many as the context holds."""
+        """Return the limit on generated tokens; None if only the context limits them."""
         return self.max_tokens
 
     def requested_logprobs(self) -> int | None:
-        """How many alternatives per token to report; None: no logprobs at all."""
+        """Return how many alternatives to report per generated token; None for no logprobs."""
         raise NotImplementedError
 
     def requested_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Return how many alternatives to report per prompt token; None for no logprobs."""
         return self.prompt_logprobs
 
     def validate(self) -> None:
-        """Raises RequestError naming the first field that is wrong."""
+        """Check all fields.
+
+        Raises:
+            RequestError: a field is invalid; `param` is the first such field.
+        """
         self._refuse_unsupported()
         if not 1 <= self.num_samples <= MAX_N:
             raise RequestError(f"n must be in [1, {MAX_N}], got {self.n}", param="n")
@@ -221,7 +225,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def _validate_search(self) -> None:
-        """best_of and beam search."""
+        """Check best_of and the options of beam search. Raises RequestError."""
         if self.best_of is not None:
             if not self.num_samples <= self.best_of <= MAX_N:
                 raise RequestError(
@@ -253,10 +257,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def sampling_params(
         self, *, seed: int, max_tokens: int, bad_words_token_ids: list[list[int]] | None = None
     ) -> SamplingParams:
-        """What one sequence of this request asks of the engine.
+        """Return the sampling parameters of one sequence.
 
         Args:
-            bad_words_token_ids: of `bad_words`, by the model's tokenizer.
+            bad_words_token_ids: token sequences of `bad_words`.
 
         Raises:
             RequestError: a bound of SamplingParams is broken; `param` is the field.
@@ -299,10 +303,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return RequestError(field + message[len(root if field == root else theirs) :], param=field)
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
-        """Raises RequestError: there would be too many of them.
+        """Check the number of prompt logprobs in the answer.
 
         Args:
-            num_prompt_tokens: of all prompts.
+            num_prompt_tokens: number of tokens in all prompts.
+
+        Raises:
+            RequestError: there would be more than MAX_LOGPROB_ENTRIES.
         """
         num_top = self.requested_prompt_logprobs()
         if num_top is None:
@@ -318,7 +325,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def structured_output_field(self) -> str | None:
-        """Name of the field that says what the text must look like; None if there is none."""
+        """Return the name of the field that describes the text's structure; None if none is set.
+
+        Raises:
+            RequestError: two such fields are set.
+        """
         fields = (
             "structured_outputs",
             "guided_json",
@@ -336,7 +347,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return given[0] if given else None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Raises RequestError: two structures at once, or a field whose value cannot be one."""
+        """Return the structure that the text must have; None if the request has none.
+
+        Raises:
+            RequestError: two structures are set, or one is invalid.
+        """
         field = self.structured_output_field()
         if field is None:
             return None
@@ -397,7 +412,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 )
 
     def _unsupported(self) -> tuple[str, ...]:
-        """Fields that are refused when they ask for something."""
+        """Return the names of the fields that are refused if they are set and not false."""
         return ()
 
 
@@ -497,14 +512,14 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def is_prompt_only(self) -> bool:
-        """max_tokens=0 with echo: nothing but the prompt, and its logprobs."""
+        """Whether the answer is the prompt alone, with its logprobs: max_tokens=0 with echo."""
         return bool(self.echo) and self.max_tokens == 0
 
     def requested_logprobs(self) -> int | None:
         return self.logprobs
 
     def requested_prompt_logprobs(self) -> int | None:
-        """OpenAI's way to ask for them is echo with logprobs."""
+        """Return prompt_logprobs, or `logprobs` if the prompt is echoed, as in OpenAI's API."""
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs
@@ -520,7 +535,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
+        """Return the prompts, each a text or token ids.
+
+        Raises:
+            RequestError: `prompt` has another shape, or one prompt has no tokens.
+        """
         prompt = self.prompt
         if isinstance(prompt, str):
             prompts: list[str | list[int]] = [prompt]

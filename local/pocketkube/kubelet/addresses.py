@@ -13,7 +13,11 @@ class AddressPool:
     """Hands out addresses of a network; its first usable one is the node's own."""
 
     def __init__(self, network: str, loopback: LoopbackAddresses):
-        """Raises: ValueError unless `network` is an IPv4 CIDR with at least 8 addresses."""
+        """Take the first address for the node.
+
+        Raises:
+            ValueError: `network` is not an IPv4 CIDR with at least 8 addresses.
+        """
         self.network = ipaddress.IPv4Network(network)
         if self.network.num_addresses < 8:
             raise ValueError(
@@ -28,7 +32,11 @@ class AddressPool:
         loopback.add(self.node_address)
 
     def allocate(self) -> str:
-        """Raises: OSError if the pool is exhausted or the device refuses the address."""
+        """Return a free address.
+
+        Raises:
+            OSError: the pool is exhausted, or the device refuses the address.
+        """
         if self._next < self.network.num_addresses - 1:
             address = str(self.network[self._next])
             self._next += 1
