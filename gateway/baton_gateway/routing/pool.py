@@ -247,7 +247,7 @@ class EnginePool:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
                     "engines %s and %s have different config hashes (%s, %s) and will not be "
-                    "paired: give both the same checkpoint, dtype, quantization and block size; "
+                    "paired: give both the same checkpoint, dtype and quantization; "
                     "dtype auto depends on the machine, so set it where machines differ",
                     member.endpoint.name,
                     other.endpoint.name,
