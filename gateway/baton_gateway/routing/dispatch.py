@@ -184,64 +184,73 @@ class Dispatcher:
         """
         sequence = state.sequence
         producer, consumer = prefill.ready_client, decode.ready_client
-        transfer_id = uuid.uuid4().hex
-        consume = KVTransferParams(
-            side=KVSide.CONSUME,
-            transfer_id=transfer_id,
-            peer_instance_id=producer.instance_id,
-            remote_host=prefill.endpoint.host,
-            remote_port=prefill.endpoint.kv_port,
-        )
-        produce = KVTransferParams(
-            side=KVSide.PRODUCE, transfer_id=transfer_id, peer_instance_id=consumer.instance_id
-        )
+        produce, consume = _transfer(prefill, decode)
         decode_stream = self._add(consumer, sequence.request(attempt_id, consume), state.rank)
-        prefill_stage: asyncio.Task[EngineCoreOutput] | None = None
-        decode_stage: asyncio.Task[EngineCoreOutput] | None = None
+        prefill_stage = asyncio.create_task(
+            _first_output(producer, sequence.request(attempt_id, produce))
+        )
+        decode_stage = asyncio.create_task(anext(decode_stream))
         try:
-            prefill_stage = asyncio.create_task(
-                _first_output(producer, sequence.request(attempt_id, produce))
-            )
-            decode_stage = asyncio.create_task(anext(decode_stream))
-            await asyncio.wait(
-                [prefill_stage, decode_stage],
-                timeout=self._prefill_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if decode_stage.done() and not prefill_stage.done():
-                # Only a failure can come before PREFILL_RESULT, which has the token to go on from.
-                self._check(sequence, _result(decode_stage))
-                raise AttemptError(
-                    "the decode engine sent tokens before it received the first one",
-                    ErrorCode.INTERNAL,
-                )
+            await self._wait_for_prefill(sequence, prefill_stage, decode_stage)
             result, output = self._prefill_result(attempt_id, prefill, prefill_stage)
-            if output is not None:
-                self._check(sequence, output)
-                finish_reason = _finish_reason(sequence, output)
-                output = msgspec.structs.replace(output, finish_reason=finish_reason)
-                sequence.generated_token_ids += output.new_token_ids
-                sequence.num_cached_tokens = output.num_cached_tokens
-                if finish_reason is None:
-                    # Before the yield: a slow client must not delay the decode engine.
-                    consumer.prefill_result(result)
-                yield output
-                if finish_reason is not None:
-                    return
-            else:
+            if output is None:
                 producer.abort([attempt_id])  # frees the blocks of an abandoned prefill stage
+            else:
+                output = self._add_first_token(sequence, output)
+            if output is None or not output.finished:
+                # Before the yield: a slow client must not delay the decode engine.
                 consumer.prefill_result(result)
+            if output is not None:
+                yield output
+                if output.finished:
+                    return
             async with aclosing(
                 self._decode_outputs(sequence, decode_stream, decode_stage)
             ) as outputs:
                 async for item in outputs:
                     yield item
         finally:
-            for task in (prefill_stage, decode_stage):
-                if task is not None and not task.cancel() and not task.cancelled():
-                    task.exception()  # retrieved, so that asyncio does not log it as lost
+            for stage in (prefill_stage, decode_stage):
+                if not stage.cancel() and not stage.cancelled():
+                    stage.exception()  # retrieved, so that asyncio does not log it as lost
             producer.abort([attempt_id])
             consumer.abort([attempt_id])
+
+    async def _wait_for_prefill(
+        self,
+        sequence: Sequence,
+        prefill_stage: asyncio.Task[EngineCoreOutput],
+        decode_stage: asyncio.Task[EngineCoreOutput],
+    ) -> None:
+        """Wait until the prefill stage has ended or `prefill_timeout_s` has passed.
+
+        Raises:
+            AttemptError, APIError: the decode stage has ended before the prefill stage.
+        """
+        await asyncio.wait(
+            [prefill_stage, decode_stage],
+            timeout=self._prefill_timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if decode_stage.done() and not prefill_stage.done():
+            # Only a failure can come before PREFILL_RESULT, which has the token to go on from.
+            self._check(sequence, _result(decode_stage))
+            raise AttemptError(
+                "the decode engine sent tokens before it received the first one",
+                ErrorCode.INTERNAL,
+            )
+
+    def _add_first_token(self, sequence: Sequence, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Add the prefill stage's token to the sequence.
+
+        Returns:
+            `output` with the sequence's finish reason, which is None if the sequence goes on.
+        """
+        self._check(sequence, output)
+        finish_reason = _finish_reason(sequence, output)
+        sequence.generated_token_ids += output.new_token_ids
+        sequence.num_cached_tokens = output.num_cached_tokens
+        return msgspec.structs.replace(output, finish_reason=finish_reason)
 
     def _prefill_result(
         self, attempt_id: str, prefill: Member, stage: asyncio.Task[EngineCoreOutput]
@@ -351,6 +360,24 @@ class Dispatcher:
             return client.add(request)
         except EngineDeadError as error:  # it died after it was picked
             raise AttemptError(str(error), None) from error
+
+
+def _transfer(prefill: Member, decode: Member) -> tuple[KVTransferParams, KVTransferParams]:
+    """Return the two sides of a new transfer: PRODUCE and CONSUME."""
+    transfer_id = uuid.uuid4().hex
+    produce = KVTransferParams(
+        side=KVSide.PRODUCE,
+        transfer_id=transfer_id,
+        peer_instance_id=decode.ready_client.instance_id,
+    )
+    consume = KVTransferParams(
+        side=KVSide.CONSUME,
+        transfer_id=transfer_id,
+        peer_instance_id=prefill.ready_client.instance_id,
+        remote_host=prefill.endpoint.host,
+        remote_port=prefill.endpoint.kv_port,
+    )
+    return produce, consume
 
 
 async def _first_output(client: EngineClient, request: EngineCoreRequest) -> EngineCoreOutput:
