@@ -153,6 +153,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the answer is the prompt alone, with its logprobs."""
+        return False
+
     def requested_max_tokens(self) -> int | None:
         """Return the limit on generated tokens; None if only the context limits them."""
         return self.max_tokens
@@ -512,7 +517,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the answer is the prompt alone, with its logprobs: max_tokens=0 with echo."""
+        # Asked for by max_tokens=0 with echo.
         return bool(self.echo) and self.max_tokens == 0
 
     def requested_logprobs(self) -> int | None:
