@@ -67,7 +67,7 @@ class Heartbeat:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the engine has been silent for so long that it should get no new requests."""
+        """Whether the engine has been silent for too long to get new requests."""
         return self.silence_s >= SUSPECT_AFTER_INTERVALS * self.interval_s
 
     def is_dead(self, *, loading: bool) -> bool:

@@ -89,7 +89,8 @@ class FinishReason(enum.IntEnum):
 class ErrorCode(enum.IntEnum):
     """Kind of a failure. It tells clients whether another pod may help."""
 
-    #: The request itself is wrong: no pod will take it.
+    #: The request itself is wrong: no pod will take it. If a field of SamplingParams is wrong, the
+    #: error begins with its name, from which clients find the field of their own request.
     INVALID = 0
     #: This pod takes no new requests; send it elsewhere.
     DRAINING = 1
@@ -97,7 +98,7 @@ class ErrorCode(enum.IntEnum):
     OVERLOADED = 2
     #: The step failed; another pod may succeed.
     INTERNAL = 3
-    #: KV blocks could not be fetched and the policy says fail.
+    #: KV blocks could not be fetched, and load_failure_policy is fail.
     KV_LOAD = 4
     #: It can never fit this engine: longer than max_model_len, or than the KV memory. The
     #: finish_reason is LENGTH.

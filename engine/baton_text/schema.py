@@ -35,6 +35,7 @@ COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
+#: The field at the start of an error with ErrorCode.INVALID.
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 #: Request fields by the engine's names, where they differ.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
@@ -294,18 +295,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return params
 
     def refusal(self, message: str) -> RequestError:
-        """Return the engine's refusal, with the engine's field name replaced by the request's."""
+        """Return the error of an engine that refused the request.
+
+        Args:
+            message: an error with ErrorCode.INVALID. If it begins with the name of a field of
+                SamplingParams, the returned error names the request's field instead.
+        """
         match = _ENGINE_FIELD.match(message)
-        theirs, root = (match[0], match[1]) if match else ("", "")
+        path, name = (match[0], match[1]) if match else ("", "")
         field = (
             self.structured_output_field()
-            if root == "structured_output"
-            else _CLIENT_NAMES.get(root, root)
+            if name == "structured_output"
+            else _CLIENT_NAMES.get(name, name)
         )
         if field is None or field not in self.__struct_fields__:
             return RequestError(message)
-        # A field of ours that has the engine's name has the engine's parts, too.
-        return RequestError(field + message[len(root if field == root else theirs) :], param=field)
+        # A field with the engine's name also has the engine's parts, so the path is kept.
+        return RequestError(field + message[len(name if field == name else path) :], param=field)
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Check the number of prompt logprobs in the answer.
