@@ -86,7 +86,7 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """Why one of its sequences lost an engine; empty if none has."""
+        """The reason why a sequence of the job lost an engine; empty if none has lost one."""
         failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
         return next(filter(None, failures), "")
 

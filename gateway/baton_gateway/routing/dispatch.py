@@ -17,7 +17,7 @@ import msgspec
 
 from baton_gateway.errors import engine_failure, internal
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.member import Member
+from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.placer import Placer
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.retry_state import AttemptError, RetryState
@@ -175,7 +175,7 @@ class Dispatcher:
                 await placement.prompt_computed.wait()
 
     async def _disaggregated(
-        self, state: RetryState, prefill: Member, decode: Member, attempt_id: str
+        self, state: RetryState, prefill: PoolMember, decode: PoolMember, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """Run the attempt on a prefill and a decode engine.
 
@@ -253,7 +253,7 @@ class Dispatcher:
         return msgspec.structs.replace(output, finish_reason=finish_reason)
 
     def _prefill_result(
-        self, attempt_id: str, prefill: Member, stage: asyncio.Task[EngineCoreOutput]
+        self, attempt_id: str, prefill: PoolMember, stage: asyncio.Task[EngineCoreOutput]
     ) -> tuple[PrefillResult, EngineCoreOutput | None]:
         """Return the PREFILL_RESULT for the decode engine, and the prefill stage's token.
 
@@ -362,7 +362,7 @@ class Dispatcher:
             raise AttemptError(str(error), None) from error
 
 
-def _transfer(prefill: Member, decode: Member) -> tuple[KVTransferParams, KVTransferParams]:
+def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams, KVTransferParams]:
     """Return the two sides of a new transfer: PRODUCE and CONSUME."""
     transfer_id = uuid.uuid4().hex
     produce = KVTransferParams(

@@ -10,7 +10,7 @@ from baton_protocol.config import EngineEndpoint
 from baton_protocol.messages import Ready
 
 
-class Member:
+class PoolMember:
     """One discovered engine. `client` is set while it is connected and ready."""
 
     def __init__(self, endpoint: EngineEndpoint) -> None:
