@@ -301,13 +301,11 @@ class EngineClient:
     async def close(self) -> None:
         """End the connection and all requests in flight, with EngineDeadError. Idempotent."""
         self._die("the client closed the connection")
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.gather(
-            *(t for t in tasks if t is not asyncio.current_task()), return_exceptions=True
-        )
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        self._tasks = []
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close(linger=0)

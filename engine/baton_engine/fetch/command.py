@@ -111,7 +111,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def _exit(code: int) -> NoReturn:
     """Exit at once: other threads may still download, and must not log after the last line."""
-    sys.stderr.flush()
     os._exit(code)
 
 

@@ -178,9 +178,10 @@ def _beams(run: Run, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]
     """
     beams = output.beams or []
     del run.choices[len(beams) :]
-    results = []
-    for choice, beam in zip(run.choices, beams, strict=False):
-        result = choice.processor.push_beam(run.sequence.request_id, beam)
-        result.prompt_logprobs = output.prompt_logprobs
-        results.append((choice, result))
-    return results
+    texts = [
+        (choice, choice.processor.push_beam(run.sequence.request_id, beam))
+        for choice, beam in zip(run.choices, beams, strict=False)
+    ]
+    for _, text in texts:
+        text.prompt_logprobs = output.prompt_logprobs
+    return texts

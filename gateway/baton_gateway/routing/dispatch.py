@@ -262,8 +262,6 @@ class Dispatcher:
         """
         output: EngineCoreOutput | None = None
         try:
-            if not stage.done():
-                raise TimeoutError
             output = stage.result()
             problem = output.error or (
                 "" if output.new_token_ids else "the prefill engine ended without a token"
@@ -275,7 +273,7 @@ class Dispatcher:
             )
         except (EngineDeadError, StopAsyncIteration) as error:
             problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
-        except TimeoutError:
+        except asyncio.InvalidStateError:  # the stage has not ended
             problem, outcome = f"no first token within {self._prefill_timeout_s:g} s", "timed_out"
         if output is not None and not problem:
             self._metrics.prefill_stages.labels("done").inc()
