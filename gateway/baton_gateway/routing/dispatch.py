@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 
 import msgspec
@@ -234,7 +234,7 @@ class Dispatcher:
         )
         if decode_stage.done() and not prefill_stage.done():
             # Only a failure can come before PREFILL_RESULT, which has the token to go on from.
-            self._check(sequence, _result(decode_stage))
+            self._check(sequence, await _received(decode_stage))
             raise AttemptError(
                 "the decode engine sent tokens before it received the first one",
                 ErrorCode.INTERNAL,
@@ -302,10 +302,7 @@ class Dispatcher:
         """
         is_resumed = sequence.has_begun and first is None
         while True:
-            try:
-                output = await (anext(stream) if first is None else first)
-            except EngineDeadError as error:
-                raise AttemptError(str(error), None) from error
+            output = await _received(anext(stream) if first is None else first)
             first = None
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
@@ -383,9 +380,10 @@ async def _first_output(client: EngineClient, request: EngineCoreRequest) -> Eng
     return await anext(client.add(request))
 
 
-def _result(task: asyncio.Task[EngineCoreOutput]) -> EngineCoreOutput:
+async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
+    """Return an output of the decode engine. Raises AttemptError if the engine is dead."""
     try:
-        return task.result()
+        return await output
     except EngineDeadError as error:
         raise AttemptError(str(error), None) from error
 
