@@ -145,7 +145,7 @@ def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
 
 
 def engine_overhead(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """The engine's own work per running request and step, with a model that takes no time."""
+    """Measure the engine's own work per request and step, with a model that takes no time."""
     rows = overhead.figures((64, 256, 1024), repeats)
     us = {row["running"]: row["us_per_request_and_step"] for row in rows}
     return rows, [
@@ -200,7 +200,7 @@ def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]
 
 
 def prefix_caching(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """The cost of prefix caching without hits: prompts that share no block, on and off in turn."""
+    """Measure prefix caching without hits: prompts that share no block, on and off in turn."""
     works = [Work(work.prompt, max(1, work.num_output_tokens // 8)) for work in sample(scale=scale)]
     engine = Remote(Engine, path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
     seconds: dict[bool, list[float]] = {True: [], False: []}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import zmq
 
 from baton_engine.metrics.prometheus import engine_registry
 from baton_engine.models.checkpoint_config import load_checkpoint_config
-from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc
 from baton_engine.server.options import OPTIONS, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
+from baton_protocol.fatal import ConfigurationError, report_fatal
 from baton_protocol.options import add_flags, set_field
 
 #: Executors whose workers read the folder that this process sees.
@@ -94,10 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         return _serve(config)
     except ConfigurationError as error:
         logging.shutdown()
-        print(
-            f"FATAL {error.reason}: {' '.join(error.message.split())}", file=sys.stderr, flush=True
-        )
-        return os.EX_CONFIG
+        return report_fatal(error.reason, error)
 
 
 def _check_model(config: EngineConfig) -> None:

@@ -57,7 +57,7 @@ _readiness_numbers = itertools.count(1)
 
 
 class UtilityError(Exception):
-    """A utility method failed in the engine. The text is the engine's."""
+    """A utility method failed in the engine. The text is the engine's message."""
 
 
 class EngineClient:
@@ -68,11 +68,11 @@ class EngineClient:
     Args:
         host: of the engine's ROUTER.
         port: of the engine's ROUTER.
-        client_id: for the engine's log.
-        service_key: the engine's; None if it has none.
+        client_id: name of this client in the engine's log.
+        service_key: the key of the engine's service; None if it has none.
         on_kv_events: called with each batch of changes of the engine's prefix cache. None: the
-            client does not subscribe. Batches were lost if a sequence number is not the last one
-            plus one; the first batch may have any number.
+            client does not subscribe. The first batch may have any sequence number. A later gap in
+            the numbers means that batches were lost.
         on_available: called whenever `accepts_requests` may have become true.
     """
 
@@ -99,7 +99,7 @@ class EngineClient:
         self._client_id = client_id
         self._service_key = service_key
         self._wants_kv_events = on_kv_events is not None
-        self._tell_available = on_available or (lambda: None)
+        self._notify_available = on_available or (lambda: None)
         self._heartbeat = Heartbeat(heartbeat_interval_s, heartbeat_timeout_s)
         self._init: asyncio.Future[Init] | None = None
         self._latest_init: Init | None = None
@@ -146,20 +146,20 @@ class EngineClient:
 
     @property
     def status(self) -> Pong | None:
-        """The engine's latest PONG."""
+        """The engine's last PONG."""
         return self._heartbeat.status
 
     @property
     def num_requests(self) -> int:
-        """Number of requests at the engine, including those of other clients at the latest PONG."""
+        """Estimate of the requests at the engine, those of other clients included."""
         return self._heartbeat.num_requests(self.num_unfinished)
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the engine is ready, not draining, and not silent for too long."""
+        """Whether the engine is ready, not draining, and not suspect."""
         if self.ready is None or self.dead_reason is not None:
             return False
-        return not (self._heartbeat.draining or self._heartbeat.suspect)
+        return not (self._heartbeat.is_draining or self._heartbeat.is_suspect)
 
     async def connect(self, timeout_s: float) -> Init:
         """Send HELLO and wait for INIT.
@@ -301,13 +301,11 @@ class EngineClient:
     async def close(self) -> None:
         """End the connection and all requests in flight, with EngineDeadError. Idempotent."""
         self._die("the client closed the connection")
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.gather(
-            *(t for t in tasks if t is not asyncio.current_task()), return_exceptions=True
-        )
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        self._tasks = []
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
@@ -333,13 +331,13 @@ class EngineClient:
             self._take_arrived()
 
     def _take_arrived(self) -> None:
-        """Handle the message that was received for a task which has not run since."""
+        """Handle the received message, if `_receive` has not handled it yet."""
         if self._arriving is not None and self._arriving.done():
             frames, self._arriving = self._arriving.result(), None
             self._handle(frames)
 
     def _handle(self, frames: list[bytes]) -> None:
-        was_suspect = self._heartbeat.received()
+        was_suspect = self._heartbeat.record_message()
         try:
             kind, instance_id, payload = frames
             decoder, handle = self._decoders[kind]
@@ -355,7 +353,7 @@ class EngineClient:
             return
         handle(message)
         if was_suspect:
-            self._tell_available()
+            self._notify_available()
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         event = parse_monitor_message(await monitor.recv_multipart())
@@ -382,9 +380,9 @@ class EngineClient:
         heartbeat = self._heartbeat
         while True:
             began = loop.time()
-            self._send(EngineCoreRequestType.PING, heartbeat.ping(self.num_unfinished))
+            self._send(EngineCoreRequestType.PING, heartbeat.begin_interval(self.num_unfinished))
             await asyncio.sleep(heartbeat.interval_s)
-            heartbeat.waited(loop.time() - began)
+            heartbeat.end_interval(loop.time() - began)
             if heartbeat.is_dead(loading=self.ready is None):
                 self._die(f"{self.address}: no sign of life for {heartbeat.silence_s:.1f} s")
                 return
@@ -403,20 +401,20 @@ class EngineClient:
 
     def _on_ready(self, ready: Ready) -> None:
         self.ready = ready
-        if self.status is not None:  # this PONG is older than READY
+        if self.status is not None:  # the last PONG came before this READY
             self.status.draining = False
         self._ready_event.set()
         self._ready_again()
 
     def _on_pong(self, pong: Pong) -> None:
-        was_draining = self._heartbeat.draining
-        self._heartbeat.pong(pong)
+        was_draining = self._heartbeat.is_draining
+        self._heartbeat.record_pong(pong)
         if was_draining and not pong.draining:
             self._ready_again()
 
     def _ready_again(self) -> None:
         self.readiness = next(_readiness_numbers)
-        self._tell_available()
+        self._notify_available()
 
     def _on_refused(self, refused: Refused) -> None:
         stream = self._streams.pop(refused.request_id, None)

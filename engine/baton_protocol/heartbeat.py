@@ -1,16 +1,17 @@
-"""Heartbeats with one engine: the duration of its silence, and the load that it reported."""
+"""Heartbeats with one engine: the length of its silence, and the load that it reported."""
 
 from __future__ import annotations
 
 from baton_protocol.messages import Ping, Pong
 
 HEARTBEAT_INTERVAL_S = 0.5
-#: Silence after which an engine counts as dead. This detects frozen processes. The connection of a
-#: killed process closes at once.
+#: Silence after which an engine counts as dead. The connection of a killed process ends at once,
+#: so this detects a process that is stopped or stalled.
 HEARTBEAT_TIMEOUT_S = 3.0
-#: Factor of the timeout while an engine loads its model. Imports and weights hold its interpreter
+#: Factor of the timeout while an engine loads its model: imports and weights hold its interpreter
 #: for seconds.
-LOADING_PATIENCE = 5
+LOADING_FACTOR = 5
+#: Intervals of silence after which an engine is suspect.
 SUSPECT_AFTER_INTERVALS = 2
 
 
@@ -27,52 +28,55 @@ class Heartbeat:
         #: The latest PONG.
         self.status: Pong | None = None
         self._timeout_s = timeout_s
-        self._has_received = False
+        self._has_received = False  # in this interval
         self._sequence = 0
         self._own_at_ping = 0
         self._own_at_status = 0
 
-    def ping(self, num_unfinished: int) -> Ping:
-        """Begin an interval. `num_unfinished` requests of this client are in flight."""
+    def begin_interval(self, num_unfinished: int) -> Ping:
+        """Begin an interval and return its PING.
+
+        Args:
+            num_unfinished: requests of this client in flight.
+        """
         self._has_received = False
         self._sequence += 1
         self._own_at_ping = num_unfinished
         return Ping(self._sequence)
 
-    def waited(self, elapsed_s: float) -> None:
-        """End the interval, which has lasted `elapsed_s`."""
+    def end_interval(self, elapsed_s: float) -> None:
+        """End the interval, which lasted `elapsed_s` seconds."""
         if not self._has_received:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
 
-    def received(self) -> bool:
-        """End the silence, because a message has arrived. Return whether the engine was suspect."""
-        was_suspect = self.suspect
+    def record_message(self) -> bool:
+        """Record a message from the engine. Return whether the engine was suspect before."""
+        was_suspect = self.is_suspect
         self._has_received = True
         self.silence_s = 0.0
         return was_suspect
 
-    def pong(self, pong: Pong) -> None:
+    def record_pong(self, pong: Pong) -> None:
         self.status = pong
         if pong.sequence == self._sequence:
             self._own_at_status = self._own_at_ping
 
     @property
-    def draining(self) -> bool:
+    def is_draining(self) -> bool:
         return self.status is not None and self.status.draining
 
     @property
-    def suspect(self) -> bool:
-        """Whether the engine has been silent too long to send it new requests."""
+    def is_suspect(self) -> bool:
+        """Whether the engine has been silent for too long to get new requests."""
         return self.silence_s >= SUSPECT_AFTER_INTERVALS * self.interval_s
 
     def is_dead(self, *, loading: bool) -> bool:
-        return self.silence_s >= self._timeout_s * (LOADING_PATIENCE if loading else 1)
+        return self.silence_s >= self._timeout_s * (LOADING_FACTOR if loading else 1)
 
     def num_requests(self, num_unfinished: int) -> int:
         """Return the number of requests at the engine.
 
-        It counts the requests of all clients at the last PONG, and those that this client sent
-        later.
+        These are all that the last PONG reported, and those that this client sent later.
         """
         if self.status is None:
             return num_unfinished

@@ -33,7 +33,7 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(ours: KVCompatibility, theirs: KVCompatibility, here: str, there: str) -> str:
-    """`block_size is 16 at HERE and 32 at THERE; ...`; empty if blocks can be exchanged."""
+    """Return texts such as `block_size is 16 at HERE and 32 at THERE`; empty if all are equal."""
     pairs = (
         (field, getattr(ours, field), getattr(theirs, field))
         for field in KVCompatibility.__struct_fields__

@@ -89,7 +89,8 @@ class FinishReason(enum.IntEnum):
 class ErrorCode(enum.IntEnum):
     """Kind of a failure. Clients decide by it whether to try another pod."""
 
-    #: The request itself is wrong: no pod will take it.
+    #: The request itself is wrong: no pod will take it. If a field of SamplingParams is wrong, the
+    #: error begins with its name, from which clients find the field of their own request.
     INVALID = 0
     #: This pod takes no new requests; send it elsewhere.
     DRAINING = 1
@@ -97,7 +98,7 @@ class ErrorCode(enum.IntEnum):
     OVERLOADED = 2
     #: The step failed; another pod may succeed.
     INTERNAL = 3
-    #: KV blocks could not be loaded, and the engine does not compute them instead.
+    #: KV blocks could not be fetched, and load_failure_policy is fail.
     KV_LOAD = 4
     #: It can never fit this engine: longer than max_model_len, or than the KV memory. The
     #: finish_reason is LENGTH.
@@ -114,7 +115,7 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 class Hello(_Wire):
     protocol_version: int
     client_id: str
-    #: Send me KV_EVENTS. The engine publishes them if config.cache.enable_kv_events is set.
+    #: Whether to send KV_EVENTS. The engine publishes them if config.cache.enable_kv_events is set.
     kv_events: bool = False
 
 
@@ -234,7 +235,7 @@ PromptLogprobs = list[TokenLogprobs]
 
 
 class RoutedExperts(_Wire):
-    """Which experts each token took, of a mixture-of-experts model."""
+    """The experts that computed each token, in a mixture-of-experts model."""
 
     #: (tokens, sparse layers, experts per token).
     shape: tuple[int, int, int]
@@ -340,6 +341,6 @@ KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
 class KVEventBatch(_Wire):
-    #: Grows by one per batch. After a gap, nothing is known of this engine's cache.
+    #: Grows by one per batch. After a gap, the state of this engine's cache is unknown.
     sequence: int
     events: list[KVEvent]

@@ -9,7 +9,7 @@ from baton_protocol.messages import EngineCoreOutput
 
 
 class EngineDeadError(Exception):
-    """The engine instance is gone, or never answered. The text names the evidence."""
+    """The engine instance is gone, or never answered. The text is the reason."""
 
 
 class HandshakeFailedError(EngineDeadError):

@@ -81,7 +81,7 @@ class Generation(_Wire, frozen=True):
 class RankPhase(enum.StrEnum):
     #: Not ready to be a member.
     LOADING = "loading"
-    #: Loaded, but in no generation, so it runs no requests.
+    #: Loaded, without a generation, so it serves no requests.
     STANDBY = "standby"
     SERVING = "serving"
     #: Its generation lost a member. It keeps its requests and waits for the next generation.
@@ -89,13 +89,13 @@ class RankPhase(enum.StrEnum):
 
 
 class Activity(enum.StrEnum):
-    """The activity of a rank's loop, as its link reports it, even if the loop is stalled."""
+    """The activity of a rank's loop, as its link reports it, also while the loop is stalled."""
 
     #: Outside steps.
     RESTS = "rests"
     #: In the exchange of votes before a step.
     WAITS = "waits"
-    #: In a step, in which the ranks also exchange tokens.
+    #: In a step. The ranks exchange tokens in it.
     RUNS = "runs"
 
 
@@ -109,7 +109,7 @@ class ExpertLoads(_Wire, frozen=True):
 
 
 class Status(_Wire, frozen=True):
-    """All the coordinator needs to know of a rank."""
+    """The state of a rank, for the coordinator."""
 
     member: Member
     phase: RankPhase
@@ -139,7 +139,7 @@ class Status(_Wire, frozen=True):
     committed: Generation | None = None
     #: Number of exchanges of votes that it began, in all generations.
     step: int = 0
-    #: Activity in that step. If step and activity stay the same, the loop stands still.
+    #: Activity in that step. If step and activity stay the same, the loop is stalled.
     activity: Activity = Activity.RESTS
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: messages to one prompt text, in the Jinja environment of transformers.
+"""Renders messages to a prompt text, in the Jinja environment of transformers.
 
 A template is part of the checkpoint, which is not trusted. It runs in Jinja's immutable sandbox,
 on plain JSON values.

@@ -1,4 +1,4 @@
-"""Incremental detokenizer: token ids to pieces of text.
+"""Converts token ids to pieces of text, incrementally.
 
 The pieces together equal the decoded text of all tokens. No piece ends inside a UTF-8 sequence.
 """

@@ -1,15 +1,15 @@
-"""The error of a request that cannot be served as it is."""
+"""The error of an invalid request."""
 
 from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """A request that is malformed, or has a value that is not allowed.
+    """The request is invalid.
 
     Args:
-        message: names the mistake and the correction.
-        param: the field, like `messages[0].content`.
-        code: OpenAI's machine-readable code, if there is one.
+        message: what is invalid, and what is valid.
+        param: the field, such as `messages[0].content`.
+        code: OpenAI's machine-readable code, where there is one.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:

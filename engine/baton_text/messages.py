@@ -1,4 +1,4 @@
-"""Chat messages: their validation, and their form for chat templates."""
+"""Checks chat messages and converts them to the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -22,17 +22,13 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    #: A request with one of the next two is refused.
+    #: Refused if set, so their type does not matter.
     tool_calls: Any = None
     function_call: Any = None
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Validate messages and return them in the form for chat templates.
-
-    Raises:
-        RequestError: names the first invalid message.
-    """
+    """Check messages and convert them for a chat template. Raises RequestError."""
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
     return [_template_message(message) for message in messages]

@@ -1,4 +1,4 @@
-"""Tokens to text for one sequence: detokenizer, stop strings and logprobs."""
+"""Converts the tokens of one sequence to text, with stop strings and logprobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextOutput:
     text: str = ""
     #: All new tokens, including those whose text is held back or left out.
     token_ids: list[int] = field(default_factory=list)
-    #: Log-probabilities of these tokens, without a token that ends the text.
+    #: Without the logprobs of a token that ends the answer.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     #: "stop", "length" or "repetition" in the last part.
     finish_reason: str | None = None
@@ -43,15 +43,15 @@ class TextOutput:
 
 
 class OutputProcessor:
-    """The text of one sequence.
+    """Converts the outputs of one sequence to text.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         stops: strings that end the text.
         include_stop: the text includes the string or token that ends it.
         skip_special_tokens: leave special tokens out of the text.
         min_tokens: stop strings have no effect in the text of this many first tokens.
-        stop_token_ids: the client's. If one ends the text, it is the stop_reason.
+        stop_token_ids: as in the request. If one ends the text, it is the stop_reason.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ def completion_logprobs(
     """Return logprobs in the form of OpenAI's completions.
 
     Args:
-        tokenizer: of the model.
-        logprobs: of consecutive tokens.
+        tokenizer: the model's tokenizer.
+        logprobs: log-probabilities of consecutive tokens.
         offset: characters before the first of these tokens.
         first_token_id: the first token of a prompt, which has no logprob.
     """
@@ -207,7 +207,7 @@ def prompt_token_logprobs(
 
 
 def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, PromptTokenLogprob]:
-    """Return the entries of one position: its own token first, then the most likely ones."""
+    """Return the candidates of one position: its own token, then the most likely ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
         return PromptTokenLogprob(
@@ -221,7 +221,7 @@ def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, Prom
 
 
 def join_routed_experts(parts: list[RoutedExperts]) -> RoutedExperts | None:
-    """Join the routed experts of consecutive tokens. Return None without parts."""
+    """Concatenate the experts of consecutive tokens; None if there are no parts."""
     if not parts:
         return None
     _, layers, experts = parts[0].shape

@@ -1,4 +1,4 @@
-"""Decoding of JSON bodies into validated requests. Errors name the field."""
+"""Parses JSON bodies to checked requests. Errors name the field that is invalid."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from baton_text.errors import RequestError
 
 
 class Checked(Protocol):
-    """A request with further checks than those of its fields' types."""
+    """A request that can check its fields."""
 
-    def validate(self) -> None: ...
+    def validate(self) -> None:
+        """Check all fields. Raises RequestError."""
 
 
 _Request = TypeVar("_Request", bound=Checked)
@@ -23,11 +24,10 @@ _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
 def parse_request(body: bytes, kind: type[_Request]) -> _Request:
-    """Decode a request from its JSON body and validate it.
+    """Parse a request from its JSON body and check it.
 
     Raises:
-        RequestError: the JSON is malformed, a type is wrong, or a value is out of bounds. It names
-            the field.
+        RequestError: the JSON is malformed, or a field has a wrong type or an invalid value.
     """
     try:
         request = msgspec.json.decode(body, type=kind)
@@ -42,7 +42,7 @@ def parse_request(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _validation_error(text: str) -> RequestError:
-    """Translate msgspec's error, such as "Expected `int`, got `str` - at `$.n`"."""
+    """Convert an error text of msgspec, such as "Expected `int`, got `str` - at `$.n`"."""
     match = _MSGSPEC_PATH.match(text)
     assert match is not None  # the pattern matches every text
     what = match["what"].replace("`", "")

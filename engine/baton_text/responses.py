@@ -1,4 +1,4 @@
-"""OpenAI responses: the structs that leave the server as JSON, whole or as chunks of a stream."""
+"""OpenAI responses: the structs of their JSON, whole or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PromptTokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities by token. None: the first token of a prompt has no prediction."""
+    """Logprobs in OpenAI's completions. They are None for a prompt's first token."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -110,7 +110,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """A completion, or a chunk of its stream: OpenAI has one form for both."""
+    """The response of a completion, or a chunk of its stream: both have one shape."""
 
     id: str
     created: int
@@ -134,7 +134,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
-    """vLLM's."""
+    """vLLM's response to /tokenize."""
 
     count: int
     tokens: list[int]
@@ -143,7 +143,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
-    """vLLM's."""
+    """vLLM's response to /detokenize."""
 
     prompt: str
 

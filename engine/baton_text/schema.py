@@ -1,4 +1,4 @@
-"""OpenAI requests: JSON bodies as structs, validated field by field.
+"""OpenAI requests: the structs of their JSON bodies, and the checks of their fields.
 
 Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of every version
 work. Known fields that would change the response, but are not supported, are refused by name.
@@ -35,6 +35,7 @@ COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
+#: The field at the start of an error with ErrorCode.INVALID.
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 #: Fields of requests whose name differs in the engine, by the engine's name.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
@@ -73,7 +74,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """When to end a text: its last tokens are one pattern, min_count times in a row."""
+    """A condition that ends an answer: its last tokens repeat one pattern `min_count` times."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -135,12 +136,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_candidates(self) -> int:
-        """Sequences computed for every prompt: more than n with best_of."""
+        """Number of sequences computed for each prompt: n, or best_of if it is larger."""
         return max(self.num_samples, self.best_of or 0)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences computed for the request: the candidates of every prompt."""
+        """Number of sequences computed for the request: the candidates of all prompts."""
         return self.num_candidates
 
     @property
@@ -153,23 +154,28 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the answer is the prompt alone, with its logprobs."""
+        return False
+
     def requested_max_tokens(self) -> int | None:
-        """Return the limit of the generated tokens. None: as many as the context holds."""
+        """Return the limit on generated tokens; None if only the context limits them."""
         return self.max_tokens
 
     def requested_logprobs(self) -> int | None:
-        """Return the number of alternatives per token to report. None: no logprobs."""
+        """Return how many alternatives to report per generated token; None for no logprobs."""
         raise NotImplementedError
 
     def requested_prompt_logprobs(self) -> int | None:
-        """Return the number of alternatives per prompt token to report. None: no logprobs."""
+        """Return how many alternatives to report per prompt token; None for no logprobs."""
         return self.prompt_logprobs
 
     def validate(self) -> None:
-        """Validate all fields.
+        """Check all fields.
 
         Raises:
-            RequestError: names the first invalid field.
+            RequestError: a field is invalid; `param` is the first such field.
         """
         self._refuse_unsupported()
         if not 1 <= self.num_samples <= MAX_N:
@@ -225,7 +231,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def _validate_search(self) -> None:
-        """Validate best_of and the fields of beam search."""
+        """Check best_of and the options of beam search. Raises RequestError."""
         if self.best_of is not None:
             if not self.num_samples <= self.best_of <= MAX_N:
                 raise RequestError(
@@ -257,10 +263,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def sampling_params(
         self, *, seed: int, max_tokens: int, bad_words_token_ids: list[list[int]] | None = None
     ) -> SamplingParams:
-        """Return the engine's parameters of one sequence of this request.
+        """Return the sampling parameters of one sequence.
 
         Args:
-            bad_words_token_ids: of `bad_words`, by the model's tokenizer.
+            bad_words_token_ids: token sequences of `bad_words`.
 
         Raises:
             RequestError: a value is outside the bounds of SamplingParams; `param` is the field.
@@ -289,24 +295,29 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return params
 
     def refusal(self, message: str) -> RequestError:
-        """Return the engine's refusal, with the engine's field name replaced by the request's."""
+        """Return the error of an engine that refused the request.
+
+        Args:
+            message: an error with ErrorCode.INVALID. If it begins with the name of a field of
+                SamplingParams, the returned error names the request's field instead.
+        """
         match = _ENGINE_FIELD.match(message)
-        theirs, root = (match[0], match[1]) if match else ("", "")
+        path, name = (match[0], match[1]) if match else ("", "")
         field = (
             self.structured_output_field()
-            if root == "structured_output"
-            else _CLIENT_NAMES.get(root, root)
+            if name == "structured_output"
+            else _CLIENT_NAMES.get(name, name)
         )
         if field is None or field not in self.__struct_fields__:
             return RequestError(message)
-        # A field with the engine's name also has the engine's subfields.
-        return RequestError(field + message[len(root if field == root else theirs) :], param=field)
+        # A field with the engine's name also has the engine's parts, so the path is kept.
+        return RequestError(field + message[len(name if field == name else path) :], param=field)
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
-        """Check the number of prompt log-probabilities.
+        """Check the number of prompt logprobs in the answer.
 
         Args:
-            num_prompt_tokens: sum over all prompts.
+            num_prompt_tokens: number of tokens in all prompts.
 
         Raises:
             RequestError: there would be more than MAX_LOGPROB_ENTRIES.
@@ -325,7 +336,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def structured_output_field(self) -> str | None:
-        """Return the name of the field that constrains the text, or None."""
+        """Return the name of the field that describes the text's structure; None if none is set.
+
+        Raises:
+            RequestError: two such fields are set.
+        """
         fields = (
             "structured_outputs",
             "guided_json",
@@ -343,10 +358,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return given[0] if given else None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Return the constraint of the text, or None.
+        """Return the structure that the text must have; None if the request has none.
 
         Raises:
-            RequestError: two fields constrain the text, or the field's value is invalid.
+            RequestError: two structures are set, or one is invalid.
         """
         field = self.structured_output_field()
         if field is None:
@@ -408,7 +423,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 )
 
     def _unsupported(self) -> tuple[str, ...]:
-        """Return the names of the fields that must be missing, null or empty."""
+        """Return the names of the fields that are refused if they are set and not false."""
         return ()
 
 
@@ -508,14 +523,14 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the response has only the prompt and its logprobs: max_tokens=0 with echo."""
+        # Asked for by max_tokens=0 with echo.
         return bool(self.echo) and self.max_tokens == 0
 
     def requested_logprobs(self) -> int | None:
         return self.logprobs
 
     def requested_prompt_logprobs(self) -> int | None:
-        """Return the number of alternatives per prompt token. OpenAI requests them by echo."""
+        """Return prompt_logprobs, or `logprobs` if the prompt is echoed, as in OpenAI's API."""
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs
@@ -531,7 +546,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as a text or as token ids."""
+        """Return the prompts, each a text or token ids.
+
+        Raises:
+            RequestError: `prompt` has another shape, or one prompt has no tokens.
+        """
         prompt = self.prompt
         if isinstance(prompt, str):
             prompts: list[str | list[int]] = [prompt]

@@ -1,4 +1,4 @@
-"""Stop strings: a text ends at the first of them, wherever token boundaries fall."""
+"""Stop strings: end a text at the first of them, independent of token boundaries."""
 
 from __future__ import annotations
 

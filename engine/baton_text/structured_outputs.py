@@ -16,7 +16,7 @@ MAX_WORD_LENGTH = 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The constraint of a text. Exactly one of the fields is set."""
+    """The structure that a text must have, as exactly one of the fields describes it."""
 
     #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | bool | None = None
@@ -30,7 +30,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     json_object: bool | None = None
 
     def given(self) -> list[str]:
-        """Return the names of the fields that constrain the text. `json_object: false` does not."""
+        """Return the names of the fields that describe a structure."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return [
             name
@@ -39,7 +39,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         ]
 
     def to_structured_output(self) -> StructuredOutput | None:
-        """Return the engine's form; None if no field is set.
+        """Return the structure as the engine takes it; None if no field is set.
 
         Raises:
             ValueError: several fields are set, or one is invalid. The message begins with its name.
@@ -108,7 +108,7 @@ def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int
         start = tokenizer.encode(bare, add_special_tokens=False)
         sequences.append(start)
         spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
-        # If the space is a separate token, the sequence of the word alone is enough.
+        # If the space is a token of its own, the sequence without it matches both places.
         if spaced[-len(start) :] != start:
             sequences.append(spaced)
     return sequences

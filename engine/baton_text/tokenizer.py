@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_text.chat_template import ChatTemplate
 
-#: Number of tokens from which the library's batch call is used. It releases the GIL and is a little
-#: slower.
+#: Tokens beyond which the library's batch call is used. It releases the GIL and costs a little
+#: more.
 _LONG_DECODE = 512
-#: Factor by which normalizers may shorten a text; those of models shorten it by less.
+#: Factor by which normalizers may shorten a text. The normalizers of models shorten it by less.
 _MOST_SHORTENING = 4
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -34,7 +34,7 @@ _NAMED_SPECIAL_TOKENS = (
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Args:
         backend: the `tokenizers.Tokenizer`; truncation and padding are switched off.
@@ -42,7 +42,7 @@ class Tokenizer:
         chat_template: Jinja source; None: the one in `config`, if any.
 
     Raises:
-        ValueError: the content of a file is invalid. The message names it.
+        ValueError: a file's content cannot be used; the message names the part.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint.
+        """Load a checkpoint's tokenizer.
 
         Raises:
             FileNotFoundError: the folder or its tokenizer.json is missing.
-            ValueError: the content of a file is invalid.
+            ValueError: a file cannot be parsed.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
 from baton_protocol.config import DiscoveryConfig, GatewayConfig, container_path, pod_ip
+from baton_protocol.fatal import ConfigurationError, report_fatal
 from baton_protocol.options import add_flags, options, set_field
 from baton_protocol.service_key import ServiceKeyError
 from baton_text.tokenizer import Tokenizer
@@ -36,19 +36,6 @@ OPTIONS = [
 ]
 
 
-class ConfigurationError(Exception):
-    """An invalid configuration.
-
-    Args:
-        reason: one CamelCase word, used as a condition's reason.
-        message: what is wrong and what to do.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway. Return the exit code."""
     logging.basicConfig(
@@ -62,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         discovery = make_discovery(config.discovery)
         gateway = make_gateway(config, tokenizer, discovery)
     except ConfigurationError as error:
-        print(f"FATAL {error.reason}: {error}", file=sys.stderr, flush=True)
-        return os.EX_CONFIG
+        return report_fatal(error.reason, error)
     asyncio.run(gateway.serve_until_signal(pod_ip()))
     return 0
 

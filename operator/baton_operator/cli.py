@@ -18,6 +18,7 @@ from baton_operator.process import KopfHangsError
 from baton_operator.runtime import RESYNC_S
 from baton_protocol import arguments
 from baton_protocol.config import pod_ip
+from baton_protocol.fatal import report_fatal
 
 log = logging.getLogger("baton_operator")
 
@@ -50,10 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
     except ConfigException as error:
         hint = "" if args.kubeconfig else "; outside a cluster set --kubeconfig"
-        print(
-            f"FATAL ConfigurationError: cannot access the cluster: {error}{hint}", file=sys.stderr
-        )
-        sys.exit(os.EX_CONFIG)
+        sys.exit(report_fatal("ConfigurationError", f"cannot access the cluster: {error}{hint}"))
     except KeyboardInterrupt:
         sys.exit(130)
 

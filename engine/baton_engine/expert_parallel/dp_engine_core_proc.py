@@ -29,7 +29,7 @@ from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
 from baton_engine.expert_parallel.standby_generation import POLL_INTERVAL_S
 from baton_engine.metrics.topology_stats import commit_pauses
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.server.admin_server import Condition
+from baton_engine.server.admin_server import ProbeResult
 from baton_engine.server.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown, State
 from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Input
 from baton_protocol.config import EngineConfig
@@ -133,15 +133,15 @@ class DPEngineCoreProc(EngineCoreProc):
 
     # For other threads
 
-    def readiness(self) -> Condition:
-        condition = super().readiness()
-        if condition.ok and not self._is_accepting:
-            return Condition(
+    def readiness(self) -> ProbeResult:
+        result = super().readiness()
+        if result.ok and not self._is_accepting:
+            return ProbeResult(
                 False,
                 "Standby",
                 "in no generation of the group; see the coordinator's GET /topology",
             )
-        return condition
+        return result
 
     def _load(self) -> Pong:
         pong = super()._load()

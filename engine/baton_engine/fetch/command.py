@@ -20,6 +20,7 @@ from baton_engine.fetch.fetch_errors import FetchError
 from baton_engine.fetch.folder import Marker
 from baton_protocol import arguments
 from baton_protocol.config import container_path, pod_ip
+from baton_protocol.fatal import report_fatal
 
 logger = logging.getLogger(__name__)
 
@@ -100,29 +101,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
         )
         _write_termination_log(marker, args.termination_log)
     except FetchError as error:
-        _exit(
-            1 if error.temporary else os.EX_CONFIG,
-            f"FATAL {error.reason}: {_line(error.message)}",
-        )
+        code = report_fatal(error.reason, error.message)
+        _exit(1 if error.temporary else code)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        _exit(
-            os.EX_CONFIG,
-            f"FATAL {'NoSpace' if full else 'ModelCacheInvalid'}: {_line(str(error))}",
-        )
-    _exit(0, "")
+        _exit(report_fatal("NoSpace" if full else "ModelCacheInvalid", error))
+    _exit(0)
 
 
-def _exit(code: int, last_line: str) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     """Exit at once: other threads may still download, and must not log after the last line."""
-    if last_line:
-        print(last_line, file=sys.stderr)
-    sys.stderr.flush()
     os._exit(code)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _output(path: str) -> Path:

@@ -52,7 +52,7 @@ class OffloadTier:
         self.reset()
 
     def __len__(self) -> int:
-        """Number of blocks held."""
+        """Return the number of blocks held."""
         return len(self._slots)
 
     def find(self, block_hash: BlockHash) -> OffloadedBlock | None:

@@ -5,14 +5,9 @@ The process that raises one exits with code 78 and logs `FATAL <reason>: <messag
 
 from __future__ import annotations
 
+from baton_protocol.fatal import ConfigurationError
 
-class ConfigurationError(Exception):
-    """A configuration that cannot work. A retry without a change fails again."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason  # one CamelCase word, for conditions
-        self.message = message
+__all__ = ["ConfigurationError", "ModelInvalid", "ModelNotFound"]
 
 
 class ModelNotFound(ConfigurationError):  # noqa: N818 - the name is the reason shown to users

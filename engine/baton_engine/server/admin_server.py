@@ -45,8 +45,8 @@ CALLS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """The health or readiness of the engine, with its reason."""
+class ProbeResult:
+    """The result of a probe of the kubelet: health or readiness of the engine."""
 
     ok: bool
     reason: str
@@ -73,9 +73,9 @@ class Pending:
 class EngineAdmin(Protocol):
     """The part of the engine process that the server uses, from its own threads."""
 
-    def health(self) -> Condition: ...
+    def health(self) -> ProbeResult: ...
 
-    def readiness(self) -> Condition: ...
+    def readiness(self) -> ProbeResult: ...
 
     def drain_status(self, *, start: bool) -> DrainStatus:
         """Return the state of draining. Raise TimeoutError if the engine's loop does not answer.
@@ -139,9 +139,9 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/health":
-            self._condition(self.server.admin.health())
+            self._send_probe(self.server.admin.health())
         elif self.path == "/ready":
-            self._condition(self.server.admin.readiness())
+            self._send_probe(self.server.admin.readiness())
         elif self.path == "/metrics":
             self._answer(200, generate_latest(self.server.registry), CONTENT_TYPE_PLAIN_0_0_4)
         elif self.path == "/drain":
@@ -165,15 +165,15 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
         else:
             self._call()
 
-    def _condition(self, condition: Condition) -> None:
+    def _send_probe(self, result: ProbeResult) -> None:
         body = Health(
-            condition.reason,
-            condition.message,
-            condition.progress,
-            condition.kv,
-            kv_bytes=condition.kv_bytes,
+            result.reason,
+            result.message,
+            result.progress,
+            result.kv,
+            kv_bytes=result.kv_bytes,
         )
-        self._answer(200 if condition.ok else 503, msgspec.json.encode(body))
+        self._answer(200 if result.ok else 503, msgspec.json.encode(body))
 
     def _drain(self, *, start: bool) -> None:
         try:

@@ -34,7 +34,7 @@ from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
 from baton_engine.scheduling.parts import PauseState
 from baton_engine.server import utility_calls
 from baton_engine.server.access import Access
-from baton_engine.server.admin_server import Condition, DrainStatus, Pending
+from baton_engine.server.admin_server import DrainStatus, Pending, ProbeResult
 from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
 from baton_engine.server.request_owners import RequestOwners
 from baton_protocol.config import EngineConfig
@@ -215,46 +215,46 @@ class EngineCoreProc:
 
     # For the admin server's threads
 
-    def health(self) -> Condition:
+    def health(self) -> ProbeResult:
         """Return whether the process can still work. If not, only a restart helps."""
         silence = time.monotonic() - self._heartbeat
         if self.state is State.FAILED:
-            return Condition(False, "Failed", self._failure)
+            return ProbeResult(False, "Failed", self._failure)
         transfer = self._stats.kv_transfer
         if transfer is not None and transfer.failure:
-            return Condition(False, "KVTransferFailed", transfer.failure)
+            return ProbeResult(False, "KVTransferFailed", transfer.failure)
         limit_s = (
             CALL_STUCK_AFTER_S
             if self._in_call
             else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
         )
         if self.state is State.SERVING and silence > limit_s:
-            return Condition(
+            return ProbeResult(
                 False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s"
             )
         if self.state is State.LOADING:
-            return Condition(
+            return ProbeResult(
                 True, "Loading", f"loading {self.config.model.path}", COUNTER.progress()
             )
         moved = transfer.bytes_moved if transfer is not None else {}
-        return Condition(
+        return ProbeResult(
             True, self.state.value, f"instance {self.instance_id}", kv=self._kv, kv_bytes=moved
         )
 
-    def readiness(self) -> Condition:
+    def readiness(self) -> ProbeResult:
         """Return whether requests are accepted."""
         health = self.health()
         if not health.ok:
             return health
         if self.state is State.LOADING:
-            return Condition(False, "Loading", f"loading {self.config.model.path}")
+            return ProbeResult(False, "Loading", f"loading {self.config.model.path}")
         if self.state is State.STOPPED or self._shutdown or self._stats.draining:
-            return Condition(
+            return ProbeResult(
                 False,
                 "Draining",
                 f"{self._stats.num_unfinished} requests and transfers are unfinished",
             )
-        return Condition(True, "Ready", f"instance {self.instance_id}")
+        return ProbeResult(True, "Ready", f"instance {self.instance_id}")
 
     def stats(self) -> EngineStats:
         """Return the stats of the last step."""

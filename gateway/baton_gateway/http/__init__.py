@@ -1,4 +1,4 @@
-"""HTTP: what the gateway reads from clients and writes to them.
+"""HTTP: the requests of clients and the responses to them.
 
 Modules:
     routes: the URL table, the middleware, and the endpoints that generate nothing.

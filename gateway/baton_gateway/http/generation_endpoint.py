@@ -1,4 +1,4 @@
-"""What both generation endpoints share: admission, the whole response, the stream.
+"""The part that both generation endpoints share: admission, the whole response, the stream.
 
 A subclass turns outputs into the JSON of its own API.
 """

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.member import Member
+from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.pool import EnginePool
 
 #: Interval of comments in a waiting stream. Proxies close connections that are silent for a minute.
@@ -75,7 +75,7 @@ class ScaleFromZeroQueue:
         for timeout in self._held:
             timeout.reschedule(now)
 
-    def _available(self) -> list[Member] | None:
+    def _available(self) -> list[PoolMember] | None:
         return self._pool.available("decode") or None
 
 

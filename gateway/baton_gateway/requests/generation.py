@@ -16,7 +16,7 @@ from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_protocol.messages import EngineCoreOutput, FinishReason
 from baton_text.output import TextOutput
-from baton_text.schema import CompletionRequest, GenerationRequest
+from baton_text.schema import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -128,37 +128,18 @@ class Generator:
     ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
         """Yield the text of one run. Raises APIError."""
         timer = TokenTimer(self._metrics, job.started)
-        is_prompt_only = isinstance(job.request, CompletionRequest) and job.request.is_prompt_only
         needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
         async with aclosing(self._dispatcher.generate(run.sequence)) as outputs:
             async for output in outputs:
                 if output.new_token_ids:
                     timer.on_tokens(len(output.new_token_ids))
-                if output.beams is not None:
-                    size = sum(len(beam.token_ids) for beam in output.beams)
-                    for item in await offload(
-                        partial(_beams, job, run, output), size, INLINE_TOKENS
-                    ):
-                        yield item
-                    return
-                if needs_prompt_logprobs and output.new_token_ids:
+                if needs_prompt_logprobs and (output.new_token_ids or output.beams):
                     needs_prompt_logprobs = False
-                    if run is prompt.runs[0]:
-                        prompt.logprobs = output.prompt_logprobs or []  # one token has none
-                        prompt.logprobs_known.set()
-                    await prompt.logprobs_known.wait()  # if the first run fails, the job fails
-                    output.prompt_logprobs = prompt.logprobs
-                if is_prompt_only:
-                    output = EngineCoreOutput(
-                        output.request_id,
-                        [],
-                        finish_reason=FinishReason.LENGTH if output.finished else None,
-                        prompt_logprobs=output.prompt_logprobs,
-                    )
-                [choice] = run.choices
-                result = choice.processor.push(output)
-                yield choice, result
-                if result.finish_reason is not None:
+                    output.prompt_logprobs = await prompt.share_logprobs(run, output)
+                texts = await _texts(job.request, run, output)
+                for item in texts:
+                    yield item
+                if any(text.finish_reason is not None for _, text in texts):
                     return
 
 
@@ -167,17 +148,40 @@ def _num_options(request: GenerationRequest) -> int:
     return len(request.logit_bias or ()) + len(request.allowed_token_ids or ())
 
 
-def _beams(job: Job, run: Run, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:
+async def _texts(
+    request: GenerationRequest, run: Run, output: EngineCoreOutput
+) -> list[tuple[Choice, TextOutput]]:
+    """Convert one output of an engine to text: that of the run's choice, or of all its beams."""
+    if output.beams is not None:
+        size = sum(len(beam.token_ids) for beam in output.beams)
+        return await offload(partial(_beams, run, output), size, INLINE_TOKENS)
+    if request.is_prompt_only:
+        output = _without_tokens(output)
+    [choice] = run.choices
+    return [(choice, choice.processor.push(output))]
+
+
+def _without_tokens(output: EngineCoreOutput) -> EngineCoreOutput:
+    """Return what an answer keeps of `output` if it is the prompt alone."""
+    return EngineCoreOutput(
+        output.request_id,
+        [],
+        finish_reason=FinishReason.LENGTH if output.finished else None,
+        prompt_logprobs=output.prompt_logprobs,
+    )
+
+
+def _beams(run: Run, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:
     """Return the beams as choices, the best first.
 
     A search may end with fewer beams than its width. The response then has fewer choices.
     """
     beams = output.beams or []
     del run.choices[len(beams) :]
-    results = []
-    for choice, beam in zip(run.choices, beams, strict=False):
-        result = choice.processor.push_beam(run.sequence.request_id, beam)
-        if job.request.requested_prompt_logprobs() is not None:
-            result.prompt_logprobs = output.prompt_logprobs or []
-        results.append((choice, result))
-    return results
+    texts = [
+        (choice, choice.processor.push_beam(run.sequence.request_id, beam))
+        for choice, beam in zip(run.choices, beams, strict=False)
+    ]
+    for _, text in texts:
+        text.prompt_logprobs = output.prompt_logprobs
+    return texts

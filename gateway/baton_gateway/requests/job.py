@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from baton_gateway.routing.sequence import Sequence
-from baton_protocol.messages import PromptLogprobs
+from baton_protocol.messages import EngineCoreOutput, PromptLogprobs
 from baton_text.output import OutputProcessor
 from baton_text.responses import Usage
 from baton_text.schema import GenerationRequest
@@ -36,7 +36,7 @@ class PromptJob:
 
     Args:
         runs: the samples (with best_of, the candidates), or one beam search.
-        logprobs: the prompt's log-probabilities, if requested. The first run brings them for all.
+        logprobs: the prompt's log-probabilities, if requested.
         logprobs_known: set when `logprobs` is complete.
     """
 
@@ -48,6 +48,17 @@ class PromptJob:
     @property
     def choices(self) -> list[Choice]:
         return [choice for run in self.runs for choice in run.choices]
+
+    async def share_logprobs(self, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
+        """Return the prompt's logprobs, which the first run's first output has for all runs.
+
+        The other runs wait for it. If the first run fails, the job fails.
+        """
+        if run is self.runs[0]:
+            self.logprobs = output.prompt_logprobs or []  # a prompt of one token has none
+            self.logprobs_known.set()
+        await self.logprobs_known.wait()
+        return self.logprobs
 
 
 @dataclass
@@ -75,7 +86,7 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """Reason why one of the sequences lost an engine, or ""."""
+        """The reason why a sequence of the job lost an engine; empty if none has lost one."""
         failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
         return next(filter(None, failures), "")
 

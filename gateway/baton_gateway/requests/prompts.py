@@ -1,4 +1,4 @@
-"""Messages and texts to token ids, within length bounds that are checked before long work."""
+"""Converts messages and texts to token ids, within length bounds that are checked first."""
 
 from __future__ import annotations
 

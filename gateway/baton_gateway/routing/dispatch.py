@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 
 import msgspec
 
 from baton_gateway.errors import engine_failure, internal
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.member import Member
+from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.placer import Placer
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.retry_state import AttemptError, RetryState
@@ -175,7 +175,7 @@ class Dispatcher:
                 await placement.prompt_computed.wait()
 
     async def _disaggregated(
-        self, state: RetryState, prefill: Member, decode: Member, attempt_id: str
+        self, state: RetryState, prefill: PoolMember, decode: PoolMember, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """Run the attempt on a prefill and a decode engine.
 
@@ -184,67 +184,76 @@ class Dispatcher:
         """
         sequence = state.sequence
         producer, consumer = prefill.ready_client, decode.ready_client
-        transfer_id = uuid.uuid4().hex
-        consume = KVTransferParams(
-            side=KVSide.CONSUME,
-            transfer_id=transfer_id,
-            peer_instance_id=producer.instance_id,
-            remote_host=prefill.endpoint.host,
-            remote_port=prefill.endpoint.kv_port,
-        )
-        produce = KVTransferParams(
-            side=KVSide.PRODUCE, transfer_id=transfer_id, peer_instance_id=consumer.instance_id
-        )
+        produce, consume = _transfer(prefill, decode)
         decode_stream = self._add(consumer, sequence.request(attempt_id, consume), state.rank)
-        prefill_stage: asyncio.Task[EngineCoreOutput] | None = None
-        decode_stage: asyncio.Task[EngineCoreOutput] | None = None
+        prefill_stage = asyncio.create_task(
+            _first_output(producer, sequence.request(attempt_id, produce))
+        )
+        decode_stage = asyncio.create_task(anext(decode_stream))
         try:
-            prefill_stage = asyncio.create_task(
-                _first_output(producer, sequence.request(attempt_id, produce))
-            )
-            decode_stage = asyncio.create_task(anext(decode_stream))
-            await asyncio.wait(
-                [prefill_stage, decode_stage],
-                timeout=self._prefill_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if decode_stage.done() and not prefill_stage.done():
-                # Only a failure can come before PREFILL_RESULT, which has the token to go on from.
-                self._check(sequence, _result(decode_stage))
-                raise AttemptError(
-                    "the decode engine sent tokens before it received the first one",
-                    ErrorCode.INTERNAL,
-                )
+            await self._wait_for_prefill(sequence, prefill_stage, decode_stage)
             result, output = self._prefill_result(attempt_id, prefill, prefill_stage)
-            if output is not None:
-                self._check(sequence, output)
-                finish_reason = _finish_reason(sequence, output)
-                output = msgspec.structs.replace(output, finish_reason=finish_reason)
-                sequence.generated_token_ids += output.new_token_ids
-                sequence.num_cached_tokens = output.num_cached_tokens
-                if finish_reason is None:
-                    # Before the yield: a slow client must not delay the decode engine.
-                    consumer.prefill_result(result)
-                yield output
-                if finish_reason is not None:
-                    return
-            else:
+            if output is None:
                 producer.abort([attempt_id])  # frees the blocks of an abandoned prefill stage
+            else:
+                output = self._add_first_token(sequence, output)
+            if output is None or not output.finished:
+                # Before the yield: a slow client must not delay the decode engine.
                 consumer.prefill_result(result)
+            if output is not None:
+                yield output
+                if output.finished:
+                    return
             async with aclosing(
                 self._decode_outputs(sequence, decode_stream, decode_stage)
             ) as outputs:
                 async for item in outputs:
                     yield item
         finally:
-            for task in (prefill_stage, decode_stage):
-                if task is not None and not task.cancel() and not task.cancelled():
-                    task.exception()  # retrieved, so that asyncio does not log it as lost
+            for stage in (prefill_stage, decode_stage):
+                if not stage.cancel() and not stage.cancelled():
+                    stage.exception()  # retrieved, so that asyncio does not log it as lost
             producer.abort([attempt_id])
             consumer.abort([attempt_id])
 
+    async def _wait_for_prefill(
+        self,
+        sequence: Sequence,
+        prefill_stage: asyncio.Task[EngineCoreOutput],
+        decode_stage: asyncio.Task[EngineCoreOutput],
+    ) -> None:
+        """Wait until the prefill stage has ended or `prefill_timeout_s` has passed.
+
+        Raises:
+            AttemptError, APIError: the decode stage has ended before the prefill stage.
+        """
+        await asyncio.wait(
+            [prefill_stage, decode_stage],
+            timeout=self._prefill_timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if decode_stage.done() and not prefill_stage.done():
+            # Only a failure can come before PREFILL_RESULT, which has the token to go on from.
+            self._check(sequence, await _received(decode_stage))
+            raise AttemptError(
+                "the decode engine sent tokens before it received the first one",
+                ErrorCode.INTERNAL,
+            )
+
+    def _add_first_token(self, sequence: Sequence, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Add the prefill stage's token to the sequence.
+
+        Returns:
+            `output` with the sequence's finish reason, which is None if the sequence goes on.
+        """
+        self._check(sequence, output)
+        finish_reason = _finish_reason(sequence, output)
+        sequence.generated_token_ids += output.new_token_ids
+        sequence.num_cached_tokens = output.num_cached_tokens
+        return msgspec.structs.replace(output, finish_reason=finish_reason)
+
     def _prefill_result(
-        self, attempt_id: str, prefill: Member, stage: asyncio.Task[EngineCoreOutput]
+        self, attempt_id: str, prefill: PoolMember, stage: asyncio.Task[EngineCoreOutput]
     ) -> tuple[PrefillResult, EngineCoreOutput | None]:
         """Return the PREFILL_RESULT for the decode engine, and the prefill stage's token.
 
@@ -253,8 +262,6 @@ class Dispatcher:
         """
         output: EngineCoreOutput | None = None
         try:
-            if not stage.done():
-                raise TimeoutError
             output = stage.result()
             problem = output.error or (
                 "" if output.new_token_ids else "the prefill engine ended without a token"
@@ -266,7 +273,7 @@ class Dispatcher:
             )
         except (EngineDeadError, StopAsyncIteration) as error:
             problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
-        except TimeoutError:
+        except asyncio.InvalidStateError:  # the stage has not ended
             problem, outcome = f"no first token within {self._prefill_timeout_s:g} s", "timed_out"
         if output is not None and not problem:
             self._metrics.prefill_stages.labels("done").inc()
@@ -295,10 +302,7 @@ class Dispatcher:
         """
         is_resumed = sequence.has_begun and first is None
         while True:
-            try:
-                output = await (anext(stream) if first is None else first)
-            except EngineDeadError as error:
-                raise AttemptError(str(error), None) from error
+            output = await _received(anext(stream) if first is None else first)
             first = None
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
@@ -353,14 +357,33 @@ class Dispatcher:
             raise AttemptError(str(error), None) from error
 
 
+def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams, KVTransferParams]:
+    """Return the two sides of a new transfer: PRODUCE and CONSUME."""
+    transfer_id = uuid.uuid4().hex
+    produce = KVTransferParams(
+        side=KVSide.PRODUCE,
+        transfer_id=transfer_id,
+        peer_instance_id=decode.ready_client.instance_id,
+    )
+    consume = KVTransferParams(
+        side=KVSide.CONSUME,
+        transfer_id=transfer_id,
+        peer_instance_id=prefill.ready_client.instance_id,
+        remote_host=prefill.endpoint.host,
+        remote_port=prefill.endpoint.kv_port,
+    )
+    return produce, consume
+
+
 async def _first_output(client: EngineClient, request: EngineCoreRequest) -> EngineCoreOutput:
     """Send ADD and return the first output. Raises EngineDeadError."""
     return await anext(client.add(request))
 
 
-def _result(task: asyncio.Task[EngineCoreOutput]) -> EngineCoreOutput:
+async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
+    """Return an output of the decode engine. Raises AttemptError if the engine is dead."""
     try:
-        return task.result()
+        return await output
     except EngineDeadError as error:
         raise AttemptError(str(error), None) from error
 

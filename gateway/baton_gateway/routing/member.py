@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 from baton_protocol.client import EngineClient
@@ -10,20 +9,20 @@ from baton_protocol.config import EngineEndpoint
 from baton_protocol.messages import Ready
 
 
-class Member:
+class PoolMember:
     """One discovered engine. `client` is set while it is connected and ready."""
 
     def __init__(self, endpoint: EngineEndpoint) -> None:
         self.endpoint = endpoint
         self.client: EngineClient | None = None
-        self._left = asyncio.Event()
+        self._has_left = False
 
     def leave(self) -> None:
         """Mark the engine as removed from discovery."""
-        self._left.set()
+        self._has_left = True
 
     def has_left(self) -> bool:
-        return self._left.is_set()
+        return self._has_left
 
     @property
     def is_available(self) -> bool:

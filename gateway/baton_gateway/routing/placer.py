@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton_gateway.errors import APIError, engine_failure, unavailable
-from baton_gateway.routing.member import Member
+from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.retry_state import RetryState
 from baton_gateway.routing.sequence import Placement
@@ -17,8 +17,8 @@ from baton_protocol.messages import ErrorCode
 
 logger = logging.getLogger(__name__)
 
-#: Failed attempts in a row without a token, after which the failure is returned to the client. The
-#: sequence itself may be what crashes engines.
+#: Failed attempts in a row without a token, after which the failure is returned to the client: the
+#: sequence itself may crash engines.
 MAX_FAILURES = 5
 #: Interval at which a sequence that has begun is sent to full engines again.
 OVERLOAD_RETRY_S = 0.5
@@ -26,7 +26,7 @@ OVERLOAD_RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class Requirements:
-    """What an engine must satisfy to be picked.
+    """Conditions that an engine must satisfy to be picked.
 
     Args:
         excluded: values of `EngineClient.readiness`. An engine that became ready again has another
@@ -39,8 +39,8 @@ class Requirements:
     config_hash: str | None = None
     data_parallel_rank: int | None = None
 
-    def accept(self, member: Member) -> bool:
-        """Return whether an available member satisfies them."""
+    def accept(self, member: PoolMember) -> bool:
+        """Return whether an available member satisfies the conditions."""
         client = member.ready_client
         return (
             client.readiness not in self.excluded
@@ -62,8 +62,8 @@ class Placer:
         self._queue_wait_s = queue_wait_s
         self._resume_wait_s = resume_wait_s
 
-    def pick_prefill(self, decode: Member) -> Member | None:
-        """Pick the prefill engine for `decode`, one whose KV blocks it can read."""
+    def pick_prefill(self, decode: PoolMember) -> PoolMember | None:
+        """Pick the prefill engine for `decode`, one with the same config hash."""
         config_hash = decode.ready_client.init.config_hash
         return self._least_loaded("prefill", Requirements(config_hash=config_hash))
 
@@ -103,11 +103,11 @@ class Placer:
             raise _final_error(state)
         return Placement(member)
 
-    def _least_loaded(self, role: str, requirements: Requirements) -> Member | None:
+    def _least_loaded(self, role: str, requirements: Requirements) -> PoolMember | None:
         candidates = filter(requirements.accept, self._pool.available(role))
-        return min(candidates, key=Member.load, default=None)
+        return min(candidates, key=PoolMember.load, default=None)
 
-    async def _wait_decode(self, timeout_s: float, requirements: Requirements) -> Member | None:
+    async def _wait_decode(self, timeout_s: float, requirements: Requirements) -> PoolMember | None:
         return await self._pool.wait_for(
             partial(self._least_loaded, "decode", requirements), timeout_s
         )
@@ -128,7 +128,7 @@ class Placer:
 
     async def _wait_for_capacity(
         self, state: RetryState, requirements: Requirements
-    ) -> Member | None:
+    ) -> PoolMember | None:
         """Wait for another engine, then retry those that were full.
 
         Returns:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.discovery import ROLES, Discovery
-from baton_gateway.routing.member import Member
+from baton_gateway.routing.member import PoolMember
 from baton_protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
 from baton_protocol.config import EngineEndpoint
 from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
@@ -62,8 +62,8 @@ class EnginePool:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._max_backoff_s = max_backoff_s
         self._client_id = f"gateway-{uuid.uuid4().hex[:8]}"
-        self._members: dict[tuple[str, str, int], Member] = {}
-        self._tasks: dict[Member, asyncio.Task[None]] = {}
+        self._members: dict[tuple[str, str, int], PoolMember] = {}
+        self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
         #: Set and replaced whenever a member may have become available.
         self._changed = asyncio.Event()
         self._max_model_len: int | None = None
@@ -86,7 +86,7 @@ class EnginePool:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def available(self, role: str) -> list[Member]:
+    def available(self, role: str) -> list[PoolMember]:
         """Return the members of `role` that accept new requests."""
         return [
             member
@@ -154,7 +154,7 @@ class EnginePool:
             if known is not None:
                 known.endpoint = endpoint
                 continue
-            member = self._members[key] = Member(endpoint)
+            member = self._members[key] = PoolMember(endpoint)
             logger.info(
                 "engine %s (%s) discovered at %s", endpoint.name, endpoint.role, endpoint.host
             )
@@ -162,7 +162,7 @@ class EnginePool:
             self._tasks[member] = task
             task.add_done_callback(lambda _, member=member: self._tasks.pop(member, None))  # type: ignore[misc]
 
-    async def _maintain(self, member: Member) -> None:
+    async def _maintain(self, member: PoolMember) -> None:
         """Keep `member` connected until it has left discovery and its requests have ended."""
         backoff_s = MIN_BACKOFF_S
         last_failure, num_refusals = "", 0
@@ -217,7 +217,7 @@ class EnginePool:
             await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
             backoff_s = min(2 * backoff_s, self._max_backoff_s)
 
-    async def _wait_ready(self, member: Member, client: EngineClient) -> None:
+    async def _wait_ready(self, member: PoolMember, client: EngineClient) -> None:
         """Wait for READY in slices, so that a member that leaves while it loads is released."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LOAD_TIMEOUT_S
@@ -229,7 +229,7 @@ class EnginePool:
                 if loop.time() > deadline:
                     raise
 
-    async def _wait_dead_or_left(self, member: Member, client: EngineClient) -> None:
+    async def _wait_dead_or_left(self, member: PoolMember, client: EngineClient) -> None:
         dead = asyncio.create_task(client.wait_dead())
         try:
             while not dead.done() and not (member.has_left() and client.num_unfinished == 0):
@@ -237,7 +237,7 @@ class EnginePool:
         finally:
             dead.cancel()
 
-    def _check_pairs(self, member: Member) -> None:
+    def _check_pairs(self, member: PoolMember) -> None:
         """Report engines of the other role that have another config hash: they are never paired."""
         config_hash = member.ready_client.init.config_hash
         for other in self._members.values():
@@ -247,7 +247,7 @@ class EnginePool:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
                     "engines %s and %s have different config hashes (%s, %s) and will not be "
-                    "paired: give both the same checkpoint, dtype, quantization and block size; "
+                    "paired: give both the same checkpoint, dtype and quantization; "
                     "dtype auto depends on the machine, so set it where machines differ",
                     member.endpoint.name,
                     other.endpoint.name,

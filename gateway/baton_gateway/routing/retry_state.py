@@ -26,19 +26,19 @@ class AttemptError(Exception):
 
     @property
     def is_engine_gone(self) -> bool:
-        """True if the engine is dead or draining, false if only this request failed."""
+        """Whether the engine is dead or draining. Otherwise only this request failed."""
         return self.code in (None, ErrorCode.DRAINING)
 
 
 @dataclass
 class RetryState:
-    """What the attempts of one sequence have shown so far."""
+    """The attempts of one sequence so far: their number, the last failure, the engines used."""
 
     sequence: Sequence
     rank: int | None  # the only rank that may serve it; None: any
     num_attempts: int = 0
-    #: Failed attempts in a row without a new token. Draining and full engines do not count, because
-    #: the sequence is not their cause.
+    #: Failed attempts in a row without a new token. Draining and full engines do not count:
+    #: their refusals do not depend on the sequence.
     num_failures: int = 0
     last_failure: AttemptError | None = None
     excluded: set[int] = field(default_factory=set)  # engines that had it, by readiness

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton_gateway.routing.member import Member
+from baton_gateway.routing.member import PoolMember
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams
 from baton_protocol.sampling import SamplingParams
 
@@ -18,7 +18,7 @@ from baton_protocol.sampling import SamplingParams
 class Placement:
     """A decode engine that a sequence, or several samples of one prompt, are sent to."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: PoolMember) -> None:
         self.member = member
         self.readiness = member.ready_client.readiness
         #: Whether a resumed sample was sent to this engine.

@@ -14,12 +14,11 @@ from pocketkube.loopback import LoopbackAddresses
 class AddressPool:
     """Hands out addresses of a network; its first usable one is the node's own."""
 
-    def __init__(self, network: str, loopback: LoopbackAddresses) -> None:
-        """Add the node's own address to the loopback device.
+    def __init__(self, network: str, loopback: LoopbackAddresses):
+        """Take the first address for the node.
 
         Raises:
-            ValueError: `network` is no IPv4 CIDR, or has fewer than 8 addresses.
-            OSError: the device refuses the address.
+            ValueError: `network` is not an IPv4 CIDR with at least 8 addresses.
         """
         self.network = ipaddress.IPv4Network(network)
         if self.network.num_addresses < 8:
@@ -35,7 +34,7 @@ class AddressPool:
         loopback.add(self.node_address)
 
     def allocate(self) -> str:
-        """Add an unused address to the loopback device, and return it.
+        """Return a free address.
 
         Raises:
             OSError: the pool is exhausted, or the device refuses the address.

@@ -100,9 +100,6 @@ class Api:
             check=False,
         )
 
-    def eventually(self, what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-        return eventually(condition, what, timeout_s)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `late` run after the others of this folder."""
@@ -126,13 +123,13 @@ def api(control_plane: EmbeddedControlPlane | RealControlPlane) -> Api:
 def namespace(api: Api) -> Iterator[str]:
     name = f"case-{uuid.uuid4().hex[:8]}"
     assert api.post("/api/v1/namespaces", {"metadata": {"name": name}}).status_code == 201
-    api.eventually(
-        "default service account",
+    eventually(
         lambda: api.get(f"/api/v1/namespaces/{name}/serviceaccounts/default").ok,
+        "default service account",
     )
     if api.minor < 24:  # these admit pods only once the account's secret exists
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-        api.eventually("the account's secret", lambda: api.get(path).json().get("secrets"))
+        eventually(lambda: api.get(path).json().get("secrets"), "the account's secret")
     yield name
     api.delete(f"/api/v1/namespaces/{name}")
 
@@ -267,8 +264,8 @@ def install(api: Api, definition: Object) -> None:
             for c in status.get("conditions") or []
         )
 
-    api.eventually(f"{path} established", established)
-    api.eventually(f"{path} served", lambda: api.get(path).ok)
+    eventually(established, f"{path} established")
+    eventually(lambda: api.get(path).ok, f"{path} served")
 
 
 @pytest.fixture(scope="session")

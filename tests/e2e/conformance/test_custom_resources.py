@@ -2,6 +2,8 @@
 
 import pytest
 
+from support.waiting import eventually
+
 
 def test_defaults_are_filled_in(api, relays):
     spec = api.post(relays.path, relays.body("d", prefill={})).json()["spec"]
@@ -153,8 +155,8 @@ def test_deleting_a_definition_deletes_its_objects(api, relay_crd, define, names
         f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{definition['metadata']['name']}"
     )
     api.delete(crd)
-    api.eventually("the definition gone", lambda: api.get(crd).status_code == 404)
-    api.eventually("the path gone", lambda: api.get(path).status_code == 404)
+    eventually(lambda: api.get(crd).status_code == 404, "the definition gone")
+    eventually(lambda: api.get(path).status_code == 404, "the path gone")
 
 
 def test_a_definition_must_be_structural_and_well_named(api, relay_crd):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from support.waiting import eventually
+
 POD = {"terminationGracePeriodSeconds": 20, "containers": [{"name": "c", "image": "i"}]}
 
 
@@ -68,8 +70,8 @@ def test_dependents_are_deleted_with_their_owner(api, core):
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     api.post(f"{core}/secrets", _owned(owner, "child"))
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Background")
-    api.eventually(
-        "the dependent collected", lambda: api.get(f"{core}/secrets/child").status_code == 404
+    eventually(
+        lambda: api.get(f"{core}/secrets/child").status_code == 404, "the dependent collected"
     )
 
 
@@ -78,9 +80,9 @@ def test_dependents_of_a_custom_resource_are_deleted_with_it(api, relays, core):
     owner = api.post(relays.path, relays.body("owner")).json()
     api.post(f"{core}/secrets", _owned(owner, "child", apiVersion=relays.api_version, kind="Relay"))
     api.delete(relays.at("owner"))
-    api.eventually(
-        "the dependent collected",
+    eventually(
         lambda: api.get(f"{core}/secrets/child").status_code == 404,
+        "the dependent collected",
         timeout_s=90,
     )
 
@@ -89,7 +91,7 @@ def test_orphaned_dependents_are_kept(api, core):
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     api.post(f"{core}/secrets", _owned(owner, "child"))
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Orphan")
-    api.eventually("the owner gone", lambda: api.get(f"{core}/configmaps/owner").status_code == 404)
+    eventually(lambda: api.get(f"{core}/configmaps/owner").status_code == 404, "the owner gone")
     child = api.get(f"{core}/secrets/child").json()
     assert not child["metadata"].get("ownerReferences")
 
@@ -100,15 +102,15 @@ def test_foreground_deletion_waits_for_blocking_dependents(api, core):
     child["metadata"]["finalizers"] = ["baton.dev/hold"]
     api.post(f"{core}/secrets", child)
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Foreground")
-    api.eventually(
-        "the dependent marked",
+    eventually(
         lambda: api.get(f"{core}/secrets/child").json()["metadata"].get("deletionTimestamp"),
+        "the dependent marked",
     )
     assert api.get(f"{core}/configmaps/owner").json()["metadata"]["finalizers"] == [
         "foregroundDeletion"
     ]
     api.patch(f"{core}/secrets/child", {"metadata": {"finalizers": None}})
-    api.eventually("the owner gone", lambda: api.get(f"{core}/configmaps/owner").status_code == 404)
+    eventually(lambda: api.get(f"{core}/configmaps/owner").status_code == 404, "the owner gone")
 
 
 def test_delete_collection_obeys_selectors(api, core):
@@ -122,9 +124,9 @@ def test_delete_collection_obeys_selectors(api, core):
 def test_deleting_a_namespace_deletes_its_content(api, namespace, core):
     api.post(f"{core}/configmaps", {"metadata": {"name": "in"}})
     api.delete(f"/api/v1/namespaces/{namespace}")
-    api.eventually(
-        "the namespace gone",
+    eventually(
         lambda: api.get(f"/api/v1/namespaces/{namespace}").status_code == 404,
+        "the namespace gone",
         60,
     )
     assert api.get(f"{core}/configmaps/in").status_code == 404

@@ -7,6 +7,7 @@ import pytest
 
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.names import API_VERSION, GROUP, KIND, PLURAL
+from support.waiting import eventually
 
 MODEL = {"model": {"uri": "file:///m"}}
 
@@ -16,13 +17,11 @@ def services(api, define: Callable[[Any], None], namespace: str) -> Iterator[str
     """Return the path of the namespace's LLMServices."""
     path = f"/apis/{API_VERSION}/namespaces/{namespace}/{PLURAL}"
     stored = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
-    api.eventually(
-        "the definition of the test before gone", lambda: api.get(stored).status_code == 404
-    )
+    eventually(lambda: api.get(stored).status_code == 404, "the definition of the test before gone")
     define(custom_resource_definition(rules=api.minor >= 25))
     yield path
     api.delete(path)
-    api.eventually("the services gone", lambda: not api.get(path).json().get("items"))
+    eventually(lambda: not api.get(path).json().get("items"), "the services gone")
 
 
 def service(**spec: Any) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def test_kubectl_names_a_misspelled_field(api, services, namespace, how):
             return False
         return "decoder" in done.stderr and "apiKey" in done.stderr
 
-    api.eventually("both fields named", refused)
+    eventually(refused, "both fields named")
     assert api.get(f"{services}/demo").status_code == 404
 
 

@@ -1,5 +1,7 @@
 """Watches: resume, selectors, bookmarks and expiry."""
 
+from support.waiting import eventually
+
 #: How long a server that is busy may take to send what has happened already.
 WATCH_S = "4"
 
@@ -47,12 +49,12 @@ def test_a_deletion_event_carries_a_version_after_the_creation(api, core):
 def test_a_watch_from_zero_begins_with_existing_objects(api, core):
     path = f"{core}/secrets"
     api.post(path, {"metadata": {"name": "old", "labels": {"w": "y"}}})
-    api.eventually(
-        "the object in the watch's first events",
+    eventually(
         lambda: (
             _names(api.watch(path, resourceVersion="0", timeoutSeconds="1", labelSelector="w=y"))
             == [("ADDED", "old")]
         ),
+        "the object in the watch's first events",
     )
 
 

@@ -42,8 +42,8 @@ class FakeExecutor(Executor):
         self.max_concurrent_batches = (
             2 if config.scheduler.async_scheduling else config.parallel.pipeline_parallel_size
         )
+        #: (method, *args) of collective_rpc.
         self.calls: list[tuple[Any, ...]] = []
-        """(method, *args) of collective_rpc."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
 
     def initialize(self) -> ModelInfo:

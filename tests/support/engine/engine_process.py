@@ -20,8 +20,8 @@ from support.waiting import eventually
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0
+#: Limit for starting a process and its imports, on a machine where many processes start.
 START_S = 180.0
-"""Limit for starting a process and its imports, on a machine where many processes start."""
 
 
 class EngineProcess:

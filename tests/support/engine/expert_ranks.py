@@ -68,8 +68,8 @@ class ThreadNetwork:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._meetings: dict[tuple[str, str], Meeting] = {}
+        #: Names of groups that no rank can join.
         self.unreachable: set[str] = set()
-        """Names of groups that no rank can join."""
 
     def join(
         self, name: str, generation: Generation, rank: int, device: torch.device, timeout_s: float
@@ -105,9 +105,8 @@ class ThreadRank:
         elif form is ExpertForm.INT8:
             quantize_weights(self.model)
         self.store = ExpertStore(path, self.model, torch.float32, CPU, form)
+        #: Tests replace it.
         self.join = network.join
-        """Tests replace it."""
-
         self.generations = Generations(
             ExpertWorker(
                 name,

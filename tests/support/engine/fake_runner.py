@@ -85,10 +85,10 @@ class _Sequence:
 class FakeRunner:
     block_size: int
     max_num_batched_tokens: int
+    #: Append sampled tokens to the worker's sequences. False: as a stage that does not sample.
     appends: bool = True
-    """Append sampled tokens to the worker's sequences. False: as a stage that does not sample."""
+    #: (block, offset) -> all tokens up to the one whose KV is stored there.
     memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """(block, offset) -> all tokens up to the one whose KV is stored there."""
     host_memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     offload_memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     sequences: dict[str, _Sequence] = field(default_factory=dict)
@@ -240,9 +240,8 @@ class FakeConnector:
 
     def __init__(self) -> None:
         self.offers: dict[str, str] = {}
+        #: Transfer id -> blocks published so far. The peer may read them until the send ends.
         self.sends: dict[str, list[int]] = {}
-        """Transfer id -> blocks published so far. The peer may read them until the send ends."""
-
         self.send_complete: set[str] = set()
         self.loads: dict[str, LoadRequest] = {}
         self.cancelled: set[str] = set()

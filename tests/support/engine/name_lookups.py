@@ -25,8 +25,8 @@ from baton_engine.distributed.store.socket_store import connect_store
 HOST = "127.0.0.1"
 WAIT_S = 30.0
 SIZE = 3
+#: The flags of calls that would have looked up a name.
 names_wanted: list[int] = []
-"""The flags of calls that would have looked up a name."""
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p, ctypes.c_uint] * 3, ctypes.c_int)

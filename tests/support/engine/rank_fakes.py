@@ -95,13 +95,13 @@ class Network:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._meetings: dict[tuple[str, str], Meeting] = {}
+        #: By instance id.
         self.ranks: dict[str, Rank] = {}
-        """By instance id."""
+        #: The number of StartWaves that will still be lost.
         self.lost_starts = 0
-        """The number of StartWaves that will still be lost."""
         self.starts: list[StartWave] = []
+        #: Whether links repeat their StartWaves.
         self.repeats = True
-        """Whether links repeat their StartWaves."""
 
     def meeting(self, generation: Generation, name: str) -> Meeting:
         with self._lock:
@@ -214,8 +214,8 @@ class Rank:
             wakeup=self.wake,
         )
         self.join_fails = ""
+        #: Stops the engine loop while it is set.
         self.frozen = threading.Event()
-        """Stops the engine loop while it is set."""
         self.outputs: dict[str, list[EngineCoreOutput]] = defaultdict(list)
         self.error: Exception | None = None
         self._peers: Sequence[Member] = ()

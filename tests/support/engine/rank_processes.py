@@ -45,11 +45,11 @@ class ScriptedCoordinator:
     """Records all statuses and answers each with the directive last set for that rank."""
 
     def __init__(self) -> None:
+        #: The latest status, by the rank's name.
         self.statuses: dict[str, Status] = {}
-        """The latest status, by the rank's name."""
         self.history: list[Status] = []
+        #: By the rank's name.
         self.directives: dict[str, Directive] = {}
-        """By the rank's name."""
 
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)

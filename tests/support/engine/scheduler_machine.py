@@ -38,10 +38,10 @@ MAX_QUEUE = 8
 class Loss(enum.Enum):
     """The point at which the tokens of a step were lost."""
 
+    #: No worker received the step.
     BEFORE_THE_WORKER = enum.auto()
-    """No worker received the step."""
+    #: The worker applied the step, but its tokens failed.
     IN_THE_WORKER = enum.auto()
-    """The worker applied the step, but its tokens failed."""
 
 
 class FakeGrammar:
@@ -124,8 +124,8 @@ class World:
     added: dict[str, EngineCoreRequest] = field(default_factory=dict)
     objects: dict[str, Request] = field(default_factory=dict)
     received: dict[str, list[int]] = field(default_factory=dict)
+    #: Tokens that the prefill side sampled.
     skipped: dict[str, int] = field(default_factory=dict)
-    """Tokens that the prefill side sampled."""
     ended: dict[str, FinishReason] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
 
@@ -154,8 +154,8 @@ class World:
         )
         self.connector = FakeConnector()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        #: The loss of the newest step in flight. No step is scheduled until it is discarded.
         self.lost: Loss | None = None
-        """The loss of the newest step in flight. No step is scheduled until it is discarded."""
 
     @property
     def may_schedule(self) -> bool:

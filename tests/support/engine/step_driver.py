@@ -84,17 +84,17 @@ class Request:
     max_tokens: int
     params: SamplingParams = GREEDY
     sample_index: int = 0
+    #: Not empty at the start: the request continues one of another engine.
     generated: list[int] = field(default_factory=list)
-    """Not empty at the start: the request continues one of another engine."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     routed_experts: list[RoutedExperts] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    #: Not empty while the request is swapped out.
     host_block_ids: list[int] = field(default_factory=list)
-    """Not empty while the request is swapped out."""
     num_computed: int = 0
+    #: Tokens that steps in flight will sample.
     num_placeholders: int = 0
-    """Tokens that steps in flight will sample."""
     known_to_worker: bool = False
     replaced_blocks: list[BlockCopy] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)

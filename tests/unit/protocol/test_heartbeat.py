@@ -6,38 +6,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_protocol.heartbeat import LOADING_PATIENCE, Heartbeat
+from baton_protocol.heartbeat import LOADING_FACTOR, Heartbeat
 from baton_protocol.messages import Pong
 
 
 def silent_intervals(heartbeat: Heartbeat, count: int, *, elapsed_s: float = 0.5) -> None:
     for _ in range(count):
-        heartbeat.ping(0)
-        heartbeat.waited(elapsed_s)
+        heartbeat.begin_interval(0)
+        heartbeat.end_interval(elapsed_s)
 
 
 def test_a_silent_engine_is_suspect_and_later_dead():
     heartbeat = Heartbeat(0.5, 3.0)
     silent_intervals(heartbeat, 1)
-    assert not heartbeat.suspect
+    assert not heartbeat.is_suspect
     silent_intervals(heartbeat, 1)
-    assert heartbeat.suspect
+    assert heartbeat.is_suspect
     silent_intervals(heartbeat, 3)
     assert not heartbeat.is_dead(loading=False)
     silent_intervals(heartbeat, 1)
     assert heartbeat.is_dead(loading=False)
     assert not heartbeat.is_dead(loading=True)
-    silent_intervals(heartbeat, 6 * (LOADING_PATIENCE - 1))
+    silent_intervals(heartbeat, 6 * (LOADING_FACTOR - 1))
     assert heartbeat.is_dead(loading=True)
 
 
 def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect():
     heartbeat = Heartbeat(0.5, 3.0)
-    assert not heartbeat.received()
+    assert not heartbeat.record_message()
     silent_intervals(heartbeat, 5)
-    assert heartbeat.received()
-    assert not heartbeat.received()
-    heartbeat.waited(0.5)  # the message arrived in this interval
+    assert heartbeat.record_message()
+    assert not heartbeat.record_message()
+    heartbeat.end_interval(0.5)  # the message arrived in this interval
     assert heartbeat.silence_s == 0.0
 
 
@@ -54,11 +54,11 @@ def test_an_engine_that_responds_in_one_of_three_intervals_is_never_dead(
     heartbeat = Heartbeat(0.5, 3.0)
     silent = 0
     for answers, elapsed_s in intervals:
-        heartbeat.ping(0)
+        heartbeat.begin_interval(0)
         silent = 0 if answers or silent == 2 else silent + 1
         if silent == 0:
-            heartbeat.received()
-        heartbeat.waited(elapsed_s)
+            heartbeat.record_message()
+        heartbeat.end_interval(elapsed_s)
         assert not heartbeat.is_dead(loading=False)
 
 
@@ -78,16 +78,16 @@ def test_the_load_is_the_pongs_count_plus_requests_sent_since(
 ):
     heartbeat = Heartbeat(0.5, 3.0)
     assert heartbeat.num_requests(now) == now
-    ping = heartbeat.ping(at_ping)
-    heartbeat.pong(Pong(ping.sequence, num_running=running, num_waiting=waiting))
+    ping = heartbeat.begin_interval(at_ping)
+    heartbeat.record_pong(Pong(ping.sequence, num_running=running, num_waiting=waiting))
     assert heartbeat.num_requests(now) == expected
 
 
 def test_a_late_pong_is_matched_to_its_ping():
     heartbeat = Heartbeat(0.5, 3.0)
-    first = heartbeat.ping(0)
-    heartbeat.ping(7)
-    heartbeat.pong(Pong(first.sequence, num_running=3))
+    first = heartbeat.begin_interval(0)
+    heartbeat.begin_interval(7)
+    heartbeat.record_pong(Pong(first.sequence, num_running=3))
     assert heartbeat.num_requests(7) == 10, (
         "the three do not include the seven sent after the first ping"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import os
 import sys
 
 import zmq
@@ -14,6 +13,7 @@ from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
 from baton_protocol import arguments
 from baton_protocol.config import pod_ip
+from baton_protocol.fatal import report_fatal
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
@@ -66,8 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         key = ServiceKey.load(args.pop("service_key_file"))
     except ServiceKeyError as error:
-        print(f"FATAL ConfigurationError: {error}", file=sys.stderr, flush=True)
-        return os.EX_CONFIG
+        return report_fatal("ConfigurationError", error)
     try:
         coordinator = Coordinator(host, port, http_port, ControllerConfig(**args), key)
     except (OSError, zmq.ZMQError) as error:

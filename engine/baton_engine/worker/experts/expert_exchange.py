@@ -21,7 +21,7 @@ from baton_protocol.topology import Placement
 logger = logging.getLogger(__name__)
 
 
-class Transfer(NamedTuple):
+class ExpertTransfer(NamedTuple):
     """One expert's transfer between two ranks."""
 
     key: ExpertKey
@@ -36,7 +36,7 @@ def wanted_by(placement: Placement, rank: int) -> set[ExpertKey]:
     }
 
 
-def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[Transfer]:
+def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[ExpertTransfer]:
     """Return the transfers, ordered by layer; the same list on every rank.
 
     Experts that no rank holds are not in it.
@@ -49,7 +49,7 @@ def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[Tra
         for key in keys:
             holders.setdefault(key, []).append(rank)
     return sorted(
-        Transfer(key, sources[(key.expert + target) % len(sources)], target)
+        ExpertTransfer(key, sources[(key.expert + target) % len(sources)], target)
         for target, keys in enumerate(held)
         for key in wanted_by(placement, target) - keys
         if (sources := holders.get(key))

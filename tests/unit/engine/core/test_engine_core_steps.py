@@ -27,8 +27,8 @@ from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishR
 from baton_protocol.sampling import SamplingParams
 from support.engine.engine_fakes import FakeExecutor, continuation
 
+#: The calls in order. Tests that read it clear it.
 calls: list[str] = []
-"""The calls in order. Tests that read it clear it."""
 
 
 class RecordingScheduler(Scheduler):

@@ -104,8 +104,10 @@ def test_valid_sampling_params_are_accepted(params: dict[str, Any]) -> None:
     ],
 )
 def test_invalid_sampling_params_are_refused(params: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=field) as refused:
         check(params)
+    # The gateway finds the field of the client's request by it.
+    assert str(refused.value).startswith(tuple(SamplingParams.__struct_fields__))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from baton_engine.distributed.store.socket_store import connect_store
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 WAIT_S = 60.0
+#: A separate process, as connections of this process count as those of members.
 CLIENT = """
 import socket, sys
 connections = []
@@ -48,7 +49,6 @@ for line in sys.stdin:
         connections[-1].sendall(bytes.fromhex(data))
         print("connected", flush=True)
 """
-"""A separate process, as connections of this process count as those of members."""
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ class Listening:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses: list[gloo_connections.Address] = []
+        #: The data to send. Each is sent over one connection to every device.
         self.sequences: list[bytes] = []
-        """The data to send. Each is sent over one connection to every device."""
         self._process = subprocess.Popen(
             [sys.executable, "-c", CLIENT],
             stdin=subprocess.PIPE,

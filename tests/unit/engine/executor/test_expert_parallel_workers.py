@@ -65,8 +65,8 @@ class Rank:
     executor: Executor
     serves: list[str] = field(default_factory=list)
     generated: dict[str, list[int]] = field(default_factory=dict)
+    #: The requests that the next step sends to the workers as new.
     is_new: set[str] = field(default_factory=set)
-    """The requests that the next step sends to the workers as new."""
 
     def serve(self, request_id: str, generated: Sequence[int] = ()) -> None:
         self.serves.append(request_id)

@@ -24,10 +24,10 @@ from support.block_hashes import hash_blocks
 BLOCK, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 10, 6
 MAX_TOKENS = 20
 TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=MAX_TOKENS)
+#: Prompts of one repeated token, so that many share a prefix.
 REPEATED = st.builds(
     lambda token, times: [token] * times, st.integers(1, 3), st.integers(1, MAX_TOKENS)
 )
-"""Prompts of one repeated token, so that many share a prefix."""
 
 Memory = list[list[tuple[int, ...]]]
 

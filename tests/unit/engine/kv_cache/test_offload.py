@@ -121,10 +121,10 @@ def test_a_kv_load_restores_its_offloaded_prefix_in_a_step_without_tokens() -> N
     )
 
 
+#: (token of the prompt, its length, max_tokens, steps to run afterwards).
 FAMILIES = st.tuples(
     st.integers(1, 5), st.sampled_from([5, 14, 22, 30]), st.integers(1, 8), st.integers(0, 9)
 )
-"""(token of the prompt, its length, max_tokens, steps to run afterwards)."""
 EVENTS = st.one_of(
     FAMILIES,
     FAMILIES,

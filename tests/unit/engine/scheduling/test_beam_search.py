@@ -19,8 +19,8 @@ from baton_engine.scheduling.groups.beam_search import (
 )
 from baton_protocol.messages import FinishReason
 
+#: Log-probabilities of the next token, given the generated ones.
 Model = Callable[[tuple[int, ...]], list[float]]
-"""Log-probabilities of the next token, given the generated ones."""
 Found = list[tuple[tuple[int, ...], float, FinishReason]]
 
 

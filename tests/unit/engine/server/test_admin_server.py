@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton_engine.server.access import LOG_INTERVAL_S, Access
-from baton_engine.server.admin_server import AdminServer, Condition, DrainStatus, Pending
+from baton_engine.server.admin_server import AdminServer, DrainStatus, Pending, ProbeResult
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import LoadProgress
 from baton_protocol.service_key import ServiceKey
@@ -30,11 +30,11 @@ class FakeAdmin:
     answer: Any = None
     called: tuple[str, Mapping[str, Sequence[str]]] | None = None
 
-    def health(self) -> Condition:
-        return Condition(True, "Serving", "")
+    def health(self) -> ProbeResult:
+        return ProbeResult(True, "Serving", "")
 
-    def readiness(self) -> Condition:
-        return Condition(False, "Loading", "loading x", LoadProgress(1, 4))
+    def readiness(self) -> ProbeResult:
+        return ProbeResult(False, "Loading", "loading x", LoadProgress(1, 4))
 
     def drain_status(self, *, start: bool) -> DrainStatus:
         return DrainStatus(start, 0)
@@ -116,13 +116,13 @@ def test_health_reports_the_kv_compatibility(server, admin):
         version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD",
         block_size=16, num_layers=2, num_kv_heads=4, head_dim=8,
     )  # fmt: skip
-    admin.health = lambda: Condition(True, "Serving", "", kv=kv)
+    admin.health = lambda: ProbeResult(True, "Serving", "", kv=kv)
     status, body = ask(server, "GET", "/health")
     assert (status, body["kv"]) == (200, msgspec.to_builtins(kv))
 
 
 def test_health_reports_the_kv_bytes_of_every_transport(server, admin):
-    admin.health = lambda: Condition(True, "Serving", "", kv_bytes={"ucx tcp/lo": 7})
+    admin.health = lambda: ProbeResult(True, "Serving", "", kv_bytes={"ucx tcp/lo": 7})
     assert ask(server, "GET", "/health")[1]["kv_bytes"] == {"ucx tcp/lo": 7}
 
 

@@ -117,7 +117,7 @@ def of_operator() -> dict[str, str]:
     return {word: where for word, where in found.items() if word not in NOT_REASONS}
 
 
-def _words(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def _words(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Constant)
@@ -134,34 +134,24 @@ def _words(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def of_components() -> dict[str, str]:
-    """Return the reasons with which components exit, with their places."""
+    """Return the reasons in the FATAL lines of components, with their places."""
     found = {}
     for component in ("engine", "gateway", "kv_transfer"):
         for path in sorted((ROOT / component).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    words = re.findall(r"^FATAL ([A-Z]\w+):", node.value)
-                elif (
-                    isinstance(node, ast.Call) and len(node.args) > 1 and _names_an_error(node.func)
-                ):
-                    first = node.args[0]
-                    words = (
-                        [first.value]
-                        if isinstance(first, ast.Constant) and isinstance(first.value, str)
-                        else []
-                    )
-                else:
-                    continue
-                found |= {
-                    word: f"{path.relative_to(ROOT)}:{node.lineno}"
-                    for word in words
-                    if WORD.fullmatch(word)
-                }
+                if isinstance(node, ast.Call) and len(node.args) > 1 and _takes_a_reason(node.func):
+                    found |= {
+                        word: f"{path.relative_to(ROOT)}:{line}"
+                        for word, line in _words(node.args[0])
+                    }
     return found
 
 
-def _names_an_error(function: ast.expr) -> bool:
-    return ast.unparse(function).endswith(("ConfigurationError", "FetchError", "super().__init__"))
+def _takes_a_reason(function: ast.expr) -> bool:
+    """Return whether the first argument of the function is a reason."""
+    return ast.unparse(function).endswith(
+        ("ConfigurationError", "FetchError", "report_fatal", "super().__init__")
+    )
 
 
 def test_every_reason_is_documented() -> None:
