@@ -19,7 +19,7 @@ from baton_operator.runtime import RESYNC_S
 from baton_protocol import arguments
 from baton_protocol.config import pod_ip
 
-log = logging.getLogger("baton_operator")
+logger = logging.getLogger("baton_operator")
 
 LEASE_S = 15
 HTTP_PORT = 8081
@@ -43,10 +43,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         asyncio.run(process.run(args))
     except KopfHangsError as error:
-        log.error("exiting: %s", error)
+        logger.error("exiting: %s", error)
         os._exit(1)  # an ordinary exit would wait for its threads
     except (LeaseLostError, AddressError) as error:
-        log.error("exiting: %s", error)
+        logger.error("exiting: %s", error)
         sys.exit(1)
     except ConfigException as error:
         hint = "" if args.kubeconfig else "; outside a cluster set --kubeconfig"

@@ -52,7 +52,7 @@ from baton_operator.status.report_group import Group, gateway_group, member_grou
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.topology import TopologyRequest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONFLICT_REVISIT_S = 5.0
 #: Interval while a service is not Ready, because its deadlines pass without an event.
@@ -226,7 +226,9 @@ class Reconciler:
         try:
             await self._build(step)
         except Exception as error:
-            log.warning("no object is written: the recorded spec cannot be used either: %s", error)
+            logger.warning(
+                "no object is written: the recorded spec cannot be used either: %s", error
+            )
 
     async def _build(self, step: _Step) -> None:
         """Build the desired state from the observed spec.
@@ -413,7 +415,7 @@ class Reconciler:
                 await self._write_status(service, status)
                 await self._emit(service, new_events(service, status, problem))
         except Exception:
-            log.exception("%s: the status could not be written after an internal error", key)
+            logger.exception("%s: the status could not be written after an internal error", key)
 
     async def _emit(self, service: Object, events: Iterable[Event]) -> None:
         for event in events:

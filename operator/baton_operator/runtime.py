@@ -27,7 +27,7 @@ from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.reconcile import Reconciler
 from baton_operator.status.status_probes import StatusProbes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RESYNC_S = 300.0
 CRD_POLL_S = 1.0
@@ -103,7 +103,7 @@ class Runtime:
             except (KubeError, OSError) as error:
                 state = f"the API server does not answer: {error}"
             if state != logged:
-                log.warning("waiting: %s", state)
+                logger.warning("waiting: %s", state)
                 logged = state
             await asyncio.sleep(CRD_POLL_S)
 
@@ -158,7 +158,7 @@ class Runtime:
             try:
                 services, _ = await self.kube.client.list(path)
             except (KubeError, OSError) as error:
-                log.warning("LLMServices could not be listed for the resync: %s", error)
+                logger.warning("LLMServices could not be listed for the resync: %s", error)
                 continue
             found |= {
                 Key(each["metadata"]["namespace"], each["metadata"]["name"]) for each in services

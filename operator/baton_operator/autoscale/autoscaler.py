@@ -31,7 +31,7 @@ from baton_operator.kube.events import Event
 from baton_operator.names import Key
 from baton_operator.status import report_group
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 TICK_S = 0.5
 #: Minimum interval between status writes of a size that stays. Its figures change with every
 #: scrape.
@@ -182,7 +182,7 @@ class Autoscaler:
             if await self.scrape_and_decide(key, scraper):
                 due(key)
         except Exception:  # an error in one service must not end the operator
-            log.exception("autoscaling of %s failed, retrying in %g s", key, service.period_s)
+            logger.exception("autoscaling of %s failed, retrying in %g s", key, service.period_s)
         finally:
             service.next_at = self._clock() + service.period_s
             service.is_scraped = False
@@ -195,7 +195,7 @@ class Autoscaler:
             return False  # deleted during the scrape
         for pod, error in scraped.errors.items():
             if pod not in service.errors:
-                log.warning("%s: pod %s returned no metrics: %s", key, pod, error)
+                logger.warning("%s: pod %s returned no metrics: %s", key, pod, error)
         service.errors = scraped.errors
         oldest = now - max(state.settings.behavior.window_s for state in service.roles.values())
         service.snapshots = [
