@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.rules import valid_spec
 from baton_operator.builders import config, coordinator, engine_account, gateway, network_policy
@@ -14,7 +15,7 @@ from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate, headless_service
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import Observation, gateway_schemes
 from baton_operator.reconcile_problems import InvalidSpec
 

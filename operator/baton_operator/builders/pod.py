@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import Template
 from baton_operator.builders import config, free_form_fields, model, overlay, service_key
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 
 #: User and group of all images (see docker/).
 USER_ID = 65532
