@@ -296,19 +296,19 @@ FILE = {"uri": "file:///models/x"}
 def test_a_service_at_zero_keeps_its_available_model() -> None:
     awake = status_of([pod(ready=True)], **FILE)
     assert (awake.model.uri, awake.model.revision) == (FILE["uri"], None)
-    assert after(awake, [], **FILE) == ("True", "no pod runs; those before had the model")
+    assert after(awake, [], **FILE) == ("True", "earlier pods had the model; no pod runs now")
     assert after(awake, [], uri="file:///models/other")[0] == "Unknown", (
         "the new model must be unknown"
     )
     fetched = status_of([fetching_pod(DONE)])
     assert after(fetched, [], **HUB) == (
         "True",
-        "no pod runs; those before had the model; the next one fetches it again",
+        "earlier pods had the model; no pod runs now; the next one fetches it again",
     )
     kept = {**HUB, "cache": {"claim": "models"}}
     assert (
         after(status_of([fetching_pod(DONE)], **kept), [], **kept)[1]
-        == "no pod runs; those before had the model"
+        == "earlier pods had the model; no pod runs now"
     )
 
 
@@ -338,7 +338,7 @@ def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
 def test_a_service_that_scales_up_keeps_a_model_that_is_not_fetched_again() -> None:
     loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
     awake = status_of([pod(ready=True)], **FILE)
-    assert after(awake, [pod()], **FILE) == ("True", "pods start; those before had the model")
+    assert after(awake, [pod()], **FILE) == ("True", "earlier pods had the model; new pods start")
     assert after(awake, [pod()], loading, **FILE) == (
         "True",
         "pod demo-decode-0: loading /models/x",
