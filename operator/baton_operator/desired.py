@@ -33,23 +33,23 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         return {obj["metadata"]["name"] for obj in self.objects if obj["kind"] == "ConfigMap"}
 
 
-def owner_of(observed: Observation) -> Owner:
-    """Return the service with its decoded spec.
+def owner_of(observed: Observation, spec: Object) -> Owner:
+    """Return the service with `spec` decoded.
 
     Raises:
         InvalidSpec: the spec cannot be used. The message names the field.
     """
     metadata = observed.service["metadata"]
     try:
-        spec = valid_spec(observed.service["spec"])
+        decoded = valid_spec(spec)
     except ValueError as error:
         raise InvalidSpec(error) from error
     return Owner(
         name=metadata["name"],
         namespace=metadata["namespace"],
         uid=metadata["uid"],
-        spec=spec,
-        coordinator=observed.coordinator if spec.decode.parallelism.expert else None,
+        spec=decoded,
+        coordinator=observed.coordinator if decoded.decode.parallelism.expert else None,
         gateway_schemes=gateway_schemes(observed.role_pods("gateway")),
     )
 

@@ -208,7 +208,7 @@ class Reconciler:
         if observed.has_no_recorded_spec:
             raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
-            await self._build(step)
+            await self._build(step, observed.service["spec"])
         except Exception as error:
             step.fail(error)
             await self._build_recorded(step)
@@ -222,23 +222,22 @@ class Reconciler:
         recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
         if recorded is None:
             return
-        step.observed.service = {**step.observed.service, "spec": recorded}
         try:
-            await self._build(step)
+            await self._build(step, recorded)
         except Exception as error:
             logger.warning(
                 "no object is written: the recorded spec cannot be used either: %s", error
             )
 
-    async def _build(self, step: _Step) -> None:
-        """Build the desired state from the observed spec.
+    async def _build(self, step: _Step, spec: Object) -> None:
+        """Build the desired state from `spec`: that of the service, or the recorded one.
 
         Raises:
             Problem: the spec or the service's key cannot be used.
             KubeError: the API server refused a request.
         """
         observed, step.desired = step.observed, None
-        step.owner = self._autoscaler.apply_sizes(owner_of(observed), observed.service)
+        step.owner = self._autoscaler.apply_sizes(owner_of(observed, spec), observed.service)
         observed.service_key = await ensure_service_key(self._kube, step.owner, observed.key_secret)
         step.owner = msgspec.structs.replace(
             step.owner, key_name=service_key.name_of(observed.service_key)

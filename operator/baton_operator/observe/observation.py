@@ -40,7 +40,10 @@ class Reference(NamedTuple):
 
 
 class Observation(msgspec.Struct, kw_only=True):
-    """The observed state of one service."""
+    """The observed state of one service.
+
+    The steps of a reconcile add to it what they list later or write.
+    """
 
     key: Key
     freshness: Freshness
