@@ -385,7 +385,7 @@ def test_a_fatal_line_of_an_engine_about_its_model_is_the_reason() -> None:
 def test_other_configuration_errors_do_not_affect_the_model_condition() -> None:
     crashed = fetching_pod(DONE)
     crashed["status"]["containerStatuses"] = [
-        {"name": "engine", "state": failed("FATAL ConfigInvalid: no"), "restartCount": 1}
+        {"name": "engine", "state": failed("FATAL InvalidConfig: no"), "restartCount": 1}
     ]
     assert verdict([crashed])[:2] == ("True", "Available")
 
@@ -447,7 +447,7 @@ async def test_unready_pods_are_probed_and_invalid_responses_are_ignored() -> No
         (RUNNING, False, True),
         (RUNNING, True, False),
         ({"waiting": {"reason": "CrashLoopBackOff"}}, False, False),
-        (failed("FATAL ConfigInvalid: no"), False, False),
+        (failed("FATAL InvalidConfig: no"), False, False),
     ],
     ids=["it starts", "it answered its startup probe", "it waits", "it ended"],
 )
