@@ -16,12 +16,12 @@ import msgspec
 import yaml
 
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
+from baton_operator import names
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.progress import Health
 from pocketkube.containers.process import container_pids
 from pocketkube.loopback import served_port
 
-GROUP, VERSION, PLURAL = "serving.baton.dev", "v1alpha1", "llmservices"
 FIELD_MANAGER = "baton"
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 ENGINES_READY = "baton:engines_ready"
@@ -132,7 +132,7 @@ class ClusterApi:
 
     async def crd_established(self) -> bool:
         crd = await self._kube.get(
-            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
+            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
         )
         conditions = (crd.get("status") or {}).get("conditions") or []
         return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
@@ -140,9 +140,9 @@ class ClusterApi:
     async def service(self, namespace: str, name: str) -> ServiceStatus:
         """Read an LLMService and its pods."""
         service = await self._kube.get(
-            f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
+            f"/apis/{names.API_VERSION}/namespaces/{namespace}/{names.PLURAL}/{name}"
         )
-        selector = f"serving.baton.dev/service={name}"
+        selector = f"{names.LABEL_SERVICE}={name}"
         pods, _ = await self._kube.list(
             f"/api/v1/namespaces/{namespace}/pods", label_selector=selector
         )
@@ -338,7 +338,7 @@ def _pod_status(pod: Object) -> PodStatus:
     message = next((text.splitlines()[-1] for text in messages if text), "")
     return PodStatus(
         name=metadata["name"],
-        role=(metadata.get("labels") or {}).get("serving.baton.dev/role", ""),
+        role=(metadata.get("labels") or {}).get(names.LABEL_ROLE, ""),
         ip=status.get("podIP") or "",
         phase="Terminating" if metadata.get("deletionTimestamp") else status.get("phase") or "",
         ready=any(
