@@ -94,35 +94,35 @@ NOTHING = TopologyStatus(generation=0, desired=[], members=[])
 
 DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, Any]]] = {
     "an empty group is created at once": ([], 2, NOTHING, {"create": [0, 1]}),
-    "also without a coordinator": ([], 2, None, {"create": [0, 1]}),
+    "an empty group is created without a coordinator's reply": ([], 2, None, {"create": [0, 1]}),
     "members that have started form a group": (
         [member(0), member(1)], 2, ranks(others=(0, 1), generation=0), {"asked": ["m-0", "m-1"]},
     ),
-    "they wait for one that was made a moment ago": (
+    "started members wait for one that was just created": (
         [member(0), member(1, **FRESH)], 2, NOTHING, {},
     ),
-    "and not for one that does not start": (
+    "started members do not wait for one that does not start": (
         [member(0), member(1, **DOWN)], 2, NOTHING, {"asked": ["m-0"]},
     ),
-    "ranks that leave make room for the one that is to come": (
+    "leaving ranks make room for a new member": (
         [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **NO_ROOM)], 1,
         ranks(0, 1), {"asked": ["m-0"]},
     ),
-    "and serve on while it starts": (
+    "leaving ranks serve while a new member starts": (
         [member(0, **OLD, **DRAINED), member(1, **OLD, **DRAINED), member(2, **DOWN)], 1,
         ranks(0, 1), {},
     ),
-    "what is asked for is not asked for again": ([member(0), member(1)], 2, ranks(0, 1), {}),
+    "a requested topology is not requested again": ([member(0), member(1)], 2, ranks(0, 1), {}),
     "a group grows by pods first": ([member(0), member(1)], 4, ranks(0, 1), {"create": [2, 3]}),
-    "and asks when they have started": (
+    "a growing group requests a topology when its pods have started": (
         [member(0), member(1), member(2), member(3)], 4, ranks(0, 1, others=(2, 3)),
         {"asked": ["m-0", "m-1", "m-2", "m-3"]},
     ),
-    "one that only joins waits for what is being prepared": (
+    "a member that only joins waits for the running operation": (
         [member(0), member(1), member(2)], 3,
         ranks(0, 1, others=(2,), operation=operation(OperationPhase.PREPARING)), {},
     ),
-    "one that leaves does not": (
+    "a member that leaves does not wait for the running operation": (
         [member(0), member(1), member(2)], 2,
         ranks(0, 1, 2, operation=operation(OperationPhase.PREPARING)), {"asked": ["m-0", "m-1"]},
     ),
@@ -130,41 +130,41 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
         [member(0), member(1), member(2), member(3)], 2, ranks(0, 1, 2, 3),
         {"asked": ["m-0", "m-1"]},
     ),
-    "one that was asked to leave stays while it is a rank": (
+    "a member that was asked to leave stays while it is a rank": (
         [member(0), member(1)], 1, ranks(0, 1, desired=["m-0"]), {},
     ),
-    "one that retires and still has requests stays": (
+    "a retiring member with requests stays": (
         [member(0), member(1)], 1, ranks(0, others=(1,), phase=SERVING), {},
     ),
-    "one that stands by is drained": (
+    "a member that stands by is drained": (
         [member(0), member(1)], 1, ranks(0, others=(1,)), {"drain": ["m-1"]},
     ),
-    "and deleted when it has drained": (
+    "a member that stands by is deleted when it has drained": (
         [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,)), {"delete": ["m-1"]},
     ),
-    "but not while a generation is being prepared": (
+    "a drained member stays while a generation is being prepared": (
         [member(0), member(1, **DRAINED)], 1,
         ranks(0, others=(1,), operation=operation(OperationPhase.PREPARING)), {},
     ),
-    "nor while one is committed": (
+    "a drained member stays while a generation is being committed": (
         [member(0), member(1, **DRAINED)], 1,
         ranks(0, others=(1,), operation=operation(OperationPhase.COMMITTING)), {},
     ),
-    "nor while it is asked for": (
+    "a drained member stays while a topology with it is requested": (
         [member(0), member(1, **DRAINED)], 1, ranks(0, others=(1,), desired=["m-0", "m-1"]),
         {"asked": ["m-0"]},
     ),
-    "nobody is deleted while the coordinator is away": (
+    "no member is deleted while the coordinator does not answer": (
         [member(0), member(1, **DRAINED)], 1, None, {},
     ),
-    "but one that failed": (
+    "a failed member is deleted while the coordinator does not answer": (
         [member(0), member(1, **DOWN, failed=True)], 2, None, {"delete": ["m-1"], "create": [2]},
     ),
-    "one that failed as a rank is replaced": (
+    "a failed rank is replaced": (
         [member(0), member(1, **DOWN, failed=True)], 2, ranks(0, 1),
         {"delete": ["m-1"], "create": [2], "asked": ["m-0"]},
     ),
-    "one that failed at once is held, and not replaced yet": (
+    "a member that failed at once is held and not replaced yet": (
         [member(0), member(1, **FRESH, failed=True)], 2, ranks(0, desired=["m-0"]), {},
     ),
     "a rank whose container restarts is waited for": (
@@ -173,55 +173,55 @@ DECISIONS: dict[str, tuple[list[Member], int, TopologyStatus | None, dict[str, A
     "surplus that never started is deleted": (
         [member(0), member(1, **DOWN)], 1, ranks(0), {"delete": ["m-1"]},
     ),
-    "one that somebody deletes leaves the topology": (
+    "a member that another client deletes leaves the topology": (
         [member(0), member(1, deletion=NOW)], 2, ranks(0, 1), {"asked": ["m-0"], "create": [2]},
     ),
-    "a new revision begins with a pod more": (
+    "a new revision begins with one more pod": (
         [member(0, **OLD), member(1, **OLD)], 2, ranks(0, 1), {"create": [2]},
     ),
-    "which joins while both old ones stay": (
+    "a surge joins while both old ranks stay": (
         [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, others=(2,)),
         {"asked": ["m-0", "m-1", "m-2"]},
     ),
-    "then one old one leaves": (
+    "one old rank leaves when the surge serves": (
         [member(0, **OLD), member(1, **OLD), member(2)], 2, ranks(0, 1, 2),
         {"asked": ["m-0", "m-2"]},
     ),
-    "a revision that does not start replaces nobody": (
+    "a revision that does not start replaces no rank": (
         [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 2, ranks(0, 1), {},
     ),
     "a group scaled to zero keeps one rank first": (
         [member(0), member(1)], 0, ranks(0, 1), {"asked": ["m-0"]},
     ),
-    "the last rank drains as one": ([member(0)], 0, ranks(0), {"drain": ["m-0"]}),
-    "and goes when nothing is unfinished": (
+    "the last rank drains as a rank": ([member(0)], 0, ranks(0), {"drain": ["m-0"]}),
+    "the last rank is deleted when nothing is unfinished": (
         [member(0, **DRAINED)], 0, ranks(0), {"delete": ["m-0"]},
     ),
     "a group that grows again leaves the draining one out": (
         [member(0, **DRAINED), member(1)], 1, ranks(0, others=(1,)), {"asked": ["m-1"]},
     ),
-    "engines of their own are replaced by ranks one at a time": (
+    "dense engines are replaced by ranks one at a time": (
         [member(0, **ALONE), member(1, **ALONE)], 2, NOTHING, {"create": [2]},
     ),
-    "the first drains when the first rank serves": (
+    "the first dense engine drains when the first rank serves": (
         [member(0, **ALONE), member(1, **ALONE), member(2)], 2, ranks(2), {"drain": ["m-1"]},
     ),
-    "and is deleted when it has drained": (
+    "a dense engine is deleted when it has drained": (
         [member(0, **ALONE), member(1, **ALONE, **DRAINED), member(2)], 2, ranks(2),
         {"delete": ["m-1"]},
     ),
-    "another model's group goes on until a pod has started": (
+    "another model's group serves until a new pod has started": (
         [member(0, **OTHER), member(1, **OTHER), member(2, **FRESH)], 2, ranks(0, 1), {},
     ),
-    "is then scaled down to one": (
+    "another model's group is scaled down to one rank": (
         [member(0, **OTHER), member(1, **OTHER), member(2)], 2, ranks(0, 1, others=(2,)),
         {"asked": ["m-0"]},
     ),
-    "which drains": (
+    "the last rank of another model's group drains": (
         [member(0, **OTHER), member(2)], 2, ranks(0, others=(2,)),
         {"drain": ["m-0"], "create": [1]},
     ),
-    "and when it has gone the new group is formed": (
+    "the new group is formed when another model's group is gone": (
         [member(1), member(2)], 2, ranks(others=(1, 2), generation=0), {"asked": ["m-1", "m-2"]},
     ),
 }  # fmt: skip

@@ -59,10 +59,10 @@ DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
     "a full group is left alone": ([member(0), member(1)], 2, {}),
     "a gap is filled at its own ordinal": ([member(0), member(2)], 3, {"create": [1]}),
     "the highest ordinal drains first": ([member(0), member(1), member(2)], 2, {"drain": ["m-2"]}),
-    "one that is not ready leaves before one that is": (
+    "an unready member leaves before a ready one": (
         [member(0, ready=False), member(1)], 1, {"drain": ["m-0"]},
     ),
-    "one that never started needs no drain": (
+    "a member that never started needs no drain": (
         [member(0, **DOWN), member(1)], 1, {"delete": ["m-0"]},
     ),
     "an old revision leaves before a new one": (
@@ -74,29 +74,31 @@ DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
     ),
     "a draining member that is busy stays": ([member(0), member(1, **DRAINS, unfinished=3)], 1, {}),
     "a draining member that does not answer stays": ([member(0), member(1, **DRAINS)], 1, {}),
-    "a draining member goes when its time is up": (
+    "a draining member is deleted after the drain timeout": (
         [member(0), member(1, draining=True, drain_started=EXPIRED, unfinished=3)], 1,
         {"delete": ["m-1"]},
     ),
     "a draining member holds its place": ([member(0), member(1, **DRAINS, unfinished=3)], 2, {}),
-    "one that terminates holds its place": ([member(0), member(1, deletion=NOW)], 2, {}),
-    "one stuck on a lost node does not": (
+    "a terminating member holds its place": ([member(0), member(1, deletion=NOW)], 2, {}),
+    "a member stuck on a lost node holds no place": (
         [member(0), member(1, deletion=NOW - STUCK_TERMINATING)], 2, {"create": [2]},
     ),
-    "one that was marked without a time drains like any other": (
+    "a draining member without a start time is marked again": (
         [member(0), member(1, draining=True, unfinished=3)], 1, {"drain": ["m-1"]},
     ),
-    "one that failed at once is held for a while": (
+    "a member that failed at once is held for a while": (
         [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=2))], 2, {},
     ),
-    "one that failed later is deleted": (
+    "a member that failed later is deleted": (
         [member(0), member(1, **DOWN, failed=True, created=NOW - timedelta(seconds=20))], 2,
         {"delete": ["m-1"]},
     ),
-    "one that failed is deleted": (
+    "a failed member without a creation time is deleted": (
         [member(0), member(1, **DOWN, failed=True)], 2, {"delete": ["m-1"]},
     ),
-    "no replacement while another leaves": ([member(0, **OLD), member(1, deletion=NOW)], 2, {}),
+    "no member is replaced while another terminates": (
+        [member(0, **OLD), member(1, deletion=NOW)], 2, {},
+    ),
 }  # fmt: skip
 
 ROOMLESS = {**DOWN, "no_room_since": NOW - timedelta(seconds=31)}
@@ -116,10 +118,10 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "in place: a broken old member is the first to go": (
         IN_PLACE, [member(0, **OLD, **DOWN), member(1, **OLD)], 2, {"delete": ["m-0"]},
     ),
-    "in place: a single member is replaced, too": (
+    "in place: a single member is replaced": (
         IN_PLACE, [member(0, **OLD)], 1, {"drain": ["m-0"]},
     ),
-    "in place: two at a time where two may be away": (
+    "in place: two members are replaced at a time with max_unavailable 2": (
         Update(max_surge=0, max_unavailable=2), [member(i, **OLD) for i in range(3)], 3,
         {"drain": ["m-2", "m-1"]},
     ),
@@ -133,43 +135,47 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "an old member goes when the new one is ready": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2)], 2, {"drain": ["m-1"]},
     ),
-    "one that drains holds its place in the surge": (
+    "a draining member holds its place in the surge": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DRAINS, unfinished=1), member(2)], 2, {},
     ),
     "the next new member comes when the old one is gone": (
         SURGE, [member(0, **OLD), member(2)], 2, {"create": [1]},
     ),
-    "no more are made than are wanted in the end": (
+    "a surge creates no more members than are desired": (
         SURGE, [member(0), member(2), member(1, **OLD, **DRAINS, unfinished=1)], 2, {},
     ),
-    "a larger surge makes and replaces several": (
+    "a larger surge creates and replaces several members": (
         Update(max_surge=2), [member(0, **OLD), member(1, **OLD), member(2), member(3)], 2,
         {"drain": ["m-1", "m-0"]},
     ),
-    "surge and unavailable together": (
+    "max_surge and max_unavailable apply together": (
         Update(max_surge=1, max_unavailable=1), [member(0, **OLD), member(1, **OLD)], 2,
         {"create": [2], "drain": ["m-1"]},
     ),
-    "nothing serves, so nothing can be lost: all are replaced at once": (
+    "without a serving member all are replaced at once": (
         SURGE, [member(0, **OLD, **DOWN), member(1, **OLD, **DOWN)], 2,
         {"create": [2], "delete": ["m-0", "m-1"]},
     ),
     # A revision that is never ready.
-    "a broken revision takes nobody's place": (
+    "a broken revision replaces no serving member": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, ready=False)], 2, {},
     ),
-    "nor that of an old member that is being restarted": (
+    "a broken revision replaces no restarting member": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2, ready=False)], 2, {},
     ),
-    "nor the last one's": (SURGE, [member(0, **OLD, **DOWN), member(1, ready=False)], 1, {}),
-    "in place it takes no more than one": (IN_PLACE, [member(0, **OLD), member(1, **DOWN)], 2, {}),
+    "a broken revision does not replace the last member": (
+        SURGE, [member(0, **OLD, **DOWN), member(1, ready=False)], 1, {},
+    ),
+    "in place: a broken revision replaces one member only": (
+        IN_PLACE, [member(0, **OLD), member(1, **DOWN)], 2, {},
+    ),
     "going back: only the broken member leaves": (
         SURGE, [member(0), member(1), member(2, **OLD, **DOWN)], 2, {"delete": ["m-2"]},
     ),
-    "going back in place: its place is the old revision's again": (
+    "going back in place: the broken member leaves": (
         IN_PLACE, [member(0), member(1, **OLD, **DOWN)], 2, {"delete": ["m-1"]},
     ),
-    "going back half way: those that were replaced already leave, the others stay": (
+    "going back half way: a member of the abandoned revision leaves": (
         SURGE, [member(0), member(1, **OLD), member(2, **OLD)], 2, {"drain": ["m-2"]},
     ),
     "going on to a third revision: the broken second leaves first": (
@@ -177,44 +183,48 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         {"delete": ["m-2"]},
     ),
     # A full cluster.
-    "a surge that has no room is waited for": (
+    "full cluster: a surge waits for room": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **WAITS_FOR_ROOM)], 2, {},
     ),
-    "then it takes the place of an old member": (
+    "full cluster: a surge takes an old member's place after the timeout": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **ROOMLESS)], 2, {"drain": ["m-1"]},
     ),
-    "and of one only, until it is ready": (
+    "full cluster: a second surge waits until the first is ready": (
         SURGE, [member(0, **OLD), member(2, **DOWN), member(3, **ROOMLESS)], 2, {},
     ),
-    "of the next, when it is": (
+    "full cluster: a second surge takes a place when the first is ready": (
         SURGE, [member(0, **OLD), member(2), member(3, **ROOMLESS)], 2, {"drain": ["m-0"]},
     ),
-    "a member that is ready and old is not needed for one without room when no rollout is on": (
+    "full cluster: without a rollout no member makes room": (
         SURGE, [member(0), member(1, **ROOMLESS)], 2, {},
     ),
     # Sizes that change during the rollout.
-    "fewer wanted in a rollout: old members leave": (
+    "scaled down in a rollout: old members leave": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2)], 1, {"drain": ["m-1", "m-0"]},
     ),
-    "fewer wanted while the new member starts: one that serves stays": (
+    "scaled down while the new member starts: a serving member stays": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **DOWN)], 1, {"drain": ["m-1"]},
     ),
-    "more wanted in a rollout: the new ones are of the new revision": (
+    "scaled up in a rollout: the added members are of the new revision": (
         SURGE, [member(0, **OLD), member(1)], 4, {"create": [2, 3, 4]},
     ),
-    "none wanted: all leave": (SURGE, [member(0, **OLD), member(1)], 0, {"drain": ["m-1", "m-0"]}),
+    "scaled to zero in a rollout: all leave": (
+        SURGE, [member(0, **OLD), member(1)], 0, {"drain": ["m-1", "m-0"]},
+    ),
     # Another client deletes members.
-    "what somebody deletes is replaced at once": (
+    "deleted by another client: replaced at once": (
         SURGE, [member(0), member(1, deletion=NOW)], 2, {"create": [2]},
     ),
-    "within the surge": (
+    "deleted by another client: replaced within the surge": (
         SURGE, [member(0, deletion=NOW), member(1, deletion=NOW)], 2, {"create": [2]},
     ),
-    "without one, when it is gone": (IN_PLACE, [member(0), member(1, deletion=NOW)], 2, {}),
-    "but what has drained is waited for": (
+    "deleted by another client: replaced when it is gone if there is no surge": (
+        IN_PLACE, [member(0), member(1, deletion=NOW)], 2, {},
+    ),
+    "deleted after its drain: replaced when it is gone": (
         SURGE, [member(0), member(1, **DRAINS, deletion=NOW)], 2, {},
     ),
-    "paused: what somebody deletes is replaced at once, too": (
+    "paused: deleted by another client, replaced at once": (
         PAUSED, [member(0, **OLD), member(1, **OLD, deletion=NOW)], 2, {"create": [2]},
     ),
     # Paused.
@@ -226,7 +236,7 @@ ROLLOUTS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "paused: a group still shrinks": (
         PAUSED, [member(0, **OLD), member(1, **OLD)], 1, {"drain": ["m-1"]},
     ),
-    "paused in the middle: even the surge stays": (
+    "paused in a rollout: even the surge stays": (
         PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {},
     ),
     "paused: a surplus of one revision leaves": (
@@ -250,34 +260,36 @@ def test_steps_of_a_rollout(
 STARTS = {**DOWN, "unready_since": NOW - timedelta(seconds=599)}
 STALLS = {**DOWN, "unready_since": NOW - timedelta(seconds=601)}
 
-FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
-    "a rollout that gets on is not held up": (
+RESTORED: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
+    "a rollout that progresses is continued": (
         SURGE, [member(0, **OLD), member(1, **OLD)], 2, {"create": [2]},
     ),
     "an old member that dies while the new one starts is replaced by a new one": (
         SURGE, [member(0, **OLD), member(2, **STARTS)], 2, {"create": [1]},
     ),
-    "one that dies while the new one stalls comes back": (
+    "an old member that dies while the new one stalls is restored": (
         SURGE, [member(0, **OLD), member(2, **STALLS)], 2, {"restore": [1]},
     ),
-    "a rollout that stalls and loses nobody is left alone": (
+    "a stalled rollout without a loss is left alone": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS)], 2, {},
     ),
-    "all old members died: as many come back as there is room for": (
+    "all old members died: as many are restored as there is room for": (
         SURGE, [member(2, **STALLS)], 2, {"restore": [0, 1]},
     ),
-    "the only one died": (SURGE, [member(1, **STALLS)], 1, {"restore": [0]}),
-    "the only one died, and its place is taken": (IN_PLACE, [member(1, **STALLS)], 1, {}),
-    "in place: an old member that dies comes back": (
+    "the only old member died: it is restored": (SURGE, [member(1, **STALLS)], 1, {"restore": [0]}),
+    "the only old member died in place: there is no room to restore it": (
+        IN_PLACE, [member(1, **STALLS)], 1, {},
+    ),
+    "in place: an old member that dies is restored": (
         IN_PLACE, [member(0, **OLD), member(2, **STALLS)], 3, {"restore": [1]},
     ),
-    "new members that serve stay": (
+    "stalled: new members that serve stay": (
         SURGE, [member(0, **OLD), member(1), member(2, **STALLS)], 3, {"restore": [3]},
     ),
-    "more wanted in a rollout that stalls": (
+    "scaled up in a stalled rollout: the added members are restored ones": (
         SURGE, [member(0, **OLD), member(1, **STALLS)], 3, {"restore": [2, 3]},
     ),
-    "a new member that stalls takes nobody's place for want of room": (
+    "stalled: a new member without room takes no place": (
         SURGE,
         [
             *(member(n, **OLD) for n in (0, 1)), member(2, **STALLS),
@@ -289,24 +301,26 @@ FORMER: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2,
         {"drain": ["m-1"]},
     ),
-    "the new one got ready after all: who came back leaves": (
+    "the stalled member became ready: the restored one leaves": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2)], 2, {"delete": ["m-1"]},
     ),
-    "paused in the middle: who dies comes back": (PAUSED, [member(0, **OLD)], 2, {"restore": [1]}),
-    "paused in the middle: a new one that dies comes back as an old one": (
+    "paused in a rollout: an old member that dies is restored": (
+        PAUSED, [member(0, **OLD)], 2, {"restore": [1]},
+    ),
+    "paused in a rollout: a new member that dies is restored as an old one": (
         PAUSED, [member(2)], 2, {"restore": [0]},
     ),
-    "paused in the middle: it grows by old ones": (
+    "paused in a rollout: the group grows by old members": (
         PAUSED, [member(0, **OLD), member(1)], 4, {"restore": [2, 3]},
     ),
-    "paused in the middle: the surge stays": (
+    "paused in a rollout: the surge stays": (
         PAUSED, [member(0, **OLD), member(1, **OLD), member(2)], 2, {},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("update", "members", "desired", "step"), FORMER.values(), ids=FORMER.keys()
+    ("update", "members", "desired", "step"), RESTORED.values(), ids=RESTORED.keys()
 )
 def test_steps_of_a_rollout_with_a_previous_revision(
     update: Update, members: list[Member], desired: int, step: dict[str, Any]
