@@ -93,14 +93,14 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     ),
     "TTFT above target while requests wait adds prefill engines": (
         "prefill", {"ttft_s": 1.3, "queue_s": 0.6, "busy": 0.95}, History(), 5, "TTFTAboveTarget"),
-    "but no more than the load needs": (
+    "TTFT far above target adds no more engines than the load needs": (
         "prefill", {"ttft_s": 9.0, "queue_s": 0.6, "busy": 0.95}, History(), 5, "TTFTAboveTarget"),
     "TTFT above target without waiting is beyond what a size can do": (
         "prefill", {"ttft_s": 1.5, "queue_s": 0.02}, History(), 4, "TargetUnreachable"),
     "a growing queue asks for what keeps up and drains it": (
         "prefill", {"busy": 1.0, "waiting": 10.0, "waiting_growth_per_s": 2.0}, History(), 7,
         "RequestsQueue"),
-    "a draining queue asks for no more": (
+    "a draining queue asks for no more engines": (
         "prefill",
         {
             "ttft_s": 30.0, "queue_s": 20.0, "busy": 1.0, "waiting": 10.0,
@@ -120,10 +120,10 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     "a queue at decode adds engines": ("decode", {"waiting": 5.0}, History(), 6, "RequestsQueue"),
     "one step adds as many as there are, or four": (
         "decode", {"itl_s": 0.5}, History(), 8, "ITLAboveTarget"),
-    "and no more within its period": (
+    "one step adds no more within its period": (
         "decode", {"itl_s": 0.5}, History(changes=(Change(NOW - 30, 3),)), 5, "ITLAboveTarget"),
     "a single bad window is not acted on": ("decode", {"itl_s": 0.5}, settled(4), 4, "Stabilizing"),
-    "one that lasts is": (
+    "a bad window that lasts adds engines": (
         "decode", {"itl_s": 0.07},
         History(runs=(Run(4, NOW - 600, NOW - 45), Run(6, NOW - 40, NOW - 15))), 6,
         "ITLAboveTarget"),
