@@ -31,7 +31,6 @@ from baton_operator.controller import Outcome
 from baton_operator.desired import Desired, compute_desired, owner_of
 from baton_operator.kube.events import Event, Events
 from baton_operator.kube.kinds import Kube
-from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
@@ -143,9 +142,9 @@ class Reconciler:
         self._refused_pods = RefusedPods()
         #: Content hash of the objects beside the members when all of them last matched the desired
         #: state, by service.
-        self._verified: dict[Key, str] = {}
+        self._verified: dict[names.Key, str] = {}
 
-    async def reconcile(self, key: Key, freshness: Freshness) -> Outcome:
+    async def reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
         """Take one step for the service `key`.
 
         Raises:
@@ -164,7 +163,7 @@ class Reconciler:
             raise
         return step.outcome() if step is not None else Outcome(is_gone=True)
 
-    async def _step(self, key: Key, freshness: Freshness) -> _Step | None:
+    async def _step(self, key: names.Key, freshness: Freshness) -> _Step | None:
         """Run the steps of one reconcile. Return None if the service is gone."""
         # 1. Observe what exists.
         observed = await observe(self._kube, self._drainer, self._coordinators, key, freshness)
@@ -191,7 +190,7 @@ class Reconciler:
         step.is_ready = await self._report(step)
         return step
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: names.Key) -> None:
         """Drop the state of a service that is gone."""
         self._verified.pop(key, None)
         self._autoscaler.forget(key)
@@ -404,7 +403,7 @@ class Reconciler:
         self._autoscaler.observe(owner, groups, observed.pods)
         return groups
 
-    async def _report_defect(self, key: Key, error: Exception) -> None:
+    async def _report_defect(self, key: names.Key, error: Exception) -> None:
         """Write a status for an unexpected error. This path calls no code of the failed step."""
         try:
             service = await self._kube.read("LLMService", key.namespace, key.name)
