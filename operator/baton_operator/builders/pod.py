@@ -189,8 +189,7 @@ def _container(spec: Object, name: str, path: str) -> Object:
     if "containers" not in spec:
         raise free_form_fields.must_be("a list", path, None)
     (found,) = (container for container in spec["containers"] if container["name"] == name)
-    component: Object = found
-    return component
+    return found
 
 
 def _keep_identity(container: Object) -> None:

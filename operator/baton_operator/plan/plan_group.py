@@ -99,14 +99,11 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeout(NamedTuple):
-    """A timeout of members that wait."""
+    """A timeout of members that wait. It does not run if no member waits."""
 
-    has_passed: bool
-    #: Seconds until it passes. Empty: it has passed, or no member waits.
+    has_passed: bool = False
+    #: Seconds until it passes. Empty: it has passed, or does not run.
     waits_s: tuple[float, ...] = ()
-
-
-NOT_RUNNING = Timeout(has_passed=False)
 
 
 class _Group(NamedTuple):
@@ -160,7 +157,7 @@ def plan_group(
     draining = [m for m in usable if m.draining]
     newest = [m for m in usable if not m.draining and (update.paused or m.revision == revision)]
     outdated = [m for m in usable if not m.draining and m not in newest]
-    stall = room = NOT_RUNNING
+    stall = room = Timeout()
     if has_previous_revision and not update.paused:
         stall = _stall_timeout(newest, update, now)
     if outdated and not stall.has_passed:
@@ -241,9 +238,9 @@ def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) 
     """Return the timeout that began at the earliest of `times`; without times, it does not run."""
     since = min((time for time in times if time is not None), default=None)
     if since is None:
-        return NOT_RUNNING
+        return Timeout()
     left_s = timeout_s - (now - since).total_seconds()
-    return Timeout(has_passed=False, waits_s=(left_s,)) if left_s > 0 else Timeout(has_passed=True)
+    return Timeout(waits_s=(left_s,)) if left_s > 0 else Timeout(has_passed=True)
 
 
 def _leavers(group: _Group) -> list[Member]:
@@ -252,16 +249,18 @@ def _leavers(group: _Group) -> list[Member]:
     # A pause keeps even the members that were created to surge.
     keeps_surge = update.paused and len({m.revision for m in group.present}) > 1
     max_newest = group.desired + (update.max_surge if keeps_surge else 0)
-    surplus = _surplus(group.newest, max_newest, group.revision)
-    kept = [m for m in group.newest if m not in surplus]
+    # Unready members leave first, then old revisions, then the highest ordinals.
+    ranked = sorted(group.newest, key=lambda m: (m.ready, m.revision == group.revision, -m.ordinal))
+    num_surplus = max(0, len(ranked) - max_newest)
     # While the rollout stalls, members of the previous revision that start are not replaced.
     replaceable = [m for m in group.outdated if m.ready or not stall.has_passed]
     max_unavailable = max(update.max_unavailable, 1 if group.room.has_passed else 0)
-    return surplus + _replaced(kept, replaceable, group.desired - max_unavailable)
+    min_ready = group.desired - max_unavailable
+    return ranked[:num_surplus] + _replaced(ranked[num_surplus:], replaceable, min_ready)
 
 
 def _num_new(group: _Group, *, restores: bool) -> int:
-    """Return how many members to create; none if it is negative.
+    """Return how many members to create. A negative number means none.
 
     Args:
         restores: they are of the previous revision, and replace new members that do not serve.
@@ -276,15 +275,6 @@ def _num_new(group: _Group, *, restores: bool) -> int:
     if restores:
         counted = [m for m in group.newest if m.ready or paused] + group.outdated
     return min(group.desired - len(counted), group.desired + max_surge - len(group.present))
-
-
-def _surplus(newest: list[Member], desired: int, revision: str) -> list[Member]:
-    """Return the members beyond `desired`.
-
-    Unready members come first, then old revisions, then the highest ordinals.
-    """
-    ranked = sorted(newest, key=lambda m: (m.ready, m.revision == revision, -m.ordinal))
-    return ranked[: max(0, len(newest) - desired)]
 
 
 def _replaced(newest: list[Member], outdated: list[Member], wanted_ready: int) -> list[Member]:
