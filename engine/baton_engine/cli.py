@@ -56,7 +56,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
                 container_path(str(args.config)).read_bytes(), type=dict[str, Any]
             )
         except (OSError, msgspec.DecodeError) as error:
-            raise ConfigurationError("ConfigInvalid", f"{args.config}: {error}") from error
+            raise ConfigurationError("InvalidConfig", f"{args.config}: {error}") from error
     for option in OPTIONS:
         if (value := getattr(args, option.path)) is not None:
             set_field(fields, option.path, value)
@@ -67,11 +67,11 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
             if args.config is None
             else f"model.path in {args.config}, or --model"
         )
-        raise ConfigurationError("ConfigInvalid", f"no model is given; pass {wanted}")
+        raise ConfigurationError("InvalidConfig", f"no model is given; pass {wanted}")
     try:
         config = msgspec.convert(fields, EngineConfig)
     except msgspec.ValidationError as error:
-        raise ConfigurationError("ConfigInvalid", f"{args.config or 'flags'}: {error}") from error
+        raise ConfigurationError("InvalidConfig", f"{args.config or 'flags'}: {error}") from error
     check_bounds(config)
     return config, args
 

@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 from baton_kube.client import KubeClient, KubeError, Object
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SILENCE_S = 150.0  # API servers send a bookmark every minute
 END_GRACE_S = 5.0  # delay with which the server may end a watch
@@ -96,7 +96,7 @@ class Reflector:
                 if isinstance(error, KubeError) and error.status == 410:
                     version = ""
                 else:
-                    log.warning(
+                    logger.warning(
                         "watching %s failed, trying again in %.1f s: %s", self._path, pause_s, error
                     )
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
@@ -129,7 +129,7 @@ class Reflector:
             try:
                 listener(old, new)
             except Exception:
-                log.exception("a listener of %s failed on %s", self._path, key)
+                logger.exception("a listener of %s failed on %s", self._path, key)
 
 
 def key_of(obj: Object) -> str:

@@ -20,7 +20,7 @@ from baton_protocol import arguments
 from baton_protocol.config import pod_ip
 from baton_protocol.fatal import report_fatal
 
-log = logging.getLogger("baton_operator")
+logger = logging.getLogger("baton_operator")
 
 LEASE_S = 15
 HTTP_PORT = 8081
@@ -44,10 +44,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         asyncio.run(process.run(args))
     except KopfHangsError as error:
-        log.error("exiting: %s", error)
+        logger.error("exiting: %s", error)
         os._exit(1)  # an ordinary exit would wait for its threads
     except (LeaseLostError, AddressError) as error:
-        log.error("exiting: %s", error)
+        logger.error("exiting: %s", error)
         sys.exit(1)
     except ConfigException as error:
         hint = "" if args.kubeconfig else "; outside a cluster set --kubeconfig"
@@ -62,19 +62,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--kubeconfig", metavar="FILE", help="default: the pod's service account")
-    every = "watch this namespace only; can be repeated; default: all namespaces"
-    add("--namespace", action="append", default=[], metavar="NS", help=every)
+    add(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NS",
+        help="watch this namespace only; can be repeated; default: all namespaces",
+    )
     add(
         "--host",
         default=pod_ip(),
         help="address of /health and /metrics; default: $POD_IP, else loopback",
     )
-    port = "port of /health and /metrics (default: %(default)s)"
-    add("--http-port", type=arguments.port, default=HTTP_PORT, help=port)
-    resync = "seconds between reconciles of every service without an event (default: %(default)s)"
-    add("--resync", type=arguments.positive, default=RESYNC_S, metavar="S", help=resync)
-    elect = "reconcile only while holding a Lease; default: if the operator is a pod"
-    add("--leader-elect", action=argparse.BooleanOptionalAction, help=elect)
+    add(
+        "--http-port",
+        type=arguments.port,
+        default=HTTP_PORT,
+        help="port of /health and /metrics (default: %(default)s)",
+    )
+    add(
+        "--resync",
+        type=arguments.positive,
+        default=RESYNC_S,
+        metavar="S",
+        help="seconds between reconciles of every service without an event (default: %(default)s)",
+    )
+    add(
+        "--leader-elect",
+        action=argparse.BooleanOptionalAction,
+        help="reconcile only while holding a Lease; default: if the operator is a pod",
+    )
     add(
         "--lease-namespace",
         default=os.environ.get("POD_NAMESPACE"),
@@ -82,8 +99,13 @@ def _parser() -> argparse.ArgumentParser:
         help="default: $POD_NAMESPACE",
     )
     add("--lease-name", default=names.MANAGER, metavar="NAME", help="default: %(default)s")
-    takeover = "seconds without a renewal before another operator takes over (default: %(default)s)"
-    add("--lease-duration", type=arguments.positive, default=LEASE_S, metavar="S", help=takeover)
+    add(
+        "--lease-duration",
+        type=arguments.positive,
+        default=LEASE_S,
+        metavar="S",
+        help="seconds without a renewal before another operator takes over (default: %(default)s)",
+    )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--log-format", default="text", choices=["json", "text"], help="default: %(default)s")
     return parser

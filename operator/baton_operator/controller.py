@@ -22,7 +22,7 @@ from baton_operator import logs
 from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
@@ -189,7 +189,7 @@ class Controller:
                 self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             delay_s = max(delay_s, pause_s)
         is_defect = not isinstance(error, (KubeError, OSError))
-        log.warning(
+        logger.warning(
             "reconcile of %s failed, retrying in %.1f s: %s",
             key,
             delay_s,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.rules import valid_spec
 from baton_operator.builders import config, coordinator, engine_account, gateway, network_policy
@@ -14,7 +15,7 @@ from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate, headless_service
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_operator.observe.observation import Observation, gateway_schemes
 from baton_operator.reconcile_problems import InvalidSpec
 
@@ -32,23 +33,23 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         return {obj["metadata"]["name"] for obj in self.objects if obj["kind"] == "ConfigMap"}
 
 
-def owner_of(observed: Observation) -> Owner:
-    """Return the service with its decoded spec.
+def owner_of(observed: Observation, spec: Object) -> Owner:
+    """Return the service with `spec` decoded.
 
     Raises:
         InvalidSpec: the spec cannot be used. The message names the field.
     """
     metadata = observed.service["metadata"]
     try:
-        spec = valid_spec(observed.service["spec"])
+        decoded = valid_spec(spec)
     except ValueError as error:
         raise InvalidSpec(error) from error
     return Owner(
         name=metadata["name"],
         namespace=metadata["namespace"],
         uid=metadata["uid"],
-        spec=spec,
-        coordinator=observed.coordinator if spec.decode.parallelism.expert else None,
+        spec=decoded,
+        coordinator=observed.coordinator if decoded.decode.parallelism.expert else None,
         gateway_schemes=gateway_schemes(observed.role_pods("gateway")),
     )
 

@@ -19,7 +19,6 @@ import kopf
 from kubernetes.aio.config import ConfigException
 
 from baton_operator import names
-from baton_operator.names import Key
 from baton_operator.runtime import open_runtime
 
 logger = logging.getLogger(__name__)
@@ -95,14 +94,14 @@ async def changed(resource: kopf.Resource, meta: kopf.Meta, memo: kopf.Memo, **_
         memo.runtime.changed(key, kind, meta["resourceVersion"])
 
 
-def keys_of(kind: str, meta: kopf.Meta) -> Iterator[Key]:
+def keys_of(kind: str, meta: kopf.Meta) -> Iterator[names.Key]:
     """Yield the services that an object belongs to, by its label and by its owner references.
 
     A user may have changed the label.
     """
     namespace = meta["namespace"]
     if kind == names.KIND:
-        yield Key(namespace, meta["name"])
+        yield names.Key(namespace, meta["name"])
         return
     owners = {
         each["name"]
@@ -111,7 +110,7 @@ def keys_of(kind: str, meta: kopf.Meta) -> Iterator[Key]:
         and (each["apiVersion"], each["kind"]) == (names.API_VERSION, names.KIND)
     }
     found = owners | {meta.labels.get(names.LABEL_SERVICE, "")}
-    yield from (Key(namespace, name) for name in found if names.SERVICE_NAME.fullmatch(name))
+    yield from (names.Key(namespace, name) for name in found if names.SERVICE_NAME.fullmatch(name))
 
 
 class NoDiffBase(kopf.DiffBaseStorage):

@@ -1,4 +1,7 @@
-"""Names, labels and annotations that components share (docs/internals/pods.md)."""
+"""Names, labels and annotations of a service's objects (docs/internals/pods.md).
+
+Those that other components read, too, are declared in `baton_protocol.pod_labels`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ import json
 import re
 from typing import Any, Literal, NamedTuple
 
-GROUP = "serving.baton.dev"
+# `as`: they are names of this module, too.
+from baton_protocol.pod_labels import ANNOTATION_DRAINING as ANNOTATION_DRAINING
+from baton_protocol.pod_labels import GROUP as GROUP
+from baton_protocol.pod_labels import LABEL_ROLE as LABEL_ROLE
+from baton_protocol.pod_labels import LABEL_SERVICE as LABEL_SERVICE
+
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "LLMService"
@@ -17,13 +25,10 @@ SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 #: Field manager of server-side apply, value of the managed-by label, source of Events.
 MANAGER = "baton-operator"
 
-LABEL_SERVICE = f"{GROUP}/service"
-LABEL_ROLE = f"{GROUP}/role"
 LABEL_REVISION = f"{GROUP}/revision"
 LABEL_MEMBER = f"{GROUP}/member"  #: On member pods of either role. The headless Service selects it.
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
-ANNOTATION_DRAINING = f"{GROUP}/draining"
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
 #: On ranks: the expert group. Only ranks of one group can share a topology. Absent: an independent
 #: engine.

@@ -24,7 +24,7 @@ from baton_operator.kube.leader import Election, Elector
 from baton_operator.metrics import serve
 from baton_operator.runtime import Runtime, open_runtime
 
-log = logging.getLogger("baton_operator")
+logger = logging.getLogger("baton_operator")
 
 STOP_TIMEOUT_S = 20.0
 STOP_TRIES, STOP_TRY_S = 6, 2.0
@@ -138,7 +138,7 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
             raise
         except Exception as error:
             why = f"kopf ended: {error!r}"
-        log.warning("restarting the watches: %s", why)
+        logger.warning("restarting the watches: %s", why)
         await asyncio.sleep(RESTART_S)
 
 

@@ -31,7 +31,6 @@ from baton_operator.controller import Outcome
 from baton_operator.desired import Desired, compute_desired, owner_of
 from baton_operator.kube.events import Event, Events
 from baton_operator.kube.kinds import Kube
-from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
@@ -52,7 +51,7 @@ from baton_operator.status.report_group import Group, gateway_group, member_grou
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.topology import TopologyRequest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONFLICT_REVISIT_S = 5.0
 #: Interval while a service is not Ready, because its deadlines pass without an event.
@@ -143,9 +142,9 @@ class Reconciler:
         self._refused_pods = RefusedPods()
         #: Content hash of the objects beside the members when all of them last matched the desired
         #: state, by service.
-        self._verified: dict[Key, str] = {}
+        self._verified: dict[names.Key, str] = {}
 
-    async def reconcile(self, key: Key, freshness: Freshness) -> Outcome:
+    async def reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
         """Take one step for the service `key`.
 
         Raises:
@@ -164,7 +163,7 @@ class Reconciler:
             raise
         return step.outcome() if step is not None else Outcome(is_gone=True)
 
-    async def _step(self, key: Key, freshness: Freshness) -> _Step | None:
+    async def _step(self, key: names.Key, freshness: Freshness) -> _Step | None:
         """Run the steps of one reconcile. Return None if the service is gone."""
         # 1. Observe what exists.
         observed = await observe(self._kube, self._drainer, self._coordinators, key, freshness)
@@ -191,7 +190,7 @@ class Reconciler:
         step.is_ready = await self._report(step)
         return step
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: names.Key) -> None:
         """Drop the state of a service that is gone."""
         self._verified.pop(key, None)
         self._autoscaler.forget(key)
@@ -208,7 +207,7 @@ class Reconciler:
         if observed.has_no_recorded_spec:
             raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
-            await self._build(step)
+            await self._build(step, observed.service["spec"])
         except Exception as error:
             step.fail(error)
             await self._build_recorded(step)
@@ -222,21 +221,22 @@ class Reconciler:
         recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
         if recorded is None:
             return
-        step.observed.service = {**step.observed.service, "spec": recorded}
         try:
-            await self._build(step)
+            await self._build(step, recorded)
         except Exception as error:
-            log.warning("no object is written: the recorded spec cannot be used either: %s", error)
+            logger.warning(
+                "no object is written: the recorded spec cannot be used either: %s", error
+            )
 
-    async def _build(self, step: _Step) -> None:
-        """Build the desired state from the observed spec.
+    async def _build(self, step: _Step, spec: Object) -> None:
+        """Build the desired state from `spec`: that of the service, or the recorded one.
 
         Raises:
             Problem: the spec or the service's key cannot be used.
             KubeError: the API server refused a request.
         """
         observed, step.desired = step.observed, None
-        step.owner = self._autoscaler.apply_sizes(owner_of(observed), observed.service)
+        step.owner = self._autoscaler.apply_sizes(owner_of(observed, spec), observed.service)
         observed.service_key = await ensure_service_key(self._kube, step.owner, observed.key_secret)
         step.owner = msgspec.structs.replace(
             step.owner, key_name=service_key.name_of(observed.service_key)
@@ -403,7 +403,7 @@ class Reconciler:
         self._autoscaler.observe(owner, groups, observed.pods)
         return groups
 
-    async def _report_defect(self, key: Key, error: Exception) -> None:
+    async def _report_defect(self, key: names.Key, error: Exception) -> None:
         """Write a status for an unexpected error. This path calls no code of the failed step."""
         try:
             service = await self._kube.read("LLMService", key.namespace, key.name)
@@ -413,7 +413,7 @@ class Reconciler:
                 await self._write_status(service, status)
                 await self._emit(service, new_events(service, status, problem))
         except Exception:
-            log.exception("%s: the status could not be written after an internal error", key)
+            logger.exception("%s: the status could not be written after an internal error", key)
 
     async def _emit(self, service: Object, events: Iterable[Event]) -> None:
         for event in events:

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from baton_kube.client import KubeError
+from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.api.rules import valid_spec
 from baton_operator.builders.config import config_map
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Object, Owner, controlled_by
+from baton_operator.builders.owner import Owner, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.reconcile_problems import NameConflict
 

@@ -21,13 +21,12 @@ from baton_operator.autoscale.scrape import Scraper
 from baton_operator.controller import TIMEOUT_S, Controller, Outcome, Reconcile
 from baton_operator.kube.kinds import PLURALS, Kube, resource_of
 from baton_operator.metrics import Metrics
-from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.reconcile import Reconciler
 from baton_operator.status.status_probes import StatusProbes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RESYNC_S = 300.0
 CRD_POLL_S = 1.0
@@ -49,7 +48,7 @@ class Runtime:
         kube: Kube,
         reconcile: Reconcile,
         metrics: Metrics,
-        autoscale: Callable[[Callable[[Key], None]], Coroutine[Any, Any, None]],
+        autoscale: Callable[[Callable[[names.Key], None]], Coroutine[Any, Any, None]],
         resync_s: float = RESYNC_S,
     ) -> None:
         self.kube = kube
@@ -75,7 +74,7 @@ class Runtime:
                 await asyncio.sleep(self._resync_s * random.uniform(0.9, 1.1))
                 await self.resync()
 
-    async def _reconcile(self, key: Key, freshness: Freshness) -> Outcome:
+    async def _reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
         """Reconcile one service, counted and timed."""
         result = "error"
         try:
@@ -103,11 +102,11 @@ class Runtime:
             except (KubeError, OSError) as error:
                 state = f"the API server does not answer: {error}"
             if state != logged:
-                log.warning("waiting: %s", state)
+                logger.warning("waiting: %s", state)
                 logged = state
             await asyncio.sleep(CRD_POLL_S)
 
-    def changed(self, key: Key, kind: str, version: str) -> None:
+    def changed(self, key: names.Key, kind: str, version: str) -> None:
         """Record that a watch showed `version` of an object of the service, which is now due.
 
         May be called from any thread.
@@ -153,15 +152,16 @@ class Runtime:
 
     async def resync(self) -> None:
         """List the LLMServices and make all of them due, in case the watches missed an event."""
-        found: set[Key] = set()
+        found: set[names.Key] = set()
         for path in self._service_paths:
             try:
                 services, _ = await self.kube.client.list(path)
             except (KubeError, OSError) as error:
-                log.warning("LLMServices could not be listed for the resync: %s", error)
+                logger.warning("LLMServices could not be listed for the resync: %s", error)
                 continue
             found |= {
-                Key(each["metadata"]["namespace"], each["metadata"]["name"]) for each in services
+                names.Key(each["metadata"]["namespace"], each["metadata"]["name"])
+                for each in services
             }
         self.controller.add_all(found)
 

@@ -136,7 +136,7 @@ class EngineCore:
             scheduler_class = load_class(config.scheduler.scheduler_class, Scheduler, "scheduler")
         except ValueError as error:
             raise ConfigurationError(
-                "ConfigInvalid", f"scheduler.scheduler_class: {error}"
+                "InvalidConfig", f"scheduler.scheduler_class: {error}"
             ) from error
         self._structured_output = StructuredOutputManager(
             container_path(config.model.path),
@@ -167,7 +167,7 @@ class EngineCore:
                 structured_output=self._structured_output,
             )
         except ValueError as error:
-            raise ConfigurationError("ConfigInvalid", str(error)) from error
+            raise ConfigurationError("InvalidConfig", str(error)) from error
         return scheduler
 
     @property

@@ -61,7 +61,7 @@ class DPEngineCoreProc(EngineCoreProc):
                 f"parallel.rank_name: {name!r} is no DNS label: "
                 "at most 63 of a-z, 0-9, and - in between"
             )
-            raise ConfigurationError("ConfigInvalid", message)
+            raise ConfigurationError("InvalidConfig", message)
         super().__init__(config, host, client_timeout_s=client_timeout_s)
         self.phase = RankPhase.LOADING
         self.commit_pauses = commit_pauses()

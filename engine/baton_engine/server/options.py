@@ -17,7 +17,7 @@ def check_bounds(config: EngineConfig) -> None:
     The message names the field and its bounds.
     """
     for problem in _problems(config):
-        raise ConfigurationError("ConfigInvalid", problem)
+        raise ConfigurationError("InvalidConfig", problem)
 
 
 def _problems(config: EngineConfig) -> Iterator[str]:

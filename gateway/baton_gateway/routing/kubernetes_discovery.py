@@ -13,12 +13,9 @@ from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_kube.client import SERVICE_ACCOUNT, KubeClient, Object, connect
 from baton_kube.reflector import Reflector
 from baton_protocol.config import EngineEndpoint, container_path
+from baton_protocol.pod_labels import ANNOTATION_DRAINING, LABEL_ROLE, LABEL_SERVICE
 
 logger = logging.getLogger(__name__)
-
-LABEL_SERVICE = "serving.baton.dev/service"
-LABEL_ROLE = "serving.baton.dev/role"
-ANNOTATION_DRAINING = "serving.baton.dev/draining"
 
 CONNECT_RETRY_S = 2.0
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from baton_kube.client import Object
 from baton_local.preview.steps import FieldChange, GroupChange
 from baton_operator.api.rules import valid_spec
 from baton_operator.autoscale.settings import settings_of
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired, compute_desired
 from baton_operator.plan.plan_group import update_of
 

@@ -28,10 +28,9 @@ from baton_operator.autoscale.settings import Settings, scrape_period_s, setting
 from baton_operator.autoscale.windows import Snapshot, window
 from baton_operator.builders.owner import Owner
 from baton_operator.kube.events import Event
-from baton_operator.names import Key
 from baton_operator.status import report_group
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 TICK_S = 0.5
 #: Minimum interval between status writes of a size that stays. Its figures change with every
 #: scrape.
@@ -92,7 +91,7 @@ class Autoscaler:
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
-        self._services: dict[Key, _Service] = {}
+        self._services: dict[names.Key, _Service] = {}
 
     # Called by reconciles
 
@@ -104,7 +103,7 @@ class Autoscaler:
         Args:
             service: the LLMService as stored. Its status has the decisions of earlier processes.
         """
-        key, now = Key(owner.namespace, owner.name), self._clock()
+        key, now = names.Key(owner.namespace, owner.name), self._clock()
         settings = settings_of(owner.spec)
         if not settings:
             self.forget(key)
@@ -138,7 +137,7 @@ class Autoscaler:
             groups: the groups that are known.
             pods: all pods of the service.
         """
-        known = self._services.get(Key(owner.namespace, owner.name))
+        known = self._services.get(names.Key(owner.namespace, owner.name))
         if known is not None:
             settings = {role: state.settings for role, state in known.roles.items()}
             known.groups = groups_of(owner, groups, settings)
@@ -146,25 +145,25 @@ class Autoscaler:
 
     def status(self, owner: Owner, role: names.MemberRole) -> AutoscalingStatus | None:
         """Return the status of a role; None if it has no autoscaling."""
-        known = self._services.get(Key(owner.namespace, owner.name))
+        known = self._services.get(names.Key(owner.namespace, owner.name))
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status
 
     def take_events(self, owner: Owner) -> list[Event]:
         """Return the pending Events, and clear them."""
-        known = self._services.get(Key(owner.namespace, owner.name))
+        known = self._services.get(names.Key(owner.namespace, owner.name))
         if known is None:
             return []
         events, known.events = known.events, []
         return events
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: names.Key) -> None:
         """Drop the state of a service that is gone or has no autoscaling."""
         self._services.pop(key, None)
 
     # Between reconciles
 
-    async def run(self, scraper: Scraper, due: Callable[[Key], None]) -> None:
+    async def run(self, scraper: Scraper, due: Callable[[names.Key], None]) -> None:
         """Scrape and decide until cancelled. `due` is called with each service to reconcile."""
         async with asyncio.TaskGroup() as group:
             while True:
@@ -176,18 +175,18 @@ class Autoscaler:
                 await asyncio.sleep(TICK_S)
 
     async def _round(
-        self, key: Key, service: _Service, scraper: Scraper, due: Callable[[Key], None]
+        self, key: names.Key, service: _Service, scraper: Scraper, due: Callable[[names.Key], None]
     ) -> None:
         try:
             if await self.scrape_and_decide(key, scraper):
                 due(key)
         except Exception:  # an error in one service must not end the operator
-            log.exception("autoscaling of %s failed, retrying in %g s", key, service.period_s)
+            logger.exception("autoscaling of %s failed, retrying in %g s", key, service.period_s)
         finally:
             service.next_at = self._clock() + service.period_s
             service.is_scraped = False
 
-    async def scrape_and_decide(self, key: Key, scraper: Scraper) -> bool:
+    async def scrape_and_decide(self, key: names.Key, scraper: Scraper) -> bool:
         """Scrape a service and decide its sizes. Return whether it has to be reconciled."""
         now, service = self._clock(), self._services[key]
         scraped = await scraper.scrape(service.targets)
@@ -195,7 +194,7 @@ class Autoscaler:
             return False  # deleted during the scrape
         for pod, error in scraped.errors.items():
             if pod not in service.errors:
-                log.warning("%s: pod %s returned no metrics: %s", key, pod, error)
+                logger.warning("%s: pod %s returned no metrics: %s", key, pod, error)
         service.errors = scraped.errors
         oldest = now - max(state.settings.behavior.window_s for state in service.roles.values())
         service.snapshots = [

@@ -24,7 +24,7 @@ few more. In this order:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -130,6 +130,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     history: History
 
 
+class _Choice(NamedTuple):
+    """The size that the rules choose, and what the history records with it."""
+
+    size: int
+    reason: Reason
+    why: str
+    recommended: int | None = None  # None: `size`
+    breach: Breach | None = None
+    idle_since: float | None = None
+    is_settled: bool = True  # the pods are the desired ones
+
+
 def decide(
     now: float,
     group: Group,
@@ -146,24 +158,50 @@ def decide(
         window: measurements of the last `behavior.window_s`. None: there are none yet.
         history: of this role.
     """
+    choice = _choose(now, group, bounds, targets, window, history, behavior)
+    size = choice.size
+    what = f"stays at {size}" if size == group.size else f"{group.size} -> {size}"
+    recommended = size if choice.recommended is None else choice.recommended
+    return Decision(
+        role=group.role,
+        size=size,
+        reason=choice.reason,
+        explanation=f"{group.role} {what}: {choice.why}.",
+        recommended=recommended,
+        history=history.with_decision(
+            now,
+            recommended,
+            keep_s=behavior.keep_s,
+            change=size - group.size,
+            breach=choice.breach,
+            idle=choice.idle_since,
+            settled=choice.is_settled,
+        ),
+    )
+
+
+def _choose(
+    now: float,
+    group: Group,
+    bounds: Bounds,
+    targets: Targets,
+    window: Window | None,
+    history: History,
+    behavior: Behavior,
+) -> _Choice:
+    """Apply the rules in their order. Arguments as in `decide`."""
     n = group.size
     inside = bounds.nearest(n)
     if inside != n:
-        words = f"{n} is outside of {bounds}"
-        return _decision(now, group, history, behavior, inside, "OutOfBounds", words)
+        return _Choice(inside, "OutOfBounds", f"{n} is outside of {bounds}")
     if n == 0:
-        return _from_zero(now, group, window, history, behavior)
+        return _choose_from_zero(now, group, window, history, behavior)
     idle = _idle_since(now, window, history, behavior)
-    if (
-        bounds.min == 0
-        and idle is not None
-        and now - idle >= behavior.idle_s
-        and not group.operation
-    ):
-        words = f"no requests for {behavior.idle_s:g} s"
-        return _decision(now, group, history, behavior, 0, "Idle", words, idle=idle)
+    is_idle = idle is not None and now - idle >= behavior.idle_s
+    if bounds.min == 0 and is_idle and not group.operation:
+        return _Choice(0, "Idle", f"no requests for {behavior.idle_s:g} s", idle_since=idle)
     if hold := _hold(now, group, window, history, behavior):
-        reason, words, settled = hold
+        reason, why, is_settled = hold
         # While engines leave after a step down, its recommendation still holds. Otherwise a hold
         # recommends the present size.
         is_shrinking = (
@@ -171,65 +209,31 @@ def decide(
             and history.changed(now, behavior.down_window_s) < 0
         )
         recommended = history.last_recommended(now) if is_shrinking else None
-        return _decision(
-            now,
-            group,
-            history,
-            behavior,
-            n,
-            reason,
-            words,
-            recommended=recommended,
-            idle=idle,
-            settled=settled,
-        )
+        return _Choice(n, reason, why, recommended, idle_since=idle, is_settled=is_settled)
     assert window is not None, "without one there is a hold"
     measured = window.roles[group.role]
     recommendations = _recommend(now, group, window, measured, targets, history, behavior)
     decisive = max(recommendations, key=lambda each: each.size)
-    size, reason, words = _limited(now, n, bounds, decisive, recommendations, history, behavior)
+    size, reason, why = _limited(now, n, bounds, decisive, recommendations, history, behavior)
     breach = None
     # Only after a step down. After a step up, high latencies come from the queue that drains.
     if decisive.size > n and decisive.reason in _MISSED and history.last_delta < 0:
         breach = Breach(now, load_per_engine(n, group.role == "prefill", measured))
-    return _decision(
-        now,
-        group,
-        history,
-        behavior,
-        size,
-        reason,
-        words,
-        recommended=decisive.size,
-        breach=breach,
-        idle=idle,
-    )
+    return _Choice(size, reason, why, decisive.size, breach, idle_since=idle)
 
 
-def _from_zero(
+def _choose_from_zero(
     now: float, group: Group, window: Window | None, history: History, behavior: Behavior
-) -> Decision:
+) -> _Choice:
     if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
-        return _decision(
-            now,
-            group,
-            history,
-            behavior,
-            0,
-            "MetricsMissing",
-            "no gateway reports whether requests wait",
-        )
+        return _Choice(0, "MetricsMissing", "no gateway reports whether requests wait")
     # Requests are held for decode engines only. Without prefill engines they are only slower.
     waiting = window.held if group.role == "decode" else window.in_flight
-    missed = window.answered_at is not None and window.answered_at > history.changed_at
-    if waiting > 0 or missed:
-        words = (
-            f"requests waiting at the gateways: {waiting:.0f}"
-            if waiting > 0
-            else "requests arrived and were not held"
-        )
-        return _decision(now, group, history, behavior, 1, "RequestsHeld", words)
-    return _decision(now, group, history, behavior, 0, "Idle", "no requests", idle=now)
+    if waiting > 0:
+        return _Choice(1, "RequestsHeld", f"requests waiting at the gateways: {waiting:.0f}")
+    if window.answered_at is not None and window.answered_at > history.changed_at:
+        return _Choice(1, "RequestsHeld", "requests arrived and were not held")
+    return _Choice(0, "Idle", "no requests", idle_since=now)
 
 
 def _hold(
@@ -361,41 +365,3 @@ def _shrunk(
         why = f"{recommended} would be enough, but no fewer within {behavior.step_s:g} s"
         return n, "Stabilizing", f"{why}: {text}"
     return size, "BelowTargets", text
-
-
-def _decision(
-    now: float,
-    group: Group,
-    history: History,
-    behavior: Behavior,
-    size: int,
-    reason: Reason,
-    words: str,
-    *,
-    recommended: int | None = None,
-    breach: Breach | None = None,
-    idle: float | None = None,
-    settled: bool = True,
-) -> Decision:
-    recommended = size if recommended is None else recommended
-    what = (
-        f"{group.role} stays at {size}"
-        if size == group.size
-        else f"{group.role} {group.size} -> {size}"
-    )
-    return Decision(
-        role=group.role,
-        size=size,
-        reason=reason,
-        explanation=f"{what}: {words}.",
-        recommended=recommended,
-        history=history.with_decision(
-            now,
-            recommended,
-            keep_s=behavior.keep_s,
-            change=size - group.size,
-            breach=breach,
-            idle=idle,
-            settled=settled,
-        ),
-    )

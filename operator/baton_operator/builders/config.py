@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
 from baton_operator.builders import model, service_key
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_protocol.config import (
     AccessConfig,
     CacheConfig,

@@ -5,9 +5,10 @@ Its pod mounts the service's key. It needs no configuration and no model.
 
 from __future__ import annotations
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import pod, service_key
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 CONTAINER = "coordinator"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 
 
 def service_account(owner: Owner) -> Object:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import config, pod
-from baton_operator.builders.owner import Object, Owner, Scheme
+from baton_operator.builders.owner import Owner, Scheme
 from baton_protocol.config import GATEWAY_PORT
 
 CONTAINER = "gateway"

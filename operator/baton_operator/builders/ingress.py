@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import gateway
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 
 
 def ingress(owner: Owner) -> Object | None:

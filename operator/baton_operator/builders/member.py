@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import config, pod
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 
 CONTAINER = "engine"

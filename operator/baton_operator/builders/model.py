@@ -6,10 +6,10 @@ import re
 
 import msgspec
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_model import IMAGE_URI, Model, is_fetched
-from baton_operator.builders.owner import Object
 from baton_protocol.config import ENGINE_HTTP_PORT
 
 VOLUME = "model"

@@ -7,8 +7,9 @@ the namespace decides which clients may reach it. Egress is not restricted.
 
 from __future__ import annotations
 
+from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.llmservice import Spec
 
-#: A Kubernetes object as JSON.
-Object = dict[str, Any]
 Scheme = Literal["http", "https"]
 
 

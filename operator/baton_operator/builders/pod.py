@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import Template
 from baton_operator.builders import config, free_form_fields, model, overlay, service_key
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 
 #: User and group of all images (see docker/).
 USER_ID = 65532
@@ -39,66 +40,8 @@ def pod_template(
             invalid. The message names the field.
     """
     free_form_fields.check_resources(resources, f"{role}.resources")
-    found = model.source(owner.spec.model, role)
-    volumes, mounts = [found.volume, service_key.volume(owner)], [found.mount, service_key.mount()]
-    volumes += [volume for volume, _ in extra]
-    mounts += [mount for _, mount in extra]
-    container = {
-        "image": owner.spec.image,
-        "volumeMounts": [
-            {"name": "config", "mountPath": config.MOUNT_PATH, "readOnly": True},
-            *mounts,
-            {"name": "tmp", "mountPath": "/tmp"},
-        ],
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": restricted(),
-        **container,
-    }
-    if resources:
-        container["resources"] = resources
-    config_map = config.config_map(owner, role)["metadata"]["name"]
-    built = {
-        "metadata": {"labels": names.labels(owner.name, role)},
-        "spec": {
-            "containers": [container],
-            "volumes": [
-                {"name": "config", "configMap": {"name": config_map}},
-                *volumes,
-                {"name": "tmp", "emptyDir": {}},
-            ],
-            "securityContext": pod_security(),
-            "terminationGracePeriodSeconds": owner.spec.drain_timeout_seconds
-            + TERMINATION_MARGIN_S,
-            **pod,
-        },
-    }
-    if fetcher := model.fetcher(
-        owner.spec.model,
-        role,
-        image=owner.spec.image,
-        env=identity_env(),
-        security=restricted(),
-        resources=resources,
-    ):
-        built["spec"]["initContainers"] = [fetcher]
-    path = f"{role}.template"
-    free_form_fields.check_depth(template, path)
-    merged = overlay.merge(built, template or {}, path)
-    metadata, spec = (_object(merged, field, path) for field in ("metadata", "spec"))
-    labels = free_form_fields.strings(metadata.get("labels"), f"{path}.metadata.labels")
-    own: Object = {"labels": labels | names.labels(owner.name, role)}  # selectors depend on them
-    if "annotations" in metadata:
-        own["annotations"] = free_form_fields.strings(
-            metadata["annotations"], f"{path}.metadata.annotations"
-        )
-    if key := service_key.pod_annotations(owner):
-        own["annotations"] = own.get("annotations", {}) | key
-    built = _container(spec, container["name"], f"{path}.spec.containers")
-    _keep_identity(built)
-    free_form_fields.check_resources(
-        built.get("resources"), f"{path}.spec.containers[{container['name']}].resources"
-    )
-    return {"metadata": own, "spec": spec}
+    own = _own_template(owner, role, container, pod, resources, extra)
+    return _merge_overlay(own, owner, role, template)
 
 
 def pod_security() -> Object:
@@ -139,32 +82,6 @@ def identity_env(**more: str) -> list[Object]:
     return env + [{"name": name, "value": value} for name, value in more.items()]
 
 
-def _object(parent: Object, field: str, path: str) -> Object:
-    found = parent.get(field)
-    if not isinstance(found, dict):
-        raise free_form_fields.must_be("an object", f"{path}.{field}", found)
-    return found
-
-
-def _container(spec: Object, name: str, path: str) -> Object:
-    """Return the container `name`. An overlay cannot remove it, except with the whole list."""
-    if "containers" not in spec:
-        raise free_form_fields.must_be("a list", path, None)
-    (found,) = (container for container in spec["containers"] if container["name"] == name)
-    component: Object = found
-    return component
-
-
-def _keep_identity(container: Object) -> None:
-    """Restore the environment variables of the pod's identity, which an overlay may have changed.
-
-    With other values a component listens on a wrong address.
-    """
-    own = {item["name"]: item for item in identity_env()}
-    others = [item for item in container.get("env", []) if item["name"] not in own]
-    container["env"] = [*own.values(), *others]
-
-
 def http_probe(
     path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http"
 ) -> Object:
@@ -179,3 +96,107 @@ def http_probe(
         "failureThreshold": failures,
         "timeoutSeconds": timeout_s,
     }
+
+
+def _own_template(
+    owner: Owner,
+    role: names.ConfiguredRole,
+    container: Object,
+    pod: Object,
+    resources: Object | None,
+    extra: Sequence[tuple[Object, Object]],
+) -> Object:
+    """Return the pod template without the user's overlay. Arguments as in `pod_template`."""
+    source = model.source(owner.spec.model, role)
+    config_map = config.config_map(owner, role)["metadata"]["name"]
+    mounted = [
+        (
+            {"name": "config", "configMap": {"name": config_map}},
+            {"name": "config", "mountPath": config.MOUNT_PATH, "readOnly": True},
+        ),
+        (source.volume, source.mount),
+        (service_key.volume(owner), service_key.mount()),
+        *extra,
+        ({"name": "tmp", "emptyDir": {}}, {"name": "tmp", "mountPath": "/tmp"}),
+    ]
+    container = {
+        "image": owner.spec.image,
+        "volumeMounts": [mount for _, mount in mounted],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": restricted(),
+        **container,
+    }
+    if resources:
+        container["resources"] = resources
+    drain_timeout_s = owner.spec.drain_timeout_seconds
+    spec: Object = {
+        "containers": [container],
+        "volumes": [volume for volume, _ in mounted],
+        "securityContext": pod_security(),
+        "terminationGracePeriodSeconds": drain_timeout_s + TERMINATION_MARGIN_S,
+        **pod,
+    }
+    if fetcher := model.fetcher(
+        owner.spec.model,
+        role,
+        image=owner.spec.image,
+        env=identity_env(),
+        security=restricted(),
+        resources=resources,
+    ):
+        spec["initContainers"] = [fetcher]
+    return {"metadata": {"labels": names.labels(owner.name, role)}, "spec": spec}
+
+
+def _merge_overlay(
+    own: Object, owner: Owner, role: names.ConfiguredRole, template: Template | None
+) -> Object:
+    """Return the operator's own template with the user's overlay merged over it.
+
+    Restore what the overlay must not change: the labels that selectors use, the id of the service
+    key and the identity of the pod.
+    """
+    path = f"{role}.template"
+    free_form_fields.check_depth(template, path)
+    merged = overlay.merge(own, template or {}, path)
+    metadata, spec = (_object(merged, field, path) for field in ("metadata", "spec"))
+    labels = free_form_fields.strings(metadata.get("labels"), f"{path}.metadata.labels")
+    kept: Object = {"labels": labels | names.labels(owner.name, role)}
+    if "annotations" in metadata:
+        kept["annotations"] = free_form_fields.strings(
+            metadata["annotations"], f"{path}.metadata.annotations"
+        )
+    if key := service_key.pod_annotations(owner):
+        kept["annotations"] = kept.get("annotations", {}) | key
+    name = own["spec"]["containers"][0]["name"]
+    container = _container(spec, name, f"{path}.spec.containers")
+    _keep_identity(container)
+    free_form_fields.check_resources(
+        container.get("resources"), f"{path}.spec.containers[{name}].resources"
+    )
+    return {"metadata": kept, "spec": spec}
+
+
+def _object(parent: Object, field: str, path: str) -> Object:
+    found = parent.get(field)
+    if not isinstance(found, dict):
+        raise free_form_fields.must_be("an object", f"{path}.{field}", found)
+    return found
+
+
+def _container(spec: Object, name: str, path: str) -> Object:
+    """Return the container `name`. An overlay cannot remove it, except with the whole list."""
+    if "containers" not in spec:
+        raise free_form_fields.must_be("a list", path, None)
+    (found,) = (container for container in spec["containers"] if container["name"] == name)
+    return found
+
+
+def _keep_identity(container: Object) -> None:
+    """Restore the environment variables of the pod's identity, which an overlay may have changed.
+
+    With other values a component listens on a wrong address.
+    """
+    own = {item["name"]: item for item in identity_env()}
+    others = [item for item in container.get("env", []) if item["name"] not in own]
+    container["env"] = [*own.values(), *others]

@@ -14,8 +14,9 @@ import base64
 import binascii
 import secrets
 
+from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders.owner import Object, Owner
+from baton_operator.builders.owner import Owner
 from baton_protocol.service_key import ServiceKey
 
 ENTRY = "key"

@@ -11,7 +11,7 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.kube.kinds import Kube
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 MAX_MESSAGE = 1024
 
 
@@ -51,7 +51,7 @@ class Events:
             "lastTimestamp": now,
             "count": 1,
         }
-        log.log(level, "%s %s: %s", metadata["name"], reason, message)
+        logger.log(level, "%s %s: %s", metadata["name"], reason, message)
         try:
             present = await self._kube.read("Event", metadata["namespace"], name)
             if present is None:
@@ -60,4 +60,6 @@ class Events:
                 again = {"count": present.get("count", 1) + 1, "lastTimestamp": now}
                 await self._kube.merge("Event", metadata["namespace"], name, again)
         except (KubeError, OSError) as error:
-            log.warning("event %s of %s could not be written: %s", reason, metadata["name"], error)
+            logger.warning(
+                "event %s of %s could not be written: %s", reason, metadata["name"], error
+            )

@@ -23,7 +23,7 @@ import msgspec
 from baton_kube.client import KubeError, Object
 from baton_operator.kube.kinds import Kube
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RENEW_SHARE = 2 / 3  # of the Lease's duration: the holder stops this long after its last renewal
 RETRY_SHARE = 2 / 15  # of the Lease's duration: interval between two reads, or two renewals
@@ -131,7 +131,7 @@ class Elector:
             try:
                 await self._read()
                 if self._election.may_take() and await self._write():
-                    log.info(
+                    logger.info(
                         "acquired the Lease %s/%s as %s",
                         self._namespace,
                         self._name,
@@ -147,7 +147,7 @@ class Elector:
             except (KubeError, OSError) as error:
                 state = f"the Lease cannot be read or written: {str(error) or type(error).__name__}"
             if state != logged:
-                log.info("waiting: %s", state)
+                logger.info("waiting: %s", state)
                 logged = state
             await self._pause()
 
@@ -165,7 +165,7 @@ class Elector:
                     await self._read()
             except (KubeError, OSError) as error:
                 why = str(error) or type(error).__name__
-                log.warning("the Lease was not renewed, %.1f s left: %s", election.held_s, why)
+                logger.warning("the Lease was not renewed, %.1f s left: %s", election.held_s, why)
         other = election.other
         raise LeaseLostError(
             f"{other} holds the Lease" if other else "the Lease could not be renewed in time"
@@ -179,7 +179,7 @@ class Elector:
         try:
             await self._write(release=True)
         except (KubeError, OSError) as error:
-            log.warning("the Lease was not released: %s", str(error) or type(error).__name__)
+            logger.warning("the Lease was not released: %s", str(error) or type(error).__name__)
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._election.lease_s * RETRY_SHARE * random.uniform(1.0, 1.2))

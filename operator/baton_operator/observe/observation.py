@@ -17,7 +17,6 @@ from baton_operator.builders.gateway import PORTS
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Scheme, controlled_by
 from baton_operator.kube.kinds import Kube
-from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_group import Member
@@ -40,9 +39,12 @@ class Reference(NamedTuple):
 
 
 class Observation(msgspec.Struct, kw_only=True):
-    """The observed state of one service."""
+    """The observed state of one service.
 
-    key: Key
+    The steps of a reconcile add to it what they list later or write.
+    """
+
+    key: names.Key
     freshness: Freshness
     service: Object
     #: Pods with the service's label that the service, or a Deployment for it, controls.
@@ -116,7 +118,7 @@ class Observation(msgspec.Struct, kw_only=True):
         self.kinds.update(kinds)
 
 
-async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> list[Object]:
+async def list_own(kube: Kube, kind: str, key: names.Key, freshness: Freshness) -> list[Object]:
     """Return the objects of `kind` with the service's label, of any owner."""
     selector = {names.LABEL_SERVICE: key.name}
     with freshness.detect_lag():
@@ -127,7 +129,11 @@ async def list_own(kube: Kube, kind: str, key: Key, freshness: Freshness) -> lis
 
 
 async def observe(
-    kube: Kube, drainer: Drainer, coordinators: CoordinatorClient, key: Key, freshness: Freshness
+    kube: Kube,
+    drainer: Drainer,
+    coordinators: CoordinatorClient,
+    key: names.Key,
+    freshness: Freshness,
 ) -> Observation | None:
     """Read the state of a service. Return None if it is deleted or being deleted.
 

@@ -15,7 +15,7 @@ from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
 #: An address that did not answer in time gets no request for this long, because waiting for it
 #: delays other services.
@@ -67,11 +67,11 @@ class _PodClient:
                 if response.status == 200:
                     return msgspec.json.decode(data, type=reply)
                 why = f"HTTP {response.status}: {data[:1000].decode(errors='replace')}"
-                log.warning("%s refused %s %s: %s", authority, method, path, why)
+                logger.warning("%s refused %s %s: %s", authority, method, path, why)
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             if isinstance(error, TimeoutError):
                 self._silent_until[authority] = monotonic() + SILENT_S
-            log.warning(
+            logger.warning(
                 "%s did not answer %s %s: %s",
                 authority,
                 method,

@@ -26,6 +26,7 @@ Four cases are special:
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,7 +45,7 @@ from baton_operator.plan.plan_group import (
     plan_failed,
     plan_group,
     present_members,
-    room_timeout_left_s,
+    room_timeout,
     update_of,
 )
 from baton_operator.plan.topology_view import TopologyView
@@ -82,6 +83,18 @@ class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
     @property
     def acts(self) -> bool:
         return super().acts or self.request is not None
+
+
+class _Division(NamedTuple):
+    """The members that can run, by whether they stay."""
+
+    current: list[Member]  # up to date; they stay
+    kept: list[Member]  # outdated or of another group; they stay until they can be spared
+    leaving: list[Member]
+
+    @property
+    def staying(self) -> list[Member]:
+        return [*self.current, *self.kept]
 
 
 def plan_members(
@@ -135,17 +148,15 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     delete, waits = plan_failed(present, now)
     num_failed = sum(m.failed and m.deletion is None for m in present) - len(delete)
     view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
-    room_left_s = room_timeout_left_s(
-        [m for m in present if _is_newest(m, group)], group.update, now
-    )
-    max_unavailable = max(group.update.max_unavailable, 1 if room_left_s == 0 else 0)
-    staying, leaving, current = _divide(present, group, view, max_unavailable)
+    room = room_timeout([m for m in present if _is_newest(m, group)], group.update, now)
+    max_unavailable = max(group.update.max_unavailable, 1 if room.has_passed else 0)
+    division = _divide(present, group, view, max_unavailable)
+    staying, leaving = division.staying, division.leaving
 
-    create = _create(members, present, staying, len(current) + num_failed, group)
+    create = _create(members, present, staying, len(division.current) + num_failed, group)
+    waits += room.waits_s
     if leaving:
         waits.append(REVISIT_S)
-    if room_left_s:
-        waits.append(room_left_s)
     if view is None:
         if not group.name:
             delete += [
@@ -200,47 +211,52 @@ def _is_newest(m: Member, group: ExpertGroup) -> bool:
 
 def _divide(
     present: list[Member], group: ExpertGroup, view: TopologyView | None, max_unavailable: int
-) -> tuple[list[Member], list[Member], list[Member]]:
-    """Return the members that stay, those that leave, and those that stay and are up to date.
+) -> _Division:
+    """Return which members stay and which leave.
 
     Args:
         max_unavailable: ranks of which the group may be short while members are replaced.
     """
     able = [m for m in present if m.deletion is None and not m.failed]
     usable = [m for m in able if not m.draining]
+    newest = _by_membership([m for m in usable if _is_newest(m, group)], view)
+    others = _by_membership([m for m in usable if _is_of_another(m, group.name)], view)
+    outdated = sorted(
+        (m for m in usable if m not in newest and m not in others),
+        key=lambda m: (not _serves(m, view), not m.ready, m.ordinal),
+    )
 
-    def rank(m: Member) -> tuple[bool, bool, bool, int]:
-        requested = view is not None and m.name in view.desired
-        is_rank = view is not None and view.is_rank(m.name)
-        return requested, is_rank, m.serving, -m.ordinal
-
-    newest = [m for m in usable if _is_newest(m, group)]
     # A pause keeps even the members that were created to surge.
-    surplus = (
-        group.update.max_surge
-        if group.update.paused and len({m.revision for m in newest}) > 1
-        else 0
+    keeps_surge = group.update.paused and len({m.revision for m in newest}) > 1
+    current = newest[: group.desired + (group.update.max_surge if keeps_surge else 0)]
+    num_needed = max(0, group.desired - max_unavailable)
+    num_serving = sum(_serves(m, view if group.name else None) for m in current)
+    if not group.name:  # dense engines serve at once: ranks leave as they become ready
+        kept = [m for m in others if m.serving][: max(0, num_needed - num_serving)]
+    else:
+        # Another group leaves when a pod of this one has started: a revision that cannot start
+        # replaces no rank.
+        kept = [] if any(m.serving for m in current) else others[:num_needed]
+    kept += outdated[: max(0, num_needed - num_serving - len(kept))]
+    return _Division(current, kept, [m for m in able if m not in current and m not in kept])
+
+
+def _by_membership(members: list[Member], view: TopologyView | None) -> list[Member]:
+    """Return the members in the order in which they are kept.
+
+    Members of the requested topology come first, then ranks, then those that have started, then the
+    lowest ordinals.
+    """
+    requested, ranks = (view.desired, view.ranks) if view else (frozenset(), frozenset())
+    return sorted(
+        members,
+        key=lambda m: (m.name not in requested, m.name not in ranks, not m.serving, m.ordinal),
     )
-    current = sorted(newest, key=rank, reverse=True)[: group.desired + surplus]
-    # Another group leaves when a pod of this one has started: a revision that cannot start replaces
-    # no rank.
-    others = sorted((m for m in usable if _is_of_another(m, group.name)), key=rank, reverse=True)
-    outdated = [m for m in usable if m not in newest and m not in others]
-    serving = sum(view.serves(m.name) if view and group.name else m.ready for m in current)
-    if group.name:
-        num_others = 0 if any(m.serving for m in current) else group.desired - max_unavailable
-    else:  # dense engines serve at once: ranks leave as they become ready
-        num_others = group.desired - max_unavailable - serving
-        others = [m for m in others if m.serving]
-    kept_others = others[: max(0, num_others)]
-    ranked = sorted(
-        outdated,
-        key=lambda m: (view.serves(m.name) if view else False, m.ready, -m.ordinal),
-        reverse=True,
-    )
-    kept = ranked[: max(0, group.desired - max_unavailable - serving - len(kept_others))]
-    staying = [*current, *kept, *kept_others]
-    return staying, [m for m in able if m not in staying], current
+
+
+def _serves(member: Member, view: TopologyView | None) -> bool:
+    """Return whether the member serves: as a rank or, without a view, as a ready pod."""
+    return view.serves(member.name) if view else member.ready
 
 
 def _create(

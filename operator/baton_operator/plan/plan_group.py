@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 from itertools import count, islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -97,6 +98,27 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.create or self.restore or self.drain or self.delete)
 
 
+class Timeout(NamedTuple):
+    """A timeout of members that wait. It does not run if no member waits."""
+
+    has_passed: bool = False
+    #: Seconds until it passes. Empty: it has passed, or does not run.
+    waits_s: tuple[float, ...] = ()
+
+
+class _Group(NamedTuple):
+    """One group while its next step is planned."""
+
+    desired: int
+    revision: str
+    update: Update
+    present: list[Member]
+    newest: list[Member]  # up to date, neither failed nor leaving
+    outdated: list[Member]  # of another revision, neither failed nor leaving
+    stall: Timeout  # progress deadline of the newest members
+    room: Timeout  # time for which a newest member without room waits
+
+
 def update_of(owner: Owner, role: names.MemberRole) -> Update:
     """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
     strategy = (
@@ -131,64 +153,35 @@ def plan_group(
             members can be created.
     """
     present = present_members(members, now)
+    usable = [m for m in present if m.deletion is None and not m.failed]
+    draining = [m for m in usable if m.draining]
+    newest = [m for m in usable if not m.draining and (update.paused or m.revision == revision)]
+    outdated = [m for m in usable if not m.draining and m not in newest]
+    stall = room = Timeout()
+    if has_previous_revision and not update.paused:
+        stall = _stall_timeout(newest, update, now)
+    if outdated and not stall.has_passed:
+        room = room_timeout(newest, update, now)
+    group = _Group(desired, revision, update, present, newest, outdated, stall, room)
+
+    leavers = _leavers(group)
+    # A member that another client marked has no drain_started: it is marked again.
+    unmarked = [m for m in draining if m.drain_started is None]
+    drain = [m.name for m in [*unmarked, *leavers] if m.serving]
     delete, waits = plan_failed(present, now)
-    staying = [m for m in present if m.deletion is None and not m.failed and not m.draining]
-    draining = [m for m in present if m.deletion is None and not m.failed and m.draining]
     delete += [
         Delete(m.name, why) for m in draining if (why := deletion_reason(m, drain_timeout_s, now))
     ]
-
-    newest = [m for m in staying if update.paused or m.revision == revision]
-    outdated = [m for m in staying if m not in newest]
-    max_unavailable = update.max_unavailable
-    stall_left_s = (
-        _stall_timeout_left_s(newest, update, now)
-        if has_previous_revision and not update.paused
-        else None
-    )
-    if (
-        outdated
-        and stall_left_s != 0
-        and (wait_s := room_timeout_left_s(newest, update, now)) is not None
-    ):
-        if wait_s > 0:
-            waits.append(wait_s)
-        else:
-            max_unavailable = max(1, max_unavailable)
-
-    revisions = {m.revision for m in present}
-    # A pause keeps even the members that were created to surge.
-    leavers = _surplus(
-        newest,
-        desired + (update.max_surge if update.paused and len(revisions) > 1 else 0),
-        revision,
-    )
-    kept = [m for m in newest if m not in leavers]
-    # While the rollout stalls, members of the previous revision that start are not replaced.
-    replaceable = [m for m in outdated if m.ready] if stall_left_s == 0 else outdated
-    leavers += _replaced(kept, replaceable, desired - max_unavailable)
-    # A member that another client marked has no drain_started: it is marked again.
-    drain = [
-        m.name for m in [*(m for m in draining if m.drain_started is None), *leavers] if m.serving
-    ]
     delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
+    waits += [*stall.waits_s, *room.waits_s]
     if draining or drain:
         waits.append(POLL_DRAIN_S)
-    if stall_left_s:
-        waits.append(stall_left_s)
 
-    is_rollout = not update.paused and (bool(revisions - {revision}) or stall_left_s == 0)
-    is_deleted_by_others = any(m.deletion is not None and not m.draining for m in present)
-    room = desired + (update.max_surge if is_rollout or is_deleted_by_others else 0) - len(present)
-    create, restore = [], []
-    if has_previous_revision and (update.paused or stall_left_s == 0):
-        serving = [m for m in newest if m.ready or update.paused]
-        restore = free_ordinals(members, min(desired - len(serving) - len(outdated), room))
-    else:
-        create = free_ordinals(members, min(desired - len(newest), room))
+    restores = has_previous_revision and (update.paused or stall.has_passed)
+    ordinals = free_ordinals(members, _num_new(group, restores=restores))
     return GroupPlan(
-        create=create,
-        restore=restore,
+        create=[] if restores else ordinals,
+        restore=ordinals if restores else [],
         drain=drain,
         delete=delete,
         revisit_s=min(waits, default=None),
@@ -214,12 +207,9 @@ def free_ordinals(members: list[Member], num: int) -> list[int]:
     return list(islice((ordinal for ordinal in count() if ordinal not in in_use), max(0, num)))
 
 
-def room_timeout_left_s(newest: list[Member], update: Update, now: datetime) -> float | None:
-    """Return the seconds until a new member without room may take the place of an old one.
-
-    None: every new member has room.
-    """
-    return _remaining_s((m.no_room_since for m in newest), update.surge_timeout_s, now)
+def room_timeout(newest: list[Member], update: Update, now: datetime) -> Timeout:
+    """Return the timeout after which a new member without room takes the place of an old one."""
+    return _timeout((m.no_room_since for m in newest), update.surge_timeout_s, now)
 
 
 def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:
@@ -235,31 +225,56 @@ def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> st
     return ""
 
 
-def _stall_timeout_left_s(newest: list[Member], update: Update, now: datetime) -> float | None:
-    """Return the seconds until the first new member misses its progress deadline.
+def _stall_timeout(newest: list[Member], update: Update, now: datetime) -> Timeout:
+    """Return the progress deadline of the new members that start. The rollout stalls after it.
 
-    None: all new members are ready or wait for room.
+    It does not run for members that wait for room.
     """
     unready = (m.unready_since for m in newest if m.no_room_since is None)
-    return _remaining_s(unready, update.progress_deadline_s, now)
+    return _timeout(unready, update.progress_deadline_s, now)
 
 
-def _remaining_s(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> float | None:
-    """Return the seconds left until `timeout_s` after the earliest of `times`.
-
-    0: that has passed. None: there is no time.
-    """
+def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> Timeout:
+    """Return the timeout that began at the earliest of `times`; without times, it does not run."""
     since = min((time for time in times if time is not None), default=None)
-    return None if since is None else max(0.0, timeout_s - (now - since).total_seconds())
+    if since is None:
+        return Timeout()
+    left_s = timeout_s - (now - since).total_seconds()
+    return Timeout(waits_s=(left_s,)) if left_s > 0 else Timeout(has_passed=True)
 
 
-def _surplus(newest: list[Member], desired: int, revision: str) -> list[Member]:
-    """Return the members beyond `desired`.
+def _leavers(group: _Group) -> list[Member]:
+    """Return the members to drain or delete: the surplus, and the outdated ones to replace."""
+    update, stall = group.update, group.stall
+    # A pause keeps even the members that were created to surge.
+    keeps_surge = update.paused and len({m.revision for m in group.present}) > 1
+    max_newest = group.desired + (update.max_surge if keeps_surge else 0)
+    # Unready members leave first, then old revisions, then the highest ordinals.
+    ranked = sorted(group.newest, key=lambda m: (m.ready, m.revision == group.revision, -m.ordinal))
+    num_surplus = max(0, len(ranked) - max_newest)
+    # While the rollout stalls, members of the previous revision that start are not replaced.
+    replaceable = [m for m in group.outdated if m.ready or not stall.has_passed]
+    max_unavailable = max(update.max_unavailable, 1 if group.room.has_passed else 0)
+    min_ready = group.desired - max_unavailable
+    return ranked[:num_surplus] + _replaced(ranked[num_surplus:], replaceable, min_ready)
 
-    Unready members come first, then old revisions, then the highest ordinals.
+
+def _num_new(group: _Group, *, restores: bool) -> int:
+    """Return how many members to create. A negative number means none.
+
+    Args:
+        restores: they are of the previous revision, and replace new members that do not serve.
     """
-    ranked = sorted(newest, key=lambda m: (m.ready, m.revision == revision, -m.ordinal))
-    return ranked[: max(0, len(newest) - desired)]
+    paused = group.update.paused
+    is_rollout = not paused and (
+        group.stall.has_passed or any(m.revision != group.revision for m in group.present)
+    )
+    is_deleted_by_others = any(m.deletion is not None and not m.draining for m in group.present)
+    max_surge = group.update.max_surge if is_rollout or is_deleted_by_others else 0
+    counted = group.newest
+    if restores:
+        counted = [m for m in group.newest if m.ready or paused] + group.outdated
+    return min(group.desired - len(counted), group.desired + max_surge - len(group.present))
 
 
 def _replaced(newest: list[Member], outdated: list[Member], wanted_ready: int) -> list[Member]:

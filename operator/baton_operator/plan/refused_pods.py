@@ -12,7 +12,6 @@ import msgspec
 
 from baton_kube.client import KubeError
 from baton_operator import names
-from baton_operator.names import Key
 from baton_operator.plan.plan_group import GroupPlan
 
 QUOTA_EXCEEDED = "QuotaExceeded"
@@ -45,10 +44,10 @@ class RefusedPods:
     """
 
     def __init__(self) -> None:
-        self._refused: dict[tuple[Key, names.Role], _Refused] = {}
+        self._refused: dict[tuple[names.Key, names.Role], _Refused] = {}
 
     def hold_back(
-        self, key: Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
+        self, key: names.Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
     ) -> GroupPlan:
         """Remove the pods to create from `plan` while the retry delay after a refusal lasts.
 
@@ -68,7 +67,12 @@ class RefusedPods:
         )
 
     def record(
-        self, key: Key, role: names.Role, revision: str, refusal: Refusal | None, now: datetime
+        self,
+        key: names.Key,
+        role: names.Role,
+        revision: str,
+        refusal: Refusal | None,
+        now: datetime,
     ) -> float | None:
         """Record the result of creating pods.
 
@@ -84,11 +88,11 @@ class RefusedPods:
         )
         return delay_s
 
-    def get(self, key: Key, role: names.Role) -> Refusal | None:
+    def get(self, key: names.Key, role: names.Role) -> Refusal | None:
         refused = self._refused.get((key, role))
         return refused.refusal if refused else None
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: names.Key) -> None:
         """Drop the refusals of a deleted service."""
         for role in names.MEMBER_ROLES:
             self._refused.pop((key, role), None)

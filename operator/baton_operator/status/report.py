@@ -53,8 +53,7 @@ def report(
         held_back: fields whose edits wait for the end of a pause.
     """
     before = service.get("status") or {}
-    prefill, decode, gateway = groups.get("prefill"), groups.get("decode"), groups.get("gateway")
-    members = [group for group in (prefill, decode) if group is not None]
+    members = [groups[role] for role in names.MEMBER_ROLES if role in groups]
     updating = Verdict("Unknown", "NotObserved", "pods were not observed yet")
     if owner is not None and groups:
         updating = updating_verdict(owner.spec, groups.values(), held_back, now)
@@ -71,24 +70,18 @@ def report(
         verdicts[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, why, before)
         if exposed := _kv_transfer_exposed(owner):
             verdicts["KVTransferProtected"] = exposed
-    ingress = owner.spec.gateway.ingress if owner else None
+    is_ready = verdicts["Ready"].status == "True"
     return Status(
         observed_generation=service["metadata"]["generation"],
         spec_revision=spec_revision,
-        served_revision=spec_revision
-        if verdicts["Ready"].status == "True"
-        else before.get("servedRevision"),
-        endpoint=_url(scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None,
-        ingress_endpoint=_url("https" if ingress.tls else "http", ingress.host)
-        if ingress
-        else None,
+        served_revision=spec_revision if is_ready else before.get("servedRevision"),
+        endpoint=_endpoint(owner, cluster_ip),
+        ingress_endpoint=_ingress_endpoint(owner),
         conditions=_conditions(service, verdicts, now),
         model=model_status(owner.spec.model, members, before.get("model")) if owner else None,
-        prefill=PrefillStatus(**_counts(prefill), autoscaling=prefill.autoscaling)
-        if prefill
-        else None,
-        decode=_decode_status(decode, service) if decode else None,
-        gateway=GroupStatus(**_counts(gateway)) if gateway else None,
+        prefill=_prefill_status(groups.get("prefill")),
+        decode=_decode_status(groups.get("decode"), service),
+        gateway=_gateway_status(groups.get("gateway")),
     )
 
 
@@ -218,7 +211,13 @@ def _counts(group: Group) -> dict[str, Any]:
     return {"desired": group.desired, "ready": group.ready, **newest}
 
 
-def _decode_status(group: Group, service: Object) -> DecodeStatus:
+def _prefill_status(group: Group | None) -> PrefillStatus | None:
+    return PrefillStatus(**_counts(group), autoscaling=group.autoscaling) if group else None
+
+
+def _decode_status(group: Group | None, service: Object) -> DecodeStatus | None:
+    if group is None:
+        return None
     return DecodeStatus(
         **_counts(group),
         replicas=len(group.pods),
@@ -226,6 +225,21 @@ def _decode_status(group: Group, service: Object) -> DecodeStatus:
         topology=group.topology.status if group.topology else None,
         autoscaling=group.autoscaling,
     )
+
+
+def _gateway_status(group: Group | None) -> GroupStatus | None:
+    return GroupStatus(**_counts(group)) if group else None
+
+
+def _endpoint(owner: Owner | None, cluster_ip: str | None) -> str | None:
+    """Return the URL of the gateway's Service; None while it has no address."""
+    return _url(scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None
+
+
+def _ingress_endpoint(owner: Owner | None) -> str | None:
+    """Return the URL of the Ingress; None if the spec has none."""
+    ingress = owner.spec.gateway.ingress if owner else None
+    return _url("https" if ingress.tls else "http", ingress.host) if ingress else None
 
 
 def _url(scheme: str, host: str) -> str:

@@ -79,11 +79,8 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
         text = f"{counts}; {under_way.message}" if under_way else counts
         return Verdict("True", AVAILABLE, text)
     if had_before and not is_fetched(model.uri):
-        return Verdict(
-            "True",
-            AVAILABLE,
-            under_way.message if under_way else "pods start; those before had the model",
-        )
+        text = under_way.message if under_way else "earlier pods had the model; new pods start"
+        return Verdict("True", AVAILABLE, text)
     if under_way:
         return Verdict(
             "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
@@ -94,14 +91,11 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
     """Return ModelAvailable while no pod of the newest revision exists, and pods had the model."""
     if any(group.current for group in members):
-        return Verdict(
-            "True",
-            AVAILABLE,
-            "no pod of the newest revision runs yet; those before had the model",
-        )
+        text = "earlier pods had the model; no pod of the newest revision runs yet"
+        return Verdict("True", AVAILABLE, text)
     is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)
     again = "; the next one fetches it again" if is_fetched(model.uri) and not is_kept else ""
-    return Verdict("True", AVAILABLE, f"no pod runs; those before had the model{again}")
+    return Verdict("True", AVAILABLE, f"earlier pods had the model; no pod runs now{again}")
 
 
 def _had_model(model: Model, before: Object) -> bool:

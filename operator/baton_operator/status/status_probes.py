@@ -17,7 +17,6 @@ from baton_operator import names
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.owner import Owner
 from baton_operator.kube.kinds import Kube
-from baton_operator.names import Key
 from baton_operator.observe.observation import Observation, Reference, is_ready
 from baton_operator.observe.pod_clients import read_body
 from baton_operator.status.diagnose import by_name, is_leaving, may_lack_objects, references
@@ -47,7 +46,7 @@ class StatusProbes:
         self._slots = asyncio.Semaphore(CONCURRENCY)
         #: Replies by process of an engine. A reply never changes, so each process gets one request.
         #: None: no KV role.
-        self._known: dict[Key, dict[str, KVCompatibility | None]] = {}
+        self._known: dict[names.Key, dict[str, KVCompatibility | None]] = {}
 
     async def fill_in(self, kube: Kube, observed: Observation, owner: Owner) -> None:
         """Fill in `loading`, `missing` and `kv` of the observation."""
@@ -64,7 +63,7 @@ class StatusProbes:
         else:
             self.forget(observed.key)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: names.Key) -> None:
         """Drop the replies of a service that is deleted or has no prefill pods."""
         self._known.pop(key, None)
 
@@ -78,7 +77,7 @@ class StatusProbes:
             if health is not None and health.reason in LOADING_REASONS
         }
 
-    async def kv(self, key: Key, pods: list[Object]) -> dict[str, KVCompatibility]:
+    async def kv(self, key: names.Key, pods: list[Object]) -> dict[str, KVCompatibility]:
         """Return the KV compatibility that ready members have reported, by pod name."""
         probed = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
         known = {

@@ -350,18 +350,18 @@ def test_a_silent_client_loses_its_requests():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"model": {"path": "/x"}, "nonsense": 1}', "FATAL ConfigInvalid: .*nonsense"),
+        ('{"model": {"path": "/x"}, "nonsense": 1}', "FATAL InvalidConfig: .*nonsense"),
         (
             '{"model": {"path": "/x"}, "cache": {"block_size": "big"}}',
-            r"FATAL ConfigInvalid: .*cache\.block_size",
+            r"FATAL InvalidConfig: .*cache\.block_size",
         ),
         (
             '{"model": {"path": "/x"}, "scheduler": {"max_num_seqs": 0}}',
-            "FATAL ConfigInvalid: .*max_num_seqs",
+            "FATAL InvalidConfig: .*max_num_seqs",
         ),
         (
             '{"model": {"path": "/x"}, "kv_transfer": {"lease_s": 0}}',
-            r"FATAL ConfigInvalid: .*kv_transfer\.lease_s",
+            r"FATAL InvalidConfig: .*kv_transfer\.lease_s",
         ),
         (
             '{"model": {"path": "/does/not/exist"}, "engine_port": 0, "http_port": 0}',

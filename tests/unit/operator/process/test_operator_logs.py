@@ -10,7 +10,7 @@ from baton_operator.logs import TEXT, JsonFormatter, TextFormatter, operation, s
 from baton_operator.names import Key
 
 A, B = Key("ns", "a"), Key("ns", "b")
-log = logging.getLogger("test_operator_logs")
+logger = logging.getLogger("test_operator_logs")
 
 
 class Lines(logging.Handler):
@@ -28,18 +28,18 @@ async def _log_concurrently(handler: Lines) -> None:
         service.set(key)
         operation.set(f"op-{key.name}")
         await asyncio.sleep(0.01)
-        log.warning("about %s", key.name)
+        logger.warning("about %s", key.name)
 
-    log.addHandler(handler)
+    logger.addHandler(handler)
     try:
         await asyncio.gather(work(A), work(B))
-        log.warning("about nobody")
+        logger.warning("about nobody")
         try:
             raise OSError("no route")
         except OSError:
-            log.exception("failed")
+            logger.exception("failed")
     finally:
-        log.removeHandler(handler)
+        logger.removeHandler(handler)
 
 
 async def test_json_lines_have_the_service_and_the_operation() -> None:

@@ -1,8 +1,7 @@
-"""Volumes and fetchers for each kind of model URI, and conditions until the model is available."""
+"""The condition ModelAvailable, and the probes of pods that fetch or load the model."""
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from typing import Any
 
@@ -11,167 +10,16 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from baton_operator.api.spec_model import MODEL_URI, Model
-from baton_operator.builders import config, gateway, model
-from baton_operator.builders.member import MemberTemplate
 from baton_operator.reconcile_problems import Problem, ReconcileError
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
-from baton_protocol.config import EngineConfig, GatewayConfig
 from baton_protocol.progress import Health, LoadProgress
 from support.operator.services import NOW, Object, owner, pod, service
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30
-
-
-def member_spec(**fields: Any) -> Object:
-    spec: Object = MemberTemplate(
-        owner(model=fields, decode={"resources": RESOURCES}), "decode"
-    ).pod(0)["spec"]
-    return spec
-
-
-RESOURCES = {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}}
-
-
-def fetcher_of(spec: Object) -> Object:
-    (container,) = spec["initContainers"]
-    return container
-
-
-def volume_of(spec: Object) -> Object:
-    (found,) = [dict(volume) for volume in spec["volumes"] if volume.pop("name") == "model"]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("uri", "path", "source"),
-    [
-        ("file:///models/x/", "/models/x", {"hostPath": {"path": "/models/x"}}),
-        (
-            "pvc://c/x",
-            "/models/c/x",
-            {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}},
-        ),
-        (
-            "image://reg.io/a/b:v1",
-            "/models/image",
-            {"image": {"reference": "reg.io/a/b:v1", "pullPolicy": "IfNotPresent"}},
-        ),
-        (
-            f"image://host:5000/a@sha256:{'0' * 64}/weights/x",
-            "/models/image/weights/x",
-            {
-                "image": {
-                    "reference": f"host:5000/a@sha256:{'0' * 64}",
-                    "pullPolicy": "IfNotPresent",
-                }
-            },
-        ),
-    ],
-)
-def test_local_models_are_mounted_and_not_fetched(uri: str, path: str, source: Object) -> None:
-    assert re.fullmatch(MODEL_URI, uri)
-    found = model.source(Model(uri=uri), "decode")
-    assert found.path == path
-    assert {key: value for key, value in found.volume.items() if key != "name"} == source
-    assert path.startswith(found.mount["mountPath"])
-    assert found.mount["readOnly"]
-    assert "initContainers" not in member_spec(uri=uri)
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "hf://org",
-        "hf://org/name@",
-        "hf://org/../x",
-        "s3://bucket",
-        "s3://bucket//",
-        "s3://Bucket/x",
-        "image://a/b",
-        "image://localhost:5000/a",
-        "x",
-    ],
-)
-def test_invalid_uris_are_refused_by_the_schema(uri: str) -> None:
-    assert not re.fullmatch(MODEL_URI, uri)
-
-
-def test_a_model_of_a_hub_is_fetched_into_the_engines_model_folder() -> None:
-    spec = member_spec(**HUB)
-    container, engine = fetcher_of(spec), spec["containers"][0]
-    flags = dict(zip(container["command"][2::2], container["command"][3::2], strict=True))
-    assert container["command"][:2] == ["baton-model", "fetch"]
-    assert flags["--uri"] == HUB["uri"]
-    read: EngineConfig = config.engine_config(owner(model=HUB), "decode")
-    assert flags["--to"] == read.model.path
-    assert flags["--http-port"] == "8000"
-    assert "--only" not in flags
-    mounts = {mount["mountPath"]: mount for mount in engine["volumeMounts"]}
-    assert mounts["/models"]["readOnly"]
-    assert not any(mount.get("readOnly") for mount in container["volumeMounts"])
-    assert volume_of(spec) == {"emptyDir": {}}
-    assert container["securityContext"] == engine["securityContext"]
-    assert container["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}}, (
-        "the fetcher requests a GPU"
-    )
-
-
-def test_a_gateway_fetches_no_weights_and_has_its_own_folder() -> None:
-    wanted = owner(model=HUB)
-    spec = gateway.deployment(wanted)["spec"]["template"]["spec"]
-    command = fetcher_of(spec)["command"]
-    assert command[command.index("--only") + 1] == "tokenizer"
-    read: GatewayConfig = config.gateway_config(wanted)
-    assert (
-        command[command.index("--to") + 1]
-        == read.model.path
-        != config.engine_config(wanted, "decode").model.path
-    )
-
-
-def test_models_and_revisions_have_different_folders() -> None:
-    uris = ["hf://org/a", "hf://org/a@v1", "hf://org/a-v1", "s3://org/a", "s3://org/b/a"]
-    assert len({model.source(Model(uri=uri), "decode").path for uri in uris}) == len(uris)
-
-
-@pytest.mark.parametrize(
-    ("cache", "source", "limit"),
-    [
-        (
-            {"hostPath": "/var/models"},
-            {"hostPath": {"path": "/var/models", "type": "DirectoryOrCreate"}},
-            None,
-        ),
-        ({"claim": "models"}, {"persistentVolumeClaim": {"claimName": "models"}}, None),
-        ({"sizeLimit": "2Gi"}, {"emptyDir": {"sizeLimit": "2Gi"}}, 2 * GIB),
-        (
-            {"claim": "models", "sizeLimit": "1Gi"},
-            {"persistentVolumeClaim": {"claimName": "models"}},
-            GIB,
-        ),
-    ],
-)
-def test_volumes_of_the_model_cache(cache: Object, source: Object, limit: int | None) -> None:
-    spec = member_spec(**HUB, cache=cache)
-    assert volume_of(spec) == source
-    command = fetcher_of(spec)["command"]
-    assert ("--max-bytes" in command) == (limit is not None)
-    if limit is not None:
-        assert command[command.index("--max-bytes") + 1] == str(limit)
-
-
-def test_only_the_fetcher_gets_the_credentials() -> None:
-    spec = member_spec(**HUB, credentialsSecret="hub-token")
-    assert fetcher_of(spec)["envFrom"] == [{"secretRef": {"name": "hub-token"}}]
-    assert "hub-token" not in str(spec["containers"]) + str(spec["volumes"])
-
-
-# Conditions
 
 
 def fetching_pod(fetcher: Object, last: Object | None = None, **more: Any) -> Object:
@@ -296,19 +144,19 @@ FILE = {"uri": "file:///models/x"}
 def test_a_service_at_zero_keeps_its_available_model() -> None:
     awake = status_of([pod(ready=True)], **FILE)
     assert (awake.model.uri, awake.model.revision) == (FILE["uri"], None)
-    assert after(awake, [], **FILE) == ("True", "no pod runs; those before had the model")
+    assert after(awake, [], **FILE) == ("True", "earlier pods had the model; no pod runs now")
     assert after(awake, [], uri="file:///models/other")[0] == "Unknown", (
         "the new model must be unknown"
     )
     fetched = status_of([fetching_pod(DONE)])
     assert after(fetched, [], **HUB) == (
         "True",
-        "no pod runs; those before had the model; the next one fetches it again",
+        "earlier pods had the model; no pod runs now; the next one fetches it again",
     )
     kept = {**HUB, "cache": {"claim": "models"}}
     assert (
         after(status_of([fetching_pod(DONE)], **kept), [], **kept)[1]
-        == "no pod runs; those before had the model"
+        == "earlier pods had the model; no pod runs now"
     )
 
 
@@ -338,7 +186,7 @@ def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
 def test_a_service_that_scales_up_keeps_a_model_that_is_not_fetched_again() -> None:
     loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
     awake = status_of([pod(ready=True)], **FILE)
-    assert after(awake, [pod()], **FILE) == ("True", "pods start; those before had the model")
+    assert after(awake, [pod()], **FILE) == ("True", "earlier pods had the model; new pods start")
     assert after(awake, [pod()], loading, **FILE) == (
         "True",
         "pod demo-decode-0: loading /models/x",
@@ -385,7 +233,7 @@ def test_a_fatal_line_of_an_engine_about_its_model_is_the_reason() -> None:
 def test_other_configuration_errors_do_not_affect_the_model_condition() -> None:
     crashed = fetching_pod(DONE)
     crashed["status"]["containerStatuses"] = [
-        {"name": "engine", "state": failed("FATAL ConfigInvalid: no"), "restartCount": 1}
+        {"name": "engine", "state": failed("FATAL InvalidConfig: no"), "restartCount": 1}
     ]
     assert verdict([crashed])[:2] == ("True", "Available")
 
@@ -447,7 +295,7 @@ async def test_unready_pods_are_probed_and_invalid_responses_are_ignored() -> No
         (RUNNING, False, True),
         (RUNNING, True, False),
         ({"waiting": {"reason": "CrashLoopBackOff"}}, False, False),
-        (failed("FATAL ConfigInvalid: no"), False, False),
+        (failed("FATAL InvalidConfig: no"), False, False),
     ],
     ids=["it starts", "it answered its startup probe", "it waits", "it ended"],
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from baton_operator.builders import config
+from baton_operator.names import ConfiguredRole
 from baton_protocol.config import EngineConfig, GatewayConfig, KVRole, KVTransferConfig
 from support.operator.services import decoded_config, owner
 
@@ -85,3 +87,16 @@ def test_a_gateway_configuration_has_the_service_and_the_served_name() -> None:
     assert (got.discovery.service, got.discovery.namespace) == ("demo", "default")
     assert (got.model.served_name, got.prefill_threshold_tokens) == ("x", 8)
     assert decoded_config("gateway", GatewayConfig).model.served_name == "demo"
+
+
+def test_default_access_settings_do_not_change_the_revision() -> None:
+    """The revision must not change with an operator that has more fields."""
+    plain = config.config_map(owner(), "gateway")["data"]["gateway.json"]
+    assert "access" not in plain
+    assert "pipeline" not in config.config_map(owner(), "decode")["data"]["decode.json"]
+
+
+@pytest.mark.parametrize(("role", "stages"), [("decode", 3), ("prefill", 1)])
+def test_only_decode_has_pipeline_stages(role: ConfiguredRole, stages: int) -> None:
+    spec: dict[str, Any] = {"decode": {"parallelism": {"tensor": 2, "pipeline": 3}}}
+    assert decoded_config(role, EngineConfig, **spec).parallel.pipeline_parallel_size == stages

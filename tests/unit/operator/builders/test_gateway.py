@@ -1,4 +1,4 @@
-"""Access to the gateway, the Secrets that it reads, and its configured limits."""
+"""The gateway: the Secrets that it reads, and the ports that its Service, Ingress and route use."""
 
 from __future__ import annotations
 
@@ -7,26 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_operator.builders import config, gateway
+from baton_operator.builders import gateway
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.desired import compute_desired
-from baton_operator.names import ConfiguredRole
 from baton_operator.observe.observation import gateway_schemes
-from baton_protocol.config import EngineConfig, GatewayConfig
-from support.operator.services import owner
+from baton_protocol.config import GatewayConfig
+from support.operator.services import decoded_config, owner
 
 Object = dict[str, Any]
 TLS = {"tls": {"secretName": "cert"}}
 KEYS = {"apiKeys": {"secretName": "clients"}}
-
-
-def configured(role: ConfiguredRole, kind: type[Any], **spec: Any) -> Any:
-    """Return the configuration as the component decodes it."""
-    return msgspec.json.decode(
-        config.config_map(owner(**spec), role)["data"][f"{role}.json"], type=kind
-    )
 
 
 def mounted(pod: Object) -> dict[str, str]:
@@ -47,7 +38,7 @@ def pod_template(**spec: Any) -> Object:
 def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
     secrets = mounted(pod_template(**KEYS))
     limits = {"maxConcurrentPerKey": 3, "maxPromptTokens": 4, "maxCompletionTokens": 5}
-    got = configured("gateway", GatewayConfig, gateway={**KEYS, "limits": limits}).access
+    got = decoded_config("gateway", GatewayConfig, gateway={**KEYS, "limits": limits}).access
     assert got.api_keys_dir == secrets["clients"]
     assert (got.max_concurrent_per_client, got.max_prompt_tokens, got.max_completion_tokens) == (
         3,
@@ -55,7 +46,7 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
         5,
     )
     assert "clients" not in mounted(pod_template())
-    assert configured("gateway", GatewayConfig).access.api_keys_dir == ""
+    assert decoded_config("gateway", GatewayConfig).access.api_keys_dir == ""
     assert "clients" not in mounted(MemberTemplate(owner(gateway=KEYS), "decode").pod(0)), (
         "API keys in the configuration of an engine"
     )
@@ -64,7 +55,7 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
 def test_tls_changes_probes_ports_and_the_service() -> None:
     template = pod_template(**TLS)
     assert (
-        configured("gateway", GatewayConfig, gateway=TLS).access.tls_dir
+        decoded_config("gateway", GatewayConfig, gateway=TLS).access.tls_dir
         == mounted(template)["cert"]
     )
     assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
@@ -122,57 +113,3 @@ def test_during_the_switch_to_tls_each_port_selects_matching_pods(
         == gateway.PORTS[gateway.scheme_in_use(service)]
     )
     assert gateway.scheme_in_use(service) == in_use
-
-
-def test_default_access_settings_do_not_change_the_revision() -> None:
-    """The revision must not change with an operator that has more fields."""
-    plain = config.config_map(owner(), "gateway")["data"]["gateway.json"]
-    assert "access" not in plain
-    assert "pipeline" not in config.config_map(owner(), "decode")["data"]["decode.json"]
-
-
-def test_an_ingress_is_built_only_on_request() -> None:
-    assert ingress(owner()) is None
-    assert ("Ingress", "demo-gateway") in compute_desired(owner(), None).absent
-    asked = {
-        "host": "h.example",
-        "className": "nginx",
-        "annotations": {"a/b": "c"},
-        "tls": {"secretName": "s"},
-    }
-    built = ingress(owner(gateway={"ingress": asked}))
-    assert built["spec"]["rules"][0]["host"] == "h.example"
-    assert built["spec"]["ingressClassName"] == "nginx"
-    assert built["spec"]["tls"] == [{"hosts": ["h.example"], "secretName": "s"}]
-    assert built["metadata"]["annotations"] == {"a/b": "c"}
-
-
-def test_a_route_is_built_if_the_cluster_has_the_kind() -> None:
-    parents = [
-        {"name": "public", "namespace": "infra", "sectionName": "https"},
-        {"name": "inner", "port": 8443},
-    ]
-    service = owner(gateway={"httpRoute": {"parentRefs": parents, "hostnames": ["h.example"]}})
-    (route,) = [
-        obj
-        for obj in compute_desired(service, None, http_routes=True).objects
-        if obj["kind"] == "HTTPRoute"
-    ]
-    assert route["spec"]["hostnames"] == ["h.example"]
-    group = {"group": "gateway.networking.k8s.io", "kind": "Gateway"}
-    assert route["spec"]["parentRefs"] == [{**group, **parent} for parent in parents]
-    assert (
-        route["spec"]["rules"][0]["backendRefs"][0]["name"]
-        == gateway.service(service)["metadata"]["name"]
-    )
-    unknown = compute_desired(service, None)
-    assert "HTTPRoute" not in {obj["kind"] for obj in unknown.objects} | {
-        kind for kind, _ in unknown.absent
-    }
-    assert ("HTTPRoute", "demo-gateway") in compute_desired(owner(), None, http_routes=True).absent
-
-
-@pytest.mark.parametrize(("role", "stages"), [("decode", 3), ("prefill", 1)])
-def test_only_decode_has_pipeline_stages(role: ConfiguredRole, stages: int) -> None:
-    spec: Object = {"decode": {"parallelism": {"tensor": 2, "pipeline": 3}}}
-    assert configured(role, EngineConfig, **spec).parallel.pipeline_parallel_size == stages

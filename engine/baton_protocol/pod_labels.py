@@ -1,0 +1,10 @@
+"""Labels and annotations of pods that more than one component reads (docs/internals/pods.md)."""
+
+from __future__ import annotations
+
+GROUP = "serving.baton.dev"
+
+LABEL_SERVICE = f"{GROUP}/service"
+LABEL_ROLE = f"{GROUP}/role"
+#: "true": gateways send the member no new request.
+ANNOTATION_DRAINING = f"{GROUP}/draining"
