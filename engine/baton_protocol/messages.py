@@ -123,7 +123,7 @@ class Init(_Wire):
     #: Drawn at process start. A restarted pod is a new instance.
     instance_id: str
     #: Result of `config.compatibility_hash`. Empty while loading.
-    config_hash: str
+    compatibility_hash: str
     #: Topology generation (elastic groups).
     generation: int = 0
 

@@ -136,7 +136,7 @@ class EngineIO:
         self._client_timeout_s = client_timeout_s
         self._access = access or Access()
         self._clients: dict[bytes, _Client] = {}
-        self._init = Init(PROTOCOL_VERSION, instance_id, config_hash="")
+        self._init = Init(PROTOCOL_VERSION, instance_id, compatibility_hash="")
         self._ready: Ready | None = None
         self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = (
             queue.SimpleQueue()

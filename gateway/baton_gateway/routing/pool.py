@@ -239,11 +239,11 @@ class EnginePool:
 
     def _check_pairs(self, member: Member) -> None:
         """Report engines of the other role that have another config hash: they are never paired."""
-        config_hash = member.ready_client.init.config_hash
+        compatibility_hash = member.ready_client.init.compatibility_hash
         for other in self._members.values():
             if other.client is None or other.endpoint.role == member.endpoint.role:
                 continue
-            if other.client.init.config_hash != config_hash:
+            if other.client.init.compatibility_hash != compatibility_hash:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
                     "engines %s and %s have different config hashes (%s, %s) and will not be "
@@ -251,8 +251,8 @@ class EnginePool:
                     "dtype auto depends on the machine, so set it where machines differ",
                     member.endpoint.name,
                     other.endpoint.name,
-                    config_hash,
-                    other.client.init.config_hash,
+                    compatibility_hash,
+                    other.client.init.compatibility_hash,
                 )
 
     def _notify(self) -> None:
