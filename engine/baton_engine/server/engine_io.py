@@ -179,7 +179,7 @@ class EngineIO:
         self._thread.start()
 
     def send_init(self, init: Init) -> None:
-        """Replace INIT and send it to all clients, once the config hash is known."""
+        """Replace INIT and send it to all clients, once the compatibility hash is known."""
         self._send(ResponseType.INIT, None, init)
 
     def send_ready(self, ready: Ready) -> None:

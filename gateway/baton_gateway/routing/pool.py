@@ -238,7 +238,7 @@ class EnginePool:
             dead.cancel()
 
     def _check_pairs(self, member: Member) -> None:
-        """Report engines of the other role that have another config hash: they are never paired."""
+        """Report engines of the other role that have another compatibility hash."""
         compatibility_hash = member.ready_client.init.compatibility_hash
         for other in self._members.values():
             if other.client is None or other.endpoint.role == member.endpoint.role:
@@ -246,8 +246,8 @@ class EnginePool:
             if other.client.init.compatibility_hash != compatibility_hash:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
-                    "engines %s and %s have different config hashes (%s, %s) and will not be "
-                    "paired: give both the same checkpoint, dtype, quantization and block size; "
+                    "engines %s and %s have different compatibility hashes (%s, %s) and will not "
+                    "be paired: give both the same checkpoint, dtype, quantization and block size; "
                     "dtype auto depends on the machine, so set it where machines differ",
                     member.endpoint.name,
                     other.endpoint.name,
