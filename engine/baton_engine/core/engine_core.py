@@ -252,11 +252,12 @@ class EngineCore:
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule a step, run it and process its results."""
-        self.made_progress = False
-        if self._can_step():
+        can_step = self._can_step()
+        if can_step:
             self._start_step()
             self._finish_oldest()
             self._pause.advance()
+        self.made_progress = can_step and self.scheduler.made_progress
         return self.take_outputs()
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
@@ -265,17 +266,17 @@ class EngineCore:
         While the queue has room and the oldest step still runs, this returns without waiting, and
         the next call starts another step.
         """
-        self.made_progress = False
         limit = self.executor.max_concurrent_batches
         if self._can_step() and len(self._in_flight) < limit:
             started = self._start_step()
             if started and len(self._in_flight) < limit and not self._in_flight[0].output.done():
                 self.made_progress = True
                 return self.take_outputs()
-        if self._in_flight:
+        ends_one = bool(self._in_flight)
+        if ends_one:
             self._finish_oldest()
             self._pause.advance()
-            self.made_progress |= bool(self._in_flight)
+        self.made_progress = ends_one and (self.scheduler.made_progress or bool(self._in_flight))
         return self.take_outputs()
 
     def finish_steps(self) -> None:
@@ -300,9 +301,7 @@ class EngineCore:
 
     def _schedule(self) -> SchedulerOutput:
         with self._dumping(None):
-            step = self.scheduler.schedule()
-        self.made_progress |= self.scheduler.made_progress
-        return step
+            return self.scheduler.schedule()
 
     def _execute(self, step: SchedulerOutput, schedule_s: float = 0.0) -> None:
         """Start a step. `_finish_oldest` ends it."""
@@ -320,7 +319,6 @@ class EngineCore:
             model_s = time.monotonic() - started
             self.scheduler.abort_requests(self._take_aborts())
             outputs = self.scheduler.update_from_output(step, output)
-        self.made_progress |= self.scheduler.made_progress or step.reaches_model_runner
         self.request_metrics.on_step(step.total_num_scheduled_tokens, started)
         self.request_metrics.on_outputs(outputs)
         self._outputs += outputs

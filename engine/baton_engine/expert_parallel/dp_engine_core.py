@@ -345,15 +345,15 @@ class DPEngineCore(EngineCore):
         return self._waves is not None and (self._waves.running or self._wants_vote)
 
     def step(self) -> list[EngineCoreOutput]:
-        self.made_progress = False
         self.advance()
-        if self._must_step or self._can_step():
+        steps = self._must_step or self._can_step()
+        if steps:
             try:
                 self._step()
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
-            self.made_progress |= self._must_step
+        self.made_progress = steps and (self.scheduler.made_progress or self._must_step)
         return self.take_outputs()
 
     def _schedule(self) -> SchedulerOutput:

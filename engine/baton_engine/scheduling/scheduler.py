@@ -165,7 +165,7 @@ class Scheduler(SchedulerParts):
             self._settle(decision)
         for request in self.handoff.update(output.connector):
             self._settle(self._remote_prefill.end_load_if_ready(request))
-        self.made_progress |= bool(ranges or output.connector)
+        self.made_progress |= bool(step.reaches_model_runner or output.connector)
         return self.take_outputs()
 
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
