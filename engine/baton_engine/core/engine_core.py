@@ -117,7 +117,7 @@ class EngineCore:
         self._outputs: list[EngineCoreOutput] = []
         self._connector_stats: ConnectorStats | None = None
         self._connector_stats_time = -math.inf
-        self._pause = PauseControl(_PausedEngine(self))
+        self._pause = PauseControl(self)
 
     def _make_scheduler(self, config: EngineConfig) -> Scheduler:
         info, cache = self.info, config.cache
@@ -247,6 +247,32 @@ class EngineCore:
     def take_kv_events(self) -> list[KVEvent]:
         """Return the changes of the prefix cache since the last call."""
         return self.scheduler.take_kv_events() if self.config.cache.enable_kv_events else []
+
+    # What `PauseControl` needs, see `PausedEngine`
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.scheduler.set_pause_state(state)
+
+    def end_requests(self) -> None:
+        self.scheduler.abort_requests(list(self.scheduler.requests))
+        self._collect_outputs()
+
+    def num_running(self) -> int:
+        stats = self.scheduler.stats()
+        return stats.num_requests_running + stats.num_requests_swapped
+
+    def free_kv_cache(self) -> bool:
+        self.scheduler.preempt_all()
+        if self.scheduler.kv.usage > 0:
+            return False
+        self.scheduler.reset_prefix_cache()
+        return True
+
+    def sleep_workers(self, level: int) -> None:
+        self.executor.collective_rpc("sleep", (level,))
+
+    def wake_workers(self, tags: list[str]) -> None:
+        self.executor.collective_rpc("wake_up", (tags,))
 
     # Steps
 
@@ -424,9 +450,10 @@ class EngineCore:
 
     def abort_all(self) -> int:
         """End all requests as aborted. Return their number."""
-        request_ids = list(self.scheduler.requests)
-        self.abort_requests(request_ids)
-        return len(request_ids)
+        num_requests = len(self.scheduler.requests)
+        self.end_requests()
+        self._pause.advance()
+        return num_requests
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
         """Stop scheduling. New requests wait; `core/pause.py` describes what happens to the others.
@@ -491,40 +518,3 @@ class EngineCore:
         """End workers and threads. Idempotent."""
         self._structured_output.shutdown()
         self.executor.shutdown()
-
-
-class _PausedEngine:
-    """The part of an EngineCore that PauseControl controls."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-
-    def set_pause_state(self, state: PauseState) -> None:
-        self._core.scheduler.set_pause_state(state)
-
-    def abort_all(self) -> int:
-        request_ids = list(self._core.scheduler.requests)
-        self._core.scheduler.abort_requests(request_ids)
-        self._core._collect_outputs()
-        return len(request_ids)
-
-    def finish_steps(self) -> None:
-        self._core.finish_steps()
-
-    def num_running(self) -> int:
-        stats = self._core.scheduler.stats()
-        return stats.num_requests_running + stats.num_requests_swapped
-
-    def free_kv_cache(self) -> bool:
-        scheduler = self._core.scheduler
-        scheduler.preempt_all()
-        if scheduler.kv.usage > 0:
-            return False
-        scheduler.reset_prefix_cache()
-        return True
-
-    def sleep_workers(self, level: int) -> None:
-        self._core.executor.collective_rpc("sleep", (level,))
-
-    def wake_workers(self, tags: list[str]) -> None:
-        self._core.executor.collective_rpc("wake_up", (tags,))

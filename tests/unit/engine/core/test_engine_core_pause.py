@@ -217,9 +217,8 @@ class FakePausedEngine:
     def set_pause_state(self, state: PauseState) -> None:
         self.state = state
 
-    def abort_all(self) -> int:
+    def end_requests(self) -> None:
         self.running = 0
-        return 0
 
     def finish_steps(self) -> None:
         pass
