@@ -27,9 +27,8 @@ from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.scheduling.parts import PauseState
 from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
-from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.scheduler import PauseState, Scheduler
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (
@@ -161,7 +160,6 @@ class EngineCore:
                 kv,
                 max_model_len=max_model_len,
                 eos_token_ids=info.eos_token_ids,
-                num_swap_blocks=info.num_swap_blocks,
                 fail_on_load_error=config.kv_transfer.load_failure_policy == "fail",
                 send_token_ids=config.parallel.pipeline_parallel_size > 1,
                 structured_output=self._structured_output,
