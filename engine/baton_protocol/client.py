@@ -130,7 +130,7 @@ class EngineClient:
 
     @property
     def init(self) -> Init:
-        """The engine's latest INIT. Its configuration hash is empty until the model is loaded."""
+        """The engine's latest INIT. Its compatibility hash is empty until the model is loaded."""
         if self._latest_init is None:
             raise RuntimeError("EngineClient.connect() has not succeeded yet")
         return self._latest_init

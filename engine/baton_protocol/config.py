@@ -42,15 +42,15 @@ class _Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
 
 
 class ModelConfig(_Config, frozen=True):
-    #: Has config.json, safetensors and tokenizer.json; the gateway reads only the last. A path as
-    #: the container sees it.
+    #: The folder has config.json, safetensors and tokenizer.json. The gateway reads only
+    #: tokenizer.json. The path is the one inside the container.
     path: Annotated[str, Option("folder of the checkpoint", flag="--model")]
     served_name: Annotated[
         str, Option("name clients use; default: the folder's name", flag="--served-model-name")
     ] = ""
-    #: auto: the checkpoint's, but float32 on a CPU that does not multiply in it natively.
+    #: auto is the checkpoint's type, or float32 on a CPU without native multiplication in it.
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
-    #: int8: weights are rounded to eight bits, with a scale per output. None: the checkpoint's.
+    #: int8 rounds weights to eight bits, with a scale per output. None keeps the checkpoint's.
     quantization: Annotated[
         str | None,
         Option(
@@ -58,20 +58,20 @@ class ModelConfig(_Config, frozen=True):
             Bound("be int8 or not given", lambda value: value == "int8"),
         ),
     ] = None
-    #: None: the model's own maximum.
+    #: None is the model's own maximum.
     max_model_len: Annotated[int | None, Option("prompt plus generated tokens", at_least(1))] = None
 
 
 class CacheConfig(_Config, frozen=True):
     block_size: Annotated[int, Option("tokens per KV block", at_least(1))] = 16
-    #: None: as many as memory_bytes holds.
+    #: None is as many as memory_bytes or gpu_memory_utilization allows.
     num_blocks: Annotated[int | None, Option("KV blocks", at_least(1))] = None
-    #: On a CPU. A GPU has gpu_memory_utilization.
+    #: Used on a CPU. On a GPU, gpu_memory_utilization limits the memory.
     memory_bytes: Annotated[
         int,
         Option("KV memory, if --num-blocks is not given", at_least(1), "--kv-cache-memory-bytes"),
     ] = 256 * 2**20
-    #: Of weights, activations and KV together.
+    #: The limit is for weights, activations and KV together.
     gpu_memory_utilization: Annotated[
         float,
         Option(
@@ -79,15 +79,15 @@ class CacheConfig(_Config, frozen=True):
         ),
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Option("reuse KV blocks of earlier requests")] = True
-    #: Allocated when first needed. 0: the blocks are computed again.
+    #: The memory is allocated when it is first needed. With 0, the blocks are computed again.
     swap_memory_bytes: Annotated[
         int, Option("host memory for blocks of preempted groups", at_least(0))
     ] = 64 * 2**20
-    #: Blocks found there are copied back instead of computed. 0: no such memory.
+    #: Blocks found there are copied back instead of computed. 0 disables the offload tier.
     offload_memory_bytes: Annotated[
         int, Option("host memory for evicted prefix blocks", at_least(0))
     ] = 0
-    #: The free blocks are for requests that already run.
+    #: The free blocks are kept for the growth of running requests.
     watermark: Annotated[
         float,
         Option(
@@ -99,21 +99,21 @@ class CacheConfig(_Config, frozen=True):
 
 
 class SchedulerConfig(_Config, frozen=True):
-    #: Longer prompts are chunked.
+    #: A longer prompt is computed in chunks.
     max_num_batched_tokens: Annotated[int, Option("token budget of one step", at_least(1))] = 512
     max_num_seqs: Annotated[int, Option("running requests", at_least(1))] = 64
-    #: More are refused as OVERLOADED.
+    #: Further requests are refused as OVERLOADED.
     max_queue: Annotated[int, Option("waiting requests", at_least(1))] = 4096
-    #: priority: the lower value first, then arrival. fcfs: arrival alone.
+    #: priority runs lower values first, then earlier arrivals. fcfs looks at the arrival alone.
     policy: Annotated[str, choice("priority", "fcfs", flag="--scheduling-policy")] = "priority"
-    #: False: a prompt runs in one step, so it must fit the budget.
+    #: If false, a prompt runs in one step, so it must fit the budget.
     enable_chunked_prefill: Annotated[bool, Option("run long prompts in several steps")] = True
-    #: 0: no limit.
+    #: 0 sets no limit.
     long_prefill_token_threshold: Annotated[
         int,
         Option("most tokens of one prompt in a step while shorter ones wait", at_least(0)),
     ] = 0
-    #: auto: swap for groups with several running sequences, recompute for the others.
+    #: auto swaps groups with several running sequences, and recomputes other requests.
     preemption_mode: Annotated[str, choice("auto", "recompute", "swap")] = "auto"
     async_scheduling: Annotated[bool, Option("schedule a step while the last one runs")] = False
     scheduler_class: Annotated[str, Option("qualified name", _QUALIFIED_NAME)] = (
@@ -126,7 +126,7 @@ class ParallelConfig(_Config, frozen=True):
     pipeline_parallel_size: Annotated[
         int, Option("stages the layers are split into", at_least(1))
     ] = 1
-    #: auto: uniproc, or multiproc for more than one worker. A class is a qualified name.
+    #: auto is uniproc for one worker, and multiproc for more. A class is a qualified name.
     executor_class: Annotated[
         str,
         Option("auto, uniproc, multiproc, external_launcher, ray, or a class", flag="--executor"),
@@ -134,24 +134,24 @@ class ParallelConfig(_Config, frozen=True):
     worker_class: Annotated[str, Option("qualified name", _QUALIFIED_NAME)] = (
         "baton_engine.worker.worker.Worker"
     )
-    #: Ranks of a group share the experts of a model and step together. Needs a coordinator.
+    #: Ranks of a group share the experts of a model and step together. They need a coordinator.
     enable_expert_parallel: Annotated[bool, Option("run as a rank of an expert-parallel group")] = (
         False
     )
     coordinator: Annotated[str, Option("host:port of the group's coordinator")] = ""
-    #: Without $POD_NAME: the host's name.
+    #: Without $POD_NAME, the host's name is used.
     rank_name: Annotated[str, Option("name of this rank in topologies; $POD_NAME if not given")] = (
         ""
     )
-    #: For balance, and for the death of a rank.
+    #: They balance the load, and replace experts of a rank that dies.
     num_redundant_experts: Annotated[
         int, Option("additional copies of experts in each layer of the group", at_least(0))
     ] = 0
-    #: Longer than ranks drift apart in a step.
+    #: It must exceed the time by which ranks drift apart in a step.
     collective_timeout_s: Annotated[
         float, Option("seconds that a worker waits for another one", _SECONDS)
     ] = 120.0
-    #: Longer than the longest step takes.
+    #: It must exceed the duration of the longest step.
     step_timeout_s: Annotated[
         float, Option("seconds after which a silent worker counts as dead", _SECONDS)
     ] = 300.0
@@ -164,28 +164,31 @@ class ParallelConfig(_Config, frozen=True):
 class CompilationConfig(_Config, frozen=True):
     """How the model runs: compiled by torch, replayed as CUDA graphs, both, or neither."""
 
-    #: Overrides the other fields.
+    #: It overrides the other fields.
     enforce_eager: Annotated[bool, Option("neither torch.compile nor CUDA graphs")] = False
-    #: eager: traced and cut at attention, but not compiled. auto: inductor on a GPU, none on a CPU.
+    #: eager traces the model and cuts it at attention, but does not compile it. auto is inductor on
+    #: a GPU, and none on a CPU.
     mode: Annotated[str, choice("auto", "none", "eager", "inductor", flag="--compilation-mode")] = (
         "auto"
     )
-    #: piecewise: between attentions. full_and_piecewise: full for decode steps. auto: the last on a
-    #: GPU, full_decode_only if the model is not compiled there.
+    #: piecewise records the parts between attentions. full_and_piecewise records whole decode
+    #: steps, and the parts of other steps. auto is full_and_piecewise on a GPU if the model is
+    #: compiled, full_decode_only if it is not, and none on a CPU.
     cudagraph_mode: Annotated[
         str,
         choice("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
     ] = "auto"
-    #: Steps are padded to the next. None: up to 512, dense where decode steps are.
+    #: A step is padded to the next size. None selects sizes up to 512 tokens: multiples of 8 up to
+    #: 256, where most decode steps are, and multiples of 16 above.
     capture_sizes: Annotated[
         tuple[int, ...] | None, Option("numbers of tokens to capture graphs for: 1,2,4,8")
     ] = None
-    #: Besides the code for any number.
+    #: Other numbers of tokens run code that was compiled for any number.
     compile_sizes: Annotated[
         tuple[int, ...], Option("numbers of tokens with compiled code of their own")
     ] = ()
-    #: This user, but not everybody, must be able to write there. Empty:
-    #: $XDG_CACHE_HOME/baton/compile, or below ~/.cache.
+    #: The folder must be writable by this user, and must not be writable by all users. The default
+    #: is $XDG_CACHE_HOME/baton/compile, or ~/.cache/baton/compile if the variable is not set.
     cache_dir: Annotated[
         str,
         Option("folder for compiled code, reused by the next start", flag="--compile-cache-dir"),
@@ -193,12 +196,12 @@ class CompilationConfig(_Config, frozen=True):
 
 
 class ObservabilityConfig(_Config, frozen=True):
-    #: What ran, and how long it took.
+    #: The line says what ran, and how long it took.
     log_iterations: Annotated[bool, Option("one log line per step")] = False
     count_nans_in_logits: Annotated[bool, Option("report NaNs per output")] = False
-    #: Empty: profiling is refused.
+    #: Without a folder, requests for a profile are refused.
     profiler_dir: Annotated[str, Option("folder for torch profiles")] = ""
-    #: Empty: the system's temporary folder.
+    #: The default is the system's temporary folder.
     crash_dump_dir: Annotated[str, Option("folder for the input of a failed step")] = ""
 
 
@@ -207,7 +210,7 @@ class KVTransferConfig(_Config, frozen=True):
     transport: Annotated[
         str, choice("ucx", "tcp", "shm", "auto", "nixl", flag="--kv-transport")
     ] = "ucx"
-    #: With transport ucx or auto.
+    #: It has an effect with the transports ucx and auto.
     rdma: Annotated[
         bool,
         Option("refuse to start without an RDMA device and a UCX with verbs", flag="--kv-rdma"),
@@ -220,7 +223,7 @@ class KVTransferConfig(_Config, frozen=True):
         float,
         Option("seconds that a consumer waits without progress", _SECONDS, "--kv-load-timeout-s"),
     ] = 30.0
-    #: Counted from the last sign of the consumer.
+    #: The time starts again with each message of the consumer.
     lease_s: Annotated[
         float, Option("seconds that a producer waits for its consumer", _SECONDS, "--kv-lease-s")
     ] = 30.0
@@ -234,11 +237,11 @@ class KVTransferConfig(_Config, frozen=True):
             flag="--kv-mode",
         ),
     ] = "pull"
-    #: Further transfers queue, each request in its turn.
+    #: Further transfers wait in a queue, and requests take turns.
     max_inflight_bytes: Annotated[
         int, Option("bytes in flight with one peer", at_least(1), "--kv-max-inflight-bytes")
     ] = 64 * 2**20
-    #: Used where the transport cannot reach the GPU's memory directly.
+    #: It is used where the transport cannot access the GPU's memory directly.
     staging_bytes: Annotated[
         int,
         Option("pinned host memory for KV transfers of a GPU", at_least(1), "--kv-staging-bytes"),
@@ -254,13 +257,15 @@ class EngineConfig(_Config, frozen=True):
     observability: ObservabilityConfig = ObservabilityConfig()
     compilation: CompilationConfig = CompilationConfig()
     device: Annotated[str, choice("auto", "cpu", "cuda")] = "auto"
-    #: None: one per core that it may use, within a CPU limit of its container.
+    #: None is one thread per core that the process may use, within its container's CPU limit.
     num_threads: Annotated[int | None, Option("compute threads of each worker", at_least(1))] = None
-    #: For workers that share a host and compute on its CPU. If possible, of one NUMA node.
+    #: For workers that share a host and compute on its CPU. A worker's cores are on one NUMA node
+    #: if possible.
     bind_threads: Annotated[bool, Option("bind each worker process to cores of its own")] = True
     engine_port: Annotated[int, Option("port of the engine's ROUTER", _PORT)] = ENGINE_PORT
     http_port: Annotated[int, Option("port of health, metrics and drain", _PORT)] = ENGINE_HTTP_PORT
-    #: All processes of a service share the key (`service_key`). Empty: nothing is protected.
+    #: All processes of a service share the key (`service_key`). Without it, connections are not
+    #: authenticated.
     service_key_file: Annotated[str, Option("file with the key of the service")] = ""
     drain_timeout_s: Annotated[
         float,

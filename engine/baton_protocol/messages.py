@@ -123,8 +123,8 @@ class Init(_Wire):
     protocol_version: int
     #: Drawn at process start. A restarted pod is a new instance.
     instance_id: str
-    #: Result of `config.compatibility_hash`. Empty while loading.
-    config_hash: str
+    #: Equal on engines that may exchange KV blocks. Empty while the model is loaded.
+    compatibility_hash: str
     #: Topology generation (elastic groups).
     generation: int = 0
 
@@ -199,7 +199,7 @@ class EngineCoreRequest(_Wire):
     cache_salt: str = ""
     kv_transfer: KVTransferParams | None = None
     data_parallel_rank: int | None = None
-    #: W3C trace context of the caller. Nothing reads it yet; tracing needs it.
+    #: W3C trace context of the caller. No component sets or reads it. It is reserved for tracing.
     trace_headers: dict[str, str] | None = None
     #: Samples of one prompt name the same group: the engine computes the prompt once, they share
     #: its blocks (copy-on-write) and are swapped together. All members have equal prompts, no

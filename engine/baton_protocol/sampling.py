@@ -1,4 +1,4 @@
-"""Sampling parameters of one sequence. The gateway and the offline API validate them once."""
+"""Sampling parameters of one sequence. Gateway, offline API and engine validate them."""
 
 from __future__ import annotations
 

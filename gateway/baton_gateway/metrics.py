@@ -154,7 +154,7 @@ class GatewayMetrics:
         )
         self.pair_mismatches = Counter(
             "baton:engine_pair_mismatches",
-            "Pairs of engines whose config hashes differ: they are never paired.",
+            "Pairs of engines whose compatibility hashes differ: they are never paired.",
             registry=self.registry,
         )
 

@@ -299,7 +299,7 @@ async def test_the_kv_side_channel_does_not_answer_an_attacker(service: Service,
     ) as client:
         init = await client.connect(DEADLINE_S)
     hello = side_channel.Hello(
-        side_channel.VERSION, init.config_hash, "D", init.instance_id, auth.new_nonce()
+        side_channel.VERSION, init.compatibility_hash, "D", init.instance_id, auth.new_nonce()
     )
     before = service.prefill.metric("baton:kv_transfer_handshakes_refused_total")
 

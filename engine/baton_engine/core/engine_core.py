@@ -27,9 +27,8 @@ from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.scheduling.parts import PauseState
 from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
-from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.scheduler import PauseState, Scheduler
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (
@@ -117,7 +116,7 @@ class EngineCore:
         self._outputs: list[EngineCoreOutput] = []
         self._connector_stats: ConnectorStats | None = None
         self._connector_stats_time = -math.inf
-        self._pause = PauseControl(_PausedEngine(self))
+        self._pause = PauseControl(self)
 
     def _make_scheduler(self, config: EngineConfig) -> Scheduler:
         info, cache = self.info, config.cache
@@ -161,7 +160,6 @@ class EngineCore:
                 kv,
                 max_model_len=max_model_len,
                 eos_token_ids=info.eos_token_ids,
-                num_swap_blocks=info.num_swap_blocks,
                 fail_on_load_error=config.kv_transfer.load_failure_policy == "fail",
                 send_token_ids=config.parallel.pipeline_parallel_size > 1,
                 structured_output=self._structured_output,
@@ -248,15 +246,42 @@ class EngineCore:
         """Return the changes of the prefix cache since the last call."""
         return self.scheduler.take_kv_events() if self.config.cache.enable_kv_events else []
 
+    # What `PauseControl` needs, see `PausedEngine`
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.scheduler.set_pause_state(state)
+
+    def end_requests(self) -> None:
+        self.scheduler.abort_requests(list(self.scheduler.requests))
+        self._collect_outputs()
+
+    def num_running(self) -> int:
+        stats = self.scheduler.stats()
+        return stats.num_requests_running + stats.num_requests_swapped
+
+    def free_kv_cache(self) -> bool:
+        self.scheduler.preempt_all()
+        if self.scheduler.kv.usage > 0:
+            return False
+        self.scheduler.reset_prefix_cache()
+        return True
+
+    def sleep_workers(self, level: int) -> None:
+        self.executor.collective_rpc("sleep", (level,))
+
+    def wake_workers(self, tags: list[str]) -> None:
+        self.executor.collective_rpc("wake_up", (tags,))
+
     # Steps
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule a step, run it and process its results."""
-        self.made_progress = False
-        if self._can_step():
+        can_step = self._can_step()
+        if can_step:
             self._start_step()
             self._finish_oldest()
             self._pause.advance()
+        self.made_progress = can_step and self.scheduler.made_progress
         return self.take_outputs()
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
@@ -265,17 +290,17 @@ class EngineCore:
         While the queue has room and the oldest step still runs, this returns without waiting, and
         the next call starts another step.
         """
-        self.made_progress = False
         limit = self.executor.max_concurrent_batches
         if self._can_step() and len(self._in_flight) < limit:
             started = self._start_step()
             if started and len(self._in_flight) < limit and not self._in_flight[0].output.done():
                 self.made_progress = True
                 return self.take_outputs()
-        if self._in_flight:
+        ends_one = bool(self._in_flight)
+        if ends_one:
             self._finish_oldest()
             self._pause.advance()
-            self.made_progress |= bool(self._in_flight)
+        self.made_progress = ends_one and (self.scheduler.made_progress or bool(self._in_flight))
         return self.take_outputs()
 
     def finish_steps(self) -> None:
@@ -300,9 +325,7 @@ class EngineCore:
 
     def _schedule(self) -> SchedulerOutput:
         with self._dumping(None):
-            step = self.scheduler.schedule()
-        self.made_progress |= self.scheduler.made_progress
-        return step
+            return self.scheduler.schedule()
 
     def _execute(self, step: SchedulerOutput, schedule_s: float = 0.0) -> None:
         """Start a step. `_finish_oldest` ends it."""
@@ -320,7 +343,6 @@ class EngineCore:
             model_s = time.monotonic() - started
             self.scheduler.abort_requests(self._take_aborts())
             outputs = self.scheduler.update_from_output(step, output)
-        self.made_progress |= self.scheduler.made_progress or step.reaches_model_runner
         self.request_metrics.on_step(step.total_num_scheduled_tokens, started)
         self.request_metrics.on_outputs(outputs)
         self._outputs += outputs
@@ -426,9 +448,10 @@ class EngineCore:
 
     def abort_all(self) -> int:
         """End all requests as aborted. Return their number."""
-        request_ids = list(self.scheduler.requests)
-        self.abort_requests(request_ids)
-        return len(request_ids)
+        num_requests = len(self.scheduler.requests)
+        self.end_requests()
+        self._pause.advance()
+        return num_requests
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
         """Stop scheduling. New requests wait; `core/pause.py` describes what happens to the others.
@@ -493,40 +516,3 @@ class EngineCore:
         """End workers and threads. Idempotent."""
         self._structured_output.shutdown()
         self.executor.shutdown()
-
-
-class _PausedEngine:
-    """The part of an EngineCore that PauseControl controls."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-
-    def set_pause_state(self, state: PauseState) -> None:
-        self._core.scheduler.set_pause_state(state)
-
-    def abort_all(self) -> int:
-        request_ids = list(self._core.scheduler.requests)
-        self._core.scheduler.abort_requests(request_ids)
-        self._core._collect_outputs()
-        return len(request_ids)
-
-    def finish_steps(self) -> None:
-        self._core.finish_steps()
-
-    def num_running(self) -> int:
-        stats = self._core.scheduler.stats()
-        return stats.num_requests_running + stats.num_requests_swapped
-
-    def free_kv_cache(self) -> bool:
-        scheduler = self._core.scheduler
-        scheduler.preempt_all()
-        if scheduler.kv.usage > 0:
-            return False
-        scheduler.reset_prefix_cache()
-        return True
-
-    def sleep_workers(self, level: int) -> None:
-        self._core.executor.collective_rpc("sleep", (level,))
-
-    def wake_workers(self, tags: list[str]) -> None:
-        self._core.executor.collective_rpc("wake_up", (tags,))

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     """Return the limit of prompt plus generated tokens.
 
+    Workers have refused a configured limit above the model's maximum when they loaded the model.
+
     Raises:
         ConfigurationError: the KV memory is too small for the configured limit.
     """
@@ -25,19 +27,12 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
                 *(capacity, info.max_position_embeddings),
             )
         return min(info.max_position_embeddings, capacity)
-    if asked > info.max_position_embeddings:
-        logger.warning(
-            "max_model_len %d exceeds the model's maximum; using %d",
-            asked,
-            info.max_position_embeddings,
-        )
-    wanted = min(asked, info.max_position_embeddings)
-    if wanted > capacity:
+    if asked > capacity:
         raise ConfigurationError(
             "KVMemoryTooSmall",
-            f"model.max_model_len is {wanted} tokens, but the KV memory holds {capacity} "
+            f"model.max_model_len is {asked} tokens, but the KV memory holds {capacity} "
             f"({info.num_blocks} blocks of {config.cache.block_size} tokens): lower "
             "model.max_model_len, or raise cache.memory_bytes (CPU), "
             "cache.gpu_memory_utilization (GPU) or cache.num_blocks",
         )
-    return wanted
+    return asked

@@ -17,7 +17,7 @@ import logging
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
-from baton_engine.scheduling.parts import PauseState
+from baton_engine.scheduling.scheduler import PauseState
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class PausedEngine(Protocol):
 
     def set_pause_state(self, state: PauseState) -> None: ...
 
-    def abort_all(self) -> int: ...
+    def end_requests(self) -> None:
+        """End all requests as aborted. It does not call `PauseControl.advance`."""
 
     def finish_steps(self) -> None:
         """Wait for all steps in flight and process their results."""
@@ -189,7 +190,7 @@ class PauseControl:
     def _begin(self, mode: PauseMode, level: int) -> Future[None] | None:
         if self._asleep:  # no request can run
             if mode == "abort":
-                self._engine.abort_all()
+                self._engine.end_requests()
             return None
         if mode == "keep" and self._mode == "wait":
             self._cancel(
@@ -197,7 +198,7 @@ class PauseControl:
             )
         self._mode = mode
         if mode == "abort":
-            self._engine.abort_all()
+            self._engine.end_requests()
         self._engine.set_pause_state(
             PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL
         )

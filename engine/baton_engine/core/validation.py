@@ -1,4 +1,9 @@
-"""Validation of a request before it reaches the scheduler, so that no later code repeats it."""
+"""Validation of a request by the engine that receives it. The scheduler relies on it.
+
+`SamplingParams.validate` has the bounds of the sampling parameters alone. The gateway calls it too,
+so that an error names the field of the HTTP request. The checks here need the rest of the request,
+or the engine: its vocabulary, its KV role and its rank.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import itertools
 
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.config import KVRole
-from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide
+from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
 
 MAX_ID_LENGTH = 256
 
@@ -25,12 +30,30 @@ def validate_request(
         ValueError: a field is out of bounds; the message has its name and bounds.
         RequestRefusedError: the request is for another rank.
     """
-    params = request.sampling_params
-    num_generated = len(request.generated_token_ids)
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
         raise ValueError(
             f"request_id must have 1 to {MAX_ID_LENGTH} characters, got {len(request.request_id)}"
         )
+    _validate_tokens(request, vocab_size)
+    _validate_sampling(request, vocab_size)
+    if request.data_parallel_rank not in (None, data_parallel_rank):
+        # The rank may have changed after the client sent the request.
+        raise RequestRefusedError(
+            ErrorCode.DRAINING,
+            f"data_parallel_rank is {request.data_parallel_rank}, but this engine is rank "
+            f"{data_parallel_rank}; send the request to that rank, or leave the field out",
+        )
+    if request.group_id:
+        _validate_group_member(request)
+    if request.sampling_params.beam_width:
+        _validate_beam_search(request)
+    if request.arrival_time != request.arrival_time:
+        raise ValueError("arrival_time must be a number, got NaN")
+    if request.kv_transfer is not None:
+        _validate_transfer(request, request.kv_transfer, kv_role)
+
+
+def _validate_tokens(request: EngineCoreRequest, vocab_size: int) -> None:
     if not request.prompt_token_ids:
         raise ValueError("prompt_token_ids must not be empty")
     for name in ("prompt_token_ids", "generated_token_ids"):
@@ -40,6 +63,10 @@ def validate_request(
                 f"{name} must be in [0, {vocab_size}), got {min(token_ids)} to {max(token_ids)}; "
                 "is this the tokenizer of another model?"
             )
+
+
+def _validate_sampling(request: EngineCoreRequest, vocab_size: int) -> None:
+    params, num_generated = request.sampling_params, len(request.generated_token_ids)
     params.validate()
     if params.max_tokens is not None and num_generated >= params.max_tokens:
         raise ValueError(
@@ -55,23 +82,11 @@ def validate_request(
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} must name token ids in [0, {vocab_size}), got {token_id}")
-    if request.data_parallel_rank not in (None, data_parallel_rank):
-        # The rank may have changed after the client sent the request.
-        raise RequestRefusedError(
-            ErrorCode.DRAINING,
-            f"data_parallel_rank is {request.data_parallel_rank}, but this engine is rank "
-            f"{data_parallel_rank}; send the request to that rank, or leave the field out",
-        )
-    if request.group_id:
-        _validate_group_member(request)
-    if params.beam_width:
-        _validate_beam_search(request)
-    if request.arrival_time != request.arrival_time:
-        raise ValueError("arrival_time must be a number, got NaN")
 
-    transfer = request.kv_transfer
-    if transfer is None:
-        return
+
+def _validate_transfer(
+    request: EngineCoreRequest, transfer: KVTransferParams, kv_role: KVRole
+) -> None:
     if kv_role not in _ROLES[transfer.side]:
         raise ValueError(
             f"kv_transfer.side is {transfer.side.name}, but this engine's kv_transfer.role is "
@@ -81,23 +96,25 @@ def validate_request(
         raise ValueError(f"kv_transfer.transfer_id must have 1 to {MAX_ID_LENGTH} characters")
     if not transfer.peer_instance_id:
         raise ValueError("kv_transfer.peer_instance_id must name the other engine's instance")
-    if transfer.side is KVSide.CONSUME and params.prompt_logprobs is not None:
+    params = request.sampling_params
+    if transfer.side is KVSide.PRODUCE:
+        num_wanted = len(request.generated_token_ids) + 1
+        if params.max_tokens != num_wanted:
+            # More would write into the partial last block while the peer reads it, and would need
+            # memory that cannot be preempted.
+            raise ValueError(
+                f"a PRODUCE request samples one token: max_tokens must be {num_wanted}, "
+                f"got {params.max_tokens}"
+            )
+        return
+    if params.prompt_logprobs is not None:
         raise ValueError(
             "prompt_logprobs needs the prompt computed here; "
             "it cannot be combined with kv_transfer CONSUME"
         )
-    if transfer.side is KVSide.CONSUME and not (
-        transfer.remote_host and 0 < transfer.remote_port < 65536
-    ):
+    if not (transfer.remote_host and 0 < transfer.remote_port < 65536):
         raise ValueError(
             "kv_transfer.remote_host and remote_port must name the producer's side channel"
-        )
-    if transfer.side is KVSide.PRODUCE and params.max_tokens != num_generated + 1:
-        # More would write into the partial last block while the peer reads it, and would need
-        # memory that cannot be preempted.
-        raise ValueError(
-            f"a PRODUCE request samples one token: max_tokens must be {num_generated + 1}, "
-            f"got {params.max_tokens}"
         )
 
 
@@ -130,10 +147,6 @@ def _validate_beam_search(request: EngineCoreRequest) -> None:
         raise ValueError(
             "generated_token_ids must be empty with beam_width: "
             "a beam search starts from its prompt"
-        )
-    if request.sampling_params.structured_output is not None:
-        raise ValueError(
-            "structured_output cannot be combined with beam_width: beams do not follow a grammar"
         )
     if request.group_id or request.sample_index:
         raise ValueError(

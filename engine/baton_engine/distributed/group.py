@@ -8,6 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+#: Delay in seconds before a member closes its groups of a retired generation. A slower member may
+#: still read what the last step sent.
+RETIREMENT_GRACE_S = 5.0
+
 
 class Group(Protocol):
     """Ranks that exchange tensors.

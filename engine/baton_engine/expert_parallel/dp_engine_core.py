@@ -39,8 +39,8 @@ from baton_engine.expert_parallel.standby_generation import (
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import Histogram
 from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
-from baton_engine.scheduling.parts import PauseState
 from baton_engine.scheduling.refusals import refusal_of
+from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.config import EngineConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
 from baton_protocol.topology import (
@@ -345,15 +345,15 @@ class DPEngineCore(EngineCore):
         return self._waves is not None and (self._waves.running or self._wants_vote)
 
     def step(self) -> list[EngineCoreOutput]:
-        self.made_progress = False
         self.advance()
-        if self._must_step or self._can_step():
+        steps = self._must_step or self._can_step()
+        if steps:
             try:
                 self._step()
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
-            self.made_progress |= self._must_step
+        self.made_progress = steps and (self.scheduler.made_progress or self._must_step)
         return self.take_outputs()
 
     def _schedule(self) -> SchedulerOutput:

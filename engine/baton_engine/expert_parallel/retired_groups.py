@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton_engine.distributed.group import RETIREMENT_GRACE_S
 from baton_engine.expert_parallel.control_group import ControlGroup
-
-GRACE_S = 5.0
 
 
 class RetiredGroups:
@@ -22,7 +21,7 @@ class RetiredGroups:
     def add(self, group: ControlGroup | None) -> None:
         """Retire a group that this rank no longer uses. None is ignored."""
         if group is not None:
-            self._groups.append((self._clock() + GRACE_S, group))
+            self._groups.append((self._clock() + RETIREMENT_GRACE_S, group))
 
     def advance(self) -> None:
         """Close the oldest group if its grace period is over."""

@@ -13,7 +13,10 @@ from baton_protocol.options import options, set_field
 
 
 class EngineArgs(TypedDict, total=False):
-    """Keyword arguments of `LLM(model, ...)`. `EngineConfig` describes each and its default."""
+    """Keyword arguments of `LLM(model, ...)`. `EngineConfig` describes each and its default.
+
+    Type checkers need them in writing. A test compares names and types with the options.
+    """
 
     dtype: str
     quantization: str

@@ -1,7 +1,6 @@
 """Scheduling: decides which requests run in the next step. No torch.
 
 scheduler        `schedule()` asks the others in order and applies their decisions
-parts            the state and the collaborators of the scheduler, and how they are connected
 decisions        the values that the others return
 planner          how many tokens each running request gets
 admission        which waiting request joins the batch, or starts to load its KV

@@ -37,7 +37,6 @@ class Admission:
         running: RunningRequests,
         groups: SampleGroups,
         *,
-        max_num_seqs: int,
         chunked: bool,
     ) -> None:
         """Select from these queues. The caller moves the selected requests.
@@ -49,7 +48,6 @@ class Admission:
         self._queues = queues
         self._running = running
         self._groups = groups
-        self._max_num_seqs = max_num_seqs
         self._chunked = chunked
 
     def admit_loaded(
@@ -62,13 +60,13 @@ class Admission:
         """
         while (
             step.budget > 0
-            and self._has_place(1)
+            and self._running.has_places(1)
             and (first := self._queues.loaded.peek()) is not None
         ):
             earlier = None if only_loaded else self._queues.waiting.first_before(first)
             if earlier is not None and self._queues.waiting_to_load.first_before(earlier) is None:
                 # It would starve if loaded requests took every place that becomes free.
-                if not self._has_place(earlier.max_seqs):
+                if not self._running.has_places(earlier.max_seqs):
                     return
                 if (decision := self._admit_first(earlier, step)) is not None:
                     yield decision
@@ -83,7 +81,7 @@ class Admission:
         while True:
             to_load = self._queues.waiting_to_load.peek()
             to_run = self._queues.waiting.peek() if step.budget > 0 else None
-            if to_run is not None and not self._has_place(to_run.max_seqs):
+            if to_run is not None and not self._running.has_places(to_run.max_seqs):
                 to_run = None
             decision: Admitted | WaitsForPrompt | LoadStarted | None = None
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
@@ -95,9 +93,6 @@ class Admission:
             if decision is None:
                 return
             yield decision
-
-    def _has_place(self, num_seqs: int) -> bool:
-        return self._running.num_seqs + num_seqs <= self._max_num_seqs
 
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
         """Decide on the first request of `waiting`. Return None if it does not fit now."""

@@ -66,10 +66,7 @@ class RunningPlanner:
             if request.beams is not None:
                 stays = yield from self._plan_beams(step, request, index)
             elif not request.num_in_flight or self._may_follow(request):
-                if (
-                    len(request.token_ids) + request.num_placeholders - request.num_computed_tokens
-                    > 1
-                ):
+                if request.num_uncomputed_tokens > 1:
                     prefills.append(request)
                 elif step.may_write(request):
                     step.run(request, 1)

@@ -28,15 +28,11 @@ class Preemptor:
         kv: KVCacheManager,
         running: RunningRequests,
         loaded: RequestQueue,
-        *,
-        max_num_seqs: int,
-        can_swap: bool,
     ) -> None:
-        self._mode = mode if can_swap else "recompute"
+        self._mode = mode if kv.swap_pool.num_blocks > 0 else "recompute"
         self._kv = kv
         self._running = running
         self._loaded = loaded
-        self._max_num_seqs = max_num_seqs
         #: Units of requests that were swapped out together, in order. No unit is empty.
         self.swapped: list[list[Request]] = []
 
@@ -115,7 +111,7 @@ class Preemptor:
             num_seqs = sum(request.max_seqs for request in unit)
             if any(sequence.num_in_flight for sequence in sequences):
                 return
-            if self._running.num_seqs + num_seqs > self._max_num_seqs:
+            if not self._running.has_places(num_seqs):
                 return
             # Without room to grow they would be swapped out next, even if they run alone, because
             # transfers also hold memory.

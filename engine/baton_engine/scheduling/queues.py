@@ -90,7 +90,8 @@ class WaitingRequests:
 class RunningRequests:
     """Requests with a place in the batch, always sorted by `order`, so that steps need not sort."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
         #: Read-only for others. The tail is preempted first.
         self.in_order: list[Request] = []
         #: Places taken in the worker's batch. A beam search takes one for each possible beam.
@@ -105,6 +106,10 @@ class RunningRequests:
     def values(self) -> list[Request]:
         """Return the requests in order."""
         return list(self.in_order)
+
+    def has_places(self, num_seqs: int) -> bool:
+        """Return whether the batch has places for this many sequences."""
+        return self.num_seqs + num_seqs <= self._max_num_seqs
 
     def add(self, request: Request) -> None:
         bisect.insort(self.in_order, request, key=by_order)

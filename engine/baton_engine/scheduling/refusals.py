@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+from typing import NamedTuple
+
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.groups.beams import root_id
-from baton_engine.scheduling.parts import SchedulerParts
+from baton_engine.scheduling.request import Request
+from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 
 
@@ -15,78 +20,126 @@ class RequestRefusedError(Exception):
         self.code = code
 
 
-def check_request(request: EngineCoreRequest, parts: SchedulerParts) -> None:
+class RequestLimits(NamedTuple):
+    """What an engine can run, and how many requests may wait."""
+
+    #: Limit of prompt plus generated tokens.
+    max_model_len: int
+    #: Sequences that run at a time.
+    max_num_seqs: int
+    #: Longest prompt of a step. None: prompts are chunked.
+    max_step_tokens: int | None
+    num_blocks: int
+    block_size: int
+    max_queue: int
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int) -> RequestLimits:
+        """Return the limits of a configuration.
+
+        Raises:
+            ValueError: `max_model_len` tokens do not fit the KV memory.
+        """
+        if max_model_len > kv.pool.num_blocks * kv.block_size:
+            raise ValueError(
+                f"max_model_len={max_model_len} exceeds "
+                f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens"
+            )
+        budget = config.max_num_batched_tokens
+        return cls(
+            max_model_len,
+            # Each running sequence needs budget for one token.
+            max_num_seqs=min(config.max_num_seqs, budget),
+            max_step_tokens=None if config.enable_chunked_prefill else budget,
+            num_blocks=kv.pool.num_blocks,
+            block_size=kv.block_size,
+            max_queue=config.max_queue,
+        )
+
+
+def check_request(
+    request: EngineCoreRequest,
+    limits: RequestLimits,
+    *,
+    requests: Mapping[str, Request],
+    transfer_ids: Container[str],
+    num_queued: int,
+    draining: bool,
+) -> None:
     """Check that the scheduler can accept a request now.
+
+    Args:
+        requests: all unfinished requests, by id.
+        transfer_ids: KV transfers that have not ended.
+        num_queued: requests that wait.
 
     Raises:
         RequestRefusedError: it cannot.
     """
     request_id, transfer = request.request_id, request.kv_transfer
-    if request_id in parts.requests:
+    if request_id in requests:
         raise RequestRefusedError(ErrorCode.INVALID, f"request id {request_id} is already in use")
-    if _is_taken_by_beams(request, parts):
+    if _is_taken_by_beams(request, requests):
         raise RequestRefusedError(
             ErrorCode.INVALID, f"request id {request_id} could be that of a beam; use another"
         )
-    _refuse_what_never_fits(request, parts)
-    if transfer is not None and transfer.transfer_id in parts.handoff:
+    _refuse_what_never_fits(request, limits)
+    if transfer is not None and transfer.transfer_id in transfer_ids:
         raise RequestRefusedError(
             ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use"
         )
-    if parts.draining:
+    if draining:
         raise RequestRefusedError(
             ErrorCode.DRAINING, "this engine is draining; send the request to another one"
         )
-    num_queued = parts.queues.num_without_memory + len(parts.grammars)
-    if num_queued >= parts.config.max_queue:
+    if num_queued >= limits.max_queue:
         raise RequestRefusedError(
             ErrorCode.OVERLOADED, f"{num_queued} requests are waiting already; retry later"
         )
 
 
-def _is_taken_by_beams(request: EngineCoreRequest, parts: SchedulerParts) -> bool:
+def _is_taken_by_beams(request: EngineCoreRequest, requests: Mapping[str, Request]) -> bool:
     """Return whether a beam has, or could get, the id of the request, or the reverse."""
-    root = parts.requests.get(root_id(request.request_id))
+    root = requests.get(root_id(request.request_id))
     if root is not None and root.beams is not None:
         return True
     # Looks at all requests, but only for a beam search.
     return bool(request.sampling_params.beam_width) and any(
-        root_id(other) == request.request_id for other in parts.requests
+        root_id(other) == request.request_id for other in requests
     )
 
 
-def _refuse_what_never_fits(request: EngineCoreRequest, parts: SchedulerParts) -> None:
+def _refuse_what_never_fits(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """Refuse a request that exceeds a limit of this engine, so that it could never run."""
-    config, pool = parts.config, parts.kv.pool
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
     width = request.sampling_params.beam_width
-    if num_tokens >= parts.max_model_len:
+    if num_tokens >= limits.max_model_len:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
             f"{num_tokens} prompt and generated tokens leave no room for another: "
-            f"the maximum length is {parts.max_model_len} tokens in all",
+            f"the maximum length is {limits.max_model_len} tokens in all",
         )
-    if not config.enable_chunked_prefill and num_tokens > config.max_num_batched_tokens:
+    if limits.max_step_tokens is not None and num_tokens > limits.max_step_tokens:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
-            f"{num_tokens} prompt and generated tokens exceed the "
-            f"{config.max_num_batched_tokens} tokens of a step, and this engine does not chunk "
-            "prompts; raise max_num_batched_tokens, or set enable_chunked_prefill",
+            f"{num_tokens} prompt and generated tokens exceed the {limits.max_step_tokens} tokens "
+            "of a step, and this engine does not chunk prompts; raise max_num_batched_tokens, "
+            "or set enable_chunked_prefill",
         )
-    if width > parts.max_num_seqs:
+    if width > limits.max_num_seqs:
         raise RequestRefusedError(
             ErrorCode.INVALID,
-            f"beam_width={width} exceeds the {parts.max_num_seqs} sequences that run at a time; "
+            f"beam_width={width} exceeds the {limits.max_num_seqs} sequences that run at a time; "
             "raise max_num_seqs",
         )
     # Beams share full blocks, and each writes one of its own.
-    num_blocks = num_tokens // parts.kv.block_size + width
-    if num_blocks > pool.num_blocks:
+    num_blocks = num_tokens // limits.block_size + width
+    if num_blocks > limits.num_blocks:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
             f"{num_tokens} prompt tokens and one more for each of {width} beams need "
             f"{num_blocks} KV blocks: "
-            f"this engine has {pool.num_blocks}",
+            f"this engine has {limits.num_blocks}",
         )
 
 

@@ -12,10 +12,14 @@ schedules it again before its token is known here: the worker has that token.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.grammar.structured_output import StructuredOutputManager
+from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.scheduling.admission import Admission
 from baton_engine.scheduling.decisions import (
     Admitted,
     Decision,
@@ -27,11 +31,22 @@ from baton_engine.scheduling.decisions import (
     SwappedOut,
     WaitsForPrompt,
 )
-from baton_engine.scheduling.grammar_queue import accept_tokens
-from baton_engine.scheduling.parts import PauseState, SchedulerParts
-from baton_engine.scheduling.refusals import RequestRefusedError, check_request
+from baton_engine.scheduling.grammar_queue import GrammarQueue, accept_tokens
+from baton_engine.scheduling.groups.beams import BeamSearches
+from baton_engine.scheduling.groups.samples import SampleGroups
+from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
+from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
+from baton_engine.scheduling.planner import RunningPlanner
+from baton_engine.scheduling.preemption import Preemptor
+from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
+from baton_engine.scheduling.refusals import RequestLimits, RequestRefusedError, check_request
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.step_builder import StepBuilder
+from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
+from baton_engine.scheduling.step_results import StepResults
+from baton_engine.scheduling.stop_rules import StopRules
+from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import (
     EngineCoreEventType,
     EngineCoreOutput,
@@ -43,8 +58,91 @@ from baton_protocol.messages import (
 )
 
 
-class Scheduler(SchedulerParts):
+class PauseState(enum.Enum):
+    """What `Scheduler.schedule` may run."""
+
+    UNPAUSED = enum.auto()
+    #: Running and swapped requests continue. No request is admitted.
+    PAUSED_NEW = enum.auto()
+    #: No tokens run. Transfers continue.
+    PAUSED_ALL = enum.auto()
+
+
+class Scheduler:
     """Decides which requests run in each step, and owns all unfinished requests."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        fail_on_load_error: bool = False,
+        send_token_ids: bool = False,
+        structured_output: StructuredOutputManager | None = None,
+    ) -> None:
+        """Create a scheduler without requests.
+
+        Args:
+            max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
+            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest
+                here.
+            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
+                next step carries them.
+            structured_output: compiles grammars. None: requests that need one are refused.
+
+        Raises:
+            ValueError: the configuration contradicts itself; the message says how.
+        """
+        self.config, self.kv, self.max_model_len = config, kv, max_model_len
+        self._limits = RequestLimits.of(config, kv, max_model_len)
+        self.draining = False
+        self.pause_state = PauseState.UNPAUSED
+        #: The last step ran tokens, moved requests or carried metadata for the connector, so that
+        #: another step may find work.
+        self.made_progress = False
+        #: All unfinished requests.
+        self.requests: dict[str, Request] = {}
+        self.running = RunningRequests(self._limits.max_num_seqs)
+        self.queues = WaitingRequests()
+        self.handoff = KVHandoff(kv)
+        self.grammars = GrammarQueue(structured_output)
+        #: Preempted requests, until their steps in flight have returned.
+        self._awaiting_steps: dict[str, Request] = {}
+        self._in_flight: dict[int, list[ScheduledRange]] = {}
+        self._num_steps = 0
+        self._counters = EngineStats()
+        self._outputs = RequestOutputs()
+        self._groups = SampleGroups()
+        self._stop_rules = StopRules(eos_token_ids, max_model_len)
+        self._worker = WorkerMirror(send_token_ids=send_token_ids)
+        self._beams = BeamSearches(kv, self._worker, max_model_len)
+        self._preemptor = Preemptor(config.preemption_mode, kv, self.running, self.queues.loaded)
+        self._planner = RunningPlanner(
+            kv,
+            self.running,
+            self.queues.waiting,
+            self._preemptor,
+            self._beams,
+            max_model_len=max_model_len,
+            # Only the worker has the token behind a placeholder, so it cannot be sent.
+            runs_ahead=config.async_scheduling and not send_token_ids,
+            long_prefill_threshold=config.long_prefill_token_threshold,
+        )
+        chunked = config.enable_chunked_prefill
+        self._admission = Admission(kv, self.queues, self.running, self._groups, chunked=chunked)
+        self._remote_prefill = RemotePrefill(
+            kv,
+            self.handoff,
+            self.queues,
+            self._counters,
+            self._stop_rules,
+            fail_on_load_error=fail_on_load_error,
+        )
+        self._results = StepResults(
+            kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams
+        )
 
     # Who runs next
 
@@ -165,7 +263,7 @@ class Scheduler(SchedulerParts):
             self._settle(decision)
         for request in self.handoff.update(output.connector):
             self._settle(self._remote_prefill.end_load_if_ready(request))
-        self.made_progress |= bool(ranges or output.connector)
+        self.made_progress |= bool(step.reaches_model_runner or output.connector)
         return self.take_outputs()
 
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
@@ -201,7 +299,14 @@ class Scheduler(SchedulerParts):
         Raises:
             RequestRefusedError: the request is not accepted, and nothing has changed.
         """
-        check_request(core_request, self)
+        check_request(
+            core_request,
+            self._limits,
+            requests=self.requests,
+            transfer_ids=self.handoff,
+            num_queued=self.queues.num_without_memory + len(self.grammars),
+            draining=self.draining,
+        )
         request = Request(core_request)
         if self.config.policy == "fcfs":
             request.order = (0, *request.order[1:])

@@ -31,7 +31,7 @@ from baton_engine.executor.base import Executor, WorkerDiedError, executor_name,
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.load_counter import COUNTER
 from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
-from baton_engine.scheduling.parts import PauseState
+from baton_engine.scheduling.scheduler import PauseState
 from baton_engine.server import utility_calls
 from baton_engine.server.access import Access
 from baton_engine.server.admin_server import DrainStatus, Pending, ProbeResult

@@ -136,7 +136,7 @@ class EngineIO:
         self._client_timeout_s = client_timeout_s
         self._access = access or Access()
         self._clients: dict[bytes, _Client] = {}
-        self._init = Init(PROTOCOL_VERSION, instance_id, config_hash="")
+        self._init = Init(PROTOCOL_VERSION, instance_id, compatibility_hash="")
         self._ready: Ready | None = None
         self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = (
             queue.SimpleQueue()
@@ -179,7 +179,7 @@ class EngineIO:
         self._thread.start()
 
     def send_init(self, init: Init) -> None:
-        """Replace INIT and send it to all clients, once the config hash is known."""
+        """Replace INIT and send it to all clients, once the compatibility hash is known."""
         self._send(ResponseType.INIT, None, init)
 
     def send_ready(self, ready: Ready) -> None:

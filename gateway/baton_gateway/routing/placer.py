@@ -31,12 +31,12 @@ class Requirements:
     Args:
         excluded: values of `EngineClient.readiness`. An engine that became ready again has another
             value, so it may be picked.
-        config_hash: hash of the engine that generated the sequence's tokens; None: any.
+        compatibility_hash: hash of the engine that generated the sequence's tokens; None: any.
         data_parallel_rank: the rank to pick; None: any.
     """
 
     excluded: Collection[int] = ()
-    config_hash: str | None = None
+    compatibility_hash: str | None = None
     data_parallel_rank: int | None = None
 
     def accept(self, member: PoolMember) -> bool:
@@ -44,7 +44,7 @@ class Requirements:
         client = member.ready_client
         return (
             client.readiness not in self.excluded
-            and self.config_hash in (None, client.init.config_hash)
+            and self.compatibility_hash in (None, client.init.compatibility_hash)
             and self.data_parallel_rank in (None, member.ready.data_parallel_rank)
         )
 
@@ -63,9 +63,9 @@ class Placer:
         self._resume_wait_s = resume_wait_s
 
     def pick_prefill(self, decode: PoolMember) -> PoolMember | None:
-        """Pick the prefill engine for `decode`, one with the same config hash."""
-        config_hash = decode.ready_client.init.config_hash
-        return self._least_loaded("prefill", Requirements(config_hash=config_hash))
+        """Pick the prefill engine for `decode`, one whose KV blocks it can read."""
+        compatibility_hash = decode.ready_client.init.compatibility_hash
+        return self._least_loaded("prefill", Requirements(compatibility_hash=compatibility_hash))
 
     async def place(self, state: RetryState, *, with_group: bool) -> Placement:
         """Choose the decode engine for the next attempt.
@@ -145,8 +145,8 @@ class Placer:
 
 def _requirements(state: RetryState) -> Requirements:
     # Before its first token a sequence is not bound to one version of the model.
-    config_hash = state.config_hash if state.sequence.has_begun else None
-    return Requirements(state.excluded, config_hash, state.rank)
+    compatibility_hash = state.compatibility_hash if state.sequence.has_begun else None
+    return Requirements(state.excluded, compatibility_hash, state.rank)
 
 
 def _final_error(state: RetryState) -> APIError:

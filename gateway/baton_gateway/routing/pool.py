@@ -238,21 +238,21 @@ class EnginePool:
             dead.cancel()
 
     def _check_pairs(self, member: PoolMember) -> None:
-        """Report engines of the other role that have another config hash: they are never paired."""
-        config_hash = member.ready_client.init.config_hash
+        """Report engines of the other role that have another compatibility hash."""
+        compatibility_hash = member.ready_client.init.compatibility_hash
         for other in self._members.values():
             if other.client is None or other.endpoint.role == member.endpoint.role:
                 continue
-            if other.client.init.config_hash != config_hash:
+            if other.client.init.compatibility_hash != compatibility_hash:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
-                    "engines %s and %s have different config hashes (%s, %s) and will not be "
-                    "paired: give both the same checkpoint, dtype and quantization; "
+                    "engines %s and %s have different compatibility hashes (%s, %s) and will not "
+                    "be paired: give both the same checkpoint, dtype and quantization; "
                     "dtype auto depends on the machine, so set it where machines differ",
                     member.endpoint.name,
                     other.endpoint.name,
-                    config_hash,
-                    other.client.init.config_hash,
+                    compatibility_hash,
+                    other.client.init.compatibility_hash,
                 )
 
     def _notify(self) -> None:

@@ -42,7 +42,7 @@ class RetryState:
     num_failures: int = 0
     last_failure: AttemptError | None = None
     excluded: set[int] = field(default_factory=set)  # engines that had it, by readiness
-    config_hash: str | None = None  # of the engines that generated its tokens
+    compatibility_hash: str | None = None  # of the engines that generated its tokens
     last_placement: Placement | None = None
     stalled_since: float = 0.0  # monotonic time of the first failure since the last token
 
@@ -61,7 +61,7 @@ class RetryState:
         self.num_attempts += 1
         self.last_placement = placement
         self.excluded.add(placement.readiness)
-        self.config_hash = placement.member.ready_client.init.config_hash
+        self.compatibility_hash = placement.member.ready_client.init.compatibility_hash
 
     def on_failed(self, error: AttemptError, *, has_progressed: bool) -> None:
         """Record that the attempt failed.

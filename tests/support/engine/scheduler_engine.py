@@ -57,7 +57,6 @@ class Engine:
             max_model_len=num_blocks * BLOCK,
             eos_token_ids=[EOS],
             fail_on_load_error=fail,
-            num_swap_blocks=num_swap_blocks,
             structured_output=grammars,  # type: ignore[arg-type]
         )
         self.runner = FakeRunner(BLOCK, budget, max_num_seqs=max_num_seqs)

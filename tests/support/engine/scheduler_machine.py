@@ -145,7 +145,6 @@ class World:
             self.kv,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[EOS],
-            num_swap_blocks=self.num_swap_blocks,
             send_token_ids=self.send_token_ids,
             structured_output=self.grammars,  # type: ignore[arg-type]
         )

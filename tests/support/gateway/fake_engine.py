@@ -42,12 +42,18 @@ class FakeEngine:
     """Answers every request with the tokens of `answer`. Tests set attributes to script faults."""
 
     def __init__(
-        self, name: str, role: str, answer: list[int], *, port: int = 0, config_hash: str = "h"
+        self,
+        name: str,
+        role: str,
+        answer: list[int],
+        *,
+        port: int = 0,
+        compatibility_hash: str = "h",
     ) -> None:
         self.name = name
         self.role = role
         self.answer = answer
-        self.config_hash = config_hash
+        self.compatibility_hash = compatibility_hash
         self.instance_id = uuid.uuid4().hex
         self.max_model_len = 256
         self.refuse: tuple[ErrorCode, str] | None = None
@@ -148,7 +154,7 @@ class FakeEngine:
                 self._send(
                     peer,
                     EngineCoreResponseType.INIT,
-                    Init(PROTOCOL_VERSION, self.instance_id, self.config_hash),
+                    Init(PROTOCOL_VERSION, self.instance_id, self.compatibility_hash),
                 )
                 self._send(peer, EngineCoreResponseType.READY, self._ready)
                 continue

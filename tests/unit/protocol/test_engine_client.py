@@ -117,11 +117,11 @@ async def test_ready_and_status_follow_from_messages(router):
 
 async def test_a_later_init_replaces_the_first(router):
     client = await connected(router)
-    assert client.init.config_hash == "hash"
+    assert client.init.compatibility_hash == "hash"
     await router.send(EngineCoreResponseType.INIT, Init(PROTOCOL_VERSION, "i1", "loaded"))
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
     await client.wait_ready(DEADLINE_S)
-    assert client.init.config_hash == "loaded"
+    assert client.init.compatibility_hash == "loaded"
     await client.close()
 
 

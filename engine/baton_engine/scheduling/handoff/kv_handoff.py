@@ -68,7 +68,7 @@ class KVHandoff:
         self._sends: dict[str, _Send] = {}
         self._loads: dict[str, _Load] = {}
 
-    def __contains__(self, transfer_id: str) -> bool:
+    def __contains__(self, transfer_id: object) -> bool:
         """Return whether the id is in use."""
         return transfer_id in self._sends or transfer_id in self._loads
 

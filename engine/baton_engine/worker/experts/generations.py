@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from baton_engine.distributed.group import Group
+from baton_engine.distributed.group import RETIREMENT_GRACE_S, Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.expert_parallel import ExpertShard
 from baton_engine.worker.experts.expert_exchange import exchange_experts, wanted_by
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 #: Time after which a silent member's experts are read from the checkpoint.
 PEER_TIMEOUT_S = 30.0
-#: Delay before the groups of a retired generation are left: a slower member may still read what its
-#: last step sent.
-GRACE_S = 5.0
 CPU = torch.device("cpu")
 
 
@@ -122,7 +119,7 @@ class Generations:
             "serving in generation %d as rank %d", prepared.generation.number, prepared.rank
         )
         if retired is not None:
-            retired.close(GRACE_S)
+            retired.close(RETIREMENT_GRACE_S)
 
     def drop(self, nonce: str) -> None:
         """Drop what is prepared, if it is that generation."""
@@ -135,7 +132,7 @@ class Generations:
         current, self._current = self._current, None
         self._give_layers([None] * len(self._worker.store.layers))
         if current is not None:
-            current.close(GRACE_S)
+            current.close(RETIREMENT_GRACE_S)
 
     def interrupt(self, nonce: str = "") -> None:
         """Abort the group in which steps exchange, so that a waiting step fails at once.

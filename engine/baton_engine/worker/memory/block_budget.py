@@ -101,7 +101,7 @@ def blocks_on_gpu(
 
 
 def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
-    """Return the blocks of the offload tier, the same number on every rank."""
+    """Return the number of blocks of the offload tier. It is equal on all ranks."""
     return cache.offload_memory_bytes // size.engine
 
 

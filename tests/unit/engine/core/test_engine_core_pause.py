@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseControl
-from baton_engine.scheduling.parts import PauseState
+from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.config import (
     CacheConfig,
     EngineConfig,
@@ -217,9 +217,8 @@ class FakePausedEngine:
     def set_pause_state(self, state: PauseState) -> None:
         self.state = state
 
-    def abort_all(self) -> int:
+    def end_requests(self) -> None:
         self.running = 0
-        return 0
 
     def finish_steps(self) -> None:
         pass

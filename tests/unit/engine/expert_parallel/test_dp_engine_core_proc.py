@@ -93,7 +93,7 @@ async def test_a_rank_is_ready_with_its_first_generation_and_reports_every_later
     ):
         assert (client.ready.data_parallel_rank, client.ready.data_parallel_size) == (1, 2)
         assert client.init.generation == 1
-        assert client.init.config_hash == "fake-hash"
+        assert client.init.compatibility_hash == "fake-hash"
         assert a.http("GET", "/ready")[0] == 200
         streams = [each.add(request("r", [3, 1], 30)) for each in (client, other)]
         for stream in streams:

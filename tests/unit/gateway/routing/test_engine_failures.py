@@ -174,13 +174,15 @@ async def test_a_stream_waits_for_the_restart_of_its_only_decode_engine(rig: Gat
     assert rig.metric("baton:requests_resumed_total", reason="engine_lost") == 1
 
 
-async def test_a_request_is_resumed_only_on_an_engine_with_the_same_config_hash(make_rig: MakeRig):
+async def test_a_request_is_resumed_only_on_an_engine_with_the_same_compatibility_hash(
+    make_rig: MakeRig,
+):
     rig = make_rig(resume_wait_s=1.0)
-    engine = rig.engine("d", "decode", TEXT, config_hash="old")
+    engine = rig.engine("d", "decode", TEXT, compatibility_hash="old")
     await rig.start(engine)
     _, reading = await die_after(rig, [engine], 4)
     await rig.connected()
-    other = rig.engine("d", "decode", TEXT, port=engine.port, config_hash="new")
+    other = rig.engine("d", "decode", TEXT, port=engine.port, compatibility_hash="new")
     await rig.connected(other)
     with pytest.raises(openai.APIError, match="no other took it over"):
         await reading
@@ -212,8 +214,8 @@ async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(rig: GatewayRig, shif
     assert rig.metric("baton:token_offset_errors_total") == 1
 
 
-async def test_engines_with_different_config_hashes_are_not_paired(rig: GatewayRig):
-    prefill = rig.engine("p", "prefill", TEXT, config_hash="other")
+async def test_engines_with_different_compatibility_hashes_are_not_paired(rig: GatewayRig):
+    prefill = rig.engine("p", "prefill", TEXT, compatibility_hash="other")
     decode = rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     assert await rig.complete() == TEXT

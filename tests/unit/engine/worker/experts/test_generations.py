@@ -320,7 +320,7 @@ def test_the_end_of_a_generation_frees_experts_at_once_and_its_group_after_a_gra
     else:
         commit_everywhere([rank], generation_of(2, [rank]))
     eventually(
-        lambda: grace_periods == [generations_module.GRACE_S],
+        lambda: grace_periods == [generations_module.RETIREMENT_GRACE_S],
         timeout_s=WAIT_S,
         what="the grace period begins",
     )
