@@ -17,7 +17,7 @@ import pytest
 from kubernetes.client import ApiException
 
 from baton_operator.api.crd import custom_resource_definition
-from baton_operator.names import GROUP, PLURAL, VERSION
+from baton_operator.names import ANNOTATION_EXPERT_GROUP, GROUP, PLURAL, VERSION
 from baton_operator.revisions import LIMIT
 from pocketkube.control_plane.real import RealControlPlane, find_assets, missing_assets
 from support.http_routes import ROUTES
@@ -58,7 +58,11 @@ def audited_plane(
         pytest.skip(f"no real control plane: {missing_assets()}")
     flags = ("--enable-admission-plugins=OwnerReferencesPermissionEnforcement",)
     plane = RealControlPlane(
-        assets, tmp_path_factory.mktemp("audited-plane"), audit_log=audit_log, apiserver_flags=flags
+        assets,
+        tmp_path_factory.mktemp("audited-plane"),
+        service_network="127.205.0.0/16",  # the operator's requests to Services stay on loopback
+        audit_log=audit_log,
+        apiserver_flags=flags,
     )
     plane.start(timeout_s=120)
     try:
@@ -128,7 +132,10 @@ class Services:
         return {name.replace(f"{SERVICE}-", "") for name in found}
 
     def run_members(self) -> None:
-        """Report pending pods as running and ready. No process listens at their address."""
+        """Report pending pods as running and ready. No process listens at their address.
+
+        Ranks stay pending: one that has started leaves only by a topology, and no coordinator runs.
+        """
         state = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
         container = {
             "name": "engine",
@@ -148,12 +155,16 @@ class Services:
         for pod in self.cluster.core.list_namespaced_pod(
             self.namespace, label_selector=f"{GROUP}/member=true"
         ).items:
-            if pod.status.phase == "Pending":
+            if pod.status.phase == "Pending" and not _is_rank(pod):
                 with contextlib.suppress(ApiException):  # the pod was deleted
                     name = pod.metadata.name
                     self.cluster.core.patch_namespaced_pod_status(
                         name, self.namespace, {"status": status}
                     )
+
+    def has_rank(self) -> bool:
+        """Return whether a pod of an expert-parallel group exists."""
+        return any(map(_is_rank, self.cluster.core.list_namespaced_pod(self.namespace).items))
 
     def take_name(self, member: str) -> None:
         """Create a pod with the member's name that the service does not own."""
@@ -166,6 +177,16 @@ class Services:
         """Return the reason of the Ready condition."""
         conditions = self.get().get("status", {}).get("conditions", [])
         return str(next((c["reason"] for c in conditions if c["type"] == "Ready"), ""))
+
+    def has_rolled_out(self) -> bool:
+        """Return whether the only decode pod is of the newest spec and ready."""
+        service = self.get()
+        status = service["status"]
+        decode = status["decode"]
+        return (
+            status["observedGeneration"] == service["metadata"]["generation"]
+            and len(self.uids("decode")) == decode["updated"] == decode["ready"] == 1
+        )
 
     def newest_record(self) -> int | None:
         """Return maxNumSeqs of the newest recorded spec."""
@@ -194,6 +215,10 @@ class Services:
             return True
 
         eventually(same, timeout_s=TIMEOUT_S, what=str(wanted))
+
+
+def _is_rank(pod: Any) -> bool:
+    return ANNOTATION_EXPERT_GROUP in (pod.metadata.annotations or {})
 
 
 def run_all_actions(services: Services, log: Path) -> None:
@@ -247,8 +272,10 @@ def run_all_actions(services: Services, log: Path) -> None:
     for number in range(8, 8 + LIMIT):  # more specs than the history keeps
         services.patch(engine={"maxNumSeqs": number})
         services.until(services.newest_record, number, log)
+    services.until(services.has_rolled_out, True, log)
     services.patch(decode={"parallelism": {"expert": True}})
     services.until(services.beside, {"deployment coordinator"}, log)
+    services.until(services.has_rank, True, log)
     services.patch(decode={"parallelism": {"expert": False}})
     services.until(services.beside, set(), log)
 
