@@ -17,6 +17,7 @@ from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.parity import reference_model
 from support.pods import pods
 from support.streams import Load, Stream
+from support.waiting import until
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
@@ -71,9 +72,12 @@ async def start_six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream
     url = f"http://{group.gateway.address}:8080"
     load = Load(url, width=6, vocab_size=VOCAB_SIZE, max_tokens=(300, 400))
     streams = asyncio.create_task(load.replay(list(range(6))))
-    async with asyncio.timeout(30):
-        while sum(rank.metric("baton:num_requests_running") for rank in group.ranks.values()) < 6:
-            await asyncio.sleep(0.02)
+    ranks = group.ranks.values()
+    await until(
+        lambda: sum(rank.metric("baton:num_requests_running") for rank in ranks) >= 6,
+        "six running requests",
+        30,
+    )
     return streams
 
 

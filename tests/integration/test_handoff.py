@@ -15,6 +15,7 @@ from baton_protocol.sampling import SamplingParams
 from support.integration.completions import VOCAB, complete, generate
 from support.parity import assert_greedy, prompts
 from support.pods import pods
+from support.waiting import until
 
 
 async def test_an_engine_alone_generates_the_greedy_tokens_of_transformers(stack):
@@ -99,18 +100,14 @@ async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_res
         await complete(own_stack.url, fresh[:90], 4)
         return own_stack.decode.metric("baton:prompt_tokens_remote_total") > before
 
-    async with asyncio.timeout(120):
-        while not await is_handed_over():
-            await asyncio.sleep(0.2)
+    await until(is_handed_over, "a hand-off to the restarted engine", 120, every_s=0.2)
 
 
 async def test_running_requests_survive_the_death_of_the_decode_engine(own_stack):
     """The gateway resends the tokens so far, and the restarted pod continues after them."""
     asked = prompts(4, VOCAB, longest=60)
     running = [asyncio.create_task(complete(own_stack.url, prompt, 400)) for prompt in asked]
-    async with asyncio.timeout(60):
-        while own_stack.decode.metric("baton:generation_tokens_total") < 20:
-            await asyncio.sleep(0.02)
+    await until(lambda: own_stack.decode.metric("baton:generation_tokens_total") >= 20, "20 tokens")
     own_stack.decode.kill()
     own_stack.decode.restart()
     async with asyncio.timeout(120):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
 from baton_kube.client import KubeClient, KubeError, connect
 from baton_kube.reflector import Reflector
+from support.waiting import until
 
 
 @pytest.fixture
@@ -35,12 +37,13 @@ async def test_an_object_is_applied_read_listed_and_deleted(kube, core):
     ]
     version = changed["metadata"]["resourceVersion"]
     for not_older_than in (None, "0", version):
-        async with asyncio.timeout(30):
-            while not (
-                found := await kube.list(path, label_selector="x=y", not_older_than=not_older_than)
-            )[0]:
-                assert not_older_than == "0", "only this list may be older"
-                await asyncio.sleep(0.1)
+
+        async def listed(not_older_than: str | None = not_older_than) -> Any:
+            found = await kube.list(path, label_selector="x=y", not_older_than=not_older_than)
+            assert found[0] or not_older_than == "0", "only this list may be older"
+            return found[0] and found
+
+        found = await until(listed, "the object in the list", 30)
         assert [item["metadata"]["name"] for item in found[0]] == ["a"]
         assert int(found[1]) > 0
     with pytest.raises(KubeError) as caught:

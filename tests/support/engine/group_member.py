@@ -22,6 +22,7 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
+from support.waiting import eventually
 
 CPU = torch.device("cpu")
 
@@ -129,10 +130,10 @@ def freeze(rank: int, size: int, address: StoreAddress) -> None:
 
 
 def await_state(pid: int, state: str) -> None:
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != state:
-        assert time.monotonic() < deadline, f"process {pid} is not {state}"
-        time.sleep(0.01)
+    stat = Path(f"/proc/{pid}/stat")
+    eventually(
+        lambda: stat.read_text().rpartition(") ")[2][0] == state, f"process {pid} {state}", 30
+    )
 
 
 def kill(rank: int, size: int, address: StoreAddress) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ssl
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ import yaml
 
 from pocketkube.certificates import create_signing_key
 from pocketkube.ports import free_ports
+from support.waiting import eventually
 
 START_S = 60.0
 OPERATOR_USER = "system:serviceaccount:baton-system:baton-operator"
@@ -91,22 +90,20 @@ def _wait_ready(server: str, processes: list[subprocess.Popen[bytes]], folder: P
     request = urllib.request.Request(
         f"{server}/readyz", headers={"Authorization": "Bearer admin-token"}
     )
-    deadline = time.monotonic() + START_S
-    last: object = None
-    while time.monotonic() < deadline:
+
+    def is_ready() -> bool:
         for process in processes:
-            name = Path(process.args[0]).name
-            assert process.poll() is None, (
-                f"{name} ended:\n{(folder / f'{name}.log').read_text()[-2000:]}"
-            )
+            if process.poll() is not None:
+                name = Path(process.args[0]).name
+                log = (folder / f"{name}.log").read_text()
+                raise RuntimeError(f"{name} ended:\n{log[-2000:]}")
         try:
             with urllib.request.urlopen(request, context=context, timeout=2) as response:
-                if response.status == 200:
-                    return
-        except (urllib.error.URLError, OSError) as error:
-            last = error
-        time.sleep(0.2)
-    raise AssertionError(f"kube-apiserver was not ready within {START_S:.0f} s: {last}")
+                return response.status == 200
+        except OSError as error:
+            raise AssertionError(error) from error
+
+    eventually(is_ready, "kube-apiserver ready", START_S, every_s=0.2)
 
 
 def _kubeconfig(folder: Path, server: str, user: str) -> Path:

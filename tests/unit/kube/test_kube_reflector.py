@@ -82,7 +82,7 @@ class Pods:
                 await response.write(
                     event("BOOKMARK", {"metadata": {"resourceVersion": str(since)}}).encode()
                 )
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # interval of the server
         request.transport.abort()
         return response
 
@@ -157,7 +157,7 @@ async def test_a_watch_is_resumed_from_the_version_of_a_bookmark() -> None:
     async with mirrored() as mirror:
         mirror.pods.bookmarks = True
         mirror.pods.version = 100
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # the bookmark arrives, which nothing shows
         mirror.pods.forgotten = 100
         mirror.pods.cut_watch()
         await until(lambda: 100 in mirror.pods.watches, "a watch from the bookmark")

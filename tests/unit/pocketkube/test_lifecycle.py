@@ -1,10 +1,10 @@
 """Processes of a cluster end with their parent."""
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from support.waiting import eventually
 
 
 def test_a_component_ends_with_its_parent() -> None:
@@ -18,16 +18,11 @@ def test_a_component_ends_with_its_parent() -> None:
     done = subprocess.run(
         [sys.executable, "-c", parent], capture_output=True, text=True, timeout=20, check=True
     )
-    pid, deadline = int(done.stdout), time.monotonic() + 60
-    while pid in [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] and _state(
-        pid
-    ) not in ("Z", ""):
-        assert time.monotonic() < deadline, f"process {pid} still alive"
-        time.sleep(0.02)
+    eventually(lambda: has_ended(int(done.stdout)), "the end of the component")
 
 
-def _state(pid: int) -> str:
+def has_ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
-        return ""
+        return True

@@ -30,6 +30,7 @@ from baton_protocol.messages import (
     UtilityRequest,
 )
 from baton_protocol.sampling import SamplingParams
+from support.waiting import until
 
 DEADLINE_S = 60.0
 
@@ -108,10 +109,8 @@ async def test_ready_and_status_follow_from_messages(router):
     assert (await client.wait_ready(DEADLINE_S)).max_model_len == 4096
     await router.receive(EngineCoreRequestType.PING)
     await router.send(EngineCoreResponseType.PONG, Pong(0, draining=True))
-    async with asyncio.timeout(DEADLINE_S):
-        while client.status is None:
-            await asyncio.sleep(0.01)
-    assert client.status.draining
+    status = await until(lambda: client.status, "the status of the PONG")
+    assert status.draining
     await client.close()
 
 
@@ -215,13 +214,9 @@ async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
     await client.wait_ready(DEADLINE_S)
     assert calls == [True]
-    async with asyncio.timeout(DEADLINE_S):
-        while client.accepts_requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: not client.accepts_requests, "the engine to count as silent")
     await router.send(EngineCoreResponseType.PONG, Pong(1))
-    async with asyncio.timeout(DEADLINE_S):
-        while calls != [True, True]:
-            await asyncio.sleep(0.01)
+    await until(lambda: calls == [True, True], "the engine to accept requests again")
     assert client.dead_reason is None
     await client.close()
 
@@ -231,22 +226,16 @@ async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(
     client = await connected(router, on_available=lambda: calls.append(client.readiness))
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16, 1, 4))
     await client.wait_ready(DEADLINE_S)
-
-    async def wait_for_calls(count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while len(calls) < count:
-                await asyncio.sleep(0.01)
-
     await router.send(EngineCoreResponseType.PONG, Pong(1, draining=True))
     await router.send(EngineCoreResponseType.READY, Ready(2048, 100, 16, 0, 3))
-    await wait_for_calls(2)
+    await until(lambda: len(calls) == 2, "the second READY")
     assert client.accepts_requests, "the earlier PONG still counts"
     ready = client.ready
     assert (ready.max_model_len, ready.data_parallel_rank, ready.data_parallel_size) == (2048, 0, 3)
     await router.send(EngineCoreResponseType.PONG, Pong(2, draining=True))
     await router.send(EngineCoreResponseType.PONG, Pong(3, draining=False))
     await router.send(EngineCoreResponseType.PONG, Pong(4, draining=False))
-    await wait_for_calls(3)
+    await until(lambda: len(calls) == 3, "the end of draining")
     assert len(set(calls)) == 3
     await client.close()
 

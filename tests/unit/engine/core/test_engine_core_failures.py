@@ -16,6 +16,7 @@ from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
 from baton_protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
 from support.engine.engine_fakes import continuation
 from support.engine.engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
+from support.waiting import until
 
 DEATH_NOTICED_S = 5.0
 WORKER_PROCESS = ("--executor", "support.engine.engine_fakes.WorkerProcessExecutor")
@@ -45,9 +46,11 @@ def call_and_wait(client: EngineClient) -> asyncio.Task[object]:
 
 
 async def until_running(client: EngineClient, number: int) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while client.status is None or client.status.num_running < number:
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: client.status is not None and client.status.num_running >= number,
+        f"{number} running requests",
+        DEADLINE_S,
+    )
 
 
 async def test_kill_9_of_the_engine_ends_every_wait_of_every_client_with_a_reason(start):
@@ -66,9 +69,7 @@ async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start)
     engine = start(*WORKER_PROCESS)
     async with await connect(engine) as one, await connect(engine) as two:
         waiting = [*add_long_requests(one, HANGS, [1]), *add_long_requests(two, [3])]
-        async with asyncio.timeout(DEADLINE_S):
-            while "the step hangs" not in engine.text:
-                await asyncio.sleep(0.02)
+        await until(lambda: "the step hangs" in engine.text, "a hanging step", DEADLINE_S)
         waiting.append(call_and_wait(two))
         pid = int(re.search(r"worker process (\d+)", engine.text)[1])
         os.kill(pid, signal.SIGKILL)
@@ -237,14 +238,16 @@ async def test_subscribers_receive_kv_events_without_gaps(start):
         ):
             await collect(unsubscribed.add(request("b", list(range(20, 29)))))
             await client.call("reset_prefix_cache")
-            async with asyncio.timeout(DEADLINE_S):
-                while not (
+            await until(
+                lambda: (
                     early
                     and late
                     and early[-1] == late[-1]
                     and "Cleared" in str(early[-1].events[-1])
-                ):
-                    await asyncio.sleep(0.01)
+                ),
+                "the last event at both subscribers",
+                DEADLINE_S,
+            )
             assert other.dead_reason is None
     assert [batch.sequence for batch in early] == list(range(len(early)))
     assert [batch.sequence for batch in late] == list(range(len(early) - len(late), len(early)))

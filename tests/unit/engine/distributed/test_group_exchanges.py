@@ -26,6 +26,7 @@ from baton_engine.distributed.process_group import TorchGroup, create_group, gen
 from baton_engine.distributed.shared_memory_group import BUFFER_NBYTES, SharedMemoryGroup
 from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from support.waiting import eventually
 
 WAIT_S = 60.0
 CPU = torch.device("cpu")
@@ -367,12 +368,12 @@ def test_a_closed_group_leaves_no_descriptors_and_threads(ranks: Ranks, end: str
     for group in groups:
         group.close()
         group.close()
-    deadline = time.monotonic() + WAIT_S
-    while open_resources() != before:
-        assert time.monotonic() < deadline, (
-            f"descriptors and threads {open_resources()}, before {before}"
-        )
-        time.sleep(0.01)
+
+    def is_released() -> bool:
+        assert open_resources() == before
+        return True
+
+    eventually(is_released, "the descriptors and threads as before", WAIT_S)
 
 
 def test_groups_formed_by_many_threads_close_only_their_own_connections() -> None:

@@ -28,7 +28,7 @@ from support.engine.engine_process import (
     tokens,
 )
 from support.engine.rank_processes import ScriptedCoordinator
-from support.waiting import eventually
+from support.waiting import eventually, until
 
 
 @pytest.fixture
@@ -74,9 +74,11 @@ def ready_reason(engine: EngineProcess) -> str:
 
 
 async def until_draining(client: EngineClient, draining: bool) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while client.status is None or client.status.draining is not draining:
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: client.status is not None and client.status.draining is draining,
+        f"draining={draining}",
+        DEADLINE_S,
+    )
 
 
 async def test_a_rank_is_ready_with_its_first_generation_and_reports_every_later_one(

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -46,6 +45,7 @@ from support.engine.engine_process import (
     tokens,
     wait_for,
 )
+from support.waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -325,10 +325,7 @@ def test_a_silent_client_loses_its_requests():
     thread.start()
     socket = zmq.Context.instance().socket(zmq.DEALER)
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not proc.readiness().ok:
-            assert time.monotonic() < deadline, "engine did not become ready"
-            time.sleep(0.01)
+        eventually(lambda: proc.readiness().ok, "the engine to be ready", DEADLINE_S)
         instance_id = proc.instance_id.encode()
         socket.connect(f"tcp://{HOST}:{proc.io.port}")
         socket.send_multipart(
@@ -337,9 +334,7 @@ def test_a_silent_client_loses_its_requests():
         socket.send_multipart(
             [RequestType.ADD, instance_id, msgspec.msgpack.encode(request("r", [1], 200))]
         )
-        while proc.stats().requests_finished != {"abort": 1}:
-            assert time.monotonic() < deadline, f"the request was not aborted: {proc.stats()}"
-            time.sleep(0.02)
+        eventually(lambda: proc.stats().requests_finished == {"abort": 1}, "the abort", DEADLINE_S)
     finally:
         proc.request_shutdown()
         thread.join(DEADLINE_S)

@@ -67,7 +67,7 @@ async def test_a_stream_may_last_longer_than_drain_quiet_s(make_rig: MakeRig) ->
     first = await anext(aiter(stream))
     shutdown = asyncio.create_task(rig.gateway.shut_down())
     await until(lambda: is_not_ready(rig), "/ready to answer 503")
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # longer than drain_quiet_s
     assert not shutdown.done()
     engine.released.set()
     rest = [chunk.choices[0].text async for chunk in stream]

@@ -161,7 +161,7 @@ async def test_discovery_waits_for_the_service_account(
     token.unlink()
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=60).watch()) as sets:
         first = asyncio.create_task(next_set(sets))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # several attempts to connect
         assert not first.done()
         token.write_text("secret")
         assert await first == []

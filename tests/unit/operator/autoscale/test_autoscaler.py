@@ -30,6 +30,7 @@ from baton_operator.status.report_group import Group, group_verdict
 from baton_operator.status.report_topology import GroupTopology
 from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
 from support.operator.services import owner, service
+from support.waiting import until
 
 KEY = Key("default", "demo")
 WALL = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -269,11 +270,9 @@ async def test_the_autoscaler_runs_by_itself_and_stops_with_the_service() -> Non
             )
             task = asyncio.create_task(autoscaler.run(scraping, due.put_nowait))
             try:
-                async with asyncio.timeout(30):
-                    while stand.gateway.num_scrapes < 2:
-                        await asyncio.sleep(0.05)
-                    stand.gateway.gateway.held.set_function(lambda: 1)
-                    assert await due.get() == KEY
+                await until(lambda: stand.gateway.num_scrapes >= 2, "two scrapes", 30)
+                stand.gateway.gateway.held.set_function(lambda: 1)
+                assert await asyncio.wait_for(due.get(), 30) == KEY
                 assert (
                     autoscaler.apply_sizes(owner(decode=stand.spec), stored()).replicas("decode")
                     == 1

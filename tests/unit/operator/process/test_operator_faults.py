@@ -235,10 +235,10 @@ async def test_the_objects_are_the_same_after_a_kill_at_any_request(
     async with served(plane, f"killed-{number}") as cluster:
         operator.proxy.fault = kill
         operator.start()
-        with contextlib.suppress(AssertionError, TimeoutError):
-            async with asyncio.timeout(10):
-                while operator.process is not None and operator.process.poll() is None:
-                    await asyncio.sleep(0.05)
+        process = operator.process
+        assert process is not None
+        with contextlib.suppress(AssertionError):
+            await until(lambda: process.poll() is not None, "the end of the operator", 10)
         operator.kill()
         operator.start()
         await run_pods(cluster)

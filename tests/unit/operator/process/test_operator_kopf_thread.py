@@ -11,6 +11,7 @@ import pytest
 
 from baton_operator import process
 from baton_operator.process import KopfHangsError
+from support.waiting import until
 
 
 class Watched:
@@ -51,7 +52,7 @@ def hanging_kopf(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_stop_that_hangs_ends_at_a_deadline() -> None:
     runtime: Any = Watched()
     running = asyncio.ensure_future(process.run_kopf(runtime, []))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # starts `running`
     running.cancel()
     async with asyncio.timeout(30):
         with pytest.raises(KopfHangsError):
@@ -62,7 +63,7 @@ async def test_a_stop_that_hangs_ends_at_a_deadline() -> None:
 async def test_a_stop_that_hangs_ends_the_process() -> None:
     runtime: Any = Watched()
     watching = asyncio.ensure_future(process.watch(runtime, []))
-    await asyncio.sleep(0.05)
+    await until(lambda: runtime.starts, "the start of kopf")
     watching.cancel()
     async with asyncio.timeout(30):
         with pytest.raises(KopfHangsError):
@@ -76,9 +77,7 @@ async def wait_for_restarts(monkeypatch: pytest.MonkeyPatch, runtime: Any, kopf:
     monkeypatch.setattr(process, "CHECK_S", 0.01)
     watching = asyncio.ensure_future(process.watch(runtime, []))
     try:
-        async with asyncio.timeout(30):
-            while runtime.starts < 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: runtime.starts >= 3, "a third start", 30)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -15,6 +15,7 @@ from baton_operator.controller import Controller, Outcome
 from baton_operator.metrics import Metrics, serve
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
+from support.waiting import until
 
 SERVICES = [Key("ns", f"service-{number}") for number in range(200)]
 WORKERS = controller.CONCURRENCY
@@ -35,7 +36,7 @@ class Refusing:
         self.now += 1
         self.most = max(self.most, self.now)
         try:
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.002)  # the API server's response time
             if self.error:
                 raise self.error
             self.done.add(key)
@@ -51,9 +52,7 @@ async def _healed(work: Refusing, queue: Controller, refusing_s: float) -> None:
             queue.add(key)
         await asyncio.sleep(refusing_s)
         work.error = None
-        async with asyncio.timeout(60):
-            while len(work.done) < len(SERVICES):
-                await asyncio.sleep(0.01)
+        await until(lambda: len(work.done) == len(SERVICES), "every service reconciled")
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -36,7 +36,7 @@ async def test_a_follower_sees_lines_across_a_rotation(tmp_path: Path) -> None:
         line = b"line %d\n" % n
         log.feed("stdout", line)
         expected += line
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.002)  # the follower reads a part in between
     log.close()
     assert await asyncio.wait_for(follower, 60) == expected
 
@@ -45,7 +45,7 @@ async def test_following_a_log_ends_when_its_pod_is_removed(tmp_path: Path) -> N
     log = ContainerLog(tmp_path / "0.log")
     log.feed("stdout", b"first\n")
     follower = asyncio.create_task(read(log.path, log, follow=True))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # starts the follower
     log.path.unlink()
     log.close()
     assert await asyncio.wait_for(follower, 60) == b"first\n"

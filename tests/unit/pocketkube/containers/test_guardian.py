@@ -11,6 +11,7 @@ import pytest
 from pocketkube.containers import guardian
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.process import Guard, Process
+from support.waiting import until
 
 
 async def test_the_guardian_kills_processes_that_left_their_session(tmp_path: Path) -> None:
@@ -27,10 +28,7 @@ async def test_the_guardian_kills_processes_that_left_their_session(tmp_path: Pa
         log,
     )
     marker = f"POCKETKUBE_KUBELET_ID={guard.kubelet_id}"
-    deadline = time.monotonic() + 60
-    while len(guardian.find_processes((), marker)) < 3:
-        assert time.monotonic() < deadline, "the shell and both sleeps did not start"
-        await asyncio.sleep(0.02)
+    await until(lambda: len(guardian.find_processes((), marker)) >= 3, "the shell and both sleeps")
     await guard.stop()
     assert guardian.find_processes((), marker) == []
     assert await process.wait(60) == 137
@@ -47,10 +45,7 @@ async def test_a_killed_guardian_is_replaced_and_kills_all_processes(tmp_path: P
     )
     first = guard._process.pid
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while guard._process.pid == first:
-        assert time.monotonic() < deadline, "no new guardian"
-        await asyncio.sleep(0.02)
+    await until(lambda: guard._process.pid != first, "a new guardian")
     await guard.stop()
     assert await process.wait(60) == 137
     await process.finish()
