@@ -7,9 +7,8 @@ https://kubernetes.io/docs/concepts/security/pod-security-standards/ allows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-Object = dict[str, Any]
+from baton_kube.client import Object
 
 #: `image` came with Kubernetes 1.31. The policy admits it like the others.
 VOLUMES = {

@@ -14,11 +14,10 @@ import pytest
 import requests
 import yaml
 
+from baton_kube.client import Object
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.control_plane.real import RealControlPlane
 from support.waiting import eventually
-
-Object = dict[str, Any]
 
 
 class Api:

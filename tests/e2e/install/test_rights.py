@@ -16,6 +16,7 @@ import helm_python as helm
 import pytest
 from kubernetes.client import ApiException
 
+from baton_kube.client import Object
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.names import ANNOTATION_EXPERT_GROUP, GROUP, PLURAL, VERSION
 from baton_operator.revisions import LIMIT
@@ -25,7 +26,6 @@ from support.install.audit import Audit, Right, granted
 from support.install.release_cluster import CHART, RELEASE, Cluster
 from support.waiting import eventually
 
-Object = dict[str, Any]
 SERVICE = "demo"
 TIMEOUT_S = 60.0
 UNSEEN = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Object = dict[str, Any]
+from baton_kube.client import Object
 
 
 class Right(NamedTuple):

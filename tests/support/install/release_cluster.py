@@ -8,17 +8,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 import yaml
 from kubernetes import client, config
 
+from baton_kube.client import Object
 from baton_operator.names import GROUP, PLURAL, VERSION
 from pocketkube.ports import free_ports
 from support.waiting import eventually
 
-Object = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts/baton"
 CRD = f"{PLURAL}.{GROUP}"

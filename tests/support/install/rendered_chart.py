@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import helm_python as helm
 import yaml
 
-Object = dict[str, Any]
+from baton_kube.client import Object
+
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts/baton"
 RELEASE = "baton"

@@ -12,9 +12,8 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from baton_kube.client import KubeClient
+from baton_kube.client import KubeClient, Object
 
-Object = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PODS = "/api/v1/namespaces/ns/pods"
 DEADLINE_S = 60.0

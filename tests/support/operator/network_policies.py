@@ -8,11 +8,10 @@ of a rule are ORed, the selectors of a peer are ANDed, and a missing `from` or `
 from __future__ import annotations
 
 import ipaddress
-from typing import Any
 
 import msgspec
 
-Object = dict[str, Any]
+from baton_kube.client import Object
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from baton_kube.client import connect
+from baton_kube.client import Object, connect
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from pocketkube.control_plane.real import find_assets
 from support.waiting import until
 
-Object = dict[str, Any]
 DEADLINE_S = 60.0
 RESYNC_S = 0.5
 NAMESPACE = "default"

@@ -7,8 +7,8 @@ operator's earlier actions and the present cluster.
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Any
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.llmservice import Spec, decode_spec
 from baton_operator.api.spec_groups import surge_and_unavailable
@@ -18,7 +18,6 @@ from baton_operator.plan.plan_group import STUCK_TERMINATING, Member
 from support.operator.simulated_api_server import ApiServer, SimulatedClient
 from support.operator.simulated_nodes import MEMBER_NAME
 
-Object = dict[str, Any]
 #: Members by name.
 Pods = dict[str, Object]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import kopf
 
-from baton_kube.client import KubeError
+from baton_kube.client import KubeError, Object
 from baton_operator import handlers as handlers  # registers them
 from baton_operator import names
 from baton_operator.api.llmservice import decode_spec
@@ -41,7 +41,6 @@ from support.operator.simulated_loop import SimulatedLoop
 from support.operator.simulated_nodes import MEMBER_NAME, Nodes
 from support.operator.simulated_watches import Wire
 
-Object = dict[str, Any]
 NAME = "demo"
 KEY = Key(NAMESPACE, NAME)
 #: Kinds whose watches fail in tests.

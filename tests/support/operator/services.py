@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from baton_kube.client import Object
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders import config
 from baton_operator.builders.owner import Owner
 from baton_operator.names import GROUP, ConfiguredRole
 
-Object = dict[str, Any]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from baton_kube.client import REQUEST_TIMEOUT_S, KubeClient, KubeError, Query
+from baton_kube.client import REQUEST_TIMEOUT_S, KubeClient, KubeError, Object, Query
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from pocketkube.apiserver.cluster_state import ClusterState
@@ -31,7 +31,6 @@ from support.operator.services import NOW
 from support.operator.simulated_session import SimulatedSession
 from support.operator.simulated_watches import Wire
 
-Object = dict[str, Any]
 NAMESPACE = "default"
 SYSTEM = WriteOptions("test")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from datetime import UTC, datetime
-from typing import Any
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders.owner import controlled_by
 from baton_operator.observe.observation import member
 from support.operator.simulated_api_server import NAMESPACE, ApiServer
 
-Object = dict[str, Any]
 #: Environment variable of templates whose pods never become ready.
 BROKEN = {"name": "BROKEN", "value": "1"}
 #: Pods that the service controls under other names are copies by another client.

@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from baton_kube.client import Object
 from pocketkube.apiserver.store import Event
 
-Object = dict[str, Any]
 Matches = Callable[[Object], bool]
 #: The result of a list: a reply, a 429 with a pause, or a connection that breaks within the reply.
 Lists = Literal["work", "500", "429", "break"]

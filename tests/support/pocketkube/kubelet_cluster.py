@@ -9,13 +9,12 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
+from baton_kube.client import Object
 from pocketkube.certificates import create_signing_key
 from pocketkube.ports import free_ports
 from support.waiting import eventually
 
-Json = dict[str, Any]
 TOKEN = "test-admin-token"
 
 
@@ -73,18 +72,18 @@ class ApiServer:
         self,
         method: str,
         path: str,
-        body: Json | None = None,
+        body: Object | None = None,
         content_type: str = "application/json",
-    ) -> Json:
+    ) -> Object:
         data = json.dumps(body).encode() if body is not None else None
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": content_type}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         context = ssl._create_unverified_context()
         with urllib.request.urlopen(request, context=context, timeout=20) as response:
-            answer: Json = json.loads(response.read())
+            answer: Object = json.loads(response.read())
         return answer
 
-    def get(self, path: str) -> Json | None:
+    def get(self, path: str) -> Object | None:
         """Return the object, or None if there is none."""
         try:
             return self.request("GET", path)
@@ -93,10 +92,10 @@ class ApiServer:
                 return None
             raise
 
-    def create(self, path: str, body: Json) -> Json:
+    def create(self, path: str, body: Object) -> Object:
         return self.request("POST", path, body)
 
-    def patch(self, path: str, body: Json) -> Json:
+    def patch(self, path: str, body: Object) -> Object:
         return self.request("PATCH", path, body, "application/merge-patch+json")
 
     def _ready(self) -> bool:

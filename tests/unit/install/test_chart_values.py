@@ -9,7 +9,8 @@ import helm_python as helm
 import pytest
 import yaml
 
-from support.install.rendered_chart import CHART, Object, render
+from baton_kube.client import Object
+from support.install.rendered_chart import CHART, render
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())

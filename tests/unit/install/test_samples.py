@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders import config, coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from pocketkube.apiserver.schema.structural import StructuralSchema
-from support.install.rendered_chart import ROOT, Object
+from support.install.rendered_chart import ROOT
 
 SAMPLES = {path.stem: path for path in sorted((ROOT / "manifests/samples").glob("*.yaml"))}
 CRD = yaml.safe_load((ROOT / "manifests/crd/llmservices.yaml").read_text())

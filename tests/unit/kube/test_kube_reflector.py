@@ -11,8 +11,9 @@ import pytest
 from aiohttp import web
 
 from baton_kube import reflector
+from baton_kube.client import Object
 from baton_kube.reflector import Reflector
-from support.kube.kube_api_server import PODS, Object, event, pod, serving
+from support.kube.kube_api_server import PODS, event, pod, serving
 from support.waiting import until
 
 

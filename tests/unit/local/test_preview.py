@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from baton_kube.client import Object
 from baton_local.preview.cluster import Conditions
 from baton_local.preview.rollout import preview
 from baton_local.preview.steps import Preview, Step
 from baton_local.preview.target import target_of
 
-Object = dict[str, Any]
 SAMPLES = Path(__file__).parents[3] / "manifests" / "samples"
 
 

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton_kube.client import Object
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.api.rules import RULES, violations
 from baton_operator.api.spec_model import MODEL_URI
 from pocketkube.apiserver.schema.structural import StructuralSchema
-
-Object = dict[str, Any]
 
 ROOT = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 SCHEMA = StructuralSchema(ROOT)

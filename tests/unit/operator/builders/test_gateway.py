@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton_kube.client import Object
 from baton_operator.builders import gateway
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
@@ -15,7 +16,6 @@ from baton_operator.observe.observation import gateway_schemes
 from baton_protocol.config import GatewayConfig
 from support.operator.services import decoded_config, owner
 
-Object = dict[str, Any]
 TLS = {"tls": {"secretName": "cert"}}
 KEYS = {"apiKeys": {"secretName": "clients"}}
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import gateway
 from baton_operator.builders.member import MemberTemplate
 from support.operator.services import owner
 
-Object = dict[str, Any]
 BASE: Object = {
     "model": {"uri": "file:///models/x"}, "image": "baton:1", "prefill": {"replicas": 1},
     "decode": {"replicas": 2},

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import Object
 from baton_operator.api.spec_model import MODEL_URI, Model
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_protocol.config import EngineConfig, GatewayConfig
-from support.operator.services import Object, owner
+from support.operator.services import owner
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from baton_kube.client import Object
 from baton_operator.builders import coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import compute_desired
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
-from support.operator.network_policies import Object, Pod, admits
+from support.operator.network_policies import Pod, admits
 from support.operator.services import owner
 
 ROOT = Path(__file__).parents[4]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import Object
 from baton_operator.builders import gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.overlay import merge
 from baton_operator.names import GROUP, ConfiguredRole
 from support.operator.services import owner
 
-Object = dict[str, Any]
 ROLES: list[tuple[ConfiguredRole, str]] = [
     ("prefill", "engine"),
     ("decode", "engine"),

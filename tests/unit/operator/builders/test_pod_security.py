@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from baton_kube.client import Object
 from baton_operator.builders import coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.owner import Owner
@@ -17,7 +18,6 @@ from baton_operator.names import MEMBER_ROLES
 from support.operator.services import owner
 from support.pod_security import violations
 
-Object = dict[str, Any]
 ROOT = Path(__file__).parents[4]
 CLAIM = {"uri": "pvc://models/x"}
 EXPERTS: Object = {"replicas": 2, "parallelism": {"expert": True, "tensor": 2}}

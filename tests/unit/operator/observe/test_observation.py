@@ -13,12 +13,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from baton_kube.client import Object
 from baton_operator.builders.owner import controlled_by
 from baton_operator.names import ANNOTATION_DRAIN_STARTED
 from baton_operator.observe import pod_clients
 from baton_operator.observe.observation import member
 from baton_operator.observe.pod_clients import Drainer
-from support.operator.services import Object, pod
+from support.operator.services import pod
 
 
 def running(**container: Any) -> Object:

@@ -28,7 +28,6 @@ from support.operator.api_proxy import ApiProxy, Fault, api_proxy
 from support.operator.operator_process import Cluster
 from support.waiting import until
 
-Object = dict[str, Any]
 NAMESPACE = "default"
 OWNED = (
     *(

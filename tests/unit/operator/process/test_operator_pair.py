@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,6 @@ from pocketkube.ports import free_ports
 from support.operator.api_proxy import ApiProxy, api_proxy
 from support.waiting import eventually
 
-Object = dict[str, Any]
 LEASE_S = 12.0
 #: The Lease's duration, a retry, and a start on a busy machine.
 TAKEOVER_S = 2 * LEASE_S + 30.0

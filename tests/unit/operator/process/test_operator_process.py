@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_kube.client import KubeError
+from baton_kube.client import KubeError, Object
 from baton_operator.builders import service_key
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from baton_operator.observe.observation import is_ready
 from baton_protocol.config import EngineConfig
 from support.operator.fake_members import DrainingEngine, FakeCoordinator, serve_drain
-from support.operator.operator_process import NAMESPACE, Cluster, Object, Operator, needs_api_server
+from support.operator.operator_process import NAMESPACE, Cluster, Operator, needs_api_server
 from support.waiting import until
 
 pytestmark = needs_api_server

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton_kube.client import KubeError
+from baton_kube.client import KubeError, Object
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from support.http_routes import ROUTES
-from support.operator.operator_process import NAMESPACE, Cluster, Object, needs_api_server
+from support.operator.operator_process import NAMESPACE, Cluster, needs_api_server
 from support.waiting import until
 
 pytestmark = needs_api_server

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton_kube.client import Object
 from baton_operator import names, reconcile
 from baton_operator.builders import gateway
 from baton_operator.builders.free_form_fields import MAX_DEPTH
@@ -21,7 +22,7 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
 from baton_operator.plan.plan_expert_group import plan_members
 from support.operator.service_simulation import KEY, NAME, Service
-from support.operator.services import Object, owner
+from support.operator.services import owner
 from support.operator.simulated_api_server import service_path
 
 SPEC: Object = {

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_group import Group
 from baton_protocol.progress import Health, LoadProgress
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, owner, pod, service
 
 TYPO = "file:///models/typo"
 BACK_OFF = {

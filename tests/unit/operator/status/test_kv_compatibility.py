@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from baton_kube.client import Object
 from baton_operator.names import Key
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
@@ -17,7 +18,7 @@ from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.progress import Health
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, owner, pod, service
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(

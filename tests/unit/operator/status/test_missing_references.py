@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_kube.client import KubeError
+from baton_kube.client import KubeError, Object
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Reference
 from baton_operator.status.diagnose import may_lack_objects, references
@@ -14,7 +14,7 @@ from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import find_missing
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, owner, pod, service
 
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
 INITIALIZING = {"waiting": {"reason": "PodInitializing"}}

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import Object
 from baton_operator.api.llmservice import Condition
 from baton_operator.plan.refused_pods import Refusal
 from baton_operator.reconcile_problems import InvalidSpec, Problem
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group, group_verdict, refusal_of_deployment
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, owner, pod, service
 
 FATAL = {
     "exitCode": 78,

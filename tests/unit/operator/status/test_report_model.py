@@ -10,13 +10,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from baton_kube.client import Object
 from baton_operator.reconcile_problems import Problem, ReconcileError
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.progress import Health, LoadProgress
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, owner, pod, service
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30

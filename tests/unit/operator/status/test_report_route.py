@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group, diagnose_route
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, owner, pod, service
 
 
 def condition(type_: str, status: str, reason: str = "Because", **more: Any) -> Object:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from baton_kube.client import Object
 from baton_operator.api import llmservice
 from baton_operator.names import ANNOTATION_SERVICE_KEY
 from baton_operator.observe.pod_clients import CoordinatorClient
@@ -29,7 +30,7 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
-from support.operator.services import Object, pod, service
+from support.operator.services import pod, service
 
 ADDRESS = "10.96.0.9"
 

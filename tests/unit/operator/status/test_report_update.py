@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, owner, pod, service
 
 DEADLINE_S = 600
 LATE = {"creationTimestamp": (NOW - timedelta(seconds=DEADLINE_S + 1)).isoformat()}

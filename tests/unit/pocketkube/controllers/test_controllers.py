@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton_kube.client import Object
 from pocketkube.controllers.deployment import plan_deployment, rolling_limits, template_hash
 from pocketkube.controllers.replicaset import plan_replica_set, pod_of
 
-Json = dict[str, Any]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def deployment(replicas: int = 2, version: str = "1", **spec: Any) -> Json:
+def deployment(replicas: int = 2, version: str = "1", **spec: Any) -> Object:
     template = {
         "metadata": {"labels": {"app": "web"}},
         "spec": {"containers": [{"name": "main", "image": version}]},
@@ -32,7 +32,7 @@ def deployment(replicas: int = 2, version: str = "1", **spec: Any) -> Json:
 
 def pod(
     name: str, *, ready: bool = True, node: str = "n", phase: str = "Running", **metadata: Any
-) -> Json:
+) -> Object:
     conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
     return {
         "metadata": {"name": name, "creationTimestamp": "2026-01-01T00:00:00Z", **metadata},
@@ -45,10 +45,10 @@ class SimulatedCluster:
     """A cluster that creates pods at once and makes one pod ready per step."""
 
     def __init__(self) -> None:
-        self.sets: dict[str, Json] = {}
+        self.sets: dict[str, Object] = {}
         self.unready_images: set[str] = set()
 
-    def step(self, owner: Json) -> bool:
+    def step(self, owner: Object) -> bool:
         """Plan and apply once. Return whether anything changed."""
         plan = plan_deployment(owner, list(self.sets.values()), NOW)
         before = copy.deepcopy(self.sets)
@@ -74,7 +74,7 @@ class SimulatedCluster:
                 break
         return before != self.sets
 
-    def settle(self, owner: Json) -> None:
+    def settle(self, owner: Object) -> None:
         for _ in range(200):
             if not self.step(owner):
                 return

@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from baton_kube.client import Object
 from pocketkube.control_plane.real import find_assets
-from support.pocketkube.kubelet_cluster import ApiServer, Json, KubeletProcess
+from support.pocketkube.kubelet_cluster import ApiServer, KubeletProcess
 from support.waiting import eventually
 
 PODS = "/api/v1/namespaces/default/pods"
@@ -51,11 +52,11 @@ def kubelet(
         kubelet.stop()
 
 
-def container(script: str, **more: Any) -> Json:
+def container(script: str, **more: Any) -> Object:
     return {"name": "main", "image": "none", "command": ["sh", "-c", script], **more}
 
 
-def run_pod(kubelet: KubeletProcess, *containers: Json, **spec: Any) -> str:
+def run_pod(kubelet: KubeletProcess, *containers: Object, **spec: Any) -> str:
     """Create a pod on the kubelet's node. Return its name."""
     name = f"pod-{uuid.uuid4().hex[:8]}"
     body = {
@@ -71,18 +72,18 @@ def run_pod(kubelet: KubeletProcess, *containers: Json, **spec: Any) -> str:
     return name
 
 
-def status(kubelet: KubeletProcess, name: str) -> Json:
+def status(kubelet: KubeletProcess, name: str) -> Object:
     pod = kubelet.server.get(f"{PODS}/{name}")
     return dict(pod["status"]) if pod else {}
 
 
-def condition(kubelet: KubeletProcess, name: str, kind: str = "Ready") -> Json:
+def condition(kubelet: KubeletProcess, name: str, kind: str = "Ready") -> Object:
     return next(
         (dict(c) for c in status(kubelet, name).get("conditions", []) if c["type"] == kind), {}
     )
 
 
-def main_status(kubelet: KubeletProcess, name: str) -> Json:
+def main_status(kubelet: KubeletProcess, name: str) -> Object:
     return next(iter(status(kubelet, name).get("containerStatuses") or []), {})
 
 
@@ -219,7 +220,7 @@ def test_a_crashing_container_backs_off(kubelet: KubeletProcess) -> None:
         kubelet, container("echo why > $POCKETKUBE_POD_ROOT/dev/termination-log; exit 78")
     )
 
-    def backs_off() -> Json:
+    def backs_off() -> Object:
         entry = main_status(kubelet, name)
         waiting = entry.get("state", {}).get("waiting", {})
         return (
@@ -252,11 +253,11 @@ def test_a_missing_command_is_named_in_the_waiting_reason(kubelet: KubeletProces
     ],
 )
 def test_a_pod_waits_for_config_maps_and_secrets_of_its_volumes(
-    kubelet: KubeletProcess, volume: Json, message: str
+    kubelet: KubeletProcess, volume: Object, message: str
 ) -> None:
     name = run_pod(kubelet, container("sleep 100"), volumes=[{"name": "v", **volume}])
 
-    def failed_mount() -> list[Json]:
+    def failed_mount() -> list[Object]:
         events = kubelet.server.get("/api/v1/namespaces/default/events") or {"items": []}
         return [
             e

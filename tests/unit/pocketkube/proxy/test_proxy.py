@@ -10,16 +10,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from baton_kube.client import Object
 from pocketkube.loopback import LoopbackAddresses
 from pocketkube.proxy.ingress_proxy import IngressProxy
 from pocketkube.proxy.routes import Backend, endpoints, match_route, routes
 from pocketkube.proxy.service_proxy import ServiceProxy
 from support.waiting import until
 
-Json = dict[str, Any]
 
-
-def pod(name: str, ip: str, *, ready: bool = True, port: int = 8000, **metadata: Any) -> Json:
+def pod(name: str, ip: str, *, ready: bool = True, port: int = 8000, **metadata: Any) -> Object:
     return {
         "metadata": {"name": name, "namespace": "ns", "labels": {"app": "web"}, **metadata},
         "spec": {
@@ -32,7 +31,7 @@ def pod(name: str, ip: str, *, ready: bool = True, port: int = 8000, **metadata:
     }
 
 
-def service(address: str = "127.97.0.1", port: int = 80, **spec: Any) -> Json:
+def service(address: str = "127.97.0.1", port: int = 80, **spec: Any) -> Object:
     ports = [{"name": "web", "port": port, "targetPort": "http"}]
     return {
         "metadata": {"name": "web", "namespace": "ns", "resourceVersion": "1"},
@@ -40,7 +39,7 @@ def service(address: str = "127.97.0.1", port: int = 80, **spec: Any) -> Json:
     }
 
 
-def ingress(*paths: tuple[str, str, str], host: str = "web.test") -> Json:
+def ingress(*paths: tuple[str, str, str], host: str = "web.test") -> Object:
     entries = [
         {
             "path": path,
@@ -58,15 +57,15 @@ def ingress(*paths: tuple[str, str, str], host: str = "web.test") -> Json:
 class Cache:
     """The part of a Reflector that the proxies use, with fixed objects."""
 
-    def __init__(self, *objects: Json) -> None:
+    def __init__(self, *objects: Object) -> None:
         self.objects = {
             f"{obj['metadata']['namespace']}/{obj['metadata']['name']}": obj for obj in objects
         }
         self.synced = asyncio.Event()
         self.synced.set()
-        self._listeners: list[Callable[[Json | None, Json | None], None]] = []
+        self._listeners: list[Callable[[Object | None, Object | None], None]] = []
 
-    def subscribe(self, listener: Callable[[Json | None, Json | None], None]) -> None:
+    def subscribe(self, listener: Callable[[Object | None, Object | None], None]) -> None:
         self._listeners.append(listener)
 
     def remove(self, key: str) -> None:
@@ -97,7 +96,7 @@ class Events:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def record(self, obj: Json, kind: str, reason: str, message: str, **more: str) -> None:
+    def record(self, obj: Object, kind: str, reason: str, message: str, **more: str) -> None:
         self.reasons.append(reason)
 
 
