@@ -10,7 +10,7 @@ from baton_operator.logs import TEXT, JsonFormatter, TextFormatter, operation, s
 from baton_operator.names import Key
 
 A, B = Key("ns", "a"), Key("ns", "b")
-logger = logging.getLogger("test_operator_logs")
+logger = logging.getLogger("test_logs")
 
 
 class Lines(logging.Handler):
@@ -49,7 +49,7 @@ async def test_json_lines_have_the_service_and_the_operation() -> None:
     for line in about:
         name = line["message"].removeprefix("about ")
         assert (line["namespace"], line["service"], line["operation"]) == ("ns", name, f"op-{name}")
-        assert (line["level"], line["logger"]) == ("warning", "test_operator_logs")
+        assert (line["level"], line["logger"]) == ("warning", "test_logs")
         assert line["ts"].endswith("Z")
     assert set(nobody) == {"ts", "level", "logger", "message"}
     assert "OSError: no route" in failed["exception"]
