@@ -120,9 +120,8 @@ def test_nan_is_not_drawn_and_rows_without_a_finite_logit_end(triton_device: str
         assert all(0 <= token < VOCAB for token in drawn)
 
 
-@pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
 @pytest.mark.parametrize("seed", range(200))
-def test_compiled_draws_match_a_full_sort(seed: int) -> None:
+def test_draws_on_a_cpu_match_a_full_sort(seed: int) -> None:
     random = Random(seed)
     torch.manual_seed(seed)
     params = Params(
@@ -131,14 +130,26 @@ def test_compiled_draws_match_a_full_sort(seed: int) -> None:
         top_p=random.choice([0.0, 0.3, 0.95, 0.999999, 1.0]),
         min_p=random.choice([0.0, 1e-9, 0.1, 1.0]),
     )
-    logits = torch.randn(3, random.randint(1, 3000)) * random.choice([0.0, 0.01, 1.0, 3.0, 30.0])
+    vocab_size = random.choice([random.randint(1, 3000), 20_000])
+    logits = torch.randn(3, vocab_size) * random.choice([0.0, 0.01, 1.0, 3.0, 30.0])
     if levels := random.choice([0, 1, 4]):  # many equal logits
         logits = (logits * levels).round() / levels
     logits[torch.rand(logits.shape) < random.choice([0.0, 0.5, 0.999])] = -math.inf
     logits[:, random.randrange(logits.shape[1])] = 1.0
     keys = [noise_key(seed, row, 0) for row in range(3)]
     expected = draw_tokens_reference(logits, [params] * 3, keys)
-    assert draw_tokens(logits, [params] * 3, keys).tolist() == expected.tolist()
+    for draw in (draw_tokens_cpu, draw_tokens):
+        assert draw(logits, [params] * 3, keys).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 1.7, 4.0], ids=["flat", "wide", "narrow", "peaked"])
+def test_draws_match_a_full_sort_for_any_size_of_the_top_p_set(scale: float) -> None:
+    """The sets hold from a few tokens to most of the vocabulary: every size of candidate set."""
+    logits = torch.randn(6, 80_000) * scale
+    params = [Params(top_p=top_p) for top_p in (0.2, 0.5, 0.8, 0.9, 0.99, 0.999)]
+    expected = draw_tokens_reference(logits, params, keys_of(6)).tolist()
+    for draw in (draw_tokens_cpu, draw_tokens):
+        assert draw(logits, params, keys_of(6)).tolist() == expected
 
 
 @pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")

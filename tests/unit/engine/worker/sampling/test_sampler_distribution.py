@@ -50,7 +50,7 @@ PROCESSING: dict[str, dict[str, Any]] = {
         "frequency_penalty": -0.3,
         "repetition_penalty": 0.8,
     },
-    "allowed_token_ids": {"allowed_token_ids": [1, 2, 5, 9, 20]},
+    "allowed_token_ids, one unknown": {"allowed_token_ids": [1, 2, 5, 9, 20, 77]},
     "bad_words": {
         "bad_words_token_ids": [[8], [11, 3], [9, 11, 6], [5, 11, 4], [9, 5, 5, 5, 9, 11, 10]]
     },

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_engine.worker.sampling.logprobs import MIN_LOGPROB, count_nans, prompt_logprobs
 from baton_engine.worker.sampling.sampler import SamplerOutput, sample
-from baton_kernels.sampling import draw_tokens
 from baton_kernels.sampling.noise import (
     gumbel,
-    gumbel_noise,
     keys_tensor,
     least_mantissa,
     noise_key,
@@ -47,11 +45,6 @@ def bitmask(vocab_size: int, *rows: set[int] | None) -> torch.Tensor:
     return torch.from_numpy(mask)
 
 
-def test_only_allowed_token_ids_are_sampled() -> None:
-    assert sample_greedy([9.0, 5.0, 7.0, 1.0], allowed_token_ids=[1, 3]) == 1
-    assert sample_greedy([9.0, 5.0, 7.0, 1.0], allowed_token_ids=[3, 77]) == 3
-
-
 @pytest.mark.parametrize(
     ("prompt", "generated", "masked"),
     [
@@ -72,10 +65,6 @@ def test_a_bad_word_that_began_in_prompt_or_output_is_not_completed(
         bad_words_token_ids=[[4, 5, 1]],
     )
     assert token == (3 if masked else 1)
-
-
-def test_a_bad_word_of_one_token_is_never_sampled() -> None:
-    assert sample_greedy([0.0, 9.0, 0.0, 5.0], bad_words_token_ids=[[1], [3, 3, 3]]) == 3
 
 
 def test_a_grammar_masks_only_its_own_row() -> None:
@@ -178,64 +167,6 @@ def test_prompt_logprobs_are_those_of_the_following_tokens(monkeypatch: pytest.M
 # ---- draw_tokens reads few tokens and must choose the same token as a search of the whole row
 
 
-def draw_from_the_whole_row(logits: torch.Tensor, params: SamplingParams, key: int) -> int:
-    """Return the token by the definition, in float64."""
-    scaled = logits.double() / params.temperature
-    if params.min_p:
-        scaled[scaled < scaled.max() + math.log(params.min_p)] = -math.inf
-    values, ids = scaled.sort(descending=True, stable=True)
-    if params.top_k > 0:
-        values[params.top_k :] = -math.inf
-    probs = values.softmax(-1)
-    dropped = probs.cumsum(-1) - probs >= (params.top_p if params.top_p < 1 else math.inf)
-    dropped[0] = False
-    values[dropped] = -math.inf
-    kept = torch.full_like(scaled, -math.inf).scatter(0, ids, values)
-    return int((kept + gumbel_noise([key], len(logits), logits.device)[0]).argmax())
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    vocab_size=st.sampled_from([1, 7, 64, 65, 500, 4097, 20_000]),
-    scale=st.sampled_from([0.0, 0.1, 2.0, 10.0]),
-    masked=st.sampled_from([0.0, 0.5, 0.999]),
-)
-def test_draw_tokens_agrees_with_a_search_of_the_whole_row(
-    seed: int, vocab_size: int, scale: float, masked: float
-) -> None:
-    draw = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    params = [
-        SamplingParams(
-            temperature=draw.choice([0.3, 1.0, 1.7]),
-            top_k=draw.choice([0, 0, 1, 40, 3000]),
-            top_p=draw.choice([1.0, 1.0, 0.3, 0.95, 0.9999]),
-            min_p=draw.choice([0.0, 0.0, 0.1, 1e-6]),
-        )
-        for _ in range(12)
-    ]
-    logits = torch.randn(len(params), vocab_size, generator=generator) * scale
-    hidden = torch.rand(logits.shape, generator=generator) < masked
-    hidden[:, 0] = False
-    logits[hidden] = -math.inf
-    keys = [noise_key(seed, position, 0) for position in range(len(params))]
-    expected = [draw_from_the_whole_row(logits[i], params[i], keys[i]) for i in range(len(params))]
-    assert draw_tokens(logits, params, keys).tolist() == expected
-
-
-@pytest.mark.parametrize("scale", [0.1, 1.0, 1.7, 4.0], ids=["flat", "wide", "narrow", "peaked"])
-def test_draw_tokens_agrees_with_a_search_of_the_whole_row_for_any_size_of_the_top_p_set(
-    scale: float,
-) -> None:
-    """The sets hold from a few tokens to most of the vocabulary: every size of candidate set."""
-    logits = torch.randn(6, 80_000, generator=torch.Generator().manual_seed(3)) * scale
-    params = [SamplingParams(top_p=top_p) for top_p in (0.2, 0.5, 0.8, 0.9, 0.99, 0.999)]
-    keys = [noise_key(11, position, 0) for position in range(6)]
-    expected = [draw_from_the_whole_row(logits[i], params[i], keys[i]) for i in range(6)]
-    assert draw_tokens(logits, params, keys).tolist() == expected
-
-
 @given(noise=st.floats(-5, 45))
 def test_the_least_mantissa_is_a_lower_bound(noise: float) -> None:
     bound = least_mantissa(torch.tensor([noise], dtype=torch.float64))
@@ -256,7 +187,7 @@ def test_rows_get_the_same_result_in_any_order_and_batch_size() -> None:
     inputs = [
         sampling_input(
             SamplingParams(
-                seed=seed,
+                seed=draw.choice([seed, seed - 2**63, 2**64 - 1 - seed]),
                 temperature=draw.choice([0.0, 0.7, 1.0, 1.5]),
                 top_k=draw.choice([0, 50]),
                 top_p=draw.choice([1.0, 0.9, 0.999]),
