@@ -13,6 +13,7 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
 from baton_kube.client import KubeClient, Object
+from support import http_server
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PODS = "/api/v1/namespaces/ns/pods"
@@ -59,18 +60,11 @@ class ApiServer:
 @asynccontextmanager
 async def serving(server: Any) -> AsyncIterator[KubeClient]:
     """Yield a client of `server`, which has a method `handle`."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
-    configuration.connection_pool_maxsize = 0
-    try:
+    async with http_server.serving(web.route("*", "/{path:.*}", server.handle)) as port:
+        configuration = Configuration(host=f"http://127.0.0.1:{port}")
+        configuration.connection_pool_maxsize = 0
         async with ApiClient(configuration) as api:
             yield KubeClient(api)
-    finally:
-        await runner.cleanup()
 
 
 async def streamed(

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -21,6 +21,7 @@ from baton_gateway.metrics import GatewayMetrics
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.names import LABEL_ROLE, MemberRole
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from support import http_server
 
 _HOSTS = (f"127.91.{os.getpid() % 250}.{number}" for number in count(1))
 
@@ -38,7 +39,6 @@ class FakePod:
         #: Load of an engine.
         self.stats, self.requests = EngineStats(), RequestMetrics()
         self.gateway = GatewayMetrics()
-        self._runner: web.AppRunner | None = None
 
     @property
     def object(self) -> dict[str, Any]:
@@ -70,19 +70,7 @@ class FakePod:
     def answer(self, requests: int = 1) -> None:
         self.gateway.requests.labels("/v1/completions", "200").inc(requests)
 
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        port = ENGINE_HTTP_PORT if self.role else GATEWAY_PORT
-        await web.TCPSite(self._runner, self.host, port).start()
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, _: web.Request) -> web.Response:
         self.num_scrapes += 1
         if self.fault == "silent":
             await asyncio.sleep(30)
@@ -112,13 +100,16 @@ class Clock:
 
 @asynccontextmanager
 async def serving(*pods: FakePod) -> AsyncIterator[None]:
-    try:
+    async with AsyncExitStack() as stack:
         for pod in pods:
-            await pod.start()
+            await stack.enter_async_context(
+                http_server.serving(
+                    web.get("/metrics", pod.metrics),
+                    host=pod.host,
+                    port=ENGINE_HTTP_PORT if pod.role else GATEWAY_PORT,
+                )
+            )
         yield
-    finally:
-        for pod in pods:
-            await pod.stop()
 
 
 @asynccontextmanager

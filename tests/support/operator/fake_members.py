@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 from aiohttp import web
@@ -18,6 +17,7 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
+from support.http_server import serving
 from support.waiting import until
 
 
@@ -35,15 +35,8 @@ class DrainingEngine:
         self.asked += 1
         return web.json_response({"draining": True, "unfinished": self.unfinished})
 
-
-async def serve_drain(ip: str, engine: DrainingEngine) -> web.AppRunner:
-
-    app = web.Application()
-    app.add_routes([web.post("/drain", engine.answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, ip, 8000).start()
-    return runner
+    def serve(self, ip: str) -> AbstractAsyncContextManager[int]:
+        return serving(web.post("/drain", self.answer), host=ip, port=8000)
 
 
 class FakeCoordinator:
@@ -95,14 +88,6 @@ class FakeCoordinator:
 
         await until(asked, f"the topology {names}; asked for: {self.requests}")
 
-    @asynccontextmanager
-    async def serve(self, ip: str) -> AsyncIterator[None]:
-        app = web.Application()
-        app.add_routes([web.get("/topology", self.get), web.put("/topology", self.put)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, ip, COORDINATOR_HTTP_PORT).start()
-            yield
-        finally:
-            await runner.cleanup()
+    def serve(self, ip: str) -> AbstractAsyncContextManager[int]:
+        routes = web.get("/topology", self.get), web.put("/topology", self.put)
+        return serving(*routes, host=ip, port=COORDINATOR_HTTP_PORT)

@@ -31,6 +31,7 @@ from baton_local.service import (
 from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
 from baton_local.up import UpError, UpOptions, provide_model, run_up
 from pocketkube.containers.process import CONTAINER_MARKER
+from support.http_server import serving
 from support.waiting import eventually
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
@@ -222,17 +223,7 @@ def test_info_of_another_version_is_an_error_only_if_its_supervisor_runs(holder,
     assert StateDir(tmp_path).read_info() is None, "the info is of a killed supervisor"
 
 
-async def serve(handler) -> tuple[web.AppRunner, str]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-
-def stream(*events: object):
+def stream(*events: object) -> web.RouteDef:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -241,7 +232,7 @@ def stream(*events: object):
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    return handler
+    return web.post("/v1/chat/completions", handler)
 
 
 def chunk(text: str) -> dict[str, object]:
@@ -249,29 +240,28 @@ def chunk(text: str) -> dict[str, object]:
 
 
 async def test_a_response_is_printed_while_it_is_streamed_and_measured():
-    runner, url = await serve(
-        stream(chunk("He"), chunk("llo"), {"choices": [], "usage": {"completion_tokens": 2}}),
-    )
+    route = stream(chunk("He"), chunk("llo"), {"choices": [], "usage": {"completion_tokens": 2}})
     printed: list[str] = []
-    answer = await ask(url, "m", "hi", max_tokens=2, on_text=printed.append, timeout_s=10)
+    async with serving(route) as port:
+        url = f"http://127.0.0.1:{port}"
+        answer = await ask(url, "m", "hi", max_tokens=2, on_text=printed.append, timeout_s=10)
     assert printed == ["He", "llo"]
     assert (answer.text, answer.tokens) == ("Hello", 2)
     assert answer.ttft_s > 0
-    await runner.cleanup()
 
 
 @pytest.mark.parametrize(
-    ("handler", "complaint"),
+    ("route", "complaint"),
     [
         (stream(chunk("half")), "incomplete"),
         (stream(chunk("half"), {"error": {"message": "engine died"}}), "engine died"),
     ],
 )
-async def test_an_incomplete_stream_is_an_error(handler, complaint):
-    runner, url = await serve(handler)
-    with pytest.raises(AskError, match=complaint):
-        await ask(url, "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
-    await runner.cleanup()
+async def test_an_incomplete_stream_is_an_error(route, complaint):
+    async with serving(route) as port:
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(AskError, match=complaint):
+            await ask(url, "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
 
 
 async def test_a_refused_connection_is_an_error_with_the_address():
@@ -334,23 +324,15 @@ async def test_kv_bytes_are_read_from_engines_that_respond(monkeypatch):
             {"reason": "Serving", "message": "", "kv_bytes": {"ucx tcp/lo": 3 * 2**19}}
         )
 
-    application = web.Application()
-    application.router.add_get("/health", health)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    monkeypatch.setattr("baton_local.service.ENGINE_HTTP_PORT", runner.addresses[0][1])
     pods = [
         PodStatus("demo-prefill-0", "prefill", "127.0.0.1", "Running", True, 0, ""),
         PodStatus("demo-decode-0", "decode", "127.0.0.1", "Running", True, 0, ""),
         PodStatus("demo-decode-1", "decode", "127.0.0.2", "Running", True, 0, ""),
         PodStatus("demo-gateway-0", "gateway", "127.0.0.1", "Running", True, 0, ""),
     ]
-    try:
+    async with serving(web.get("/health", health)) as port:
+        monkeypatch.setattr("baton_local.service.ENGINE_HTTP_PORT", port)
         found = await ask_kv_bytes(ServiceStatus("demo", "default", "", "demo", [], pods, "", "/k"))
-    finally:
-        await runner.cleanup()
     assert [bool(pod.kv_bytes) for pod in found.pods] == [True, True, False, False]
     received = kv_bytes_received(found.pods)
     assert received == {"ucx tcp/lo": 3 * 2**19}, "only bytes of decode pods count"

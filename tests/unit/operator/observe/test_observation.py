@@ -19,6 +19,7 @@ from baton_operator.names import ANNOTATION_DRAIN_STARTED
 from baton_operator.observe import pod_clients
 from baton_operator.observe.observation import member
 from baton_operator.observe.pod_clients import Drainer
+from support.http_server import serving
 from support.operator.services import pod
 
 
@@ -89,18 +90,8 @@ async def test_responses_to_drain(status: int, body: str, unfinished: int | None
     async def drain(_: web.Request) -> web.Response:
         return web.Response(status=status, text=body, content_type="application/json")
 
-    app = web.Application()
-    app.add_routes([web.post("/drain", drain)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            assert (
-                await Drainer(session, port=runner.addresses[0][1]).drain("127.0.0.1") == unfinished
-            )
-    finally:
-        await runner.cleanup()
+    async with drained_by(drain) as drainer:
+        assert await drainer.drain("127.0.0.1") == unfinished
 
 
 async def test_an_unreachable_engine_gives_no_response() -> None:
@@ -112,16 +103,9 @@ async def test_an_unreachable_engine_gives_no_response() -> None:
 async def drained_by(
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> AsyncIterator[Drainer]:
-    app = web.Application()
-    app.add_routes([web.post("/drain", handler), web.post("/elsewhere", handler)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            yield Drainer(session, port=runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+    routes = web.post("/drain", handler), web.post("/elsewhere", handler)
+    async with serving(*routes) as port, aiohttp.ClientSession() as session:
+        yield Drainer(session, port=port)
 
 
 async def test_a_redirect_of_a_pod_is_not_followed() -> None:

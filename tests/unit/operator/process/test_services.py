@@ -18,7 +18,7 @@ from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from baton_operator.observe.observation import is_ready
 from baton_protocol.config import EngineConfig
-from support.operator.fake_members import DrainingEngine, FakeCoordinator, serve_drain
+from support.operator.fake_members import DrainingEngine, FakeCoordinator
 from support.operator.operator_process import NAMESPACE, Cluster, Operator, needs_api_server
 from support.waiting import until
 
@@ -81,12 +81,9 @@ async def test_an_expert_group_forms_grows_and_shrinks_with_its_coordinator(kube
         await experts.condition("Scaling", "True", "ScalingDown")
         assert len(await experts.pods()) == 3
         engine = DrainingEngine(unfinished=0)
-        runner = await serve_drain("127.201.0.1", engine)
-        try:
+        async with engine.serve("127.201.0.1"):
             coordinator.commit()
             await experts.names("decode-0", "decode-1")
-        finally:
-            await runner.cleanup()
         await experts.condition("DecodeReady", "True")
 
         async def has_events() -> Any:
@@ -201,8 +198,7 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
     secret = await kube.read("Secret", NAMESPACE, "shrink-key")
     assert secret
     engine = DrainingEngine(unfinished=2, key=service_key.read(secret))
-    runner = await serve_drain("127.201.0.2", engine)
-    try:
+    async with engine.serve("127.201.0.2"):
         await shrink.run("decode-0")
         await shrink.run("decode-1", ip="127.201.0.2")
         await shrink.condition("DecodeReady", "True")
@@ -224,8 +220,6 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
         engine.unfinished = 0
         await shrink.names("decode-0")
         assert engine.refused == 0
-    finally:
-        await runner.cleanup()
 
 
 async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator: Operator) -> None:

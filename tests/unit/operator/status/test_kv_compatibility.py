@@ -18,6 +18,7 @@ from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.progress import Health
+from support.http_server import serving
 from support.operator.services import NOW, owner, pod, service
 
 KEY = Key("default", "demo")
@@ -196,14 +197,8 @@ class Engines:
 @pytest.fixture
 async def engines() -> AsyncIterator[Engines]:
     found = Engines()
-    application = web.Application()
-    application.router.add_get("/health", found.health)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", 0).start()
-    found.port = runner.addresses[0][1]
-    yield found
-    await runner.cleanup()
+    async with serving(web.get("/health", found.health), host="0.0.0.0") as found.port:
+        yield found
 
 
 def at(host: str, role: str, ordinal: int, **options: Any) -> Object:

@@ -17,6 +17,7 @@ from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.progress import Health, LoadProgress
+from support.http_server import serving
 from support.operator.services import NOW, owner, pod, service
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
@@ -271,22 +272,16 @@ async def test_unready_pods_are_probed_and_invalid_responses_are_ignored() -> No
     async def health(request: web.Request) -> web.Response:
         return web.Response(text=answers[request.host.partition(":")[0]])
 
-    application = web.Application()
-    application.router.add_get("/health", health)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", 0).start()
-    port = runner.addresses[0][1]
-    try:
-        pods = [pod(f"demo-decode-{i}", ready=i == 3) for i in range(4)]
-        for i, each in enumerate(pods):
-            each["status"]["podIP"] = f"127.0.0.{min(i + 1, 2) if i < 2 else 1}"
-        pods[2]["metadata"]["deletionTimestamp"] = NOW.isoformat()
-        async with aiohttp.ClientSession() as session:
-            answers = await StatusProbes(session, port).loading(pods)
-            assert await StatusProbes(session, 1).loading(pods) == {}
-    finally:
-        await runner.cleanup()
+    pods = [pod(f"demo-decode-{i}", ready=i == 3) for i in range(4)]
+    for i, each in enumerate(pods):
+        each["status"]["podIP"] = f"127.0.0.{min(i + 1, 2) if i < 2 else 1}"
+    pods[2]["metadata"]["deletionTimestamp"] = NOW.isoformat()
+    async with (
+        serving(web.get("/health", health), host="0.0.0.0") as port,
+        aiohttp.ClientSession() as session,
+    ):
+        answers = await StatusProbes(session, port).loading(pods)
+        assert await StatusProbes(session, 1).loading(pods) == {}
     assert answers == {"demo-decode-0": Health("Fetching", "m", LoadProgress(1, 4))}
 
 

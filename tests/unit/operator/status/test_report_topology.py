@@ -30,6 +30,7 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
+from support.http_server import serving
 from support.operator.services import pod, service
 
 ADDRESS = "10.96.0.9"
@@ -74,23 +75,12 @@ async def test_an_invalid_response_is_no_topology(code: int, body: bytes) -> Non
     async def answer(_: web.Request) -> web.Response:
         return web.Response(status=code, body=body)
 
-    app = web.Application()
-    app.add_routes([web.get("/topology", answer), web.put("/topology", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            client = CoordinatorClient(session, port=runner.addresses[0][1])
-            assert await client.topology("127.0.0.1") is None
-            assert (
-                await client.request_topology(
-                    "127.0.0.1", TopologyRequest(operation_id="x", members=["a"])
-                )
-                is None
-            )
-    finally:
-        await runner.cleanup()
+    routes = web.get("/topology", answer), web.put("/topology", answer)
+    async with serving(*routes) as port, aiohttp.ClientSession() as session:
+        client = CoordinatorClient(session, port=port)
+        assert await client.topology("127.0.0.1") is None
+        request = TopologyRequest(operation_id="x", members=["a"])
+        assert await client.request_topology("127.0.0.1", request) is None
 
 
 async def test_an_unreachable_coordinator_gives_no_topology() -> None:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pocketkube.apiserver.resources import BUILTIN, markdown_table
 from pocketkube.certificates import create_server_certificate
+from support.http_server import serving
 from support.waiting import until
 
 MAPS = "/api/v1/namespaces/default/configmaps"
@@ -164,16 +165,11 @@ async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
         return response
 
     released = asyncio.Event()
-    app = web.Application()
-    app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", container_logs)
-    runner = web.AppRunner(app)
-    await runner.setup()
     files = create_server_certificate(tmp_path, ["127.0.0.1"])
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(files.certificate, files.key)
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
-    try:
-        port = runner.addresses[0][1]
+    logs = web.get("/containerLogs/{namespace}/{pod}/{container}", container_logs)
+    async with serving(logs, tls=tls) as port:
         await call("POST", "/api/v1/nodes", {"metadata": {"name": "n"}})
         addresses = [{"type": "InternalIP", "address": "127.0.0.1"}]
         status = {"addresses": addresses, "daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}
@@ -196,8 +192,6 @@ async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
         }
         code, body = await call("GET", f"{pods}/talks/log", container="other")
         assert (code, "container other is not valid" in body["message"]) == (400, True)
-    finally:
-        await runner.cleanup()
     code, body = await call("GET", "/api/v1/namespaces/default/pods/talks/log")
     assert (code, body["reason"]) == (502, "BadGateway")
 
