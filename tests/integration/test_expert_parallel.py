@@ -24,7 +24,6 @@ from support.pods import Pods, pods
 
 VOCAB_SIZE = 512
 DEADLINE_S = 120.0
-LENGTH = 16
 LONG = 200
 
 
@@ -77,40 +76,9 @@ def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
 
 
-async def generate(client: EngineClient, prompt_ids: list[list[int]], name: str) -> list[list[int]]:
-    """Generate from all prompts. The length of the outputs grows with the number of prompts."""
-    length = LENGTH * len(prompt_ids) // 4
-    streams = [
-        client.add(request(f"{name}-{index}", prompt, length))
-        for index, prompt in enumerate(prompt_ids)
-    ]
-    return [token_ids(await collect(stream)) for stream in streams]
-
-
 async def scale(group: ExpertGroup, names: list[str]) -> None:
     await asyncio.to_thread(group.put, names)
     await asyncio.to_thread(group.wait_for, names, timeout_s=DEADLINE_S)
-
-
-async def test_one_two_and_three_ranks_generate_the_models_tokens(checkpoint, model, processes):
-    group = ExpertGroup(processes, checkpoint)
-    names = [group.add_rank() for _ in range(3)]
-    asked = prompts(12, VOCAB_SIZE, longest=60)
-    for size in (1, 2, 3):
-        await scale(group, names[:size])
-        async with clients(group, names[:size]) as ranks:
-            assert sorted(client.ready.data_parallel_rank for client in ranks.values()) == list(
-                range(size)
-            )
-            # The first rank gets most prompts, the last one hardly any.
-            shares = {name: asked[: 12 // (index + 1) ** 2] for index, name in enumerate(ranks)}
-            answers = await asyncio.gather(
-                *(generate(ranks[name], share, name) for name, share in shares.items())
-            )
-        for (name, share), outputs in zip(shares.items(), answers, strict=True):
-            assert_greedy(model, share, outputs, f"{name} of {size} ranks")
-    dummy_steps = group.ranks[names[2]].metric("baton:topology_num_steps_without_tokens_total")
-    assert dummy_steps > 0, "a rank without requests runs dummy batches"
 
 
 async def test_running_requests_keep_their_rank_while_the_group_changes(

@@ -41,21 +41,6 @@ def test_apply_get_patch_scale_wait_describe_delete_of_a_custom_resource(api, re
     assert api.get(relays.at("demo")).status_code == 404
 
 
-def test_an_invalid_resource_is_refused_with_the_fields_name(api, relays, namespace):
-    body = relays.body("demo", decode={"replicas": -1})
-    refused = api.kubectl("apply", "-n", namespace, "-f", "-", stdin=body)
-    assert refused.returncode != 0
-    assert "spec.decode.replicas" in refused.stderr
-
-
-def test_an_unknown_field_is_refused_by_default(api, relays, namespace):
-    refused = api.kubectl(
-        "apply", "-n", namespace, "-f", "-", stdin=relays.body("demo", decoder={})
-    )
-    assert refused.returncode != 0
-    assert "decoder" in refused.stderr
-
-
 def test_server_side_apply_and_its_conflicts(api, relays, namespace):
     body = relays.body("demo", args=["a"])
     _run(

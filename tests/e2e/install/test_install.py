@@ -30,18 +30,6 @@ def columns(spec: dict[str, Any]) -> list[str]:
     return [column["name"] for column in spec["versions"][0]["additionalPrinterColumns"]]
 
 
-def test_the_installed_operator_has_the_rights_it_needs(
-    releases: helm.Config, cluster: Cluster
-) -> None:
-    install(releases)
-    eventually(cluster.crd, timeout_s=30, what="the CRD to be served")
-    team = cluster.new_namespace()
-    with cluster.operator() as log:
-        cluster.create_service(team, "demo")
-        cluster.wait_for_members(team, "demo", log)
-    assert "forbidden" not in log.read_text().lower(), log.read_text()
-
-
 def test_with_watch_namespaces_the_operator_serves_only_these(
     releases: helm.Config, cluster: Cluster
 ) -> None:

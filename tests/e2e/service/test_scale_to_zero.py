@@ -91,18 +91,3 @@ def test_a_request_scales_up_from_zero_and_the_idle_time_scales_down_again(clust
     assert any(
         message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in messages
     ), messages
-
-
-def test_invalid_bounds_are_refused_with_a_message(cluster, checkpoints):
-    for wrong, why in (
-        ({"minReplicas": 3}, "minReplicas must not be greater than maxReplicas"),
-        ({"minReplicas": 1}, "idleSeconds belongs to minReplicas 0"),
-    ):
-        refused = cluster.kubectl(
-            "apply",
-            "-f",
-            "-",
-            stdin=json.dumps(sleeper(checkpoints["qwen3"], autoscaling=AUTOSCALING | wrong)),
-            check=False,
-        )
-        assert why in refused

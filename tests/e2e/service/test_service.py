@@ -9,9 +9,7 @@ import re
 import signal
 import threading
 import urllib.request
-from pathlib import Path
 
-import aiohttp
 import openai
 import psutil
 import pytest
@@ -254,26 +252,6 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
     wait_until_answered(cluster, demo, f"an answer after the {component}'s death")
 
 
-def test_an_invalid_service_is_refused_with_the_fields_name(cluster, checkpoints):
-    bad = manifest("bad", checkpoints["qwen3"])
-    bad["spec"]["decode"]["replicas"] = -1
-    assert "spec.decode.replicas" in cluster.kubectl(
-        "apply", "-f", "-", stdin=json.dumps(bad), check=False
-    )
-    bad = manifest("bad", checkpoints["qwen3"])
-    bad["spec"]["model"]["dtype"] = "int3"
-    assert "spec.model.dtype" in cluster.kubectl(
-        "apply", "-f", "-", stdin=json.dumps(bad), check=False
-    )
-    del bad["spec"]["model"]
-    refused = cluster.kubectl("apply", "-f", "-", stdin=json.dumps(bad), check=False)
-    # The second is kubectl's own check, if the server publishes schemas.
-    assert (
-        "spec.model: Required value" in refused
-        or '(LLMService.spec): missing required field "model"' in refused
-    )
-
-
 def test_a_missing_model_is_reported_until_it_exists(cluster, checkpoints, tmp_path):
     path = tmp_path / "later"
     cluster.apply(manifest("late", path, prefill=0))
@@ -293,58 +271,9 @@ def test_a_missing_model_is_reported_until_it_exists(cluster, checkpoints, tmp_p
     cluster.kubectl("delete", "llms", "late")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param"),
-    [
-        ("completions", b'{"model": "demo", "prompt": ', 400, None),
-        ("completions", {"model": "other", "prompt": "x"}, 404, "model"),
-        ("completions", {"model": "demo", "prompt": "x", "max_tokens": -1}, 400, "max_tokens"),
-        ("completions", {"model": "demo", "prompt": {"text": "x"}}, 400, "prompt"),
-        ("completions", {"model": "demo", "prompt": [7] * 5000, "max_tokens": 1}, 400, "prompt"),
-        ("chat/completions", {"model": "demo", "messages": "x"}, 400, "messages"),
-        (
-            "chat/completions",
-            {"model": "demo", "messages": [], "temperature": "hot"},
-            400,
-            "temperature",
-        ),
-        ("chat/completions", {"model": "demo"}, 400, "messages"),
-    ],
-)
-async def test_bad_requests_get_openai_errors(cluster, demo, path, body, status, param):
-    endpoint = cluster.get("llms", demo)["status"]["endpoint"]
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(
-            f"{endpoint}/v1/{path}", data=raw, headers={"Content-Type": "application/json"}
-        ) as response,
-    ):
-        error = (await response.json())["error"]
-        assert response.status == status, error
-        assert set(error) >= {"message", "type", "param", "code"}
-        if param is not None:
-            assert error["param"] == param
-
-
-def test_common_kubectl_commands_work(cluster, demo):
-    table = cluster.kubectl("get", "llms")
-    assert table.split()[0] == "NAME"
-    assert "demo" in table
-    assert "kind: LLMService" in cluster.kubectl("get", "llms", "demo", "-o", "yaml")
-    cluster.kubectl("wait", "--for=condition=Ready", "llms/demo", "--timeout=60s")
-    described = cluster.kubectl("describe", "llms", "demo")
-    assert "Conditions" in described
-    patch = json.dumps({"metadata": {"labels": {"team": "relay"}}})
-    cluster.kubectl("patch", "llms", "demo", "--type=merge", "-p", patch)
-    assert "demo" in cluster.kubectl("get", "llms", "-l", "team=relay")
-    pod = cluster.pods(demo, "decode")[0]["metadata"]["name"]
-    assert "engine" in cluster.kubectl("logs", pod).lower()
-    assert cluster.kubectl("logs", pod, "--tail=1").count("\n") <= 1
-
-
 def test_kubectl_follows_services_and_logs(cluster, demo):
     pod = cluster.pods(demo, "decode")[0]["metadata"]["name"]
+    assert cluster.kubectl("logs", pod, "--tail=1").count("\n") <= 1
     with (
         cluster.following("get", "llms", "-w") as watched,
         cluster.following("logs", "-f", pod) as logged,
@@ -367,10 +296,3 @@ def test_kubectl_follows_services_and_logs(cluster, demo):
             timeout_s=60,
             what="the engine's last log lines in `kubectl logs -f`",
         )
-
-
-def test_a_checkpoint_path_must_be_absolute(checkpoints: dict[str, Path], cluster):
-    bad = manifest("relative", Path("models/x"))
-    assert "spec.model.uri" in cluster.kubectl(
-        "apply", "-f", "-", stdin=json.dumps(bad), check=False
-    )

@@ -199,7 +199,6 @@ class Soak:
         self._requests: dict[str, EngineCoreRequest] = {}
         self._outputs: dict[str, list[EngineCoreOutput]] = {}
         self._aborted: set[str] = set()
-        self._paused_with: set[str] = set()
         self._futures: list[Future[None]] = []
         self.num_compared = 0
         self.num_near_ties = 0

@@ -121,20 +121,6 @@ class Cluster:
         }  # fmt: skip
         await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
 
-    async def die(self, pod: str, message: str) -> None:
-        """Write the status of a container that ended."""
-        ended = {"terminated": {"exitCode": 78, "reason": "Error", "message": message}}
-        container = {
-            "name": "engine", "image": "x", "imageID": "x", "restartCount": 1, "ready": False,
-            "started": False,
-            "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended,
-        }  # fmt: skip
-        status = {
-            "phase": "Running", "containerStatuses": [container],
-            "conditions": [{"type": "Ready", "status": "False"}],
-        }  # fmt: skip
-        await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
-
     async def run_gateway(self) -> None:
         """Write the status of the gateway's Deployment and pods."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.client import EngineClient, EngineDeadError
 from baton_protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
 from support.engine.engine_fakes import continuation
 from support.engine.engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
@@ -45,19 +45,11 @@ def call_and_wait(client: EngineClient) -> asyncio.Task[object]:
     return asyncio.create_task(client.call("pause", "wait", timeout_s=None))
 
 
-async def until_running(client: EngineClient, number: int) -> None:
-    await until(
-        lambda: client.status is not None and client.status.num_running >= number,
-        f"{number} running requests",
-        DEADLINE_S,
-    )
-
-
 async def test_kill_9_of_the_engine_ends_every_wait_of_every_client_with_a_reason(start):
     engine = start(BATON_FAKE_STEP_S="0.2")
     async with await connect(engine, heartbeat_interval_s=0.1) as one, await connect(engine) as two:
         waiting = [*add_long_requests(one, [1], [2]), *add_long_requests(two, [3])]
-        await until_running(one, 3)
+        await until(lambda: one.status and one.status.num_running == 3, "three running requests")
         waiting.append(call_and_wait(two))
         while not (await one.call("get_stats"))["paused"]:  # the call has not arrived
             assert not waiting[-1].done()
@@ -121,17 +113,6 @@ async def test_a_second_sigterm_does_not_wait_for_running_requests(start):
         assert time.monotonic() - started < 10
 
 
-async def test_sigterm_of_a_paused_engine_does_not_wait_for_its_paused_requests(start):
-    engine = start("--drain-timeout-s", "60", BATON_FAKE_STEP_S="0.02")
-    async with await connect(engine) as client:
-        stream = client.add(request("r", [1, 2], 250))
-        await anext(stream)
-        await client.call("pause", "keep")
-        engine.process.send_signal(signal.SIGTERM)
-        assert (await collect(stream))[-1].error_code is ErrorCode.DRAINING
-        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
-
-
 async def test_a_pause_that_waits_does_not_block_the_engine_loop(start):
     engine = start(BATON_FAKE_STEP_S="0.02")
     async with await connect(engine) as client:
@@ -146,20 +127,6 @@ async def test_a_pause_that_waits_does_not_block_the_engine_loop(start):
         assert await pause is None
         await client.call("resume")
         assert tokens(await collect(late)) == continuation([5, 6], 4, ignore_eos=True)
-
-
-async def test_resume_ends_the_wait_for_a_pause_with_an_error(start):
-    engine = start(BATON_FAKE_STEP_S="0.02")
-    async with await connect(engine) as client:
-        stream = client.add(request("r", [1, 2], 100))
-        await anext(stream)
-        pause = call_and_wait(client)
-        await asyncio.sleep(0)  # sends the pause before the next call
-        assert (await client.call("is_paused")) is True
-        await client.call("resume")
-        with pytest.raises(UtilityError, match="resumed before the pause was complete"):
-            await pause
-        assert len(tokens(await collect(stream))) == 99
 
 
 async def test_sleep_and_wake_up_over_the_admin_port_keep_requests(start):

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -168,40 +167,6 @@ def in_threads(size: int, run: Callable[[int, StoreAddress], T]) -> list[T]:
     """Run `run(rank, store address)` in a thread per rank and return the results."""
     with contextlib.closing(open_store("127.0.0.1")) as store, ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size), [store.address] * size, timeout=WAIT_S))
-
-
-def test_a_member_that_does_not_respond_fails_operations_at_the_timeout() -> None:
-    timed_out = threading.Event()
-
-    def run(rank: int, address: StoreAddress) -> None:
-        group = create_group("test", rank, 2, connect_store(address, WAIT_S), 1, CPU, 1.0)
-        if rank == 1:
-            assert timed_out.wait(WAIT_S)
-            return
-        with pytest.raises(
-            TimeoutError,
-            match="all_reduce in group test, rank 0 of 2: no response from rank 1 within 1 s",
-        ):
-            group.all_reduce(torch.zeros(4))
-        with pytest.raises(
-            GroupBrokenError,
-            match="an earlier all_reduce timed out waiting for rank 1",
-        ):
-            group.all_reduce(torch.zeros(4))  # would read the late response to the first one
-        timed_out.set()
-
-    in_threads(2, run)
-
-
-def test_joining_fails_at_the_timeout_if_a_member_is_missing() -> None:
-    def run(rank: int, address: StoreAddress) -> None:
-        with pytest.raises(
-            TimeoutError,
-            match="group test of generation 1: rank 0 waited 1 s for the other 1 members",
-        ):
-            create_group("test", rank, 2, connect_store(address, WAIT_S), 1, CPU, 1.0)
-
-    in_threads(1, run)
 
 
 def test_the_parallel_context_has_tensor_and_pipeline_groups() -> None:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
-from baton_engine.executor.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Generation, Member
@@ -81,10 +81,8 @@ class Rank:
         generated = self.generated[request_id]
         if request_id not in self.is_new or not generated:
             return make_step(request_id, generated, 0)
-        blocks = make_step(request_id, [], 0).new_requests[0].block_ids
-        new = NewRequestData(
-            request_id, PROMPTS[request_id], generated, make_params(request_id), 0, blocks, 0
-        )
+        [first] = make_step(request_id, [], 0).new_requests
+        new = replace(first, generated_token_ids=generated)
         return SchedulerOutput(
             [new], [], {request_id: len(PROMPTS[request_id]) + len(generated)}, []
         )
@@ -97,10 +95,6 @@ class Rank:
         for request_id, token in output.sampled_token_ids.items():
             self.generated[request_id].append(token)
             self.is_new.discard(request_id)
-
-
-def make_params(request_id: str):  # type: ignore[no-untyped-def]
-    return make_step(request_id, [], 0).new_requests[0].sampling_params
 
 
 class Ranks:

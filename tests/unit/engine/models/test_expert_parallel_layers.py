@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models import expert_parallel
 from baton_engine.models.checkpoint_config import load_checkpoint_config
@@ -37,7 +36,7 @@ from support.engine.expert_ranks import (
     run_expert_parallel,
     thread_groups,
 )
-from support.engine.model_cases import CPU, Meeting, ThreadGroup, load, run_model, run_threads
+from support.engine.model_cases import CPU, load, run_model, run_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -234,40 +233,6 @@ def test_logits_equal_those_of_one_rank(
     for own, logits in zip(sequences, run_threads(works), strict=True):
         if own:
             torch.testing.assert_close(logits, run_model(alone, own, chunk), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, indirect=True)
-def test_logits_equal_those_of_one_rank_with_two_tensor_ranks_per_rank(
-    checkpoint: Path, layout: str
-) -> None:
-    """The second of the two ranks has no tokens and runs dummy batches."""
-    tensor_meetings, network = [Meeting(2), Meeting(2)], ThreadNetwork()
-    workers = [
-        ThreadRank(
-            f"r{rank}",
-            checkpoint,
-            network,
-            ParallelContext(ThreadGroup(tensor_meetings[rank], tensor)),
-        )
-        for rank in range(2)
-        for tensor in range(2)
-    ]
-    commit_everywhere(
-        workers, generation(1, ["r0", "r1"], place_experts(2, workers[0].store.num_experts, 2))
-    )
-    sequences, chunk = [make_sequences(2, 20)[0], []], 6
-    waves = compute_waves(sequences, chunk)
-    works = [
-        lambda worker=worker, own=sequences[index // 2]: run_expert_parallel(
-            worker.model, own, chunk, waves
-        )
-        for index, worker in enumerate(workers)
-    ]
-    first, second, *_ = run_threads(works)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(
-        first, run_model(load(checkpoint), sequences[0], chunk), atol=TOLERANCE, rtol=0
-    )
 
 
 def test_layers_with_int8_experts_compute_the_same_as_those_of_a_quantized_model(

@@ -171,11 +171,16 @@ def test_sigterm_while_the_model_loads_ends_the_process_with_0(start):
     assert engine.process.wait(25) == 0
 
 
-async def test_requests_that_run_at_the_drain_timeout_end_with_draining(start):
-    engine = start("--drain-timeout-s", "0.3", BATON_FAKE_STEP_S="0.05")
+@pytest.mark.parametrize(("drain_timeout_s", "is_paused"), [("0.3", False), ("60", True)])
+async def test_requests_that_cannot_end_within_the_drain_timeout_end_with_draining(
+    start, drain_timeout_s, is_paused
+):
+    engine = start("--drain-timeout-s", drain_timeout_s, BATON_FAKE_STEP_S="0.05")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 200))
         await anext(stream)
+        if is_paused:  # paused requests cannot end at all
+            await client.call("pause", "keep")
         engine.process.send_signal(signal.SIGTERM)
         last = (await collect(stream))[-1]
         assert last.error_code is ErrorCode.DRAINING

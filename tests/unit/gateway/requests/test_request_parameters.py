@@ -47,20 +47,6 @@ async def test_samples_with_a_prefill_stage_are_independent(rig: GatewayRig):
     assert all(add.kv_transfer.side is KVSide.CONSUME for add in decode.adds)
 
 
-async def test_samples_of_a_lost_engine_are_resumed_individually(rig: GatewayRig):
-    dying, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
-    dying.hold_after = 2
-    await rig.start(dying)
-    asking = asyncio.create_task(completion(rig, n=2))
-    await until(lambda: len(dying.adds) == 2, "both samples at the first engine")
-    rig.announce(dying, other)
-    await until(lambda: len(rig.gateway.pool.available("decode")) == 2, "the second engine")
-    dying.die()
-    body = await asking
-    assert [choice["text"] for choice in body["choices"]] == [TEXT, TEXT]
-    assert [add.group_id for add in other.adds] == ["", ""]
-
-
 async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig):
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
@@ -99,19 +85,6 @@ async def test_a_beam_search_is_one_engine_request_with_beams_as_choices(
     assert (params.beam_width, params.length_penalty, params.early_stopping) == (3, 0.5, True)
     assert add.kv_transfer is None
     assert add.group_id == ""
-
-
-async def test_a_beam_search_is_restarted_when_its_engine_is_lost(rig: GatewayRig):
-    dying, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
-    dying.hold_after = 0
-    await rig.start(dying)
-    asking = asyncio.create_task(completion(rig, n=2, use_beam_search=True))
-    await until(lambda: dying.adds, "the search at the first engine")
-    rig.announce(dying, other)
-    await until(lambda: len(rig.gateway.pool.available("decode")) == 2, "the second engine")
-    dying.die()
-    assert (await asking)["choices"][0]["text"] == TEXT
-    assert other.adds[0].generated_token_ids == []
 
 
 async def test_prompt_logprobs_skip_the_prefill_stage_and_are_requested_once(rig: GatewayRig):

@@ -254,7 +254,11 @@ async def test_too_many_concurrent_sequences_get_429(make_rig):
     assert (status, body["error"]["param"]) == (400, "n")
 
 
-async def test_without_a_ready_decode_engine_requests_get_503(rig: GatewayRig):
+@pytest.mark.parametrize("queue_wait_s", [0.0, 60.0])
+async def test_without_a_ready_decode_engine_requests_get_503_at_once(
+    make_rig: MakeRig, queue_wait_s: float
+):
+    rig = make_rig(queue_wait_s=queue_wait_s)
     await rig.start(rig.engine("p", "prefill"))
     assert (await rig.get("/ready"))[0] == 503
     status, body, headers = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
@@ -270,7 +274,11 @@ async def test_a_stopping_gateway_finishes_streams_and_refuses_new_requests(rig:
     running = asyncio.create_task(rig.complete())
     await until(lambda: engine.adds, "the request at the engine")
     stopping = asyncio.create_task(rig.gateway.stop())
-    await until(lambda: _ready_is(rig, 503), "/ready to answer 503")
+
+    async def is_not_ready() -> bool:
+        return (await rig.get("/ready"))[0] == 503
+
+    await until(is_not_ready, "/ready to answer 503")
     status, body, _ = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
     assert (status, body["error"]["code"]) == (503, "draining")
     engine.released.set()
@@ -290,7 +298,3 @@ async def test_streams_that_outlast_the_drain_timeout_get_an_error(make_rig):
         async for _ in stream:
             pass
     await stopping
-
-
-async def _ready_is(rig: GatewayRig, status: int) -> bool:
-    return (await rig.get("/ready"))[0] == status

@@ -374,7 +374,7 @@ async def test_a_sample_that_fails_alone_is_resumed_alone(rig: GatewayRig):
     assert (alone.group_id, alone.generated_token_ids) == ("", engines[0].answer[:1])
 
 
-@pytest.mark.parametrize("how", ["freezes", "drains"])
+@pytest.mark.parametrize("how", ["dies", "freezes", "drains"])
 async def test_a_beam_search_is_restarted_on_another_engine(make_rig: MakeRig, how: str):
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
     engines = decode_engines(rig, 2)
@@ -389,6 +389,7 @@ async def test_a_beam_search_is_restarted_on_another_engine(make_rig: MakeRig, h
     body = await request
     assert body["choices"][0]["text"] == TEXT
     assert len(body["choices"]) == 2
+    assert [add.generated_token_ids for engine in engines for add in engine.adds] == [[], []]
     assert rig.metric("baton:requests_resumed_total", reason="draining") == 0, (
         "a request without delivered tokens counts as resumed"
     )

@@ -17,26 +17,6 @@ from support.waiting import until
 pytestmark = needs_api_server
 
 
-async def test_a_missing_model_is_reported_until_it_exists(kube: Kube) -> None:
-    lost = Cluster(kube, "lost")
-    await lost.create()
-    await lost.names("decode-0")
-    await lost.run_gateway()
-    await lost.die("decode-0", "loading\nFATAL ModelNotFound: /models/x does not exist\n")
-    condition = await lost.condition("Ready", "False", "ModelNotFound")
-    assert "/models/x" in condition["message"]
-
-    async def has_event() -> Any:
-        events = await kube.list_all("Event", NAMESPACE)
-        return any(
-            e["reason"] == "ModelNotFound" and e["involvedObject"]["name"] == "lost" for e in events
-        )
-
-    await until(has_event, "the event, which follows the status")
-    await lost.run("decode-0")
-    await lost.condition("Ready", "True")
-
-
 async def test_objects_of_other_owners_are_not_changed(kube: Kube) -> None:
     metadata = {"name": "taken-gateway", "namespace": NAMESPACE}
     ports = [{"port": 1234}]
@@ -51,17 +31,6 @@ async def test_objects_of_other_owners_are_not_changed(kube: Kube) -> None:
     assert foreign["spec"]["ports"][0]["port"] == 1234
     await kube.delete("Service", NAMESPACE, "taken-gateway", foreign["metadata"]["uid"])
     await taken.names("decode-0")
-
-
-async def test_a_group_with_refused_pods_does_not_delay_another(kube: Kube) -> None:
-    half = Cluster(kube, "half")
-    no_image = {"spec": {"containers": [{"name": "engine", "image": ""}]}}
-    await half.create(prefill={"template": no_image}, decode={"replicas": 2})
-    await half.names("decode-0", "decode-1")
-    condition = await half.condition("Ready", "False", "PodRefused")
-    assert "image" in condition["message"]
-    await half.patch({"decode": {"replicas": 1}})
-    await half.names("decode-0")
 
 
 async def test_a_surge_beyond_a_quota_is_reported_and_continues_when_there_is_room(
@@ -124,31 +93,6 @@ async def test_a_surge_beyond_a_quota_is_reported_and_continues_when_there_is_ro
     await kube.client.delete(f"{path}/gpus")
 
 
-async def test_a_missing_secret_is_reported_until_it_exists(kube: Kube) -> None:
-    lacking = Cluster(kube, "lacking")
-    volumes = [{"name": "certificates", "secret": {"secretName": "absent"}}]
-    await lacking.create(decode={"template": {"spec": {"volumes": volumes}}})
-    await lacking.names("decode-0")
-    metadata = {"name": "lacking-decode-0", "namespace": NAMESPACE}
-    bound = {
-        "apiVersion": "v1",
-        "kind": "Binding",
-        "metadata": metadata,
-        "target": {"kind": "Node", "name": "node"},
-    }
-    await kube.client.create(kube.path("Pod", NAMESPACE, "lacking-decode-0", "binding"), bound)
-    condition = await lacking.condition("DecodeReady", "False", "SecretNotFound")
-    assert "Secret absent does not exist" in condition["message"]
-    assert "volume certificates" in condition["message"]
-    secret = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": "absent", "namespace": NAMESPACE},
-    }
-    await kube.create(secret)
-    await lacking.condition("DecodeReady", "False", "Starting")
-
-
 async def test_a_secret_of_another_owner_is_neither_used_nor_changed(kube: Kube) -> None:
     foreign = {
         "apiVersion": "v1",
@@ -188,17 +132,10 @@ async def test_an_own_secret_without_a_key_is_reported(kube: Kube) -> None:
             raise
         return True
 
-    await until(is_replaced, "the Secret to be is_replaced before the operator draws another key")
+    await until(is_replaced, "the Secret to be replaced before the operator draws another key")
     condition = await service.condition("Ready", "False", "ServiceKeyUnusable")
     assert "keyless-key" in condition["message"]
     assert "delete it" in condition["message"]
-
-
-async def test_a_template_that_removes_the_pods_spec_is_reported(kube: Kube) -> None:
-    bad = Cluster(kube, "badtemplate")
-    await bad.create(decode={"template": {"spec": "none"}})
-    condition = await bad.condition("Ready", "False", "InvalidSpec")
-    assert "decode.template.spec must be an object" in condition["message"]
 
 
 async def test_a_spec_that_an_older_api_server_accepts_is_reported(kube: Kube) -> None:
@@ -288,6 +225,8 @@ async def with_rules(kube: Kube, path: str, rules: bool) -> Object:
     [
         ({"model": {}}, "spec.model.uri"),
         ({"model": {"uri": "ftp://host/x"}}, "spec.model.uri"),
+        ({"model": {"uri": "file://models/x"}}, "spec.model.uri"),
+        ({"model": {"uri": "file:///models/x", "dtype": "int3"}}, "spec.model.dtype"),
         ({"decode": {"replicas": -1}}, "spec.decode.replicas"),
         ({"decode": {"parallelism": {"tensor": 0}}}, "spec.decode.parallelism.tensor"),
         (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ async def test_the_coordinator_is_deleted_with_the_last_rank(kube: Kube) -> None
         ]
         return not any(found)
 
-    await until(are_replaced, "the rank to be are_replaced by an engine of its own")
+    await until(are_replaced, "the rank to be replaced by an engine of its own")
     await until(is_gone, "the coordinator's Deployment and Service to be deleted")
     status = (await plain.service())["status"]
     assert "topology" not in status["decode"]
@@ -222,45 +221,6 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
         assert engine.refused == 0
 
 
-async def test_a_new_revision_replaces_one_member_at_a_time(kube: Kube, operator: Operator) -> None:
-    roll = Cluster(kube, "roll")
-    in_place = {"decode": {"maxSurge": 0, "maxUnavailable": 1}}
-    await roll.create(decode={"replicas": 2}, drainTimeoutSeconds=0, updateStrategy=in_place)
-    old = await roll.names("decode-0", "decode-1")
-    for pod in ("decode-0", "decode-1"):
-        await roll.run(pod)
-    await roll.condition("DecodeReady", "True")
-    await roll.patch({"engine": {"maxNumSeqs": 7}})
-
-    def are_replaced(name: str) -> Callable[[], Any]:
-        async def check() -> Any:
-            pods = await roll.pods()
-            assert len(pods) >= 1
-            new = pods.get(name)
-            return new and new["metadata"]["uid"] != old[name]["metadata"]["uid"]
-
-        return check
-
-    await until(are_replaced("roll-decode-1"), "decode-1 to be are_replaced")
-    await roll.condition("DecodeReady", "False")
-    await operator.wait_for_reconciles(times=3)
-    assert (await roll.pods())["roll-decode-0"]["metadata"]["uid"] == old["roll-decode-0"][
-        "metadata"
-    ]["uid"]
-    await roll.run("decode-1")
-    await until(are_replaced("roll-decode-0"), "decode-0 to be are_replaced")
-    await roll.run("decode-0")
-    await roll.condition("DecodeReady", "True")
-
-    async def one_configuration() -> Any:
-        found = await kube.list_all(
-            "ConfigMap", NAMESPACE, {f"{GROUP}/service": "roll", f"{GROUP}/role": "decode"}
-        )
-        return len(found) == 1
-
-    await until(one_configuration, "the old ConfigMap to be collected")
-
-
 def key_of(pod: Object) -> str:
     """Return the name of the key that a pod was created with."""
     return str(pod["metadata"]["annotations"][f"{GROUP}/service-key"])
@@ -319,7 +279,7 @@ async def test_a_deleted_key_is_recreated_and_all_pods_are_replaced_one_by_one(
                 await service.run(pod["metadata"]["name"].removeprefix("rotated-"))
         return len(pods) == 2 and all(key_of(pod) != old_key for pod in pods)
 
-    await until(done, "all decode pods to be are_replaced")
+    await until(done, "all decode pods to be replaced")
     gateway = await kube.read("Deployment", NAMESPACE, "rotated-gateway")
     assert key_of(gateway["spec"]["template"]) != old_key
 

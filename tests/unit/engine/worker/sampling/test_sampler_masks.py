@@ -27,13 +27,6 @@ from support.engine.sampling_inputs import EOS, sampling_input
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
-def sample_greedy(
-    logits: list[float], ids: dict[str, list[int]] | None = None, **fields: Any
-) -> int:
-    params = SamplingParams(temperature=0.0, **fields)
-    return sample(torch.tensor([logits]), [sampling_input(params, **(ids or {}))], EOS).token_ids[0]
-
-
 def bitmask(vocab_size: int, *rows: set[int] | None) -> torch.Tensor:
     """Return a mask of the allowed tokens of each row; None allows all, as without a grammar."""
     mask = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
@@ -59,12 +52,10 @@ def bitmask(vocab_size: int, *rows: set[int] | None) -> torch.Tensor:
 def test_a_bad_word_that_began_in_prompt_or_output_is_not_completed(
     prompt: list[int], generated: list[int], masked: bool
 ) -> None:
-    token = sample_greedy(
-        [0.0, 9.0, 0.0, 5.0],
-        {"prompt": prompt, "generated": generated},
-        bad_words_token_ids=[[4, 5, 1]],
-    )
-    assert token == (3 if masked else 1)
+    params = SamplingParams(temperature=0.0, bad_words_token_ids=[[4, 5, 1]])
+    inputs = [sampling_input(params, prompt=prompt, generated=generated)]
+    output = sample(torch.tensor([[0.0, 9.0, 0.0, 5.0]]), inputs, EOS)
+    assert output.token_ids == [3 if masked else 1]
 
 
 def test_a_grammar_masks_only_its_own_row() -> None:
