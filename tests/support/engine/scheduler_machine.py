@@ -15,9 +15,11 @@ from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_protocol.block_hash import root_hash
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 from baton_protocol.sampling import StructuredOutput
+from support.block_hashes import hash_blocks
 from support.engine.fake_runner import (
     EOS,
     VOCAB_SIZE,
@@ -302,6 +304,16 @@ class World:
             for block in pool.blocks:
                 assert block.ref_count == holders[block.block_id], block
             assert pool.num_free_blocks == pool.num_blocks - len(holders)
+
+    def check_offload_tier(self) -> None:
+        """Check the content of all stored blocks. The worker runs a step when it is scheduled."""
+        tier = self.kv.offload
+        for block_hash in list(tier._slots) if tier is not None and self.lost is None else []:
+            slot = tier.find(block_hash).slot
+            content = [self.runner.offload_memory[slot, offset] for offset in range(BLOCK)]
+            tokens = content[-1]
+            assert hash_blocks(root_hash("model"), tokens, BLOCK)[-1] == block_hash
+            assert content == [tokens[: len(tokens) - BLOCK + 1 + i] for i in range(BLOCK)]
 
     def check_places(self) -> None:
         """Check that every request is in one queue and that the batch is within its limit."""

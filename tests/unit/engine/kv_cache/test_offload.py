@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.offload import OffloadTier
@@ -16,14 +14,11 @@ from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
 from baton_kv_transfer.memory.layout import KVCacheLayout
-from baton_protocol.block_hash import root_hash
-from baton_protocol.config import EngineConfig, ModelConfig, SchedulerConfig
+from baton_protocol.config import EngineConfig, ModelConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams
-from support.block_hashes import hash_blocks
 from support.engine.fake_runner import continuation
 from support.engine.scheduler_engine import BLOCK, Engine
-from support.engine.scheduler_machine import BUDGET, MAX_NUM_SEQS, World
 
 
 def test_the_least_recently_used_block_is_evicted() -> None:
@@ -119,115 +114,6 @@ def test_a_kv_load_restores_its_offloaded_prefix_in_a_step_without_tokens() -> N
         len(prompt) - 2 * BLOCK,
         0,
     )
-
-
-#: (token of the prompt, its length, max_tokens, steps to run afterwards).
-FAMILIES = st.tuples(
-    st.integers(1, 5), st.sampled_from([5, 14, 22, 30]), st.integers(1, 8), st.integers(0, 9)
-)
-EVENTS = st.one_of(
-    FAMILIES,
-    FAMILIES,
-    st.sampled_from(
-        ["step", "step", "steps", "steps", "load", "abort", "preempt", "reset", "reset running"]
-    ),
-)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    events=st.lists(EVENTS, min_size=20, max_size=60),
-    num_offload_blocks=st.integers(1, 14),
-    mode=st.sampled_from(["one step", "pipeline", "async"]),
-    preemption=st.sampled_from(["swap", "recompute"]),
-)
-def test_requests_read_correct_kv_under_offloading(
-    events, num_offload_blocks: int, mode: str, preemption: str
-) -> None:
-    """Use a cache of 12 blocks, more prefixes than it holds, and loads that write at once."""
-    config = SchedulerConfig(
-        max_num_batched_tokens=BUDGET,
-        max_num_seqs=MAX_NUM_SEQS,
-        preemption_mode=preemption,
-        async_scheduling=mode == "async",
-    )
-    depth = {"one step": 1, "async": 2, "pipeline": 3}[mode]
-    world = World(
-        config,
-        depth=depth,
-        num_swap_blocks=12,
-        num_offload_blocks=num_offload_blocks,
-        send_token_ids=mode == "pipeline",
-    )
-    for number, event in enumerate(events):
-        if isinstance(event, tuple):
-            family, length, max_tokens, num_steps = event
-            _add(world, f"r{number}", [family] * length, max_tokens)
-            for _ in range(num_steps):
-                _step(world)
-        else:
-            _do(world, event, number)
-        _check_tier(world)
-    for request_id in list(world.scheduler.requests):
-        world.abort(request_id)
-    for _ in range(100):
-        if not world.scheduler.has_work:
-            break
-        _step(world)
-        for transfer_id in list(world.connector.loads):
-            world.connector.end_load(transfer_id, 0, "over")
-    assert not world.scheduler.has_work
-    world.check_blocks()
-    _check_tier(world)
-
-
-def _add(world: World, request_id: str, prompt: list[int], max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    world.add(EngineCoreRequest(request_id, prompt, params))
-
-
-def _step(world: World) -> None:
-    while len(world.in_flight) < world.depth:
-        world.schedule()
-    world.update()
-
-
-def _do(world: World, event: str, number: int) -> None:
-    scheduler = world.scheduler
-    match event:
-        case "step" | "steps":
-            for _ in range(1 if event == "step" else 5):
-                _step(world)
-        case "load":
-            for transfer_id in list(world.connector.loads):
-                world.connector.end_load(transfer_id, 0, "lost")
-            request_id, prompt = f"r{number}", [1 + number % 5] * 25
-            transfer = KVTransferParams(KVSide.CONSUME, f"t{number}", "peer", "127.0.0.1", 1)
-            params = SamplingParams(max_tokens=3, ignore_eos=True)
-            if world.add(EngineCoreRequest(request_id, prompt, params, kv_transfer=transfer)):
-                token = continuation(prompt, 1, ignore_eos=True)
-                scheduler.add_prefill_result(PrefillResult(request_id, token, ""))
-        case "abort":
-            if scheduler.requests:
-                world.abort(next(iter(scheduler.requests)))
-        case "preempt":
-            scheduler.preempt_all()
-        case "reset" | "reset running":
-            scheduler.reset_prefix_cache(event == "reset running")
-
-
-def _check_tier(world: World) -> None:
-    """Check the content of all stored blocks. The world runs a step when it is scheduled."""
-    tier = world.kv.offload
-    for block_hash in list(tier._slots):
-        found = tier.find(block_hash)
-        tokens = world.runner.offload_memory[found.slot, BLOCK - 1]
-        assert hash_blocks(root_hash("model"), tokens, BLOCK)[-1] == block_hash
-        for offset in range(BLOCK):
-            assert (
-                world.runner.offload_memory[found.slot, offset]
-                == tokens[: len(tokens) - BLOCK + 1 + offset]
-            )
 
 
 def test_a_worker_stores_evicted_blocks_before_transfers_start() -> None:

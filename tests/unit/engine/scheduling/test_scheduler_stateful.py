@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _prompt(self, data: st.DataObject) -> list[int]:
         # Few distinct first tokens, so that requests share prefixes.
-        return [data.draw(st.integers(1, 2))] * data.draw(st.integers(1, 24))
+        return [data.draw(st.integers(1, 3))] * data.draw(st.integers(1, 24))
 
     @rule(data=st.data(), side=SIDES, early=st.booleans(), stops=st.booleans())
     def add(self, data: st.DataObject, side: KVSide | None, early: bool, stops: bool) -> None:
@@ -269,6 +269,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_add_up(self) -> None:
         self.world.check_blocks()
+
+    @invariant()
+    def offloaded_blocks_hold_the_tokens_of_their_hash(self) -> None:
+        self.world.check_offload_tier()
 
     @invariant()
     def every_request_is_in_one_queue(self) -> None:
