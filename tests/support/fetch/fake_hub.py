@@ -10,9 +10,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from support.fetch.file_server import Handler, serving
 
 TOKEN = "hf_let_me_in"
 LFS_SUFFIX = ".safetensors"
@@ -65,11 +66,10 @@ class FakeHub:
         return result
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     hub: FakeHub
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 (the name that http.server calls)
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         if hub.unavailable > 0:
             hub.unavailable -= 1
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "EntryNotFound")
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self) -> None:  # noqa: N802
         self.do_GET()
 
     def _info(self, repo: str, revision: str) -> None:
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "siblings": self.hub.siblings(),
             }
             body = json.dumps(info).encode()
-            self._head(200, len(body), {"Content-Type": "application/json"})
+            self.send_head(200, len(body), {"Content-Type": "application/json"})
             self.wfile.write(body)
 
     def _file(self, repo: str, revision: str, name: str) -> None:
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.damage.get(name, 0) > 0:
             hub.damage[name] -= 1
             body = body[:-1] + bytes([body[-1] ^ 1])
-        self._head(206 if asked else 200, len(body), headers)
+        self.send_head(206 if asked else 200, len(body), headers)
         if self.command == "HEAD":
             return
         hub.downloads[name] += 1
@@ -141,41 +141,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _refuse(self, status: int, code: str) -> None:
-        self._head(status, 0, {"X-Error-Code": code} if code else {})
-
-    def _head(self, status: int, length: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(length)}.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass  # tests kill clients during a body
+        self.send_head(status, 0, {"X-Error-Code": code} if code else {})
 
 
 @contextlib.contextmanager
 def fake_hub(files: dict[str, bytes], repo: str = "org/model") -> Iterator[FakeHub]:
     """Serve until the block ends. Waiting bodies are released then."""
     hub = FakeHub(repo, files)
-    handler = type("_BoundHandler", (_Handler,), {"hub": hub})
-    server = _Server(("127.0.0.1", 0), handler)
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.release.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(_Handler, hub=hub) as hub.url:
+        try:
+            yield hub
+        finally:
+            hub.release.set()
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from support.fetch.file_server import Handler, serving
 
 ACCESS_KEY = "AKIDALLOWED"
 #: Number of objects in one page of a listing.
@@ -25,7 +25,7 @@ class FakeStore:
     objects: dict[str, bytes]
     #: Number of requests that will get 503.
     unavailable: int = 0
-    #: Number of object bodies that will be closed in the middle.
+    #: Number of bodies of more than 1 MiB that will be closed in the middle.
     truncate: int = 0
     #: An object that is replaced when it is read. The body of that response is incomplete.
     replace_on_read: str = ""
@@ -37,11 +37,10 @@ class FakeStore:
         return f'"{hashlib.md5(self.objects[key], usedforsecurity=False).hexdigest()}"'
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     store: FakeStore
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 (the name that http.server calls)
         store, url = self.store, urlsplit(self.path)
         bucket, _, key = unquote(url.path).removeprefix("/").partition("/")
         if store.unavailable > 0:
@@ -88,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": store.tag(key), "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
         if asked:
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        cut = key == store.replace_on_read or (store.truncate > 0 and len(content) > 1000)
+        cut = key == store.replace_on_read or (store.truncate > 0 and len(content) > 2**20)
         if cut:
             store.truncate = max(store.truncate - 1, 0)
         if key == store.replace_on_read:
@@ -106,34 +105,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(
         self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False
     ) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
+        self.send_head(status, len(body), headers)
         self.wfile.write(body[: len(body) // 2] if cut else body)
         self.close_connection = cut
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients disconnect during a body
 
 
 @contextlib.contextmanager
 def fake_store(bucket: str, objects: dict[str, bytes]) -> Iterator[FakeStore]:
     store = FakeStore(bucket, objects)
-    server = _Server(("127.0.0.1", 0), type("_BoundHandler", (_Handler,), {"store": store}))
-    store.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with serving(_Handler, store=store) as store.url:
         yield store
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
