@@ -43,6 +43,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
             "max_tokens": draw(st.sampled_from([6, 200, 200])),
             "return_token_ids": draw(st.booleans()),
             "logprobs": draw(st.sampled_from([None, 1])),
+            "echo": draw(st.booleans()),
         },
     }
 
@@ -71,6 +72,7 @@ async def test_an_interrupted_request_has_the_same_response(
     fields = dict(case["fields"])
     if "chat" in path:
         fields["logprobs"] = None if fields["logprobs"] is None else True
+        del fields["echo"]
     planned_errors = deque(case["planned_errors"])
     for engine in group:
         engine.answer = rig.tokenizer.encode(case["text"], add_special_tokens=False)
@@ -90,6 +92,8 @@ async def test_an_interrupted_request_has_the_same_response(
     for again in sent:
         assert again.generated_token_ids == group[0].answer[: len(again.generated_token_ids)]
         assert again.sampling_params.max_tokens == request.sampling_params.max_tokens
+        if again.generated_token_ids:
+            assert again.sampling_params.prompt_logprobs is None, "they were sent already"
 
 
 def _retries(rig: GatewayRig) -> int:

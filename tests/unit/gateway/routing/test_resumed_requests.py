@@ -157,33 +157,6 @@ async def test_a_running_request_is_resumed_after_any_error(
     assert rig.metric("baton:requests_resumed_total", reason=code.name.lower()) == 1
 
 
-async def test_logprobs_and_ids_of_a_resumed_request_are_complete(rig: GatewayRig):
-    engines = decode_engines(rig, 2)
-    await rig.start(*engines)
-    uninterrupted = await ask(rig, "/v1/completions", logprobs=1, echo=True, return_token_ids=True)
-    engines[0].planned_errors = engines[1].planned_errors
-    engines[0].planned_errors.append((5, ErrorCode.DRAINING))
-    resumed = await ask(rig, "/v1/completions", logprobs=1, echo=True, return_token_ids=True)
-    assert rig.metric("baton:requests_resumed_total", reason="draining") == 1
-    assert resumed["choices"] == uninterrupted["choices"]
-    assert resumed["usage"] == uninterrupted["usage"]
-    requested = [
-        r.sampling_params.prompt_logprobs
-        for engine in engines
-        for r in engine.adds
-        if r.generated_token_ids
-    ]
-    assert requested == [None], "prompt logprobs were requested twice"
-
-
-async def test_a_resumed_stream_echoes_the_prompt_once(rig: GatewayRig):
-    engines = decode_engines(rig, 2)
-    engines[0].planned_errors = engines[1].planned_errors
-    engines[0].planned_errors.append((2, ErrorCode.INTERNAL))
-    await rig.start(*engines)
-    assert (await streamed_text(rig, "/v1/completions", echo=True))[0] == "go" + TEXT
-
-
 async def test_an_engine_lost_after_the_last_token_is_not_replaced(rig: GatewayRig):
     engine = decode_engines(rig, 1)[0]
     engine.planned_errors.append((3, ErrorCode.DRAINING))
