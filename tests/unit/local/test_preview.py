@@ -219,17 +219,6 @@ def test_on_full_nodes_a_new_member_replaces_an_old_one_after_the_surge_timeout(
     assert result.waits_for == []
 
 
-def test_a_member_without_room_is_named() -> None:
-    result = run(sample("demo"), sample("demo", decode__replicas=4), capacity=4)
-    assert result.waits_for == ["demo-decode-3: no node has room"]
-
-
-def test_a_preview_ends_after_max_steps() -> None:
-    result = run(sample("demo"), sample("demo", image="b:2"), max_steps=3)
-    assert len(result.steps) == 3
-    assert result.waits_for[0] == "the bound of 3 steps is reached"
-
-
 def test_changed_fields_are_listed() -> None:
     result = run(sample("experts", decode__parallelism={}), sample("experts"))
     changed = {each.path: (each.before, each.after) for each in result.fields}
@@ -245,19 +234,3 @@ def test_an_autoscaled_group_has_its_first_size() -> None:
     scaling = {"minReplicas": 3, "maxReplicas": 5, "itlMilliseconds": 50}
     result = run(sample("demo"), sample("demo", decode__autoscaling=scaling))
     assert done(result, "create") == ["demo-decode-2"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"decode__replicas": -1}, r"replicas"),
-        (
-            {"decode__parallelism": {"redundantExperts": 1}},
-            "decode.parallelism: redundantExperts needs expert",
-        ),
-        ({"decode__template": {"spec": {"containers": "x"}}}, "decode.template.spec.containers"),
-    ],
-)
-def test_an_impossible_spec_is_refused_with_the_field(fields: Object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        target_of(sample("demo", **fields))

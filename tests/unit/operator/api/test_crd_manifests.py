@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
@@ -133,11 +132,3 @@ def test_check_names_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     stderr = capsys.readouterr().err
     assert "manifests/crd/llmservices.yaml" in stderr
     assert "charts/baton/files/crd-spec.yaml" in stderr
-
-
-@pytest.mark.parametrize(("name", "expert"), [("demo", False), ("experts", True)])
-def test_the_samples_are_valid(name: str, expert: bool) -> None:
-    sample = yaml.safe_load((MANIFESTS / "samples" / f"{name}.yaml").read_text())
-    spec = llmservice.decode_spec(sample["spec"])
-    assert (sample["metadata"]["name"], spec.decode.replicas) == (name, 2)
-    assert spec.decode.parallelism.expert is expert
