@@ -105,25 +105,22 @@ async def die_after(
     """
     for engine in engines:
         engine.hold_after = tokens
-    seen = asyncio.Event()
 
     async def read() -> str:
         stream = await rig.client().completions.create(
             model="m", prompt="go", max_tokens=50, seed=3, stream=True
         )
-        pieces: list[str] = []
-        async for chunk in stream:
-            pieces.append(chunk.choices[0].text)
-            if len(pieces) == tokens:
-                seen.set()
-        return "".join(pieces)
+        return "".join([chunk.choices[0].text async for chunk in stream])
 
     reading = asyncio.create_task(read())
     busy = await until(
         lambda: next((engine for engine in engines if engine.adds), None),
         "the request at an engine",
     )
-    await until(lambda: seen.is_set() or not tokens, f"{tokens} tokens at the client")
+    await until(
+        lambda: rig.metric("baton:gateway_generation_tokens_total") == tokens,
+        f"{tokens} tokens at the gateway",
+    )
     for engine in engines:
         engine.hold_after = None
     busy.die()
