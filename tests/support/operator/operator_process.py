@@ -5,6 +5,9 @@ Tests write the status of objects, as the kubelet and the Deployment controller 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +47,19 @@ async def install(kubeconfig: Path) -> None:
                 if path := paths.get(obj["kind"]):
                     await kube.client.create(path, obj)
         await until(kube.discover, "the CRD to be served")
+
+
+def start_operator(
+    kubeconfig: Path, log: Path, *flags: str, **environment: str
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfig)]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [*command, "--host", "127.0.0.1", *flags],
+            stdout=output,
+            stderr=output,
+            env=os.environ | environment,
+        )
 
 
 @dataclass

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.control_plane.real import find_assets
 from pocketkube.ports import free_ports
 from support.operator.api_server import api_server
-from support.operator.operator_process import RESYNC_S, Operator, install
+from support.operator.operator_process import RESYNC_S, Operator, install, start_operator
 from support.waiting import until
 
 
@@ -37,16 +35,8 @@ def operator(
 ) -> Iterator[Operator]:
     log = tmp_path_factory.mktemp("operator") / "log"
     [port] = free_ports(1)
-    command = [
-        sys.executable,
-        "-m",
-        "baton_operator.cli",
-        "--kubeconfig",
-        str(kubeconfigs["operator"]),
-    ]
-    command += ["--host", "127.0.0.1", "--http-port", str(port), "--resync", str(RESYNC_S)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+    flags = ("--http-port", str(port), "--resync", str(RESYNC_S))
+    process = start_operator(kubeconfigs["operator"], log, *flags)
     try:
         yield Operator(port)
         assert process.poll() is None, f"the operator ended:\n{log.read_text()[-3000:]}"

@@ -25,7 +25,7 @@ from baton_operator import names
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from support.operator.api_proxy import ApiProxy, Fault, api_proxy
-from support.operator.operator_process import Cluster
+from support.operator.operator_process import Cluster, start_operator
 from support.waiting import until
 
 NAMESPACE = "default"
@@ -53,17 +53,7 @@ class Operator:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "baton_operator.cli",
-            "--kubeconfig",
-            str(self.proxy.kubeconfig),
-        ]
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*command, "--http-port", "0"], stdout=output, stderr=output
-            )
+        self.process = start_operator(self.proxy.kubeconfig, self.log, "--http-port", "0")
 
     def kill(self) -> None:
         if self.process is not None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.ports import free_ports
 from support.operator.api_proxy import ApiProxy, api_proxy
+from support.operator.operator_process import start_operator
 from support.waiting import eventually
 
 LEASE_S = 12.0
@@ -61,27 +60,13 @@ def operator(plane: EmbeddedControlPlane, folder: Path, name: str) -> Iterator[O
     [port] = free_ports(1)
     log = folder / f"{name}.log"
     with api_proxy(plane.kubeconfig, folder / name) as proxy:
-        command = [
-            sys.executable,
-            "-m",
-            "baton_operator.cli",
-            "--kubeconfig",
-            str(proxy.kubeconfig),
-            "--leader-elect",
-        ]
-        command += [
-            "--lease-namespace",
-            NAMESPACE,
-            "--lease-duration",
-            str(LEASE_S),
-            "--log-format",
-            "json",
-        ]
-        command += ["--host", "127.0.0.1", "--http-port", str(port)]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, "POD_NAME": name}
-            )
+        process = start_operator(
+            proxy.kubeconfig,
+            log,
+            *("--leader-elect", "--lease-namespace", NAMESPACE, "--lease-duration", str(LEASE_S)),
+            *("--log-format", "json", "--http-port", str(port)),
+            POD_NAME=name,
+        )
         try:
             yield Operator(process, proxy, port, log)
         finally:
@@ -206,10 +191,7 @@ def test_an_operator_without_an_api_server_waits_and_is_healthy(tmp_path: Path) 
     kubeconfig.write_text(
         json.dumps({**cluster, "contexts": contexts, "users": [{"name": "x", "user": {}}]})
     )
-    command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfig)]
-    command += ["--host", "127.0.0.1", "--http-port", str(port)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+    process = start_operator(kubeconfig, log, "--http-port", str(port))
     try:
         eventually(
             lambda: "does not answer" in log.read_text(),
