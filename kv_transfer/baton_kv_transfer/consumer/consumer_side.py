@@ -5,9 +5,9 @@ moves each load through its states. It keeps these promises:
 
 - Each load has exactly one LoadResult. Each wait and each per-rank transfer has a deadline.
 - A block counts when every per-rank transfer has verified its heads in this engine's memory.
-- At the LoadResult nothing can write to the load's blocks any more: its reads ended, and a
-  producer that might write confirmed the end of its writes (RELEASED, or the last block was
-  verified), or a fence cut all peers off from the memory.
+- At the LoadResult nothing can write to the load's blocks any more. Its reads have ended. A pushing
+  producer has confirmed the end of its writes (RELEASED, or the last block was verified), or a
+  fence has cut all peers off from the memory.
 """
 
 from __future__ import annotations
