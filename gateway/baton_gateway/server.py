@@ -83,13 +83,14 @@ class Gateway:
         self._queue = ScaleFromZeroQueue(
             self.pool, self.metrics, hold_s=config.hold_s, limit=config.max_held_requests
         )
-        dispatcher = Dispatcher(
+        placer = Placer(
             self.pool,
-            Placer(self.pool, queue_wait_s=config.queue_wait_s, resume_wait_s=config.resume_wait_s),
             self.metrics,
             prefill_threshold_tokens=config.prefill_threshold_tokens,
-            prefill_timeout_s=prefill_timeout_s,
+            queue_wait_s=config.queue_wait_s,
+            resume_wait_s=config.resume_wait_s,
         )
+        dispatcher = Dispatcher(placer, self.metrics, prefill_timeout_s=prefill_timeout_s)
         builder = JobBuilder(tokenizer, self.pool, self.metrics, access)
         self._generator = Generator(dispatcher, self.metrics)
         collaborators = builder, self._generator, self.admission, self._queue
