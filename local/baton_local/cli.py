@@ -25,12 +25,9 @@ from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_protocol import arguments
 
 if TYPE_CHECKING:
-    from baton_local.service import ServiceStatus
-
+    from baton_local.service_status import ServiceStatus
 
 MAX_SIMULATED_S = 1e7
-#: Columns of a table that no terminal limits.
-PIPED_WIDTH = 1000
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -205,7 +202,7 @@ async def _status(info: ClusterInfo) -> ServiceStatus | None:
         ServerGoneError: the API server does not answer.
     """
     from baton_kube.client import KubeError
-    from baton_local.service import ClusterApi
+    from baton_local.cluster_api import ClusterApi
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
         try:
@@ -316,7 +313,9 @@ def _run_status(args: argparse.Namespace) -> int:
     if info is None:
         return 1
     found = asyncio.run(_status(info))
-    from baton_local.service import ServiceStatus, ask_kv_bytes, format_kv_bytes, with_pids
+    from baton_local.display import print_status
+    from baton_local.kv_bytes import ask_kv_bytes
+    from baton_local.service_status import ServiceStatus, with_pids
 
     if found is not None:
         status = with_pids(asyncio.run(ask_kv_bytes(found)))
@@ -329,20 +328,8 @@ def _run_status(args: argparse.Namespace) -> int:
         )
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
-        return 0 if status.exists else 1
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
-    if status.exists:
-        from baton_local.display import service_tables
-
-        console.print(service_tables(status))
-        console.out(f"\nendpoint    {status.endpoint}", highlight=False)
-    if status.ingress:
-        console.out(f"ingress     {status.ingress}", highlight=False)
-    console.out(f"kubeconfig  {status.kubeconfig}", highlight=False)
-    console.out(f"manifest    {info.file}", highlight=False)
-    for pod in status.pods:
-        if pod.kv_bytes:
-            console.out(f"KV moved    {format_kv_bytes(pod.kv_bytes)}, {pod.name}", highlight=False)
+    else:
+        print_status(status, info.file)
     return 0 if status.exists else 1
 
 
@@ -377,7 +364,7 @@ def _run_logs(args: argparse.Namespace) -> int:
 
 async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: int | None) -> int:
     from baton_kube.client import KubeError
-    from baton_local.service import ClusterApi
+    from baton_local.cluster_api import ClusterApi
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
         if name:
