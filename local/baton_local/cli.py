@@ -14,13 +14,13 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from rich.console import Console
 
+from baton_local.detach import run_detached
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_protocol import arguments
 
@@ -121,7 +121,7 @@ def _add_up(commands: _Commands) -> None:
         type=arguments.positive,
         default=180.0,
         metavar="SECONDS",
-        help="for Ready (default 180)",
+        help="for Ready, and then for the answer (default 180)",
     )
     up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
     up.set_defaults(run=_run_up)
@@ -130,8 +130,6 @@ def _add_up(commands: _Commands) -> None:
 def _run_up(args: argparse.Namespace) -> int:
     from baton_local.up import UpOptions, run_up
 
-    if args.detach:
-        return _detach()
     options = UpOptions(
         file=args.file,
         model=args.model,
@@ -141,54 +139,11 @@ def _run_up(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         max_tokens=args.max_tokens,
     )
+    if args.detach:
+        flags = [arg for arg in sys.argv[1:] if arg != "--detach"]
+        command = [sys.executable, "-m", "baton_local.cli", *flags]
+        return run_detached(command, options.answer_timeout_s, StateDir(), Console())
     return run_up(options, StateDir(), Console())
-
-
-def _detach() -> int:
-    """Run the same command line in the background until its service has answered."""
-    console, state = Console(), StateDir()
-    if (pid := state.supervisor()) is not None:
-        console.print(
-            f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); "
-            "`baton down` ends it"
-        )
-        return 1
-    state.make()
-    log_path = state.logs / "supervisor.log"
-    command = [
-        sys.executable,
-        "-m",
-        "baton_local.cli",
-        *(arg for arg in sys.argv[1:] if arg != "--detach"),
-    ]
-    with open(log_path, "wb") as log:
-        supervisor = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    info: ClusterInfo | None = None
-    try:
-        while not (info and info.endpoint) and supervisor.poll() is None:
-            time.sleep(0.2)
-            info = state.read_info()
-    finally:
-        if not (info and info.endpoint):
-            # For example after Ctrl-C, which does not reach the supervisor's session.
-            supervisor.terminate()
-            supervisor.wait()
-    if not (info and info.endpoint):
-        console.print("[red]baton up:[/] no answer; the supervisor printed:")
-        console.out(log_path.read_text(errors="replace"))
-        return 1
-    console.out(
-        f"Ready: {info.endpoint}\nexport KUBECONFIG={info.kubeconfig}\n"
-        f"To change it: edit {info.file}, then kubectl apply -f {info.file}\n`baton down` ends it.",
-        highlight=False,
-    )
-    return 0
 
 
 class ServerGoneError(Exception):

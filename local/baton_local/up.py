@@ -64,6 +64,15 @@ class UpOptions:
     timeout_s: float
     max_tokens: int
 
+    @property
+    def answer_timeout_s(self) -> float:
+        """Longest time from the start to the answer: the sum of the timeouts of all steps.
+
+        The control plane starts and accepts the CRD. The service becomes Ready, its gateways
+        connect to the engines, and it answers.
+        """
+        return 2 * CONTROL_PLANE_TIMEOUT_S + 3 * self.timeout_s
+
 
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     """Return the exit status: 0 after the answer (--once) or a shutdown; 1 after an error."""

@@ -1,10 +1,8 @@
-"""The `baton` command as a user runs it: errors, `status` and `up --detach`."""
+"""The `baton` command as a user runs it: its errors and `baton status`."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 
@@ -12,7 +10,6 @@ import pytest
 
 from baton_local.cli import main
 from baton_local.state import ClusterInfo, StateDir
-from support.waiting import eventually
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
 
@@ -71,30 +68,6 @@ def test_status_of_a_deleted_service_names_the_kubeconfig(monkeypatch, capsys, o
         )
     else:
         assert "kubeconfig  /k" in printed.out
-
-
-def test_ctrl_c_during_a_detached_start_stops_the_supervisor(tmp_path):
-    file = tmp_path / "demo.yaml"
-    # A service that never becomes ready, so `up` still runs when the signal arrives.
-    service = {
-        "apiVersion": "serving.baton.dev/v1alpha1",
-        "kind": "LLMService",
-        "metadata": {"name": "demo"},
-    }
-    file.write_text(json.dumps(service | {"spec": {"model": {"uri": "file:///nowhere"}}}))
-    state = StateDir(tmp_path / "home")
-    command = [sys.executable, "-m", "baton_local.cli", "up", "--detach", "-f", str(file)]
-    env = {**os.environ, "BATON_HOME": str(state.root)}
-    up = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        eventually(state.supervisor, timeout_s=60, what="a supervisor")
-        up.send_signal(signal.SIGINT)
-        assert up.wait(60) == 130
-        assert state.supervisor() is None
-    finally:
-        up.kill()
-        up.wait()
-        state.stop_supervisor(20)
 
 
 def test_serve_without_a_model_names_the_missing_argument():
