@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -63,12 +64,7 @@ async def ask(
         ):
             if response.status != 200:
                 raise AskError(f"HTTP {response.status}: {(await response.text()).strip()}")
-            async for line in response.content:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                    continue
-                chunk = json.loads(line[len(b"data: ") :])
-                if "error" in chunk:
-                    raise AskError(chunk["error"].get("message", str(chunk["error"])))
+            async for chunk in _chunks(response):
                 if chunk.get("usage"):
                     tokens = chunk["usage"]["completion_tokens"]
                 for choice in chunk.get("choices", []):
@@ -85,6 +81,21 @@ async def ask(
     first = first or ended
     rate = (tokens - 1) / (ended - first) if tokens > 1 and ended > first else 0.0
     return Answer("".join(pieces), first - started, tokens, rate)
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of a streamed response.
+
+    Raises:
+        AskError: the stream has an error.
+    """
+    async for line in response.content:
+        if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+            continue
+        chunk = json.loads(line[len(b"data: ") :])
+        if "error" in chunk:
+            raise AskError(chunk["error"].get("message", str(chunk["error"])))
+        yield chunk
 
 
 async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:

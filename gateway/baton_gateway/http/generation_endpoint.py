@@ -263,7 +263,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         """Return the chunk of one output.
 
         Args:
-            offset: characters of the choice's tokens before.
+            offset: number of characters of the choice before this output.
         """
 
     @abc.abstractmethod

@@ -311,7 +311,7 @@ class Dispatcher:
             self._metrics.offset_errors.inc()
             kind = "gap" if output.token_offset > expected else "repeat"
             logger.error(
-                "request %s: token %s: expected offset %d, the engine sent %d",
+                "request %s: the engine's output has a %s: expected token offset %d, got %d",
                 sequence.request_id,
                 kind,
                 expected,

@@ -168,15 +168,7 @@ class EnginePool:
         last_failure, num_refusals = "", 0
         while not member.has_left():
             endpoint = member.endpoint
-            client = EngineClient(
-                endpoint.host,
-                endpoint.engine_port,
-                client_id=self._client_id,
-                service_key=self._service_key,
-                heartbeat_interval_s=self._heartbeat_interval_s,
-                heartbeat_timeout_s=self._heartbeat_timeout_s,
-                on_available=self._notify,
-            )
+            client = self._new_client(endpoint)
             try:
                 await client.connect(CONNECT_TIMEOUT_S)
                 await self._wait_ready(member, client)
@@ -216,6 +208,17 @@ class EnginePool:
                 await client.close()
             await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
             backoff_s = min(2 * backoff_s, self._max_backoff_s)
+
+    def _new_client(self, endpoint: EngineEndpoint) -> EngineClient:
+        return EngineClient(
+            endpoint.host,
+            endpoint.engine_port,
+            client_id=self._client_id,
+            service_key=self._service_key,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            on_available=self._notify,
+        )
 
     async def _wait_ready(self, member: PoolMember, client: EngineClient) -> None:
         """Wait for READY in slices, so that a member that leaves while it loads is released."""

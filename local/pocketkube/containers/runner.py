@@ -167,7 +167,9 @@ class ContainerRunner:
             (outcome,) = await asyncio.gather(probes, return_exceptions=True)
             if isinstance(outcome, Exception):
                 logger.error(
-                    "probes of container %s failed", self.container["name"], exc_info=outcome
+                    "the probes of container %s ended with an error",
+                    self.container["name"],
+                    exc_info=outcome,
                 )
             await process.finish()
             assert self.log is not None
