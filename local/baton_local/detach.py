@@ -72,8 +72,10 @@ def _wait_for_answer(
         NoAnswerError: the supervisor has ended, or `timeout_s` has passed.
     """
     deadline = time.monotonic() + timeout_s
-    info: ClusterInfo | None = None
     while supervisor.poll() is None:
+        info = state.read_info()
+        if info is not None and info.endpoint:
+            return info
         if time.monotonic() > deadline:
             missing = (
                 "the cluster has not started"
@@ -82,10 +84,7 @@ def _wait_for_answer(
             )
             raise NoAnswerError(f"{missing} within {timeout_s:g} s (see --timeout)")
         time.sleep(0.2)
-        info = state.read_info()
-        if info is not None and info.endpoint:
-            return info
-    raise NoAnswerError("no answer")
+    raise NoAnswerError("the cluster has ended without an answer")
 
 
 def _stop(supervisor: subprocess.Popen[bytes]) -> None:

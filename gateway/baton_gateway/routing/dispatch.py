@@ -62,11 +62,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        placer: Placer,
-        metrics: GatewayMetrics,
-        *,
-        prefill_timeout_s: float = PREFILL_TIMEOUT_S,
+        self, placer: Placer, metrics: GatewayMetrics, *, prefill_timeout_s: float
     ) -> None:
         self._placer = placer
         self._metrics = metrics

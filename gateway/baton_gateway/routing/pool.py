@@ -20,7 +20,6 @@ from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_gateway.routing.member import PoolMember
 from baton_protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
 from baton_protocol.config import EngineEndpoint
-from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
 from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
@@ -50,10 +49,10 @@ class EnginePool:
         discovery: Discovery,
         metrics: GatewayMetrics,
         *,
-        service_key: ServiceKey | None = None,
-        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-        max_backoff_s: float = MAX_BACKOFF_S,
+        service_key: ServiceKey | None,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        max_backoff_s: float,
     ) -> None:
         self._discovery = discovery
         self._metrics = metrics

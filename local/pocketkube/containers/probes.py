@@ -10,6 +10,7 @@ import aiohttp
 
 from baton_kube.client import Object
 from pocketkube.containers.environment import ConfigError
+from pocketkube.ports import container_port
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -93,24 +94,13 @@ async def run_probe(
         await asyncio.sleep(probe["periodSeconds"])
 
 
-def resolve_port(port: int | str, container: Object) -> int:
-    """Return a port given by number or by the name of a container port.
-
-    Raises:
-        ProbeError: the container has no port of that name.
-    """
-    if isinstance(port, int) or str(port).isdigit():
-        return int(port)
-    for entry in container.get("ports") or []:
-        if entry.get("name") == port:
-            return int(entry["containerPort"])
-    raise ProbeError(f"container {container['name']!r} has no port named {port!r}")
-
-
 async def _http_get(action: Object, target: ProbeTarget, timeout_s: float) -> None:
     scheme = (action.get("scheme") or "HTTP").lower()
     path = action.get("path") or "/"
-    port = resolve_port(action["port"], target.container)
+    port = container_port(action["port"], [target.container])
+    if port is None:
+        name = target.container["name"]
+        raise ProbeError(f"container {name!r} has no port named {action['port']!r}")
     url = f"{scheme}://{action.get('host') or target.pod_ip}:{port}"
     headers = {header["name"]: header["value"] for header in action.get("httpHeaders") or []}
     timeout = aiohttp.ClientTimeout(total=timeout_s)

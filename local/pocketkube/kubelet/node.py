@@ -44,8 +44,8 @@ class Node:
         self._capacity = allocatable()
         self._ready_since = timestamp()
 
-    async def register(self) -> Object:
-        """Create the Node object or take it over, mark it ready, and return it.
+    async def register(self) -> None:
+        """Create the Node object or take it over, and mark it ready.
 
         Raises:
             KubeError: the API server refuses.
@@ -74,7 +74,6 @@ class Node:
                 self._path, {"metadata": {k: v for k, v in metadata.items() if k != "name"}}
             )
         await self.write_status(ready=True)
-        return await self._api.get(self._path)
 
     async def run(self) -> None:
         """Renew the lease and, less often, the status until cancelled."""

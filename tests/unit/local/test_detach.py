@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -36,8 +38,18 @@ print("waiting", flush=True); time.sleep(600)
 def test_a_service_that_never_answers_ends_the_detached_start(
     tmp_path, monkeypatch, capsys, progress, missing
 ):
-    monkeypatch.setattr(detach, "STOP_TIMEOUT_S", 0.1)
     state = StateDir(tmp_path / "home")
+    is_waiting = False
+
+    def clock() -> float:
+        """Return a time after the deadline once the supervisor waits."""
+        nonlocal is_waiting
+        now = 100.0 if is_waiting else 0.0
+        is_waiting = (state.logs / "supervisor.log").read_text() == "waiting\n"
+        return now
+
+    monkeypatch.setattr(detach, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    monkeypatch.setattr(detach, "STOP_TIMEOUT_S", 0.1)
     command = [sys.executable, "-c", SILENT, str(state.root), progress]
     assert run_detached(command, 5.0, state, Console(width=1000)) == 1
     assert capsys.readouterr().out == (

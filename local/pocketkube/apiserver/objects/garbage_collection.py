@@ -79,15 +79,12 @@ class Collector:
             else None
         )
 
-    def _delete(self, storage: str, obj: Object, propagation: str = "Background") -> None:
+    def _delete(self, storage: str, obj: Object) -> None:
         metadata = obj["metadata"]
-        if metadata.get("deletionTimestamp") and propagation == "Background":
-            return
-        if self._current(storage, obj) is not None:
-            options = DeleteOptions(propagation=propagation)
+        if not metadata.get("deletionTimestamp") and self._current(storage, obj) is not None:
             resource = self._catalog.by_storage(storage)
             self._deletion.delete(
-                resource, metadata.get("namespace", ""), metadata["name"], options
+                resource, metadata.get("namespace", ""), metadata["name"], DeleteOptions()
             )
 
     def _collect_if_orphaned(self, storage: str, obj: Object) -> None:
