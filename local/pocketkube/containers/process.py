@@ -20,7 +20,7 @@ from typing import IO
 
 from pocketkube.containers import guardian
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.lifecycle import kill_at_end_of_parent
+from pocketkube.lifecycle import kill_at_end_of_parent, wait_up_to
 
 logger = logging.getLogger(__name__)
 
@@ -217,11 +217,8 @@ class Process:
                 "processes of %s survive SIGKILL; a device may hang: see `dmesg`", self._marker
             )
         await self._exited.wait()
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                await self._drained.wait()
-        except TimeoutError:  # a process outside the container holds the pipe open
-            for fd in list(self._pipes):
+        if not await wait_up_to(_DRAIN_S, self._drained):
+            for fd in list(self._pipes):  # a process outside the container holds the pipe open
                 self._close(fd)
         self._guard.forget(self.pid)
 
