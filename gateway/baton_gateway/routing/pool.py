@@ -20,7 +20,6 @@ from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_gateway.routing.member import PoolMember
 from baton_protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
 from baton_protocol.config import EngineEndpoint
-from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
 from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
@@ -50,10 +49,10 @@ class EnginePool:
         discovery: Discovery,
         metrics: GatewayMetrics,
         *,
-        service_key: ServiceKey | None = None,
-        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-        max_backoff_s: float = MAX_BACKOFF_S,
+        service_key: ServiceKey | None,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        max_backoff_s: float,
     ) -> None:
         self._discovery = discovery
         self._metrics = metrics
@@ -168,15 +167,7 @@ class EnginePool:
         last_failure, num_refusals = "", 0
         while not member.has_left():
             endpoint = member.endpoint
-            client = EngineClient(
-                endpoint.host,
-                endpoint.engine_port,
-                client_id=self._client_id,
-                service_key=self._service_key,
-                heartbeat_interval_s=self._heartbeat_interval_s,
-                heartbeat_timeout_s=self._heartbeat_timeout_s,
-                on_available=self._notify,
-            )
+            client = self._new_client(endpoint)
             try:
                 await client.connect(CONNECT_TIMEOUT_S)
                 await self._wait_ready(member, client)
@@ -216,6 +207,17 @@ class EnginePool:
                 await client.close()
             await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
             backoff_s = min(2 * backoff_s, self._max_backoff_s)
+
+    def _new_client(self, endpoint: EngineEndpoint) -> EngineClient:
+        return EngineClient(
+            endpoint.host,
+            endpoint.engine_port,
+            client_id=self._client_id,
+            service_key=self._service_key,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            on_available=self._notify,
+        )
 
     async def _wait_ready(self, member: PoolMember, client: EngineClient) -> None:
         """Wait for READY in slices, so that a member that leaves while it loads is released."""

@@ -20,7 +20,7 @@ from typing import IO
 
 from pocketkube.containers import guardian
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.lifecycle import kill_at_end_of_parent
+from pocketkube.lifecycle import kill_at_end_of_parent, wait_up_to
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Guard:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.to_thread(self._process.wait)
             except TimeoutError:
-                logger.warning("the guardian has not killed all processes yet")
+                logger.warning("the guardian still kills processes after %g s", timeout_s)
         os.close(self._lock)
 
     def _spawn(self) -> None:
@@ -113,7 +113,7 @@ class Guard:
         self._process.wait()
         if not self._stopping:
             logger.error(
-                "the guardian ended with exit code %s; starting another one",
+                "the guardian has ended with exit code %s; starting another one",
                 self._process.returncode,
             )
             self._spawn()
@@ -123,12 +123,10 @@ class Guard:
         assert self._process.stdin is not None
         if self._stopping:  # the guardian is killing everything
             return
-        try:
+        # After the end of a guardian, _on_guardian_exit() sends all sessions to the next one.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
-        except BrokenPipeError:
-            # _on_guardian_exit() starts another one, which gets all sessions.
-            logger.warning("the guardian has ended; another one will be started")
 
 
 class Process:
@@ -219,11 +217,8 @@ class Process:
                 "processes of %s survive SIGKILL; a device may hang: see `dmesg`", self._marker
             )
         await self._exited.wait()
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                await self._drained.wait()
-        except TimeoutError:  # a process outside the container holds the pipe open
-            for fd in list(self._pipes):
+        if not await wait_up_to(_DRAIN_S, self._drained):
+            for fd in list(self._pipes):  # a process outside the container holds the pipe open
                 self._close(fd)
         self._guard.forget(self.pid)
 
