@@ -33,8 +33,8 @@ from baton_engine.server.admin_server import ProbeResult
 from baton_engine.server.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown, State
 from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Input
 from baton_protocol.config import EngineConfig
-from baton_protocol.messages import PROTOCOL_VERSION, Init, Pong
 from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.messages import Pong
 from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
 
 #: Phases in which requests are accepted. Between generations they wait.
@@ -215,10 +215,7 @@ class DPEngineCoreProc(EngineCoreProc):
         if generation is not None and generation is not self._announced:
             self._announced = generation
             self._store.forget(is_before(generation.number))
-            init = Init(
-                PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash, generation.number
-            )
-            self.io.send_init(init)
+            self.io.send_init(self._init(core, generation.number))
             super()._announce(core)
 
     def _may_stop(self, core: EngineCore) -> bool:

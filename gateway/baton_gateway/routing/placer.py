@@ -32,13 +32,16 @@ class Requirements:
     Args:
         excluded: values of `EngineClient.readiness`. An engine that became ready again has another
             value, so it may be picked.
-        compatibility_hash: hash of the engine that generated the sequence's tokens; None: any.
+        compatibility_hash: hash of the engine that generated the sequence's tokens, or that is to
+            take its KV blocks; None: any.
+        kv_transport: transport of the engine that is to take the KV blocks; None: any.
         data_parallel_rank: the rank to pick; None: any.
     """
 
     excluded: Collection[int] = ()
     compatibility_hash: str | None = None
     data_parallel_rank: int | None = None
+    kv_transport: str | None = None
 
     def accept(self, member: PoolMember) -> bool:
         """Return whether an available member satisfies the conditions."""
@@ -46,6 +49,7 @@ class Requirements:
         return (
             client.readiness not in self.excluded
             and self.compatibility_hash in (None, client.init.compatibility_hash)
+            and self.kv_transport in (None, client.init.kv_transport)
             and self.data_parallel_rank in (None, member.ready.data_parallel_rank)
         )
 
@@ -125,8 +129,11 @@ class Placer:
         """Pick a prefill engine whose KV blocks `decode` can read, if the prompt is long enough."""
         if not self._wants_prefill_stage(sequence):
             return None
-        compatibility_hash = decode.ready_client.init.compatibility_hash
-        member = self._least_loaded("prefill", Requirements(compatibility_hash=compatibility_hash))
+        init = decode.ready_client.init
+        requirements = Requirements(
+            compatibility_hash=init.compatibility_hash, kv_transport=init.kv_transport
+        )
+        member = self._least_loaded("prefill", requirements)
         if member is None and self._pool.available("prefill"):
             self._metrics.prefill_fallbacks.labels("no_compatible_engine").inc()
         elif member is None and self._pool.is_expecting("prefill"):

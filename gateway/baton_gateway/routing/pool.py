@@ -20,6 +20,7 @@ from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_gateway.routing.member import PoolMember
 from baton_protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
 from baton_protocol.config import EngineEndpoint
+from baton_protocol.messages import Init
 from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
@@ -240,24 +241,30 @@ class EnginePool:
             dead.cancel()
 
     def _check_pairs(self, member: PoolMember) -> None:
-        """Report engines of the other role that have another compatibility hash."""
-        compatibility_hash = member.ready_client.init.compatibility_hash
+        """Report engines of the other role that cannot exchange KV blocks with this one."""
+        ours = _kv_properties(member.ready_client.init)
         for other in self._members.values():
             if other.client is None or other.endpoint.role == member.endpoint.role:
                 continue
-            if other.client.init.compatibility_hash != compatibility_hash:
+            theirs = _kv_properties(other.client.init)
+            if theirs != ours:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
-                    "engines %s and %s have different compatibility hashes (%s, %s) and will not "
-                    "be paired: give both the same checkpoint, dtype and quantization; "
-                    "dtype auto depends on the machine, so set it where machines differ",
+                    "engines %s and %s differ in compatibility hash or KV transport (%s, %s) and "
+                    "will not be paired: give both the same checkpoint, dtype, quantization and "
+                    "transport; dtype auto depends on the machine, so set it where machines differ",
                     member.endpoint.name,
                     other.endpoint.name,
-                    compatibility_hash,
-                    other.client.init.compatibility_hash,
+                    ours,
+                    theirs,
                 )
 
     def _notify(self) -> None:
         self._read_decode_limits()
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _kv_properties(init: Init) -> tuple[str, str]:
+    """Return what engines must share to be paired: compatibility hash and KV transport."""
+    return init.compatibility_hash, init.kv_transport

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
+#: Of container ids in the status of pods.
+RUNTIME = "process://"
 
 #: Time to read the remaining output after the last process of a container has ended.
 _DRAIN_S = 1.0
@@ -257,12 +259,13 @@ def on_exit(pid: int, callback: Callable[[], None]) -> None:
 
 
 def container_pids() -> dict[str, int]:
-    """Map container ids to the first process of each container on this machine."""
+    """Map container ids, as in the status of pods, to the first process of each container here."""
     marker = b"\0" + CONTAINER_MARKER.encode() + b"="
     found: dict[str, int] = {}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
             if marker in environment and os.getsid(pid) == pid:
-                found.setdefault(environment.partition(marker)[2].partition(b"\0")[0].decode(), pid)
+                container_id = environment.partition(marker)[2].partition(b"\0")[0].decode()
+                found.setdefault(RUNTIME + container_id, pid)
     return found

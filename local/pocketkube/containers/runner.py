@@ -28,7 +28,7 @@ from pocketkube.containers.environment import (
     container_environment,
 )
 from pocketkube.containers.probes import Probe, check_handlers
-from pocketkube.containers.process import Guard, Process, StartError
+from pocketkube.containers.process import RUNTIME, Guard, Process, StartError
 from pocketkube.containers.volumes import MountError, PodVolumes, in_root
 from pocketkube.events import EventRecorder
 from pocketkube.lifecycle import wait_up_to
@@ -153,7 +153,7 @@ class ContainerRunner:
             return 0.0
         began, started_at = loop.time(), datetime.now(UTC)
         self._process = process
-        self.state.container_id = f"process://{instance}"
+        self.state.container_id = RUNTIME + instance
         self.state.state = Running(started_at)
         self.state.started = self.state.ready = False
         self._context.changed()

@@ -30,7 +30,7 @@ def test_tables_print_brackets_literally_and_do_not_truncate_names():
 def test_status_shows_the_pid_of_a_pods_container():
     sleeper = ["sleep", "60"]
     process = subprocess.Popen(
-        sleeper, env={**os.environ, CONTAINER_MARKER: "process://a1"}, start_new_session=True
+        sleeper, env={**os.environ, CONTAINER_MARKER: "a1"}, start_new_session=True
     )
     try:
         pods = [
