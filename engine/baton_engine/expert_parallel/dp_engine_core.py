@@ -349,7 +349,7 @@ class DPEngineCore(EngineCore):
         steps = self._must_step or self._can_step()
         if steps:
             try:
-                self._step()
+                self._vote_and_run()
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
@@ -366,7 +366,8 @@ class DPEngineCore(EngineCore):
         finally:
             self.scheduler.pause_state = asked
 
-    def _step(self) -> None:
+    def _vote_and_run(self) -> None:
+        """Schedule a step, vote with the other ranks, run it, and commit what all voted for."""
         before = time.monotonic()
         step = self._schedule()
         schedule_s = time.monotonic() - before
