@@ -150,16 +150,7 @@ class EngineIO:
             kind: msgspec.msgpack.Decoder(struct) for kind, struct in _MESSAGE_TYPES.items()
         }
 
-        self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Outputs are never dropped. A client that stops reading times out.
-        self._router.setsockopt(zmq.SNDHWM, 0)
-        self._router.setsockopt(zmq.RCVHWM, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self._router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
-        self._router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+        self._router = _open_router(client_timeout_s)
         self._handshakes: zmq.Socket[bytes] | None = None
         if self._access.key is not None:
             self._access.key.protect_server(self._router)
@@ -405,6 +396,20 @@ class EngineIO:
     def _name(self, client: bytes) -> str:
         state = self._clients.get(client)
         return state.client_id if state is not None else client.hex()
+
+
+def _open_router(client_timeout_s: float) -> zmq.Socket[bytes]:
+    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # Outputs are never dropped. A client that stops reading times out.
+    router.setsockopt(zmq.SNDHWM, 0)
+    router.setsockopt(zmq.RCVHWM, 0)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+    router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
+    router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+    return router
 
 
 def _kind_name(kind: bytes) -> str:

@@ -84,12 +84,10 @@ def plan_placement(
         load = [float(tokens) for tokens in loads[index]] if loads is not None else []
         if not any(load):
             load = [1.0] * num_experts
-        before: list[tuple[int, ...]] = [()] * num_ranks
-        if previous is not None:
-            held = dict(zip(previous[1], previous[0][index], strict=True))
-            if any(expert >= num_experts for slots in held.values() for expert in slots):
-                raise ValueError(f"the previous placement has more than {num_experts} experts")
-            before = [held.get(instance_id, ()) for instance_id in instance_ids]
+        held = {} if previous is None else dict(zip(previous[1], previous[0][index], strict=True))
+        if any(expert >= num_experts for slots in held.values() for expert in slots):
+            raise ValueError(f"the previous placement has more than {num_experts} experts")
+        before = [held.get(instance_id, ()) for instance_id in instance_ids]
         layer = _plan_layer(load, num_ranks, min(num_slots, num_experts), before, tolerance)
         surplus = [expert % num_experts for expert in range(num_slots - len(layer[0]))]
         placement.append(
