@@ -62,7 +62,7 @@ class RequestQueue:
 class WaitingRequests:
     """The queues for memory and a place in the batch.
 
-    Requests that wait for anything else are elsewhere.
+    Requests that wait for a grammar, their group's prompt or steps in flight are not here.
     """
 
     def __init__(self) -> None:

@@ -238,7 +238,7 @@ class EngineIO:
                 if self._handshakes is not None and (refused := count_refused(self._handshakes)):
                     self._access.refused("engine", refused)
         except Exception as error:
-            logger.exception("I/O thread failed")
+            logger.exception("the I/O thread failed; the engine ends")
             self.input_queue.put(
                 Input(RequestType.EXECUTOR_FAILED, payload=f"I/O thread failed: {error!r}")
             )

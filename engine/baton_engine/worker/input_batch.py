@@ -271,7 +271,7 @@ class InputBatch:
         self.num_blocks[row] += len(block_ids)
 
     def _make_room(self, num_tokens: int) -> None:
-        """Widen the token ids for a request of this length."""
+        """Widen `token_ids` if a request of this length does not fit."""
         rows, width = self.token_ids.shape
         if num_tokens <= width:
             return

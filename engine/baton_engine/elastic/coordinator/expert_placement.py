@@ -214,7 +214,11 @@ class _Packing:
     def __init__(
         self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]
     ) -> None:
-        """Create it without assigned copies. `held` are the experts of each rank before."""
+        """Start without assigned copies.
+
+        Args:
+            held: experts that each rank already has.
+        """
         #: Load of one copy, by expert.
         self.weights = [tokens / count for tokens, count in zip(load, copies, strict=True)]
         self.num_slots = num_slots
