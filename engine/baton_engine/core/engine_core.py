@@ -327,7 +327,7 @@ class EngineCore:
         with self._dumping(None):
             return self.scheduler.schedule()
 
-    def _execute(self, step: SchedulerOutput, schedule_s: float = 0.0) -> None:
+    def _execute(self, step: SchedulerOutput, schedule_s: float) -> None:
         """Start a step. `_finish_oldest` ends it."""
         started = time.monotonic()
         with self._dumping(step):

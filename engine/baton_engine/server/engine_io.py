@@ -115,15 +115,16 @@ class EngineIO:
         instance_id: str,
         load: Callable[[], Pong],
         *,
-        access: Access | None = None,
-        client_timeout_s: float = CLIENT_TIMEOUT_S,
+        access: Access,
+        client_timeout_s: float,
     ) -> None:
         """Bind the port.
 
         Args:
             port: 0 selects any free port; the attribute `port` has its number.
             load: returns the engine's load for heartbeats. Its sequence number is overwritten.
-            access: admits clients. None admits all of them.
+            access: admits clients.
+            client_timeout_s: a client that sends nothing for this long is gone.
 
         Raises:
             zmq.ZMQError: the address cannot be bound.
@@ -134,7 +135,7 @@ class EngineIO:
         self._instance_id = instance_id.encode()
         self._load = load
         self._client_timeout_s = client_timeout_s
-        self._access = access or Access()
+        self._access = access
         self._clients: dict[bytes, _Client] = {}
         self._init = Init(PROTOCOL_VERSION, instance_id, compatibility_hash="")
         self._ready: Ready | None = None
@@ -338,7 +339,9 @@ class EngineIO:
             message = decoder.decode(payload)
         except _UNREADABLE as error:
             self._refuse(
-                client, f"{_kind_name(kind)} cannot be decoded: {error}", _request_id(kind, payload)
+                client,
+                f"{RequestType(kind).name} cannot be decoded: {error}",
+                _request_id(kind, payload),
             )
             return
         if state is not None:
@@ -410,10 +413,6 @@ def _open_router(client_timeout_s: float) -> zmq.Socket[bytes]:
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
     router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
     return router
-
-
-def _kind_name(kind: bytes) -> str:
-    return RequestType(kind).name
 
 
 def _request_id(kind: bytes, payload: bytes) -> str:
