@@ -56,9 +56,9 @@ class ScheduledRows:
 class InputBatch:
     """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens.
 
-    Columns, by row: token ids (prompt, then generated), their number, the prompt's length, tokens
-    whose KV is in the cache, the block table and its length, and three flags of the sampling
-    params.
+    A row has the token ids (prompt, then generated), their number, and the prompt's length. It also
+    has the number of tokens whose KV is in the cache, the block table and its length, and three
+    flags of the sampling parameters.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
