@@ -100,9 +100,6 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self.in_order)
 
-    def __iter__(self) -> Iterator[str]:
-        return (request.request_id for request in self.in_order)
-
     def values(self) -> list[Request]:
         """Return the requests in order."""
         return list(self.in_order)

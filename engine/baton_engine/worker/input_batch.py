@@ -85,9 +85,6 @@ class InputBatch:
         self._last_rows: tuple[list[str], Int64Array] = ([], np.zeros(0, dtype=np.int64))
         self._one_query_each = np.arange(max_num_seqs + 1, dtype=np.int32)
 
-    def __len__(self) -> int:
-        return len(self._row_of)
-
     def rows(self, request_ids: list[str]) -> Int64Array:
         """Return the row of each request. The caller must not change the array.
 
