@@ -7,11 +7,9 @@ end this thread: the response to one that cannot be decoded is REFUSED.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import zmq
 
 from baton_engine.server.access import Access
 from baton_engine.server.output_buffers import OutputBuffers
+from baton_engine.wake_pipe import WakePipe
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
@@ -142,9 +141,7 @@ class EngineIO:
         self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = (
             queue.SimpleQueue()
         )
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._wake_pipe = WakePipe()
         self._buffers = OutputBuffers()
         self._num_kv_batches = 0
         self._decoders = {
@@ -200,7 +197,7 @@ class EngineIO:
     def close(self) -> None:
         """Send the outbox, close the socket and end the thread."""
         self._outbox.put(_Close.CLOSE)
-        self._wake()
+        self._wake_pipe.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=CLOSE_LINGER_MS / 1000)
         elif not self._router.closed:  # never started
@@ -214,12 +211,7 @@ class EngineIO:
 
     def _send(self, kind: EngineCoreResponseType, client: bytes | None, message: Any) -> None:
         self._outbox.put((kind, client, message))
-        self._wake()
-
-    def _wake(self) -> None:
-        # If the pipe is full, the thread wakes up anyway. If it is closed, the thread has ended.
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\x00")
+        self._wake_pipe.wake()
 
     # In the I/O thread
 
@@ -227,7 +219,7 @@ class EngineIO:
         try:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
-            poller.register(self._wake_reader, zmq.POLLIN)
+            poller.register(self._wake_pipe.reader, zmq.POLLIN)
             if self._handshakes is not None:
                 poller.register(self._handshakes, zmq.POLLIN)
             while True:
@@ -245,14 +237,11 @@ class EngineIO:
             )
         finally:
             self._close_sockets(linger_ms=CLOSE_LINGER_MS)
-            self._wake_reader.close()
-            self._wake_writer.close()
+            self._wake_pipe.close()
 
     def _send_outbox(self) -> bool:
         """Send all queued messages. Return False if the engine has closed the outbox."""
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_reader.recv(4096):
-                pass
+        self._wake_pipe.clear()
         while True:
             try:
                 item = self._outbox.get_nowait()
