@@ -295,7 +295,7 @@ class DiscoveryConfig(_Config, frozen=True):
 
 
 class AccessConfig(_Config, frozen=True):
-    """Who may ask the gateway, and for how much."""
+    """The clients that the gateway admits, and the limits of their requests."""
 
     #: The name of a file is the name of its client. The gateway reads the folder again when it
     #: changes. Empty: no API keys.

@@ -184,7 +184,7 @@ class KVTransferParams(_Wire):
 
 
 class EngineCoreRequest(_Wire):
-    """One sequence to continue. Everything a pod needs to take it over from any other pod."""
+    """One sequence to continue, with all data that a pod needs to take it over from another pod."""
 
     request_id: str
     prompt_token_ids: list[int]
