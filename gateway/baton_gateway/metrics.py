@@ -101,7 +101,7 @@ class GatewayMetrics:
         self.engines_ready = gauge("baton:engines_ready", "Engines that accept requests.", ["role"])
         self.pair_mismatches = counter(
             "baton:engine_pair_mismatches",
-            "Engine pairs that differ in compatibility hash or KV transport: they are never paired.",
+            "Pairs of engines that differ in compatibility hash or KV transport: never paired.",
         )
 
     def render(self) -> bytes:
