@@ -19,6 +19,7 @@ fetch            downloads models
 metrics          counters, histograms and their Prometheus form
 http             small HTTP servers
 untrusted        text of untrusted peers in logs
+wake_pipe        wakes a thread that polls sockets
 
 The names of the offline API are loaded at their first use, so that importing the package is cheap.
 """

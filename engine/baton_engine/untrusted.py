@@ -24,14 +24,13 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
 
 
 class SparseLog:
-    """Warnings that untrusted peers can cause at any rate: one line per `interval_s`.
+    """Warnings that untrusted peers can cause at any rate: one line per LOG_INTERVAL_S.
 
     The line counts the warnings that were left out.
     """
 
-    def __init__(self, logger: logging.Logger, interval_s: float = LOG_INTERVAL_S) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._interval_s = interval_s
         self._lock = threading.Lock()
         #: Time of the monotonic clock from which the next line is logged.
         self._next = 0.0
@@ -44,7 +43,7 @@ class SparseLog:
             if now < self._next:
                 self._left_out += 1
                 return
-            self._next = now + self._interval_s
+            self._next = now + LOG_INTERVAL_S
             left_out, self._left_out = self._left_out, 0
         more = f" (and {left_out} more warnings of this kind)" if left_out else ""
         self._logger.warning(message + "%s", *map(one_line, arguments), more)

@@ -431,7 +431,7 @@ class EngineClient:
         elif self._init is not None and not self._init.done():
             self._die(f"{self.address} refused the connection: {refused.reason}")
         else:
-            logger.warning("%s refused a message: %s", self.address, refused.reason)
+            logger.warning("engine %s refused a message: %s", self.address, refused.reason)
 
     def _on_dead(self, dead: Dead) -> None:
         self._die(f"{self.address}: engine failed: {dead.reason}")

@@ -241,7 +241,7 @@ class KVTransferConfig(_Config, frozen=True):
     max_inflight_bytes: Annotated[
         int, Option("bytes in flight with one peer", at_least(1), "--kv-max-inflight-bytes")
     ] = 64 * 2**20
-    #: It is used where the transport cannot access the GPU's memory directly.
+    #: Used for the KV cache of a GPU, with every transport.
     staging_bytes: Annotated[
         int,
         Option("pinned host memory for KV transfers of a GPU", at_least(1), "--kv-staging-bytes"),
@@ -295,7 +295,7 @@ class DiscoveryConfig(_Config, frozen=True):
 
 
 class AccessConfig(_Config, frozen=True):
-    """Who may ask the gateway, and for how much."""
+    """The clients that the gateway admits, and the limits of their requests."""
 
     #: The name of a file is the name of its client. The gateway reads the folder again when it
     #: changes. Empty: no API keys.

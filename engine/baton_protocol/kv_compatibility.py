@@ -30,6 +30,8 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     #: The model's, over all ranks.
     num_kv_heads: int
     head_dim: int
+    #: Configured transport, such as `ucx`.
+    transport: str
 
 
 def differences(ours: KVCompatibility, theirs: KVCompatibility, here: str, there: str) -> str:

@@ -123,10 +123,13 @@ class Init(_Wire):
     protocol_version: int
     #: Drawn at process start. A restarted pod is a new instance.
     instance_id: str
-    #: Equal on engines that may exchange KV blocks. Empty while the model is loaded.
+    #: Equal on engines that may exchange KV blocks and continue each other's requests. Empty while
+    #: the model is loaded.
     compatibility_hash: str
     #: Topology generation (elastic groups).
     generation: int = 0
+    #: Configured transport of KV blocks, which engines that exchange them share.
+    kv_transport: str = ""
 
 
 class Ready(_Wire):
@@ -181,7 +184,7 @@ class KVTransferParams(_Wire):
 
 
 class EngineCoreRequest(_Wire):
-    """One sequence to continue. Everything a pod needs to take it over from any other pod."""
+    """One sequence to continue, with all data that a pod needs to take it over from another pod."""
 
     request_id: str
     prompt_token_ids: list[int]

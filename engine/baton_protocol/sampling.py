@@ -171,6 +171,15 @@ class SamplingParams(_Params):
         _bound("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0.0 < self.repetition_penalty <= 1e3:
             raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        self._validate_token_ids()
+        if self.repetition_detection is not None:
+            self.repetition_detection.validate()
+        if self.structured_output is not None:
+            self.structured_output.validate()
+        self._validate_beam_search()
+
+    def _validate_token_ids(self) -> None:
+        """Check the lists of tokens and the numbers of logprobs. Raises ValueError."""
         _bound_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _bound_size("logit_bias", self.logit_bias or (), MAX_TOKEN_IDS)
         for token_id, bias in (self.logit_bias or {}).items():
@@ -193,18 +202,14 @@ class SamplingParams(_Params):
                     f"bad_words_token_ids must be words of 1 to {MAX_BAD_WORD_LENGTH} token ids, "
                     f"got one of {len(word)}"
                 )
-        if self.repetition_detection is not None:
-            self.repetition_detection.validate()
-        if self.structured_output is not None:
-            self.structured_output.validate()
+
+    def _validate_beam_search(self) -> None:
+        """Check the options of beam search. Raises ValueError."""
         _bound("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)
         _bound("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.beam_width and self.repetition_detection is not None:
-            raise ValueError("repetition_detection cannot be combined with beam_width")
-        if self.beam_width and self.return_routed_experts:
-            raise ValueError("return_routed_experts cannot be combined with beam_width")
-        if self.beam_width and self.structured_output is not None:
-            raise ValueError("structured_output cannot be combined with beam_width")
+        for name in ("repetition_detection", "return_routed_experts", "structured_output"):
+            if self.beam_width and getattr(self, name):
+                raise ValueError(f"{name} cannot be combined with beam_width")
 
 
 def _bound_size(name: str, values: Collection[object], most: int) -> None:

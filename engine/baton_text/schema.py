@@ -185,19 +185,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {self.temperature}",
                 param="temperature",
             )
-        if len(self.stops) > MAX_STOPS:
-            raise RequestError(
-                f"stop takes at most {MAX_STOPS} strings, got {len(self.stops)}", param="stop"
-            )
-        if any(not stop for stop in self.stops):
-            raise RequestError("stop must not hold an empty string", param="stop")
-        longest = max(map(len, self.stops), default=0)
-        if longest > MAX_STOP_LENGTH:
-            raise RequestError(
-                f"stop must be strings of at most {MAX_STOP_LENGTH} characters, "
-                f"got one of {longest}",
-                param="stop",
-            )
+        self._validate_stops()
         if self.stream_options is not None and not self.stream:
             raise RequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
@@ -228,6 +216,22 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
                 "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
+            )
+
+    def _validate_stops(self) -> None:
+        """Check the stop strings. Raises RequestError."""
+        if len(self.stops) > MAX_STOPS:
+            raise RequestError(
+                f"stop takes at most {MAX_STOPS} strings, got {len(self.stops)}", param="stop"
+            )
+        if any(not stop for stop in self.stops):
+            raise RequestError("stop must not hold an empty string", param="stop")
+        longest = max(map(len, self.stops), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop must be strings of at most {MAX_STOP_LENGTH} characters, "
+                f"got one of {longest}",
+                param="stop",
             )
 
     def _validate_search(self) -> None:

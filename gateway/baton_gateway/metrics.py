@@ -7,51 +7,22 @@ clients observe, and an engine measures its part of that.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 #: A longer silence of a stream is observed by `gateway_stream_gap_seconds`.
 GAP_S = 1.0
 
+# Upper bounds in seconds.
+# fmt: off
 _FIRST_TOKEN_BUCKETS = (
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )
 _TOKEN_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
 )
+# fmt: on
 _GAP_BUCKETS = (1.5, 2, 2.5, 3, 3.5, 4, 5, 7.5, 10, 15, 20, 30, 60)
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 
@@ -61,101 +32,76 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "baton:http_requests",
-            "HTTP requests answered.",
-            ["endpoint", "status"],
-            registry=self.registry,
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
+            "baton:http_requests", "HTTP requests answered.", ["endpoint", "status"]
         )
-        self.client_requests = Counter(
+        self.client_requests = counter(
             "baton:client_requests",
             "HTTP requests per API key, by the key's name.",
             ["client", "status"],
-            registry=self.registry,
         )
-        self.in_flight = Gauge(
-            "baton:requests_in_flight", "Generation requests being served.", registry=self.registry
+        self.in_flight = gauge("baton:requests_in_flight", "Generation requests being served.")
+        self.held = gauge(
+            "baton:requests_held", "Generation requests in the scale-from-zero queue."
         )
-        self.held = Gauge(
-            "baton:requests_held",
-            "Generation requests in the scale-from-zero queue.",
-            registry=self.registry,
-        )
-        self.time_to_first_token = Histogram(
+        self.time_to_first_token = histogram(
             "baton:gateway_time_to_first_token_seconds",
             "From a request's arrival at the gateway to a sequence's first token.",
-            registry=self.registry,
             buckets=_FIRST_TOKEN_BUCKETS,
         )
-        self.inter_token_latency = Histogram(
+        self.inter_token_latency = histogram(
             "baton:gateway_inter_token_latency_seconds",
             "Between two outputs of one sequence at the gateway, per token.",
-            registry=self.registry,
             buckets=_TOKEN_BUCKETS,
         )
-        self.e2e_latency = Histogram(
+        self.e2e_latency = histogram(
             "baton:gateway_e2e_request_latency_seconds",
             "From a request's arrival at the gateway to the end of its response.",
-            registry=self.registry,
             buckets=_REQUEST_BUCKETS,
         )
-        self.prompt_tokens = Counter(
-            "baton:gateway_prompt_tokens",
-            "Prompt tokens of requests, each prompt counted once.",
-            registry=self.registry,
+        self.prompt_tokens = counter(
+            "baton:gateway_prompt_tokens", "Prompt tokens of requests, each prompt counted once."
         )
-        self.generation_tokens = Counter(
-            "baton:gateway_generation_tokens",
-            "Tokens received from engines for clients.",
-            registry=self.registry,
+        self.generation_tokens = counter(
+            "baton:gateway_generation_tokens", "Tokens received from engines for clients."
         )
-        self.prefill_stages = Counter(
+        self.prefill_stages = counter(
             "baton:prefill_stages",
             "Prefill stages on prefill engines: done, refused, failed or timed_out.",
             ["outcome"],
-            registry=self.registry,
         )
-        self.prefill_fallbacks = Counter(
+        self.prefill_fallbacks = counter(
             "baton:prefill_fallbacks",
             "Sequences whose decode engine computed the prompt in place of a prefill engine.",
             ["reason"],
-            registry=self.registry,
         )
-        self.retries = Counter(
-            "baton:request_retries",
-            "Sequences sent to another decode engine.",
-            ["reason"],
-            registry=self.registry,
+        self.retries = counter(
+            "baton:request_retries", "Sequences sent to another decode engine.", ["reason"]
         )
-        self.resumed = Counter(
+        self.resumed = counter(
             "baton:requests_resumed",
             "Retries of sequences that had already generated tokens.",
             ["reason"],
-            registry=self.registry,
         )
-        self.replayed_tokens = Counter(
+        self.replayed_tokens = counter(
             "baton:replayed_tokens",
             "Generated tokens sent to another engine on a retry, which recomputes their KV cache.",
-            registry=self.registry,
         )
-        self.stream_gap = Histogram(
+        self.stream_gap = histogram(
             "baton:gateway_stream_gap_seconds",
             "Silences of more than a second between two outputs of one sequence.",
-            registry=self.registry,
             buckets=_GAP_BUCKETS,
         )
-        self.offset_errors = Counter(
-            "baton:token_offset_errors",
-            "Engine outputs that left out or repeated a token.",
-            registry=self.registry,
+        self.offset_errors = counter(
+            "baton:token_offset_errors", "Engine outputs that left out or repeated a token."
         )
-        self.engines_ready = Gauge(
-            "baton:engines_ready", "Engines that accept requests.", ["role"], registry=self.registry
-        )
-        self.pair_mismatches = Counter(
+        self.engines_ready = gauge("baton:engines_ready", "Engines that accept requests.", ["role"])
+        self.pair_mismatches = counter(
             "baton:engine_pair_mismatches",
-            "Pairs of engines whose compatibility hashes differ: they are never paired.",
-            registry=self.registry,
+            "Pairs of engines that differ in compatibility hash or KV transport: never paired.",
         )
 
     def render(self) -> bytes:

@@ -83,25 +83,34 @@ class Gateway:
         self._queue = ScaleFromZeroQueue(
             self.pool, self.metrics, hold_s=config.hold_s, limit=config.max_held_requests
         )
-        dispatcher = Dispatcher(
+        placer = Placer(
             self.pool,
-            Placer(self.pool, queue_wait_s=config.queue_wait_s, resume_wait_s=config.resume_wait_s),
             self.metrics,
             prefill_threshold_tokens=config.prefill_threshold_tokens,
-            prefill_timeout_s=prefill_timeout_s,
+            queue_wait_s=config.queue_wait_s,
+            resume_wait_s=config.resume_wait_s,
         )
+        dispatcher = Dispatcher(placer, self.metrics, prefill_timeout_s=prefill_timeout_s)
         builder = JobBuilder(tokenizer, self.pool, self.metrics, access)
         self._generator = Generator(dispatcher, self.metrics)
+        self.app = self._routes(tokenizer, builder).app
+        self._end_drain = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._pool_task: asyncio.Task[None] | None = None
+        self._secrets_task: asyncio.Task[None] | None = None
+
+    def _routes(self, tokenizer: Tokenizer, builder: JobBuilder) -> Routes:
         collaborators = builder, self._generator, self.admission, self._queue
-        name, timeout_s = self.served_name, config.request_timeout_s
-        self.app = Routes(
+        name, timeout_s = self.served_name, self.config.request_timeout_s
+        return Routes(
             ChatEndpoint(*collaborators, served_name=name, request_timeout_s=timeout_s),
             CompletionEndpoint(*collaborators, served_name=name, request_timeout_s=timeout_s),
             TokenizeEndpoints(
                 tokenizer,
                 self.pool,
                 self.admission,
-                access,
+                self.config.access,
                 served_name=name,
                 request_timeout_s=timeout_s,
             ),
@@ -111,13 +120,8 @@ class Gateway:
             queue=self._queue,
             shutdown=self._shutdown,
             keys=self._keys,
-            served_name=self.served_name,
-        ).app
-        self._end_drain = asyncio.Event()
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
-        self._pool_task: asyncio.Task[None] | None = None
-        self._secrets_task: asyncio.Task[None] | None = None
+            served_name=name,
+        )
 
     async def start(self, host: str) -> int:
         """Bind `host` and start to connect to engines.

@@ -122,7 +122,7 @@ class ConnectorOutput:
 
 
 class FailureReason(enum.StrEnum):
-    """Why a load did not bring all its blocks; a label of the metrics.
+    """Why a load failed; the label `reason` of the metrics.
 
     LoadResult.error has the text.
     """
@@ -171,7 +171,8 @@ class ConnectorStats(msgspec.Struct):
     #: Descriptors of peers outside the memory that they may use.
     descriptors_refused: int = 0
     handshakes_refused: int = 0
-    #: Times that all peers were cut off, because one did not confirm the end of its writes.
+    #: Times that all peers were cut off: a producer did not confirm the end of its writes, or reads
+    #: did not end.
     memory_fences: int = 0
     #: Sum over loads of the time between start and end.
     receive_seconds: float = 0.0
@@ -184,7 +185,7 @@ class ConnectorStats(msgspec.Struct):
     #: Bytes sent and received by transport and lane, such as `ucx tcp/lo`. Blocks that failed
     #: verification count.
     bytes_moved: dict[str, int] = {}
-    #: Why only a restart of the engine helps; empty while the connector works.
+    #: Why the connector cannot serve, so only a restart of the engine helps; empty while it works.
     failure: str = ""
 
     def count_failure(self, reason: FailureReason) -> None:

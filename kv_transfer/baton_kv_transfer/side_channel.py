@@ -22,8 +22,9 @@ blocks were verified, that the load failed, or that a CANCELLED was received.
 
 A consumer's worker connects to every worker of the producer whose heads it needs. The scheduler
 names the first one, whose DESCRIPTION names the others. Memory is described only after hash and
-token matched. No message carries a point in time. Messages about a transfer carry the generation of
-the load, a random number of the consumer: messages of another load are ignored.
+token matched. No message carries a point in time. SUBSCRIBE, PUBLISH, RELEASE, RELEASED and
+CANCELLED carry the generation of the load, a random number of the consumer. Messages of another
+generation are ignored. A CANCELLED with 0 ends every load of the transfer.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class TransferConnector(KVConnectorWorker):
         Raises:
             ValueError: the role is none, the transport is unknown, or rdma lacks verbs or a device.
             OSError: the address of the side channel is in use or not of this machine.
-            UCXError: UCX is missing or does not start.
+            UCXError: UCX is missing or cannot start.
         """
         if config.role is KVRole.NONE:
             raise ValueError(

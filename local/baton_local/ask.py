@@ -1,13 +1,17 @@
-"""Streaming of one chat answer from an OpenAI endpoint, with its timing."""
+"""One chat answer, streamed from an OpenAI endpoint as soon as its gateways see the engines."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
+
+from baton_local.service_status import PodStatus
+from baton_protocol.config import GATEWAY_PORT
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,7 @@ async def ask(
         ):
             if response.status != 200:
                 raise AskError(f"HTTP {response.status}: {(await response.text()).strip()}")
-            async for line in response.content:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                    continue
-                chunk = json.loads(line[len(b"data: ") :])
-                if "error" in chunk:
-                    raise AskError(chunk["error"].get("message", str(chunk["error"])))
+            async for chunk in _chunks(response):
                 if chunk.get("usage"):
                     tokens = chunk["usage"]["completion_tokens"]
                 for choice in chunk.get("choices", []):
@@ -82,3 +81,50 @@ async def ask(
     first = first or ended
     rate = (tokens - 1) / (ended - first) if tokens > 1 and ended > first else 0.0
     return Answer("".join(pieces), first - started, tokens, rate)
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of a streamed response.
+
+    Raises:
+        AskError: the stream has an error.
+    """
+    async for line in response.content:
+        if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+            continue
+        chunk = json.loads(line[len(b"data: ") :])
+        if "error" in chunk:
+            raise AskError(chunk["error"].get("message", str(chunk["error"])))
+        yield chunk
+
+
+async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
+    """Return whether every gateway pod has connected to every ready engine.
+
+    Gateways connect to an engine a moment after it is ready.
+    """
+    gateways = [pod for pod in pods if pod.role == "gateway" and pod.ready]
+    try:
+        metrics = [await _metrics(pod) for pod in gateways]
+    except (aiohttp.ClientError, TimeoutError):  # for example during a restart
+        return False
+    return bool(gateways) and all(
+        _num_engines_ready(text, role) >= sum(pod.ready for pod in pods if pod.role == role)
+        for text in metrics
+        for role in ("prefill", "decode")
+    )
+
+
+async def _metrics(gateway: PodStatus) -> str:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+        session.get(f"http://{gateway.ip}:{GATEWAY_PORT}/metrics") as response,
+    ):
+        return await response.text()
+
+
+def _num_engines_ready(metrics: str, role: str) -> float:
+    """Return the gateway's `baton:engines_ready` of a role; 0 if it is missing."""
+    name = f'baton:engines_ready{{role="{role}"}} '
+    values = [line.removeprefix(name) for line in metrics.splitlines() if line.startswith(name)]
+    return float(values[0]) if values else 0.0

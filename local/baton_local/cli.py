@@ -14,23 +14,20 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from rich.console import Console
 
+from baton_local.detach import run_detached
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_protocol import arguments
 
 if TYPE_CHECKING:
-    from baton_local.service import ServiceStatus
-
+    from baton_local.service_status import ServiceStatus
 
 MAX_SIMULATED_S = 1e7
-#: Columns of a table that no terminal limits.
-PIPED_WIDTH = 1000
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -124,7 +121,7 @@ def _add_up(commands: _Commands) -> None:
         type=arguments.positive,
         default=180.0,
         metavar="SECONDS",
-        help="for Ready (default 180)",
+        help="for Ready, and then for the answer (default 180)",
     )
     up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
     up.set_defaults(run=_run_up)
@@ -133,8 +130,6 @@ def _add_up(commands: _Commands) -> None:
 def _run_up(args: argparse.Namespace) -> int:
     from baton_local.up import UpOptions, run_up
 
-    if args.detach:
-        return _detach()
     options = UpOptions(
         file=args.file,
         model=args.model,
@@ -144,54 +139,11 @@ def _run_up(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         max_tokens=args.max_tokens,
     )
+    if args.detach:
+        flags = [arg for arg in sys.argv[1:] if arg != "--detach"]
+        command = [sys.executable, "-m", "baton_local.cli", *flags]
+        return run_detached(command, options.answer_timeout_s, StateDir(), Console())
     return run_up(options, StateDir(), Console())
-
-
-def _detach() -> int:
-    """Run the same command line in the background until its service has answered."""
-    console, state = Console(), StateDir()
-    if (pid := state.supervisor()) is not None:
-        console.print(
-            f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); "
-            "`baton down` ends it"
-        )
-        return 1
-    state.make()
-    log_path = state.logs / "supervisor.log"
-    command = [
-        sys.executable,
-        "-m",
-        "baton_local.cli",
-        *(arg for arg in sys.argv[1:] if arg != "--detach"),
-    ]
-    with open(log_path, "wb") as log:
-        supervisor = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    info: ClusterInfo | None = None
-    try:
-        while not (info and info.endpoint) and supervisor.poll() is None:
-            time.sleep(0.2)
-            info = state.read_info()
-    finally:
-        if not (info and info.endpoint):
-            # For example after Ctrl-C, which does not reach the supervisor's session.
-            supervisor.terminate()
-            supervisor.wait()
-    if not (info and info.endpoint):
-        console.print("[red]baton up:[/] no answer; the supervisor printed:")
-        console.out(log_path.read_text(errors="replace"))
-        return 1
-    console.out(
-        f"Ready: {info.endpoint}\nexport KUBECONFIG={info.kubeconfig}\n"
-        f"To change it: edit {info.file}, then kubectl apply -f {info.file}\n`baton down` ends it.",
-        highlight=False,
-    )
-    return 0
 
 
 class ServerGoneError(Exception):
@@ -205,7 +157,7 @@ async def _status(info: ClusterInfo) -> ServiceStatus | None:
         ServerGoneError: the API server does not answer.
     """
     from baton_kube.client import KubeError
-    from baton_local.service import ClusterApi
+    from baton_local.cluster_api import ClusterApi
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
         try:
@@ -316,7 +268,9 @@ def _run_status(args: argparse.Namespace) -> int:
     if info is None:
         return 1
     found = asyncio.run(_status(info))
-    from baton_local.service import ServiceStatus, ask_kv_bytes, format_kv_bytes, with_pids
+    from baton_local.display import print_status
+    from baton_local.kv_bytes import ask_kv_bytes
+    from baton_local.service_status import ServiceStatus, with_pids
 
     if found is not None:
         status = with_pids(asyncio.run(ask_kv_bytes(found)))
@@ -329,20 +283,8 @@ def _run_status(args: argparse.Namespace) -> int:
         )
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())
-        return 0 if status.exists else 1
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
-    if status.exists:
-        from baton_local.display import service_tables
-
-        console.print(service_tables(status))
-        console.out(f"\nendpoint    {status.endpoint}", highlight=False)
-    if status.ingress:
-        console.out(f"ingress     {status.ingress}", highlight=False)
-    console.out(f"kubeconfig  {status.kubeconfig}", highlight=False)
-    console.out(f"manifest    {info.file}", highlight=False)
-    for pod in status.pods:
-        if pod.kv_bytes:
-            console.out(f"KV moved    {format_kv_bytes(pod.kv_bytes)}, {pod.name}", highlight=False)
+    else:
+        print_status(status, info.file)
     return 0 if status.exists else 1
 
 
@@ -377,7 +319,7 @@ def _run_logs(args: argparse.Namespace) -> int:
 
 async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: int | None) -> int:
     from baton_kube.client import KubeError
-    from baton_local.service import ClusterApi
+    from baton_local.cluster_api import ClusterApi
 
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
         if name:

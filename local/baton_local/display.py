@@ -1,13 +1,20 @@
-"""Tables of the pods and conditions of one service."""
+"""The status of one service on a terminal: tables, `baton status`, the progress of `baton up`."""
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+import sys
+import time
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from baton_local.service import ServiceStatus
+from baton_local.kv_bytes import format_kv_bytes
+from baton_local.service_status import Condition, ServiceStatus
 
+#: Columns of a table that no terminal limits.
+PIPED_WIDTH = 1000
 _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
@@ -42,3 +49,56 @@ def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> Ren
     if elapsed_s is not None:
         heading.append(f"   {elapsed_s:.0f} s", "dim")
     return Group(heading, pods, Text(""), conditions)
+
+
+def print_status(status: ServiceStatus, manifest: str) -> None:
+    """Print what `baton status` shows. `manifest` is the path of the file to edit."""
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    if status.exists:
+        console.print(service_tables(status))
+        console.out(f"\nendpoint    {status.endpoint}", highlight=False)
+    if status.ingress:
+        console.out(f"ingress     {status.ingress}", highlight=False)
+    console.out(f"kubeconfig  {status.kubeconfig}", highlight=False)
+    console.out(f"manifest    {manifest}", highlight=False)
+    for pod in status.pods:
+        if pod.kv_bytes:
+            console.out(f"KV moved    {format_kv_bytes(pod.kv_bytes)}, {pod.name}", highlight=False)
+
+
+class Progress:
+    """Progress of the service: a live table on a terminal, otherwise a line for each change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+        self._live: Live | None = None
+        self._seen: dict[str, Condition] = {}
+
+    def __enter__(self) -> None:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=8)
+            self._live.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the start of `baton up`."""
+        return time.monotonic() - self._started
+
+    def show(self, status: ServiceStatus) -> None:
+        """Show the status, or print the conditions that have changed."""
+        if self._live is not None:
+            self._live.update(service_tables(status, self.elapsed_s))
+        for condition in status.conditions:
+            if self._live is None and self._seen.get(condition.type) != condition:
+                line = (
+                    f"{self.elapsed_s:7.1f} s  {condition.type}={condition.status} "
+                    f"{condition.reason}: {condition.message}"
+                )
+                self._console.out(line, highlight=False)
+            self._seen[condition.type] = condition

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -120,7 +120,9 @@ class _Child:
     name: str
     process: asyncio.subprocess.Process
     last_line: str = ""
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._output = asyncio.create_task(self._print_output())
 
     @classmethod
     async def start(cls, name: str, command: list[str], env: dict[str, str]) -> _Child:
@@ -136,9 +138,7 @@ class _Child:
             start_new_session=True,
             preexec_fn=kill_at_end_of_parent(),
         )
-        child = cls(name, process)
-        child.tasks.append(asyncio.create_task(child._print_output()))
-        return child
+        return cls(name, process)
 
     async def _print_output(self) -> None:
         assert self.process.stdout is not None
@@ -157,9 +157,7 @@ class _Child:
     async def wait(self) -> int:
         """Wait for its end and output, and return the exit code, negative for a signal."""
         code = await self.process.wait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):  # a grandchild may hold the pipe open
-                await asyncio.gather(*self.tasks)
+        await asyncio.wait([self._output], timeout=1.0)  # a grandchild may hold the pipe open
         return code
 
     def signal(self, signum: int) -> None:

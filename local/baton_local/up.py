@@ -20,25 +20,15 @@ from pathlib import Path
 
 import aiohttp
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 
 from baton_kube.client import KubeError, Object
-from baton_local.ask import AskError, ask
-from baton_local.display import service_tables
-from baton_local.service import (
-    ClusterApi,
-    Condition,
-    ServiceStatus,
-    UnknownKindError,
-    as_kubectl_applies,
-    ask_kv_bytes,
-    format_kv_bytes,
-    gateways_see_all_engines,
-    kv_bytes_received,
-    load_documents,
-    load_service,
-)
+from baton_local.ask import AskError, ask, gateways_see_all_engines
+from baton_local.cluster_api import ClusterApi, UnknownKindError
+from baton_local.display import Progress, service_tables
+from baton_local.kv_bytes import ask_kv_bytes, format_kv_bytes, kv_bytes_received
+from baton_local.manifest_file import as_kubectl_applies, load_documents, load_service
+from baton_local.service_status import ServiceStatus
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
@@ -73,6 +63,15 @@ class UpOptions:
     ingress_port: int
     timeout_s: float
     max_tokens: int
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """Longest time from the start to the answer: the sum of the timeouts of all steps.
+
+        The control plane starts and accepts the CRD. The service becomes Ready, its gateways
+        connect to the engines, and it answers.
+        """
+        return 2 * CONTROL_PLANE_TIMEOUT_S + 3 * self.timeout_s
 
 
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
@@ -126,7 +125,7 @@ class _Up:
     def __post_init__(self) -> None:
         self.namespace = self.service["metadata"].setdefault("namespace", "default")
         self.name = self.service["metadata"]["name"]
-        self.progress = _Progress(self.console)
+        self.progress = Progress(self.console)
         self.stopped = asyncio.Event()
 
     async def run(self) -> int:
@@ -387,44 +386,6 @@ async def _demo_checkpoint(demo: Path, console: Console) -> Path:
             raise UpError(f"`baton checkpoint create` failed:\n{output.decode(errors='replace')}")
         partial.rename(demo)
     return demo
-
-
-class _Progress:
-    """Progress of the service: a live table on a terminal, otherwise a line for each change."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started = time.monotonic()
-        self._live: Live | None = None
-        self._seen: dict[str, Condition] = {}
-
-    def __enter__(self) -> None:
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=8)
-            self._live.start()
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    @property
-    def elapsed_s(self) -> float:
-        """Time since the start of `baton up`."""
-        return time.monotonic() - self._started
-
-    def show(self, status: ServiceStatus) -> None:
-        """Show the status, or print the conditions that have changed."""
-        if self._live is not None:
-            self._live.update(service_tables(status, self.elapsed_s))
-        for condition in status.conditions:
-            if self._live is None and self._seen.get(condition.type) != condition:
-                line = (
-                    f"{self.elapsed_s:7.1f} s  {condition.type}={condition.status} "
-                    f"{condition.reason}: {condition.message}"
-                )
-                self._console.out(line, highlight=False)
-            self._seen[condition.type] = condition
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

@@ -14,6 +14,17 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _VALIDITY = datetime.timedelta(days=365)
+_AUTHORITY_USAGE = x509.KeyUsage(
+    digital_signature=True,
+    key_cert_sign=True,
+    crl_sign=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 @dataclass(frozen=True)
@@ -50,42 +61,13 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
 
     The authority's key is not kept.
     """
-    now = datetime.datetime.now(datetime.UTC)
     directory.mkdir(parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     server_key = ec.generate_private_key(ec.SECP256R1())
-
-    def builder(subject: str, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        return (
-            x509.CertificateBuilder()
-            .subject_name(_name(subject))
-            .issuer_name(_name("pocketkube-ca"))
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(minutes=5))
-            .not_valid_after(now + _VALIDITY)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
-                critical=False,
-            )
-        )
-
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=True,
-        crl_sign=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
     authority = (
-        builder("pocketkube-ca", authority_key.public_key())
+        _builder("pocketkube-ca", authority_key.public_key(), authority_key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_AUTHORITY_USAGE, critical=True)
         .sign(authority_key, hashes.SHA256())
     )
     names: list[x509.GeneralName] = [
@@ -97,7 +79,7 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
         for address in dict.fromkeys([*addresses, "127.0.0.1"])
     ]
     server = (
-        builder("pocketkube-apiserver", server_key.public_key())
+        _builder("pocketkube-apiserver", server_key.public_key(), authority_key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -110,6 +92,24 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
     files.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
     write_private(files.key, _pem(server_key))
     return files
+
+
+def _builder(
+    subject: str, public: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(subject))
+        .issuer_name(_name("pocketkube-ca"))
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + _VALIDITY)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(issuer, critical=False)
+    )
 
 
 def create_signing_key(path: Path) -> Path:

@@ -72,6 +72,15 @@ def run_until_terminated(
     asyncio.run(supervised())
 
 
+async def wait_up_to(timeout_s: float, event: asyncio.Event) -> bool:
+    """Wait for `event`. Return whether it was set within `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
 async def until_stopped(stop: asyncio.Event, *loops: Awaitable[None]) -> None:
     """Run endless loops together until `stop` is set.
 

@@ -1,4 +1,4 @@
-"""TCP ports: free ports for new processes, and ports on command lines."""
+"""TCP ports: free ones for new processes, those of containers, and those on command lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import random
 import socket
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
@@ -44,6 +46,14 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
             if len(found) == count:
                 break
     return found
+
+
+def container_port(port: int | str, containers: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return a port given by number or by its name in `containers`; None for an unknown name."""
+    if isinstance(port, int) or port.isdigit():
+        return int(port)
+    ports = (entry for container in containers for entry in container.get("ports") or [])
+    return next((int(entry["containerPort"]) for entry in ports if entry.get("name") == port), None)
 
 
 def parse_port(text: str) -> int:

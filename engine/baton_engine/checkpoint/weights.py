@@ -60,13 +60,14 @@ def random_weights(
 def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: int | None) -> None:
     """Write safetensors files of at most `max_shard_size` bytes. None: one file.
 
-    A tensor that is larger has a file of its own.
+    A tensor that is larger has a file of its own. Every user may read the files, as pods must.
     """
     from safetensors.torch import save_file
 
     metadata = {"format": "pt"}  # transformers refuses files without it
     if max_shard_size is None:
         save_file(weights, out / "model.safetensors", metadata=metadata)
+        (out / "model.safetensors").chmod(0o644)
         return
     shards: list[dict[str, torch.Tensor]] = [{}]
     shard_nbytes = 0
@@ -80,6 +81,7 @@ def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: i
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, out / file, metadata=metadata)
+        (out / file).chmod(0o644)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -327,7 +327,7 @@ class EngineCore:
         with self._dumping(None):
             return self.scheduler.schedule()
 
-    def _execute(self, step: SchedulerOutput, schedule_s: float = 0.0) -> None:
+    def _execute(self, step: SchedulerOutput, schedule_s: float) -> None:
         """Start a step. `_finish_oldest` ends it."""
         started = time.monotonic()
         with self._dumping(step):
@@ -489,7 +489,7 @@ class EngineCore:
         return self._pause.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore memory: "weights", "kv_cache", "scheduling". None: all of them."""
+        """Undo `sleep` for some of "weights", "kv_cache" and "scheduling". None: for all."""
         self._pause.wake_up(tags)
 
     def is_sleeping(self) -> bool:

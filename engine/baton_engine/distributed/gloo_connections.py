@@ -9,8 +9,8 @@ Gloo does not expose its connections. Baton needs them for two reasons:
   publish in their store the addresses from which they have connected. All other connections are
   shut down, and new ones are dropped.
 
-An attacker in the network can still make the forming of a group fail, which is retried. It can
-also occupy descriptors, because gloo closes them only with the group.
+An attacker in the network can still make a group fail to form, which is then retried. It can also
+occupy file descriptors, because gloo closes connections only with the group.
 """
 
 from __future__ import annotations

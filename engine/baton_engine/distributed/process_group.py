@@ -56,7 +56,7 @@ def generation_store(store: Store, number: int, nonce: str = "") -> Store:
 
 
 def is_before(number: int) -> Callable[[str], bool]:
-    """Return a predicate: whether a key of the store is of a generation before `number`."""
+    """Return a predicate that is true for store keys of generations before `number`."""
 
     def is_outdated(key: str) -> bool:
         of_generation = GENERATION_KEY.match(key)

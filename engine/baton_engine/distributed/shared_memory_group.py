@@ -314,7 +314,7 @@ class SharedMemoryGroup:
         return rank * WORD_NBYTES // NUMBER_NBYTES
 
     def _number_of(self, rank: int, half: int) -> int:
-        """Return the index of the first number in a buffer."""
+        """Return the index in `_numbers` of the first number in a rank's buffer."""
         return (rank * 2 + half) * BUFFER_NBYTES // NUMBER_NBYTES
 
     def _where(self, operation: str) -> str:

@@ -101,7 +101,7 @@ def join_control_group(
     *,
     join_timeout_s: float,
     timeout_s: float,
-    secret: bytes = b"",
+    secret: bytes,
 ) -> ControlGroup:
     """Join the other members in the generation's store.
 

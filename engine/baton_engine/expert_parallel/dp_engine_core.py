@@ -77,8 +77,7 @@ class DPEngineCore(EngineCore):
         calls: WaveCalls,
         join: Join,
         unreachable: Callable[[Sequence[Member]], tuple[str, ...]] = lambda members: (),
-        wakeup: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        wakeup: Callable[[], None],
         pauses: Mapping[str, Histogram] | None = None,
         **hooks: Any,
     ) -> None:
@@ -104,10 +103,9 @@ class DPEngineCore(EngineCore):
         self._join = join
         self._unreachable = unreachable
         self._wakeup = wakeup
-        self._clock = clock
         self._waves: Waves | None = None
         self._standby: StandbyGeneration | None = None
-        self._retired = RetiredGroups(clock)
+        self._retired = RetiredGroups()
         self._broken_at = 0.0
         self._next_loads = 0.0
         #: Prevents interrupts while the generation changes.
@@ -214,7 +212,7 @@ class DPEngineCore(EngineCore):
 
     def advance(self) -> None:
         """Advance the preparation, and commit it if no step of the current generation is needed."""
-        now = self._clock()
+        now = time.monotonic()
         standby = self._standby
         if standby is not None:
             standby.advance(now)
@@ -230,7 +228,7 @@ class DPEngineCore(EngineCore):
 
     def _commit(self, standby: StandbyGeneration) -> None:
         """Serve in a prepared generation from the next step on."""
-        generation, started = standby.generation, self._clock()
+        generation, started = standby.generation, time.monotonic()
         self._standby = None
         if standby.rank is None:
             self._leave(f"generation {generation.number} continues without this rank")
@@ -246,14 +244,14 @@ class DPEngineCore(EngineCore):
             ("broken", self._broken_at) if self.phase is RankPhase.BROKEN else ("planned", started)
         )
         self.phase = RankPhase.SERVING
-        self._report.on_committed()
+        self._report.on_generation_changed()
         self._calls.set_peers(
             [each for each in generation.members if each.instance_id != self._instance_id]
         )
         self._waves = Waves(generation.number, generation.nonce)
         if standby.start is not None:
             self._waves.on_start(standby.start)
-        pause_s = self._clock() - since
+        pause_s = time.monotonic() - since
         self._pauses[kind].observe(pause_s)
         logger.info(
             "generation %d committed as rank %d of %d (operation %s); steps paused for %.4f s",
@@ -265,7 +263,7 @@ class DPEngineCore(EngineCore):
         generation = self.generation
         assert generation is not None, "only a generation can break"
         self.phase, self._waves = RankPhase.BROKEN, None
-        self._broken_at = self._clock()
+        self._broken_at = time.monotonic()
         self._report.on_broken(reason)
         logger.warning(
             "generation %d is broken (rank %d, operation %s): %s",
@@ -302,7 +300,7 @@ class DPEngineCore(EngineCore):
             self._retired.add(self._group)
             self._group = self.generation = self._waves = None
             self.phase = RankPhase.STANDBY
-            self._report.on_left()
+            self._report.on_generation_changed()
             self.executor.collective_rpc("leave_generation", timeout_s=CALL_TIMEOUT_S)
         self._pause.advance()
 
@@ -336,7 +334,7 @@ class DPEngineCore(EngineCore):
             standby is not None
             and standby.committed
             and standby.ready
-            and self._clock() >= standby.vote_due
+            and time.monotonic() >= standby.vote_due
         )
 
     @property
@@ -349,7 +347,7 @@ class DPEngineCore(EngineCore):
         steps = self._must_step or self._can_step()
         if steps:
             try:
-                self._step()
+                self._vote_and_run()
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
@@ -366,7 +364,8 @@ class DPEngineCore(EngineCore):
         finally:
             self.scheduler.pause_state = asked
 
-    def _step(self) -> None:
+    def _vote_and_run(self) -> None:
+        """Schedule a step, vote with the other ranks, run it, and commit what all voted for."""
         before = time.monotonic()
         step = self._schedule()
         schedule_s = time.monotonic() - before
@@ -418,7 +417,7 @@ class DPEngineCore(EngineCore):
         finally:
             self._report.counts.exchange_seconds += time.monotonic() - started
         if voted is not None:
-            voted.vote_due = self._clock() + POLL_INTERVAL_S
+            voted.vote_due = time.monotonic() + POLL_INTERVAL_S
         self._calls.end_start()
         # All ranks have exchanged votes in this generation, so none reads from an earlier one.
         self._retired.close_all()

@@ -31,10 +31,10 @@ from baton_engine.metrics.topology_stats import commit_pauses
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import ProbeResult
 from baton_engine.server.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown, State
-from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Input
+from baton_engine.server.engine_io import Input
 from baton_protocol.config import EngineConfig
-from baton_protocol.messages import PROTOCOL_VERSION, Init, Pong
 from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.messages import Pong
 from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
 
 #: Phases in which requests are accepted. Between generations they wait.
@@ -46,9 +46,7 @@ DISMISSED_PATIENCE_S = 10.0
 class DPEngineCoreProc(EngineCoreProc):
     """The process of a rank."""
 
-    def __init__(
-        self, config: EngineConfig, host: str, *, client_timeout_s: float = CLIENT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, config: EngineConfig, host: str) -> None:
         """Bind the engine port and the link port.
 
         Raises:
@@ -62,7 +60,7 @@ class DPEngineCoreProc(EngineCoreProc):
                 "at most 63 of a-z, 0-9, and - in between"
             )
             raise ConfigurationError("InvalidConfig", message)
-        super().__init__(config, host, client_timeout_s=client_timeout_s)
+        super().__init__(config, host)
         self.phase = RankPhase.LOADING
         self.commit_pauses = commit_pauses()
         self._host = host
@@ -215,10 +213,7 @@ class DPEngineCoreProc(EngineCoreProc):
         if generation is not None and generation is not self._announced:
             self._announced = generation
             self._store.forget(is_before(generation.number))
-            init = Init(
-                PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash, generation.number
-            )
-            self.io.send_init(init)
+            self.io.send_init(self._init(core, generation.number))
             super()._announce(core)
 
     def _may_stop(self, core: EngineCore) -> bool:

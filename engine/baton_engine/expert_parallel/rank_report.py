@@ -39,17 +39,14 @@ class RankReport:
         if standby.committed:
             self.commit_seen = standby.generation.nonce
 
-    def on_committed(self) -> None:
+    def on_generation_changed(self) -> None:
+        """Clear what belongs to the last generation."""
         self.failed = self.failure = ""
         self.suspects, self.loads = (), None
 
     def on_broken(self, reason: str) -> None:
         self.failure = reason
         self.counts.num_broken += 1
-
-    def on_left(self) -> None:
-        self.failed = self.failure = ""
-        self.suspects, self.loads = (), None
 
     def status(
         self,

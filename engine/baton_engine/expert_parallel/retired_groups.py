@@ -5,7 +5,7 @@ Closing one at once could reset the connection of a slower member that still rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 
 from baton_engine.distributed.group import RETIREMENT_GRACE_S
 from baton_engine.expert_parallel.control_group import ControlGroup
@@ -14,18 +14,17 @@ from baton_engine.expert_parallel.control_group import ControlGroup
 class RetiredGroups:
     """Groups that wait to be closed."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._groups: list[tuple[float, ControlGroup]] = []
 
     def add(self, group: ControlGroup | None) -> None:
         """Retire a group that this rank no longer uses. None is ignored."""
         if group is not None:
-            self._groups.append((self._clock() + RETIREMENT_GRACE_S, group))
+            self._groups.append((time.monotonic() + RETIREMENT_GRACE_S, group))
 
     def advance(self) -> None:
         """Close the oldest group if its grace period is over."""
-        if self._groups and self._clock() >= self._groups[0][0]:
+        if self._groups and time.monotonic() >= self._groups[0][0]:
             self._groups.pop(0)[1].close()
 
     def close_all(self) -> None:

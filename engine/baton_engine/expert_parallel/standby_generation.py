@@ -134,7 +134,7 @@ class StandbyGeneration:
                 )
             except Exception as error:
                 logger.warning(
-                    "generation %d could not be dropped: %s", self.generation.number, error
+                    "a worker could not drop generation %d: %s", self.generation.number, error
                 )
         logger.info("generation %d is dropped (operation %s)", *_names(self.generation))
 

@@ -37,6 +37,44 @@ def main(argv: list[str] | None = None) -> NoReturn:
     The exit code is 0 if the folder is complete, 78 if the configuration must change, and 1 if a
     restart may succeed.
     """
+    args = _parser().parse_args(argv)
+    # Process 1 of a container has no default handler.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.basicConfig(
+        level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    progress = progress_server.Progress()
+    progress.start_logging()
+    if args.http_port is not None:
+        try:
+            progress_server.serve(progress, pod_ip(), args.http_port)
+        except OSError as error:
+            logger.warning(
+                "cannot serve the progress on port %d of %s: %s; it is only in this log",
+                args.http_port,
+                pod_ip(),
+                error,
+            )
+    try:
+        request = FetchRequest(args.uri, _output(args.to), args.only, args.max_bytes)
+        marker = fetch(request, progress, RetryPolicy(give_up_after_s=args.give_up_after))
+        logger.info(
+            "%s holds %d files of %s at %s", args.to, len(marker.files), marker.uri, marker.revision
+        )
+        _write_termination_log(marker, args.termination_log)
+    except FetchError as error:
+        code = report_fatal(error.reason, error.message)
+        _exit(1 if error.temporary else code)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        _exit(report_fatal("NoSpace" if full else "ModelCacheInvalid", error))
+    _exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton-model", description="Model files for Baton's pods."
     )
@@ -72,41 +110,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         metavar="SECONDS",
         help="exit after this time without a new byte",
     )
-    args = parser.parse_args(argv)
-    # Process 1 of a container has no default handler.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.basicConfig(
-        level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
-    progress = progress_server.Progress()
-    progress.start_logging()
-    if args.http_port is not None:
-        try:
-            progress_server.serve(progress, pod_ip(), args.http_port)
-        except OSError as error:
-            logger.warning(
-                "cannot serve the progress on port %d of %s: %s; it is only in this log",
-                args.http_port,
-                pod_ip(),
-                error,
-            )
-    try:
-        request = FetchRequest(args.uri, _output(args.to), args.only, args.max_bytes)
-        marker = fetch(request, progress, RetryPolicy(give_up_after_s=args.give_up_after))
-        logger.info(
-            "%s holds %d files of %s at %s", args.to, len(marker.files), marker.uri, marker.revision
-        )
-        _write_termination_log(marker, args.termination_log)
-    except FetchError as error:
-        code = report_fatal(error.reason, error.message)
-        _exit(1 if error.temporary else code)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        _exit(report_fatal("NoSpace" if full else "ModelCacheInvalid", error))
-    _exit(0)
+    return parser
 
 
 def _exit(code: int) -> NoReturn:

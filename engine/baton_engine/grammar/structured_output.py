@@ -1,9 +1,8 @@
 """Structured output: limits tokens to texts of a JSON schema, regex, choice or grammar.
 
-The scheduler compiles a request's specification on arrival, requests a bitmask for every step that
-samples for the request, and passes each sampled token to the grammar. `llguidance` parses and
-computes the masks. It is imported, and the tokenizer is read, for the first request that needs
-them.
+The scheduler compiles a request's specification on arrival. It requests a bitmask for every step
+that samples for the request, and passes each sampled token to the grammar. `llguidance` compiles
+and computes the masks. The first request with a structure imports it and reads the tokenizer.
 """
 
 from __future__ import annotations

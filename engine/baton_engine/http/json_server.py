@@ -29,7 +29,7 @@ class JSONServer(ThreadingHTTPServer):
         if isinstance(error, ConnectionError | TimeoutError):
             logger.debug("an HTTP client disconnected: %s", one_line(error))
         else:
-            logger.error("an HTTP request failed", exc_info=error)
+            logger.error("a handler of an HTTP request failed", exc_info=error)
 
 
 class JSONHandler(BaseHTTPRequestHandler):

@@ -3,9 +3,9 @@
 Workers make the copies. The step that overwrites a block on the device stores it first. The step of
 a request that needs the prefix restores it into a new device block.
 
-Workers apply steps in order. Within a step they store before any other write to the device, and
-restore before the tokens run (`executor/step.py`), so no copy waits for a step to finish. Only
-within one step, a slot that is written or read must not be given to another block.
+Workers apply steps in order. Within a step (`executor/step.py`) they store before any other write
+to the device, and restore before the tokens run. Therefore no copy waits for a step to finish. A
+slot that a step writes or reads must not be given to another block in the same step.
 
 A restored block keeps its slot, so evicting it again copies nothing.
 """

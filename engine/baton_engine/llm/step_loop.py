@@ -56,7 +56,7 @@ class StepLoop:
                     left = [len(collector.requests) for collector in collectors]
                     while running:
                         check_interrupt()
-                        for index in self._step(running, bar):
+                        for index in self._step_and_collect(running, bar):
                             left[index] -= 1
                             if left[index] == 0:
                                 bar.count(prompts=1, input=len(collectors[index].prompt.token_ids))
@@ -73,10 +73,11 @@ class StepLoop:
                     check_output(refusal, f"prompt {index}")
                 running[request.request_id] = index, collector
 
-    def _step(self, running: dict[str, tuple[int, Collector]], bar: _Bar) -> Iterator[int]:
+    def _step_and_collect(
+        self, running: dict[str, tuple[int, Collector]], bar: _Bar
+    ) -> Iterator[int]:
         """Run one step and yield the prompt index of every request that ended."""
-        outputs = self._run_step()
-        for output in outputs:
+        for output in self._run_step():
             if output.request_id not in running:
                 continue  # it has ended at a stop string
             index, collector = running[output.request_id]
@@ -93,6 +94,7 @@ class StepLoop:
                 yield index
 
     def _run_step(self) -> list[EngineCoreOutput]:
+        """Run one step of the core. Wait for a wakeup if it found nothing to do."""
         try:
             outputs = self._core.step_fn()
         except Exception as error:

@@ -46,7 +46,7 @@ _COUNTERS = {
 _TRANSFER_COUNTERS = {
     "blocks_sent": "KV blocks published to decode engines; with push also written to them.",
     "blocks_received": "KV blocks received from prefill engines and verified.",
-    "bytes_sent": "Bytes of KV written to decode engines.",
+    "bytes_sent": "Bytes of KV written to decode engines; 0 with pull, where decode engines read.",
     "bytes_received": "Bytes of KV received from prefill engines and verified.",
     "descriptors_posted": "Memory ranges posted to the transport, after merging.",
     "transfers_completed": "KV transfers completed, counted once per worker.",
@@ -151,7 +151,7 @@ class EngineCollector(Collector):
             yield self._sample(gauge, getattr(stats, field))
         moved = CounterMetricFamily(
             "baton:kv_transfer_bytes",
-            "Bytes of KV sent and received, by configured and by used transport.",
+            "Bytes of KV sent and received, by the transport that moved them and its lane.",
             labels=["model_name", "transport", "lane"],
         )
         for carrier, nbytes in stats.bytes_moved.items():

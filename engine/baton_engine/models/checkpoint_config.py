@@ -145,13 +145,6 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
     sliding_window = _parse_window(config)
     intermediate_size = _positive(config, "intermediate_size")
     num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-    dense_layers = set(config.get("mlp_only_layers") or [])
-    step = int(config.get("decoder_sparse_step", 1))
-    sparse = [
-        i
-        for i in range(num_layers)
-        if num_experts and i not in dense_layers and (i + 1) % step == 0
-    ]
     return CheckpointConfig(
         architecture=config["architectures"][0],
         vocab_size=_positive(config, "vocab_size"),
@@ -180,8 +173,14 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
         if num_experts
         else 0,
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        sparse_layers=frozenset(sparse),
+        sparse_layers=_parse_sparse_layers(config, num_layers) if num_experts else frozenset(),
     )
+
+
+def _parse_sparse_layers(config: Json, num_layers: int) -> frozenset[int]:
+    dense_layers = set(config.get("mlp_only_layers") or [])
+    step = int(config.get("decoder_sparse_step", 1))
+    return frozenset(i for i in range(num_layers) if i not in dense_layers and (i + 1) % step == 0)
 
 
 def _check_supported(config: Json) -> None:

@@ -93,8 +93,8 @@ def load_weights(
     targets: Mapping[str, WeightTarget],
     expected: Mapping[str, tuple[int, ...]],
     *,
-    ignored: Iterable[str] = (),
-    show_progress: bool = False,
+    ignored: Iterable[str],
+    show_progress: bool,
 ) -> int:
     """Check the checkpoint in `path` and copy the slices of `targets`, converting the dtype.
 

@@ -1,7 +1,7 @@
 """Operators that use more than their arguments: attention, all-reduce, mixtures of experts.
 
 In eager code they are functions. In a graph traced by torch.compile they are opaque custom
-operators of the namespace `baton`, so their use of the forward context is not part of the graph.
+operators of the namespace `baton`. Their use of the forward context is not part of the graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Scheduling: decides which requests run in the next step. No torch.
 
-scheduler        `schedule()` asks the others in order and applies their decisions
+scheduler        `schedule()` asks the others in order
 decisions        the values that the others return
+lifecycle        applies them: queues, starts, preempts, swaps and ends requests
 planner          how many tokens each running request gets
 admission        which waiting request joins the batch, or starts to load its KV
 preemption       which running request loses its memory, and which swapped one gets it back

@@ -51,7 +51,7 @@ class Admission:
         self._chunked = chunked
 
     def admit_loaded(
-        self, step: StepBuilder, *, only_loaded: bool = False
+        self, step: StepBuilder, *, only_loaded: bool
     ) -> Iterator[Admitted | WaitsForPrompt | Preempted]:
         """Start requests whose KV came from a peer.
 

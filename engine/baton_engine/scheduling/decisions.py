@@ -1,6 +1,6 @@
 """Decisions of the scheduler's collaborators.
 
-They return these values, and `Scheduler` applies them.
+They return these values, and `RequestLifecycle` applies them.
 """
 
 from __future__ import annotations

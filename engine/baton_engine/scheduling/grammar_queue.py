@@ -29,9 +29,6 @@ class GrammarQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, request: Request) -> bool:
-        return self._waiting.get(request.request_id) is request
-
     def compile(self, request: Request) -> None:
         """Start to compile the request's grammar, if it has one.
 

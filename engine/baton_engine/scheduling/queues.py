@@ -62,7 +62,7 @@ class RequestQueue:
 class WaitingRequests:
     """The queues for memory and a place in the batch.
 
-    Requests that wait for anything else are elsewhere.
+    Requests that wait for a grammar, their group's prompt or steps in flight are not here.
     """
 
     def __init__(self) -> None:
@@ -99,9 +99,6 @@ class RunningRequests:
 
     def __len__(self) -> int:
         return len(self.in_order)
-
-    def __iter__(self) -> Iterator[str]:
-        return (request.request_id for request in self.in_order)
 
     def values(self) -> list[Request]:
         """Return the requests in order."""

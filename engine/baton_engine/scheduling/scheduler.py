@@ -1,8 +1,8 @@
 """Scheduler: continuous batching, chunked prefill, preemption, sample groups, beam search.
 
-`schedule()` returns the next step: it asks its collaborators in a fixed order and applies the
-decisions that they return. `update_from_output()` takes in a step's results and returns outputs for
-clients. No collaborator calls back into the scheduler.
+`schedule()` returns the next step: it asks its collaborators in a fixed order, and `lifecycle`
+applies the decisions that they return. `update_from_output()` takes in a step's results and returns
+outputs for clients. No collaborator calls back into the scheduler.
 
 Several steps may be in flight. `schedule()` counts scheduled tokens as computed, and results arrive
 in the order of the steps. Workers apply steps in that order too, so a later step may use at once
@@ -26,8 +26,6 @@ from baton_engine.scheduling.decisions import (
     Finished,
     LoadStarted,
     Preempted,
-    Queued,
-    SwappedIn,
     SwappedOut,
     WaitsForPrompt,
 )
@@ -36,6 +34,7 @@ from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.groups.samples import SampleGroups
 from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
+from baton_engine.scheduling.lifecycle import RequestLifecycle
 from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
@@ -143,6 +142,22 @@ class Scheduler:
         self._results = StepResults(
             kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams
         )
+        self._lifecycle = RequestLifecycle(
+            requests=self.requests,
+            running=self.running,
+            queues=self.queues,
+            grammars=self.grammars,
+            groups=self._groups,
+            beams=self._beams,
+            preemptor=self._preemptor,
+            awaiting_steps=self._awaiting_steps,
+            handoff=self.handoff,
+            remote_prefill=self._remote_prefill,
+            kv=kv,
+            worker=self._worker,
+            outputs=self._outputs,
+            counters=self._counters,
+        )
 
     # Who runs next
 
@@ -179,10 +194,10 @@ class Scheduler:
             )
         resumed: list[Request] = []
         for decision in self._preemptor.resume():
-            self._swap_in(step, decision)
+            self._lifecycle.swap_in(step, decision)
             resumed += decision.requests
         for request in resumed:
-            self._settle(self._results.advance_beams(request))
+            self._lifecycle.settle(self._results.advance_beams(request))
         # A resumed search may free blocks that this step swaps in. A load started now could write
         # to them first.
         if unpaused and not self._preemptor.swapped and not resumed:
@@ -195,21 +210,20 @@ class Scheduler:
         for decision in decisions:
             match decision:
                 case Admitted(request, sequence):
-                    self._start(request, sequence)
+                    self._lifecycle.start(request, sequence)
                     self._planner.run_chunk(step, sequence)
                 case LoadStarted(request, num_cached_blocks):
-                    self._start_load(request, num_cached_blocks)
+                    self._lifecycle.start_load(request, num_cached_blocks)
                 case WaitsForPrompt(request):
-                    self.queues.waiting.discard(request)
-                    self._groups.wait(request)
+                    self._lifecycle.wait_for_prompt(request)
                 case Finished():
-                    self._settle(decision)
+                    self._lifecycle.settle(decision)
                 case Preempted(request):
                     preempted = True
-                    self._preempt(request)
+                    self._lifecycle.preempt(request)
                 case SwappedOut():
                     preempted = True
-                    self._swap_out(step, decision)
+                    self._lifecycle.swap_out(step, decision)
         return preempted
 
     def _end_waits(self) -> bool:
@@ -224,14 +238,14 @@ class Scheduler:
             if error is None and not accept_tokens(request):
                 error = ValueError("the generated_token_ids contradict structured_output")
             if error is not None:
-                self._finish(request, FinishReason.ERROR, ErrorCode.INVALID, str(error))
+                self._lifecycle.finish(request, FinishReason.ERROR, ErrorCode.INVALID, str(error))
             elif request.grammar is not None and request.grammar.is_terminated:
-                self._finish(request, FinishReason.STOP)
+                self._lifecycle.finish(request, FinishReason.STOP)
             else:
-                self._enqueue(request)
+                self._lifecycle.enqueue(request)
         for request in self._groups.take_ready():
             found = True
-            self._enqueue(request)
+            self._lifecycle.enqueue(request)
         return found
 
     def _finish_step(self, step: StepBuilder, moved: bool) -> SchedulerOutput:
@@ -260,9 +274,9 @@ class Scheduler:
         """
         ranges = self._in_flight.pop(step.step_id, [])
         for decision in self._results.take(step.step_id, ranges, output):
-            self._settle(decision)
+            self._lifecycle.settle(decision)
         for request in self.handoff.update(output.connector):
-            self._settle(self._remote_prefill.end_load_if_ready(request))
+            self._lifecycle.settle(self._remote_prefill.end_load_if_ready(request))
         self.made_progress |= bool(step.reaches_model_runner or output.connector)
         return self.take_outputs()
 
@@ -284,7 +298,7 @@ class Scheduler:
         `step.without_tokens()`.
         """
         for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
-            self._settle(decision)
+            self._lifecycle.settle(decision)
         self.handoff.take_back(step.connector.saves)
 
     def take_outputs(self) -> list[EngineCoreOutput]:
@@ -328,9 +342,9 @@ class Scheduler:
             self.queues.waiting_to_load.push(request)
             self.handoff.wait(request)
             if early_result is not None:
-                self._settle(self._remote_prefill.add_result(request, early_result))
+                self._lifecycle.settle(self._remote_prefill.add_result(request, early_result))
         else:
-            self._enqueue(request)
+            self._lifecycle.enqueue(request)
             if request.produces:
                 self.handoff.offer(request)
 
@@ -347,14 +361,14 @@ class Scheduler:
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                self._finish(request, FinishReason.ABORT)
+                self._lifecycle.finish(request, FinishReason.ABORT)
             else:
                 self.handoff.cancel_finished(request_id)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End all requests with an error."""
         for request in list(self.requests.values()):
-            self._finish(request, FinishReason.ERROR, code, message)
+            self._lifecycle.finish(request, FinishReason.ERROR, code, message)
 
     def add_prefill_result(self, result: PrefillResult) -> None:
         """Take in how the prefill stage of a CONSUME request ended: its first token, or an error.
@@ -366,7 +380,7 @@ class Scheduler:
         if request is None:
             self._remote_prefill.remember_early(result)
         else:
-            self._settle(self._remote_prefill.add_result(request, result))
+            self._lifecycle.settle(self._remote_prefill.add_result(request, result))
 
     # State
 
@@ -386,9 +400,9 @@ class Scheduler:
         """
         for request in [*self.running.values(), *self.queues.loaded]:
             if not request.produces:
-                self._preempt(request)
+                self._lifecycle.preempt(request)
         for request in self._preemptor.take_swapped():
-            self._compute_again(request)
+            self._lifecycle.compute_again(request)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> None:
         """Clear the prefix cache. With `reset_running`, running requests compute their KV again."""
@@ -424,130 +438,3 @@ class Scheduler:
             str(reason): count for reason, count in self._outputs.num_finished.items()
         }
         return stats
-
-    # How decisions are applied
-
-    def _settle(self, decision: Finished | Queued | None) -> None:
-        """Apply a decision that ends or queues one request."""
-        match decision:
-            case Finished(request, output):
-                self._outputs.emit(request, output)
-                self._end(
-                    request,
-                    aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR),
-                )
-            case Queued(request):
-                self._awaiting_steps.pop(request.request_id, None)
-                self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        """Queue a request for memory, or for its grammar if that is not compiled."""
-        if self.grammars.must_wait(request):
-            self.grammars.wait(request)
-        elif request.prefill_result is not None and request.blocks:
-            request.status = RequestStatus.WAITING
-            self.queues.loaded.push(request)
-        else:
-            request.status = RequestStatus.WAITING
-            self.queues.waiting.push(request)
-
-    def _start(self, request: Request, sequence: Request) -> None:
-        """Add a request that has its blocks to the batch."""
-        self.queues.waiting.discard(request)
-        self.queues.loaded.discard(request)
-        self._count_start(request, sequence)
-        request.status = sequence.status = RequestStatus.RUNNING
-        self.running.add(request)
-        self._outputs.event(request, EngineCoreEventType.SCHEDULED)
-
-    def _start_load(self, request: Request, num_cached_blocks: int) -> None:
-        self.queues.waiting_to_load.discard(request)
-        self._count_start(request, request)
-        self.queues.loading[request.request_id] = request
-        self.handoff.load(request, num_cached_blocks)
-
-    def _count_start(self, request: Request, sequence: Request) -> None:
-        """Count where the first KV of a request comes from."""
-        if request.started:  # it has lost its blocks since
-            return
-        request.started = True
-        request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)
-        self._counters.prompt_tokens += request.num_prompt_tokens
-        self._counters.prompt_tokens_cached += request.num_cached_tokens
-
-    def _preempt(self, request: Request) -> None:
-        """Take the KV of a running or loaded request and queue it again."""
-        self.running.discard(request)
-        self.queues.loaded.discard(request)
-        if request.beams is not None:
-            self._beams.count_blocks_wanted(request)
-        self._count_preemption(request)
-        self._compute_again(request)
-
-    def _compute_again(self, request: Request) -> None:
-        """Free the blocks of a request, on the device and on the host.
-
-        Queue it after its steps in flight.
-        """
-        if request.beams is not None:
-            self._beams.restart(request)
-        self.kv.free(request)
-        request.num_computed_tokens = 0
-        self._worker.forget(request)
-        if request.num_in_flight:
-            request.status = RequestStatus.WAITING_FOR_STEPS
-            self._awaiting_steps[request.request_id] = request
-        else:
-            self._enqueue(request)
-
-    def _swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
-        step.output.swap_out += decision.copies
-        self._counters.num_swapped_out_blocks += len(decision.copies)
-        for request in decision.requests:
-            for sequence in request.sequences:
-                sequence.status = RequestStatus.SWAPPED
-                sequence.num_preemptions += sequence.root is not None
-                self._worker.forget(sequence)
-            self.running.discard(request)
-            request.status = RequestStatus.SWAPPED
-            self._count_preemption(request)
-
-    def _swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
-        step.output.swap_in += decision.copies
-        self._counters.num_swapped_in_blocks += len(decision.copies)
-        for request in decision.requests:
-            for sequence in [request, *request.sequences]:
-                sequence.status = RequestStatus.RUNNING
-            self.running.add(request)
-            self._outputs.event(request, EngineCoreEventType.SCHEDULED)
-
-    def _count_preemption(self, request: Request) -> None:
-        request.num_preemptions += 1
-        self._counters.num_preemptions += 1
-        self._outputs.event(request, EngineCoreEventType.PREEMPTED)
-
-    def _finish(
-        self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
-    ) -> None:
-        """End a request outside its own step."""
-        self._settle(Finished.without_token(request, reason, code, error))
-
-    def _end(self, request: Request, *, aborted: bool) -> None:
-        request_id = request.request_id
-        if request in self.queues.waiting_to_load:
-            self.handoff.decline(request)
-        self.queues.discard(request)
-        self.grammars.discard(request)
-        self._preemptor.discard(request)
-        self._awaiting_steps.pop(request_id, None)
-        self.running.discard(request)
-        del self.requests[request_id]
-        request.status = RequestStatus.FINISHED
-        if request.group is not None:
-            self._groups.leave(request)
-        if request.beams is not None:
-            self._beams.give_up(request)
-        self._worker.forget(request)
-        if request.consumes:
-            self._remote_prefill.forget(request_id)
-        self.handoff.release(request, aborted=aborted)

@@ -303,10 +303,19 @@ class EngineCoreProc:
             raise TimeoutError(f"the engine loop did not answer within {ADMIN_TIMEOUT_S:g} s")
         return call.future.result()
 
+    def _init(self, core: EngineCore, generation: int = 0) -> Init:
+        return Init(
+            PROTOCOL_VERSION,
+            self.instance_id,
+            core.info.compatibility_hash,
+            generation,
+            self.config.kv_transfer.transport,
+        )
+
     # The loop
 
     def _start_serving(self, core: EngineCore) -> None:
-        self.io.send_init(Init(PROTOCOL_VERSION, self.instance_id, core.info.compatibility_hash))
+        self.io.send_init(self._init(core))
         self._heartbeat = time.monotonic()
         self._stats = core.get_stats()
         self.state = State.SERVING

@@ -7,11 +7,9 @@ end this thread: the response to one that cannot be decoded is REFUSED.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import zmq
 
 from baton_engine.server.access import Access
 from baton_engine.server.output_buffers import OutputBuffers
+from baton_engine.wake_pipe import WakePipe
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
@@ -115,15 +114,16 @@ class EngineIO:
         instance_id: str,
         load: Callable[[], Pong],
         *,
-        access: Access | None = None,
-        client_timeout_s: float = CLIENT_TIMEOUT_S,
+        access: Access,
+        client_timeout_s: float,
     ) -> None:
         """Bind the port.
 
         Args:
             port: 0 selects any free port; the attribute `port` has its number.
             load: returns the engine's load for heartbeats. Its sequence number is overwritten.
-            access: admits clients. None admits all of them.
+            access: admits clients.
+            client_timeout_s: a client that sends nothing for this long is gone.
 
         Raises:
             zmq.ZMQError: the address cannot be bound.
@@ -134,32 +134,21 @@ class EngineIO:
         self._instance_id = instance_id.encode()
         self._load = load
         self._client_timeout_s = client_timeout_s
-        self._access = access or Access()
+        self._access = access
         self._clients: dict[bytes, _Client] = {}
         self._init = Init(PROTOCOL_VERSION, instance_id, compatibility_hash="")
         self._ready: Ready | None = None
         self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = (
             queue.SimpleQueue()
         )
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._wake_pipe = WakePipe()
         self._buffers = OutputBuffers()
         self._num_kv_batches = 0
         self._decoders = {
             kind: msgspec.msgpack.Decoder(struct) for kind, struct in _MESSAGE_TYPES.items()
         }
 
-        self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Outputs are never dropped. A client that stops reading times out.
-        self._router.setsockopt(zmq.SNDHWM, 0)
-        self._router.setsockopt(zmq.RCVHWM, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self._router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
-        self._router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+        self._router = _open_router(client_timeout_s)
         self._handshakes: zmq.Socket[bytes] | None = None
         if self._access.key is not None:
             self._access.key.protect_server(self._router)
@@ -208,7 +197,7 @@ class EngineIO:
     def close(self) -> None:
         """Send the outbox, close the socket and end the thread."""
         self._outbox.put(_Close.CLOSE)
-        self._wake()
+        self._wake_pipe.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=CLOSE_LINGER_MS / 1000)
         elif not self._router.closed:  # never started
@@ -222,12 +211,7 @@ class EngineIO:
 
     def _send(self, kind: EngineCoreResponseType, client: bytes | None, message: Any) -> None:
         self._outbox.put((kind, client, message))
-        self._wake()
-
-    def _wake(self) -> None:
-        # If the pipe is full, the thread wakes up anyway. If it is closed, the thread has ended.
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\x00")
+        self._wake_pipe.wake()
 
     # In the I/O thread
 
@@ -235,7 +219,7 @@ class EngineIO:
         try:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
-            poller.register(self._wake_reader, zmq.POLLIN)
+            poller.register(self._wake_pipe.reader, zmq.POLLIN)
             if self._handshakes is not None:
                 poller.register(self._handshakes, zmq.POLLIN)
             while True:
@@ -247,20 +231,17 @@ class EngineIO:
                 if self._handshakes is not None and (refused := count_refused(self._handshakes)):
                     self._access.refused("engine", refused)
         except Exception as error:
-            logger.exception("I/O thread failed")
+            logger.exception("the I/O thread failed; the engine ends")
             self.input_queue.put(
                 Input(RequestType.EXECUTOR_FAILED, payload=f"I/O thread failed: {error!r}")
             )
         finally:
             self._close_sockets(linger_ms=CLOSE_LINGER_MS)
-            self._wake_reader.close()
-            self._wake_writer.close()
+            self._wake_pipe.close()
 
     def _send_outbox(self) -> bool:
         """Send all queued messages. Return False if the engine has closed the outbox."""
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_reader.recv(4096):
-                pass
+        self._wake_pipe.clear()
         while True:
             try:
                 item = self._outbox.get_nowait()
@@ -347,7 +328,9 @@ class EngineIO:
             message = decoder.decode(payload)
         except _UNREADABLE as error:
             self._refuse(
-                client, f"{_kind_name(kind)} cannot be decoded: {error}", _request_id(kind, payload)
+                client,
+                f"{RequestType(kind).name} cannot be decoded: {error}",
+                _request_id(kind, payload),
             )
             return
         if state is not None:
@@ -407,8 +390,18 @@ class EngineIO:
         return state.client_id if state is not None else client.hex()
 
 
-def _kind_name(kind: bytes) -> str:
-    return RequestType(kind).name
+def _open_router(client_timeout_s: float) -> zmq.Socket[bytes]:
+    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # Outputs are never dropped. A client that stops reading times out.
+    router.setsockopt(zmq.SNDHWM, 0)
+    router.setsockopt(zmq.RCVHWM, 0)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+    router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(client_timeout_s * 1000))
+    router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+    return router
 
 
 def _request_id(kind: bytes, payload: bytes) -> str:

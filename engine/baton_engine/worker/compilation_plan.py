@@ -66,7 +66,8 @@ def plan_compilation(
         mode = "none"
     if mode != "none" and config.model.quantization is not None and model.sparse_layers:
         logger.warning(
-            "compilation.mode is %s, but experts with quantized weights are not traced: it is none",
+            "compilation.mode %s is ignored: experts with quantized weights are not traced; "
+            "the model runs without compilation",
             mode,
         )
         mode = "none"
@@ -97,14 +98,15 @@ def _cudagraph_mode(config: EngineConfig, *, compiled: bool, has_graphs: bool) -
     mode = CudagraphMode[given.cudagraph_mode.upper()]
     if mode is not CudagraphMode.NONE and not has_graphs:
         logger.warning(
-            "compilation.cudagraph_mode is %s, but there is no GPU: steps run without graphs",
+            "compilation.cudagraph_mode %s is ignored, because CUDA graphs need a GPU and no "
+            "expert parallelism; steps run without graphs",
             mode.name,
         )
         return CudagraphMode.NONE
     if mode.has_pieces and not compiled:
         logger.warning(
-            "compilation.cudagraph_mode is %s, but compilation.mode is none, so there are no "
-            "pieces: only decode steps run as graphs",
+            "compilation.cudagraph_mode %s needs compiled pieces, and compilation.mode is none; "
+            "only decode steps run as graphs",
             mode.name,
         )
         return CudagraphMode.FULL_DECODE_ONLY

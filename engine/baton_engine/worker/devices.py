@@ -48,17 +48,17 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
         return DTYPES[configured]
     stored = DTYPES.get(checkpoint, torch.float32)
     if device.type != "cpu" or stored is torch.float32:
-        logger.info("dtype %s: the checkpoint's", dtype_name(stored))
+        logger.info("dtype %s, as in the checkpoint", dtype_name(stored))
         return stored
     if instructions := native_instructions(stored):
         logger.info(
-            "dtype %s: the checkpoint's, and this CPU multiplies in it natively (%s)",
+            "dtype %s, as in the checkpoint; this CPU multiplies in it natively (%s)",
             checkpoint,
             instructions,
         )
         return stored
     logger.info(
-        "dtype float32: the checkpoint's is %s, but this CPU does not multiply in it natively",
+        "dtype float32, because this CPU does not multiply natively in the checkpoint's %s",
         checkpoint,
     )
     return torch.float32

@@ -92,7 +92,7 @@ def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
 def run(
     forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor
 ) -> None:
-    """Run and sample such a step. It writes no KV and waits for no other stage.
+    """Run and sample a step of dummy requests. It writes no KV and waits for no other stage.
 
     For the arguments see `make_batch`.
     """

@@ -56,9 +56,9 @@ class ScheduledRows:
 class InputBatch:
     """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens.
 
-    Columns, by row: token ids (prompt, then generated), their number, the prompt's length, tokens
-    whose KV is in the cache, the block table and its length, and three flags of the sampling
-    params.
+    A row has the token ids (prompt, then generated), their number, and the prompt's length. It also
+    has the number of tokens whose KV is in the cache, the block table and its length, and three
+    flags of the sampling parameters.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -84,9 +84,6 @@ class InputBatch:
         #: The last result of `rows`: the same requests decode step after step.
         self._last_rows: tuple[list[str], Int64Array] = ([], np.zeros(0, dtype=np.int64))
         self._one_query_each = np.arange(max_num_seqs + 1, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self._row_of)
 
     def rows(self, request_ids: list[str]) -> Int64Array:
         """Return the row of each request. The caller must not change the array.
@@ -271,7 +268,7 @@ class InputBatch:
         self.num_blocks[row] += len(block_ids)
 
     def _make_room(self, num_tokens: int) -> None:
-        """Widen the token ids for a request of this length."""
+        """Widen `token_ids` if a request of this length does not fit."""
         rows, width = self.token_ids.shape
         if num_tokens <= width:
             return

@@ -231,6 +231,7 @@ class ModelRunner:
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_model_heads,
             head_dim=layout.head_dim,
+            transport=self.config.kv_transfer.transport,
         )
 
     def profile_num_blocks(self) -> tuple[int, int]:

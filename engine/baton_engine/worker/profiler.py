@@ -19,7 +19,7 @@ class Profiler:
     """A worker's profiler. It records the thread that calls `start`, and the GPU."""
 
     def __init__(self, directory: str, rank: int, device: torch.device) -> None:
-        """Start nothing yet.
+        """Create a profiler that does not record.
 
         Args:
             directory: folder of the traces, as the container sees it; empty: profiling is refused.

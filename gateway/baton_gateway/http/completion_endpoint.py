@@ -84,7 +84,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         """Return the logprobs of `output`, with those of an echoed prompt in the first one.
 
         Args:
-            offset: characters of the tokens before.
+            offset: number of characters of the choice before this output.
         """
         if request.logprobs is None:
             return None

@@ -135,20 +135,16 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     async def _answer(
         self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
     ) -> web.Response:
-        outputs: dict[int, list[TextOutput]] = {choice.index: [] for choice in job.choices}
+        outputs: dict[int, list[TextOutput]] = {id(choice): [] for choice in job.choices}
         try:
             async with asyncio.timeout_at(deadline):
                 async for choice, output in events:
-                    outputs[choice.index].append(output)
+                    outputs[id(choice)].append(output)
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
 
         def body() -> bytes:
-            merged_by_index = {index: _merge(parts) for index, parts in outputs.items() if parts}
-            indices = {id(choice): choice.index for choice in job.choices}
-            merged = [
-                (choice, merged_by_index[indices[id(choice)]]) for choice in job.best_choices()
-            ]
+            merged = [(choice, _merge(outputs[id(choice)])) for choice in job.best_choices()]
             return msgspec.json.encode(self.response(request, job, merged))
 
         return await send_json(http, await offload(body, job.num_entries, INLINE_ENTRIES), deadline)
@@ -263,7 +259,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         """Return the chunk of one output.
 
         Args:
-            offset: characters of the choice's tokens before.
+            offset: number of characters of the choice before this output.
         """
 
     @abc.abstractmethod

@@ -95,15 +95,17 @@ class ApiKeys:
                 )
             elif digest in clients:
                 logger.warning(
-                    "API key %s is ignored: it is the same as %s", client, clients[digest]
+                    "API key %s is ignored: client %s has the same key", client, clients[digest]
                 )
             else:
                 clients[digest] = client
         self._entries, self._clients = entries, list(clients.items())
         if clients:
-            logger.info("API keys of %d clients: %s", len(clients), ", ".join(clients.values()))
+            logger.info(
+                "loaded API keys of %d clients: %s", len(clients), ", ".join(clients.values())
+            )
         else:
-            logger.warning("%s has no API key: every request is refused", self._folder)
+            logger.warning("no API key in %s: every request is refused", self._folder)
 
 
 def client_name(http: web.Request) -> str:

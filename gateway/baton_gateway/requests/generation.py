@@ -120,7 +120,7 @@ class Generator:
                 error = bad_request(job.request.refusal(error.message))
             queue.put_nowait(error)
         except Exception as error:  # a bug must not leave the client waiting
-            logger.exception("request %s: %s failed", job.id, run.sequence.request_id)
+            logger.exception("request %s: sequence %s failed", job.id, run.sequence.request_id)
             queue.put_nowait(internal(f"The gateway failed: {error!r}"))
 
     async def _outputs(

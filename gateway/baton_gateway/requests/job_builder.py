@@ -138,43 +138,27 @@ class JobBuilder:
         ]
         params_of = self._params(request, set(lengths))
         jobs = []
-        for prompt_index, token_ids in enumerate(prompts):
+        for prompt_index, (token_ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
             # The client's seed is the same for all prompts: equal prompts get equal answers.
             seed = secrets.randbits(63) if request.seed is None else request.seed
             params = msgspec.structs.replace(params_of[lengths[prompt_index]], seed=seed)
             self._metrics.prompt_tokens.inc(len(token_ids))
             first_index = prompt_index * request.num_candidates
             choices = [
-                Choice(
-                    first_index + index,
-                    self._processor(request, params),
-                    token_ids,
-                    echoes[prompt_index],
-                )
+                Choice(first_index + index, self._processor(request, params), token_ids, echo)
                 for index in range(request.num_candidates)
             ]
-            num_runs = 1 if params.beam_width else request.num_candidates
-            group = SampleGroup(f"{job_id}-p{prompt_index}") if num_runs > 1 else None
-            without_prompt_logprobs = msgspec.structs.replace(params, prompt_logprobs=None)
+            # The choices of each sequence: a beam search is one sequence, with a choice per beam.
+            parts = [choices] if params.beam_width else [[choice] for choice in choices]
+            group = SampleGroup(f"{job_id}-p{prompt_index}") if len(parts) > 1 else None
             runs = []
-            for sample_index in range(num_runs):
-                sequence = Sequence(
-                    request_id=job_id
-                    if len(prompts) * num_runs == 1
-                    else f"{job_id}-c{first_index + sample_index}",
-                    prompt_token_ids=token_ids,
-                    # The first run brings the prompt's logprobs. The others share its blocks.
-                    sampling_params=params if sample_index == 0 else without_prompt_logprobs,
-                    sample_index=sample_index,
-                    arrival_time=arrival,
-                    priority=request.priority or 0,
-                    cache_salt=request.cache_salt or "",
-                    group=group,
-                    data_parallel_rank=request.data_parallel_rank,
+            for sample_index, part in enumerate(parts):
+                is_only = len(prompts) * len(parts) == 1
+                request_id = job_id if is_only else f"{job_id}-c{first_index + sample_index}"
+                sequence = _sequence(
+                    request, request_id, arrival, token_ids, params, sample_index, group
                 )
-                runs.append(
-                    Run(sequence, choices if params.beam_width else [choices[sample_index]])
-                )
+                runs.append(Run(sequence, part))
             jobs.append(PromptJob(token_ids, runs))
         return Job(job_id, request, int(arrival), started, jobs)
 
@@ -238,6 +222,30 @@ class JobBuilder:
                 f"are {size} ranks",
                 param="data_parallel_rank",
             )
+
+
+def _sequence(
+    request: GenerationRequest,
+    request_id: str,
+    arrival_time: float,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    sample_index: int,
+    group: SampleGroup | None,
+) -> Sequence:
+    if sample_index > 0:  # the first sample brings the prompt's logprobs
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    return Sequence(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        sampling_params=params,
+        sample_index=sample_index,
+        arrival_time=arrival_time,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        group=group,
+        data_parallel_rank=request.data_parallel_rank,
+    )
 
 
 def _check_options(request: GenerationRequest) -> None:

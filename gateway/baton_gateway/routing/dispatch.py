@@ -19,7 +19,6 @@ from baton_gateway.errors import engine_failure, internal
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.placer import Placer
-from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.retry_state import AttemptError, RetryState
 from baton_gateway.routing.sequence import Placement, Sequence
 from baton_protocol.client import EngineClient, EngineDeadError, RequestStream
@@ -58,24 +57,15 @@ class Dispatcher:
     other engine together. A sample that fails alone moves alone.
 
     Args:
-        prefill_threshold_tokens: shorter prompts have no prefill stage.
         prefill_timeout_s: how long a prefill stage may take before the decode engine computes the
             prompt.
     """
 
     def __init__(
-        self,
-        pool: EnginePool,
-        placer: Placer,
-        metrics: GatewayMetrics,
-        *,
-        prefill_threshold_tokens: int = 0,
-        prefill_timeout_s: float = PREFILL_TIMEOUT_S,
+        self, placer: Placer, metrics: GatewayMetrics, *, prefill_timeout_s: float
     ) -> None:
-        self._pool = pool
         self._placer = placer
         self._metrics = metrics
-        self._threshold = prefill_threshold_tokens
         self._prefill_timeout_s = prefill_timeout_s
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
@@ -89,15 +79,19 @@ class Dispatcher:
         """
         state = RetryState(sequence, sequence.data_parallel_rank)
         while not sequence.is_complete:
-            with_group = not self._uses_prefill_stage(sequence)
-            placement = await self._placer.place(state, with_group=with_group)
+            placement, prefill = await self._placer.place(state)
             attempt_id = f"{sequence.request_id}-{state.num_attempts}"
             state.on_sent(placement)
             if state.last_failure is not None:
                 self._count_retry(sequence, state.last_failure)
             num_tokens = len(sequence.generated_token_ids)
+            attempt = (
+                self._aggregated(state, placement, attempt_id)
+                if prefill is None
+                else self._disaggregated(state, prefill, placement.member, attempt_id)
+            )
             try:
-                async with aclosing(self._attempt(state, placement, attempt_id)) as outputs:
+                async with aclosing(attempt) as outputs:
                     async for output in outputs:
                         yield output
                 return
@@ -120,38 +114,15 @@ class Dispatcher:
             self._metrics.resumed.labels(failure.reason).inc()
             self._metrics.replayed_tokens.inc(len(sequence.generated_token_ids))
 
-    def _wants_prefill_stage(self, sequence: Sequence) -> bool:
-        return sequence.can_prefill_remotely and len(sequence.prompt_token_ids) >= self._threshold
-
-    def _uses_prefill_stage(self, sequence: Sequence) -> bool:
-        return self._wants_prefill_stage(sequence) and bool(self._pool.available("prefill"))
-
-    def _attempt(
-        self, state: RetryState, placement: Placement, attempt_id: str
-    ) -> AsyncGenerator[EngineCoreOutput, None]:
-        sequence = state.sequence
-        if self._uses_prefill_stage(sequence):
-            prefill = self._placer.pick_prefill(placement.member)
-            if prefill is not None:
-                return self._disaggregated(state, prefill, placement.member, attempt_id)
-            self._metrics.prefill_fallbacks.labels("no_compatible_engine").inc()
-            return self._aggregated(state, placement, attempt_id, group_id="")
-        if self._wants_prefill_stage(sequence) and self._pool.is_expecting("prefill"):
-            self._metrics.prefill_fallbacks.labels("no_ready_engine").inc()
-        group, group_id = sequence.group, ""
-        if group is not None and not sequence.has_begun and placement in group.placements.values():
-            group_id = group.group_id
-        return self._aggregated(state, placement, attempt_id, group_id=group_id)
-
     async def _aggregated(
-        self, state: RetryState, placement: Placement, attempt_id: str, *, group_id: str
+        self, state: RetryState, placement: Placement, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """Run the attempt on one engine, which computes the prompt and the rest."""
         sequence, client = state.sequence, placement.member.ready_client
         if sequence.has_begun:
             await self._wait_for_prompt(placement)
         try:
-            request = sequence.request(attempt_id, None, group_id=group_id)
+            request = sequence.request(attempt_id, None, group_id=_group_id(sequence, placement))
             stream = self._add(client, request, state.rank)
             async with aclosing(self._decode_outputs(sequence, stream)) as outputs:
                 async for output in outputs:
@@ -336,7 +307,7 @@ class Dispatcher:
             self._metrics.offset_errors.inc()
             kind = "gap" if output.token_offset > expected else "repeat"
             logger.error(
-                "request %s: token %s: expected offset %d, the engine sent %d",
+                "request %s: the engine's output has a %s: expected token offset %d, got %d",
                 sequence.request_id,
                 kind,
                 expected,
@@ -355,6 +326,14 @@ class Dispatcher:
             return client.add(request)
         except EngineDeadError as error:  # it died after it was picked
             raise AttemptError(str(error), None) from error
+
+
+def _group_id(sequence: Sequence, placement: Placement) -> str:
+    """Return the id of the samples that are sent to this engine together; empty if it is alone."""
+    group = sequence.group
+    if group is None or sequence.has_begun or placement not in group.placements.values():
+        return ""
+    return group.group_id
 
 
 def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams, KVTransferParams]:

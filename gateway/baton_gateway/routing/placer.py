@@ -1,4 +1,4 @@
-"""The choice of the engine for a sequence's next attempt, and how long to wait for one."""
+"""The choice of the engines for a sequence's next attempt, and how long to wait for one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton_gateway.errors import APIError, engine_failure, unavailable
+from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.retry_state import RetryState
-from baton_gateway.routing.sequence import Placement
+from baton_gateway.routing.sequence import Placement, Sequence
 from baton_protocol.messages import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,16 @@ class Requirements:
     Args:
         excluded: values of `EngineClient.readiness`. An engine that became ready again has another
             value, so it may be picked.
-        compatibility_hash: hash of the engine that generated the sequence's tokens; None: any.
+        compatibility_hash: hash of the engine that generated the sequence's tokens, or that is to
+            take its KV blocks; None: any.
+        kv_transport: transport of the engine that is to take the KV blocks; None: any.
         data_parallel_rank: the rank to pick; None: any.
     """
 
     excluded: Collection[int] = ()
     compatibility_hash: str | None = None
     data_parallel_rank: int | None = None
+    kv_transport: str | None = None
 
     def accept(self, member: PoolMember) -> bool:
         """Return whether an available member satisfies the conditions."""
@@ -45,41 +49,59 @@ class Requirements:
         return (
             client.readiness not in self.excluded
             and self.compatibility_hash in (None, client.init.compatibility_hash)
+            and self.kv_transport in (None, client.init.kv_transport)
             and self.data_parallel_rank in (None, member.ready.data_parallel_rank)
         )
 
 
 class Placer:
-    """Picks the least loaded engine that may run a sequence.
+    """Picks the least loaded engines that may run a sequence.
 
     Args:
+        prefill_threshold_tokens: shorter prompts have no prefill stage.
         queue_wait_s: how long a new sequence waits while no engine is available.
         resume_wait_s: how long a sequence that has begun waits for another engine.
     """
 
-    def __init__(self, pool: EnginePool, *, queue_wait_s: float, resume_wait_s: float) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        metrics: GatewayMetrics,
+        *,
+        prefill_threshold_tokens: int,
+        queue_wait_s: float,
+        resume_wait_s: float,
+    ) -> None:
         self._pool = pool
+        self._metrics = metrics
+        self._prefill_threshold_tokens = prefill_threshold_tokens
         self._queue_wait_s = queue_wait_s
         self._resume_wait_s = resume_wait_s
 
-    def pick_prefill(self, decode: PoolMember) -> PoolMember | None:
-        """Pick the prefill engine for `decode`, one whose KV blocks it can read."""
-        compatibility_hash = decode.ready_client.init.compatibility_hash
-        return self._least_loaded("prefill", Requirements(compatibility_hash=compatibility_hash))
+    async def place(self, state: RetryState) -> tuple[Placement, PoolMember | None]:
+        """Choose the engines for the next attempt.
 
-    async def place(self, state: RetryState, *, with_group: bool) -> Placement:
-        """Choose the decode engine for the next attempt.
-
-        Args:
-            with_group: whether the sequence may follow the other samples of its group.
+        Returns:
+            The decode engine, and the prefill engine. Without a prefill engine the decode engine
+            computes the prompt.
 
         Raises:
-            APIError: no engine is available, or the sequence has failed too often.
+            APIError: no decode engine is available, or the sequence has failed too often.
         """
         if state.num_failures >= MAX_FAILURES:
             raise _final_error(state)
+        decode = await self._place_decode(state)
+        # After the wait for a decode engine, in which prefill engines may come and go.
+        return decode, self._pick_prefill(state.sequence, decode.member)
+
+    async def _place_decode(self, state: RetryState) -> Placement:
+        """Choose the decode engine. Samples of a prompt without a prefill stage share one."""
         group, failure = state.sequence.group, state.last_failure
-        if group is None or not with_group or not (failure is None or failure.is_engine_gone):
+        failed_alone = failure is not None and not failure.is_engine_gone
+        has_prefill_stage = self._wants_prefill_stage(state.sequence) and bool(
+            self._pool.available("prefill")
+        )
+        if group is None or failed_alone or has_prefill_stage:
             return await self._choose(state)
         last = 0 if state.last_placement is None else state.last_placement.readiness
         async with group.lock:
@@ -102,6 +124,25 @@ class Placer:
         if member is None:
             raise _final_error(state)
         return Placement(member)
+
+    def _pick_prefill(self, sequence: Sequence, decode: PoolMember) -> PoolMember | None:
+        """Pick a prefill engine whose KV blocks `decode` can read, if the prompt is long enough."""
+        if not self._wants_prefill_stage(sequence):
+            return None
+        init = decode.ready_client.init
+        requirements = Requirements(
+            compatibility_hash=init.compatibility_hash, kv_transport=init.kv_transport
+        )
+        member = self._least_loaded("prefill", requirements)
+        if member is None and self._pool.available("prefill"):
+            self._metrics.prefill_fallbacks.labels("no_compatible_engine").inc()
+        elif member is None and self._pool.is_expecting("prefill"):
+            self._metrics.prefill_fallbacks.labels("no_ready_engine").inc()
+        return member
+
+    def _wants_prefill_stage(self, sequence: Sequence) -> bool:
+        num_tokens = len(sequence.prompt_token_ids)
+        return sequence.can_prefill_remotely and num_tokens >= self._prefill_threshold_tokens
 
     def _least_loaded(self, role: str, requirements: Requirements) -> PoolMember | None:
         candidates = filter(requirements.accept, self._pool.available(role))

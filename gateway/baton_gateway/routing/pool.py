@@ -20,7 +20,7 @@ from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_gateway.routing.member import PoolMember
 from baton_protocol.client import EngineClient, EngineDeadError, HandshakeFailedError
 from baton_protocol.config import EngineEndpoint
-from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
+from baton_protocol.messages import Init
 from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,10 @@ class EnginePool:
         discovery: Discovery,
         metrics: GatewayMetrics,
         *,
-        service_key: ServiceKey | None = None,
-        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-        max_backoff_s: float = MAX_BACKOFF_S,
+        service_key: ServiceKey | None,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        max_backoff_s: float,
     ) -> None:
         self._discovery = discovery
         self._metrics = metrics
@@ -168,15 +168,7 @@ class EnginePool:
         last_failure, num_refusals = "", 0
         while not member.has_left():
             endpoint = member.endpoint
-            client = EngineClient(
-                endpoint.host,
-                endpoint.engine_port,
-                client_id=self._client_id,
-                service_key=self._service_key,
-                heartbeat_interval_s=self._heartbeat_interval_s,
-                heartbeat_timeout_s=self._heartbeat_timeout_s,
-                on_available=self._notify,
-            )
+            client = self._new_client(endpoint)
             try:
                 await client.connect(CONNECT_TIMEOUT_S)
                 await self._wait_ready(member, client)
@@ -217,6 +209,17 @@ class EnginePool:
             await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
             backoff_s = min(2 * backoff_s, self._max_backoff_s)
 
+    def _new_client(self, endpoint: EngineEndpoint) -> EngineClient:
+        return EngineClient(
+            endpoint.host,
+            endpoint.engine_port,
+            client_id=self._client_id,
+            service_key=self._service_key,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            on_available=self._notify,
+        )
+
     async def _wait_ready(self, member: PoolMember, client: EngineClient) -> None:
         """Wait for READY in slices, so that a member that leaves while it loads is released."""
         loop = asyncio.get_running_loop()
@@ -238,24 +241,30 @@ class EnginePool:
             dead.cancel()
 
     def _check_pairs(self, member: PoolMember) -> None:
-        """Report engines of the other role that have another compatibility hash."""
-        compatibility_hash = member.ready_client.init.compatibility_hash
+        """Report engines of the other role that cannot exchange KV blocks with this one."""
+        ours = _kv_properties(member.ready_client.init)
         for other in self._members.values():
             if other.client is None or other.endpoint.role == member.endpoint.role:
                 continue
-            if other.client.init.compatibility_hash != compatibility_hash:
+            theirs = _kv_properties(other.client.init)
+            if theirs != ours:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
-                    "engines %s and %s have different compatibility hashes (%s, %s) and will not "
-                    "be paired: give both the same checkpoint, dtype and quantization; "
-                    "dtype auto depends on the machine, so set it where machines differ",
+                    "engines %s and %s differ in compatibility hash or KV transport (%s, %s) and "
+                    "will not be paired: give both the same checkpoint, dtype, quantization and "
+                    "transport; dtype auto depends on the machine, so set it where machines differ",
                     member.endpoint.name,
                     other.endpoint.name,
-                    compatibility_hash,
-                    other.client.init.compatibility_hash,
+                    ours,
+                    theirs,
                 )
 
     def _notify(self) -> None:
         self._read_decode_limits()
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _kv_properties(init: Init) -> tuple[str, str]:
+    """Return what engines must share to be paired: compatibility hash and KV transport."""
+    return init.compatibility_hash, init.kv_transport

@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client may have received tokens of it."""
+        """Whether the client may have received some of its tokens."""
         return bool(self.generated_token_ids)
 
     @property

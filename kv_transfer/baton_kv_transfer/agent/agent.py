@@ -89,8 +89,9 @@ class XferHandle:
 class Agent(abc.ABC):
     """Moves bytes between registered memory here and at peers.
 
-    Any thread may call the methods. They return at once, except those that register or deregister
-    memory, fence or close.
+    Any thread may call the methods. They return at once, with three exceptions: those that
+    register or deregister memory, fence or close; a READ of a few MiB over shm, which the caller
+    copies; and add_remote_agent with NIXL, which connects.
     """
 
     def __init__(self, name: str) -> None:
@@ -135,8 +136,8 @@ class Agent(abc.ABC):
 
         The caller does the agent's work in it, so no other thread has to wake up first. The context
         gives a descriptor to poll beside the caller's own, or None. When it is readable, leave the
-        context and look for ended transfers and notifications: `wakeup` is not called for those
-        found on leaving. NIXL has no such function.
+        context and look for ended transfers and notifications: `wakeup` is not called for events
+        found while leaving it. NIXL has no such function.
         """
         return contextlib.nullcontext()
 
@@ -308,7 +309,7 @@ class Agent(abc.ABC):
     def fence(self) -> None:
         """Cut all peers off: no operation of a peer reaches registered memory afterwards.
 
-        Transfers in flight ended in ERR and all peers are removed. The earlier metadata of this
+        Transfers in flight end in ERR and all peers are removed. The earlier metadata of this
         agent is useless: peers need what get_agent_metadata returns now. Memory stays registered.
         NIXL has no such function.
 

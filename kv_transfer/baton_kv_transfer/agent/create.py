@@ -19,7 +19,7 @@ def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
     Raises:
         ValueError: the transport is unknown, or the packages that it needs are not installed.
         OSError: `host` is not an address of this machine.
-        UCXError: UCX is missing or does not start.
+        UCXError: UCX is missing or cannot start.
     """
     if transport == "nixl":
         return NixlAgent(name)

@@ -9,10 +9,10 @@ What Baton adds around the library:
   or read. Before a peer is added or this agent's metadata is requested it does not poll.
 - NIXL 1.5.1 reports ERR at once for transfers to a removed peer, and releases a transfer in flight,
   but bytes still arrive afterwards. So the removal of a peer waits until its transfers ended. If
-  they have not within REMOVE_GRACE_S, the library's agent is destroyed and made again. That ends
+  they have not within REMOVE_GRACE_S, the library's agent is destroyed and created again. That ends
   all transfers in flight. Handles, lists and other peers stay usable.
-- `fence` does the same and removes all peers. Afterwards this process, or the network, must refuse
-  what a peer still writes. With UCX's shared memory neither does: with CMA a peer writes by itself.
+- `fence` does the same and removes all peers. Afterwards a late write of a peer fails, because its
+  connection is closed. UCX's shared memory needs no connection: with CMA a peer writes by itself.
   So it is off, unless UCX_TLS in the environment overrides that. GPU memory of peers on the same
   host (cuda_ipc) is not covered.
 - Metadata carries a digest after NIXL's bytes, which NIXL ignores. NIXL itself accepts damaged
@@ -167,7 +167,7 @@ class NixlAgent(Agent):
                 native = self._open().register_memory(rows, mem_type)
             except self._errors as error:
                 raise ValueError(
-                    f"NIXL registers no {mem_type} memory at these addresses here: {error}"
+                    f"NIXL cannot register {mem_type} memory at these addresses here: {error}"
                 ) from None
             self._registered.append(_RegDescs(rows, mem_type, native))
             return self._registered[-1]
@@ -205,7 +205,7 @@ class NixlAgent(Agent):
             try:
                 nixl.add_remote_agent(packed)
             except self._errors as error:
-                raise TransportError(f"NIXL does not connect to {name}: {error}") from None
+                raise TransportError(f"NIXL cannot connect to {name}: {error}") from None
             self._peers[name] = _Peer(packed)
             self._lock.notify()
         return name
@@ -403,7 +403,9 @@ class NixlAgent(Agent):
             try:
                 nixl.add_remote_agent(peer.metadata)
             except self._errors as error:  # NIXL connects right here: the peer may be gone
-                logger.warning("agent %s is forgotten: %s", name, error)
+                logger.warning(
+                    "agent %s was removed: NIXL cannot connect to it again: %s", name, error
+                )
                 del self._peers[name]
 
     def _open(self) -> Any:

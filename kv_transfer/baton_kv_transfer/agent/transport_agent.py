@@ -99,7 +99,7 @@ class TransportAgent(Agent):
         Raises:
             ValueError: the transport is unknown.
             OSError: `host` is not an address of this machine.
-            UCXError: UCX is missing or does not start.
+            UCXError: UCX is missing or cannot start.
         """
         super().__init__(name)
         self._transport_name = transport
@@ -154,7 +154,7 @@ class TransportAgent(Agent):
         if not kinds:
             raise ValueError(
                 f"{' and '.join(self._transports)} cannot move {mem_type} here: GPU memory needs "
-                "transport ucx or auto, an NVIDIA driver, and a UCX with CUDA (cuda_copy in "
+                "transport ucx, nixl or auto, an NVIDIA driver, and a UCX with CUDA (cuda_copy in "
                 "UCX_TLS if that is set)"
             )
         check_regions(reg_list, self.name)
@@ -396,7 +396,7 @@ class TransportAgent(Agent):
         self._wake()
 
     def _wake(self) -> None:
-        if self._thread.on_news():
+        if self._thread.on_event():
             self._wakeup()
 
     # -- called by the transports' thread

@@ -5,9 +5,9 @@ moves each load through its states. It keeps these promises:
 
 - Each load has exactly one LoadResult. Each wait and each per-rank transfer has a deadline.
 - A block counts when every per-rank transfer has verified its heads in this engine's memory.
-- At the LoadResult nothing can write to the load's blocks any more: its reads ended, and a
-  producer that might write confirmed the end of its writes (RELEASED, or the last block was
-  verified), or a fence cut all peers off from the memory.
+- At the LoadResult nothing can write to the load's blocks any more. Its reads have ended. A pushing
+  producer has confirmed the end of its writes (RELEASED, or the last block was verified), or a
+  fence has cut all peers off from the memory.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ConsumerSide:
         if load is not None:
             now = self._clock()
             self._loads.fail(load, FailureReason.CANCELLED, "cancelled", now)
-            self._loads.step(load, now)
+            self._loads.advance(load, now)
 
     def fail_all(self, reason: str) -> None:
         """End every load at once. Call only after the agent was closed."""
@@ -132,19 +132,19 @@ class ConsumerSide:
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
             self._blocks.advance()
-            self._loads.step_all(now)  # a load that ends here is reported before new messages
+            self._loads.advance_all(now)  # a load that ends here is reported before new messages
         for peer in self._peers:
             for message in peer.receive(now):
                 self._loads.handle_message(peer, message, now)
         self._blocks.advance()
-        self._loads.step_all(now)
+        self._loads.advance_all(now)
         self._loads.check_deadlines(now)
         for peer in self._peers:
             if peer.error:
                 self._lose(peer, now)
         if why := self._fence_needed(now):
             self._fence(why, now)
-        self._loads.step_all(now)
+        self._loads.advance_all(now)
         self._send_heartbeats(now)
 
     def next_deadline(self) -> float | None:
@@ -214,7 +214,7 @@ class ConsumerSide:
             for rank_transfer in load.rank_transfers:
                 self._loads.release(rank_transfer)
                 rank_transfer.quarantined = False
-            self._loads.step(load, now)
+            self._loads.advance(load, now)
         for peer in self._peers:
             self._peers.remove(peer)
             self._blocks.drop_peer(peer)

@@ -84,7 +84,7 @@ class LoadManager:
             missing=np.zeros(len(request.block_ids), dtype=np.int32),
         )
         self._loads[request.transfer_id] = load
-        self.step(load, now)
+        self.advance(load, now)
 
     def connect_workers(self, first: Peer, now: float) -> tuple[dict[int, Peer], str]:
         """Connect to the producer's workers that have needed heads.
@@ -128,22 +128,22 @@ class LoadManager:
 
     # -- a load's states
 
-    def step_all(self, now: float) -> None:
+    def advance_all(self, now: float) -> None:
         """Move all loads on. Those that end may free slots for others."""
         count = 0
         while count != len(self._loads):
             count = len(self._loads)
             for load in self:
-                self._step(load, now)
+                self._take_steps(load, now)
         self._send_releases()
         self._blocks.post()
 
-    def step(self, load: Load, now: float) -> None:
+    def advance(self, load: Load, now: float) -> None:
         """Move the load on as far as possible."""
-        self._step(load, now)
+        self._take_steps(load, now)
         self._send_releases()
 
-    def _step(self, load: Load, now: float) -> None:
+    def _take_steps(self, load: Load, now: float) -> None:
         if load.state is LoadState.HANDSHAKE and load.first_worker.is_ready:
             self._open_rank_transfers(load, now)
         if load.state is LoadState.LOADING:

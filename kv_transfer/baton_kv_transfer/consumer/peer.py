@@ -3,7 +3,7 @@
     HELLO_SENT     HELLO was sent
     AUTHENTICATED  WELCOME had the right hash and proof; DESCRIBE was sent
     READY          DESCRIPTION fits: transfers may begin
-    (lost)         `error` is set for good: refused, silent, disconnected, or invalid messages
+    (lost)         `error` is set and final: refused, silent, disconnected, or invalid messages
 
 A peer is kept from one transfer to the next. A lost connection is not made again: a producer that
 restarted has another instance id, also at the same address, and is another peer.

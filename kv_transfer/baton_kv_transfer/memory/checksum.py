@@ -10,9 +10,9 @@
     checksum = first 8 bytes, little-endian, of
                BLAKE2b(sum, generation, heads, transfer id; key = chain hash)
 
-Two factors keep 64 KiB of weights in a core's cache for any block size, so a CPU computes the sum
-as fast as it reads. The sum needs integer multiplication and addition only: numpy here, compiled
-code and GPU code in the engine's kernels, with equal results. The checksum finds torn, stale and
+With two factors the weights take 64 KiB for any block size, so they stay in a core's cache. The sum
+needs integer multiplication and addition only: numpy here, compiled code and GPU code in
+`baton_kernels.block_checksum`, with equal results. The checksum finds torn, stale and
 misplaced blocks. It does not protect against forged blocks.
 """
 

@@ -1,8 +1,7 @@
 """A worker's KV memory as its connector uses it: the slots in which peers find blocks.
 
-Peers reach *slots*: runs of `layout.block_nbytes` bytes from `base_address` on. In host memory, and
-in GPU memory that the transport reaches directly, the slot of a block is the block itself.
-Otherwise slots are host memory through which blocks travel.
+Peers reach *slots*: runs of `layout.block_nbytes` bytes from `base_address` on. In host memory
+the slot of a block is the block itself. The blocks of a GPU travel through slots in host memory.
 
     producer   expose(blocks) -> slots, which peers read until release(slots)
     consumer   accept(blocks) -> slots, which transfers fill and `block_sums` verifies;

@@ -52,7 +52,10 @@ class EarlyMessages:
         return self._num_early
 
     def add(self, session: Session, message: side_channel.Subscribe) -> str:
-        """Hold a subscription; return why not, or an empty string. A repeated one counts once."""
+        """Hold a subscription. Return why it is refused, or an empty string.
+
+        A repeated one counts once.
+        """
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is not None:
             if known.message.generation == message.generation and isinstance(

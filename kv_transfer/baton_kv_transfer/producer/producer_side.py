@@ -23,7 +23,7 @@ from baton_protocol.service_key import ServiceKey, count_refused, watch_handshak
 
 logger = logging.getLogger(__name__)
 
-#: To one consumer. A consumer that does not read this many is treated as lost.
+#: Limit of messages queued for one consumer. A consumer with more is treated as lost.
 MAX_QUEUED_MESSAGES = 16384
 ZMQ_HEARTBEAT_MS = 5_000
 #: ZeroMQ's own probes find hosts that vanished. Leases end earlier; this only ends the session.

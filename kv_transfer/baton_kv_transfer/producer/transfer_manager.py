@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_ENDED = 4096
 #: Limit for heartbeats: they keep blocks for this long after the last block was published.
 MAX_HOLD_S = 600.0
-#: The same after the first block, for a load that waits for memory at its consumer. Two engines may
-#: wait for each other's memory without end, so one side must give up.
+#: Limit for heartbeats of a load that waits for memory at its consumer, after the first block. Two
+#: engines may wait for each other's memory without end, so one side must give up.
 MAX_WAIT_S = 120.0
 #: Writes to a subscriber that left must end within this time, or its memory is cut off.
 DRAIN_TIMEOUT_S = 5.0
@@ -212,7 +212,7 @@ class TransferManager:
                     elif (
                         not subscriber.num_writes or now < subscriber.writing_since + self._lease_s
                     ):
-                        # Not while writes stall: the consumer may give up then.
+                        # No PENDING while writes stall, so that the consumer's deadline applies.
                         pending.append(transfer_id)
                     subscriber.deadline = max(subscriber.deadline, until)
             if (
@@ -478,7 +478,8 @@ class TransferManager:
     def _expired(self, transfer: Transfer) -> None:
         self._stats.leases_expired += 1
         logger.warning(
-            "transfer %s: no message of its consumer for %.1f s",
+            "transfer %s: its consumer's lease has ended (%.1f s without a renewal); its blocks "
+            "are freed once no write of them is in flight",
             transfer.transfer_id,
             self._lease_s,
         )

@@ -57,7 +57,7 @@ class Subscriber:
     queue: deque[Block] = field(default_factory=deque)
     #: Writes in flight.
     num_writes: int = 0
-    #: A posted write ended in ERR. What is underway may still arrive, so RELEASED is never sent.
+    #: A posted write ended in ERR. Its bytes may still arrive, so RELEASED is never sent.
     has_failed_write: bool = False
     #: Push: blocks in the consumer's memory.
     written: list[PublishedBlock] = field(default_factory=list)

@@ -6,8 +6,10 @@ transport_thread   the thread that all transports of an agent share
 mailbox            commands for that thread
 transfer           memory regions, transfers and errors
 iovec              packed lists of memory runs
-ucx/               UCX moves the bytes: TCP, RDMA, host or device memory
-tcp/               authenticated TCP sockets, host memory
-shm/               copies between processes of one host
-sockets/           what tcp and shm share: frames, requests and their replies
+ucx/               UCX over TCP or RDMA, host or device memory; worker.py moves the bytes
+tcp/               authenticated TCP sockets, host memory; sockets/rows.py moves the bytes
+shm/               between processes of one host; cross_memory.py moves the bytes
+sockets/           the rows of tcp; connections, requests and replies of tcp and shm
+
+The transport `nixl` is an agent of its own: agent/nixl_agent.py.
 """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 #: A user that waits again within this time keeps the work, because waking the thread costs more.
 AWAY_S = 0.001
-#: How long a user without news goes on with work that needs more than a turn.
+#: Time that a leaving user spends on remaining work if no event was found.
 HELP_S = 0.005
 #: How late a timer may be while a user waits.
 MAX_PARKED_S = 1.0
@@ -121,7 +121,7 @@ class TransportThread:
         self.watch(self._event_fd, lambda: None)
         #: Interrupts the poll of the thread, and of no user.
         self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._news = False
+        self._has_event = False
         #: Identity of the thread that does the work at the moment. It runs its own commands before
         #: it waits.
         self._worker: int | None = None
@@ -139,7 +139,7 @@ class TransportThread:
         self._users = 0
         #: Time at which the last user left.
         self._left_at = 0.0
-        #: The thread sleeps until it is woken. Otherwise it looks after each AWAY_S.
+        #: The thread sleeps until it is woken. Otherwise it checks every AWAY_S.
         self._long = False
         #: The user left work that can be done at once.
         self._more = False
@@ -169,13 +169,13 @@ class TransportThread:
             self._resume.set()
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def on_news(self) -> bool:
-        """Record news for the users. A user that does the work returns to it.
+    def on_event(self) -> bool:
+        """Record an event for the users. A user that does the work stops, and handles it.
 
         Returns:
-            Whether users must be woken. They need not if the only user found the news itself.
+            Whether users must be woken. They need not if the only user found the event itself.
         """
-        self._news = True
+        self._has_event = True
         me = threading.get_ident()
         return self._users > 1 or me != self._worker or me == self._thread.ident
 
@@ -237,10 +237,12 @@ class TransportThread:
     def _give_back(self) -> None:
         more = True
         until = time.monotonic() + HELP_S
-        self._news = False
+        self._has_event = False
         try:
             with self._work:
-                while more and not (self._news or self.mailbox.closed or time.monotonic() > until):
+                while more and not (
+                    self._has_event or self.mailbox.closed or time.monotonic() > until
+                ):
                     more = self._turn()
         except Exception as error:  # reported by the thread: the user did not cause it
             self._failure = error

@@ -31,9 +31,7 @@ START = datetime(2000, 1, 1, tzinfo=UTC)
 PATIENCE = timedelta(seconds=60)
 
 
-def preview(
-    old: Target | None, new: Target, conditions: Conditions, max_steps: int = 200
-) -> Preview:
+def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: int) -> Preview:
     """Return all steps from `old`, with all members ready, to `new`.
 
     Args:

@@ -39,7 +39,7 @@ class Event:
 
 @dataclass
 class _Collection:
-    """The objects and the history of one storage."""
+    """The objects of one storage key, and the history that watches resume from."""
 
     #: Versions up to this one are not in `history`.
     floor: int

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from pocketkube.lifecycle import wait_up_to
+
 #: Limit of one file. One full file is kept as `.1`.
 MAX_BYTES = 10 * 2**20
 #: Bytes. Longer lines are stored in parts.
@@ -55,11 +57,7 @@ class ContainerLog:
 
     async def changed(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for the next write."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        await wait_up_to(timeout_s, self._changed)
 
     def tail(self, max_bytes: int = 2048, max_lines: int = 80) -> str:
         """Return the end of the log as text, for a termination message."""

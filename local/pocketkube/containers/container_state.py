@@ -31,7 +31,6 @@ class Terminated:
     started_at: datetime | None
     finished_at: datetime | None
     container_id: str
-    signal: int = 0
 
 
 @dataclass

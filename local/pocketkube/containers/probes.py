@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import aiohttp
 
 from baton_kube.client import Object
 from pocketkube.containers.environment import ConfigError
+from pocketkube.ports import container_port
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -35,15 +35,6 @@ class ProbeError(Exception):
     """A probe failed; the text has the reason."""
 
 
-@dataclass(frozen=True)
-class ProbeTarget:
-    """The running container that a probe checks."""
-
-    container: Object
-    pod_ip: str
-    http: aiohttp.ClientSession
-
-
 def check_handlers(container: Object) -> None:
     """Check that the container has no hooks, and only `httpGet` probes.
 
@@ -61,65 +52,73 @@ def check_handlers(container: Object) -> None:
             )
 
 
-async def run_probe(
-    probe: Object,
-    target: ProbeTarget,
-    on_verdict: Callable[[bool, str], Awaitable[bool]],
-    on_failure: Callable[[str], None],
-) -> None:
-    """Probe until `on_verdict` returns False.
+class Probe:
+    """One probe of a running container.
 
     Args:
-        probe: a core/v1 Probe as the API server stores it, with its defaults.
-        on_verdict: called with (healthy, message) at each threshold; returns whether to continue.
+        spec: a core/v1 Probe as the API server stores it, with its defaults.
         on_failure: called with the message of each failure.
     """
-    verdict = ProbeVerdict(probe["successThreshold"], probe["failureThreshold"])
-    timeout_s = probe["timeoutSeconds"]
-    await asyncio.sleep(probe.get("initialDelaySeconds", 0))
-    while True:
-        message = ""
+
+    def __init__(
+        self,
+        spec: Object,
+        container: Object,
+        pod_ip: str,
+        http: aiohttp.ClientSession,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._container = container
+        self._pod_ip = pod_ip
+        self._http = http
+        self._on_failure = on_failure
+        self._verdict = ProbeVerdict(spec["successThreshold"], spec["failureThreshold"])
+        #: Time until the next request.
+        self._delay_s: float = spec.get("initialDelaySeconds", 0)
+
+    async def next_verdict(self) -> tuple[bool, str]:
+        """Probe until a threshold is reached.
+
+        Returns:
+            Whether the container is healthy, and the last failure.
+        """
+        while True:
+            await asyncio.sleep(self._delay_s)
+            self._delay_s = self._spec["periodSeconds"]
+            failure = await self._failure()
+            if failure:
+                self._on_failure(failure)
+            healthy = self._verdict.observe(not failure)
+            if healthy is not None:
+                return healthy, failure
+
+    async def _failure(self) -> str:
+        """Send one request, and return why the probe failed; empty if it has not."""
+        timeout_s = self._spec["timeoutSeconds"]
         try:
-            await _http_get(probe["httpGet"], target, timeout_s)
+            await self._get(self._spec["httpGet"], timeout_s)
         except TimeoutError:
-            message = f"no answer within {timeout_s} s"
+            return f"no answer within {timeout_s} s"
         except (OSError, aiohttp.ClientError, ProbeError) as error:
-            message = str(error) or repr(error)
-        if message:
-            on_failure(message)
-        healthy = verdict.observe(not message)
-        if healthy is not None and not await on_verdict(healthy, message):
-            return
-        await asyncio.sleep(probe["periodSeconds"])
+            return str(error) or repr(error)
+        return ""
 
-
-def resolve_port(port: int | str, container: Object) -> int:
-    """Return a port given by number or by the name of a container port.
-
-    Raises:
-        ProbeError: the container has no port of that name.
-    """
-    if isinstance(port, int) or str(port).isdigit():
-        return int(port)
-    for entry in container.get("ports") or []:
-        if entry.get("name") == port:
-            return int(entry["containerPort"])
-    raise ProbeError(f"container {container['name']!r} has no port named {port!r}")
-
-
-async def _http_get(action: Object, target: ProbeTarget, timeout_s: float) -> None:
-    scheme = (action.get("scheme") or "HTTP").lower()
-    path = action.get("path") or "/"
-    port = resolve_port(action["port"], target.container)
-    url = f"{scheme}://{action.get('host') or target.pod_ip}:{port}"
-    headers = {header["name"]: header["value"] for header in action.get("httpHeaders") or []}
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with target.http.get(
-        url + (path if path.startswith("/") else f"/{path}"),
-        headers=headers,
-        timeout=timeout,
-        ssl=False,
-    ) as response:
-        if not 200 <= response.status < 400:
-            body = (await response.content.read(200)).decode("utf-8", "replace").strip()
-            raise ProbeError(f"HTTP status {response.status} from {url}{path}: {body}")
+    async def _get(self, action: Object, timeout_s: float) -> None:
+        scheme = (action.get("scheme") or "HTTP").lower()
+        path = action.get("path") or "/"
+        port = container_port(action["port"], [self._container])
+        if port is None:
+            name = self._container["name"]
+            raise ProbeError(f"container {name!r} has no port named {action['port']!r}")
+        url = f"{scheme}://{action.get('host') or self._pod_ip}:{port}"
+        headers = {header["name"]: header["value"] for header in action.get("httpHeaders") or []}
+        async with self._http.get(
+            url + (path if path.startswith("/") else f"/{path}"),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ssl=False,
+        ) as response:
+            if not 200 <= response.status < 400:
+                body = (await response.content.read(200)).decode("utf-8", "replace").strip()
+                raise ProbeError(f"HTTP status {response.status} from {url}{path}: {body}")

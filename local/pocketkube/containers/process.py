@@ -20,12 +20,14 @@ from typing import IO
 
 from pocketkube.containers import guardian
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.lifecycle import kill_at_end_of_parent
+from pocketkube.lifecycle import kill_at_end_of_parent, wait_up_to
 
 logger = logging.getLogger(__name__)
 
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
+#: Of container ids in the status of pods.
+RUNTIME = "process://"
 
 #: Time to read the remaining output after the last process of a container has ended.
 _DRAIN_S = 1.0
@@ -93,7 +95,7 @@ class Guard:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.to_thread(self._process.wait)
             except TimeoutError:
-                logger.warning("the guardian has not killed all processes yet")
+                logger.warning("the guardian still kills processes after %g s", timeout_s)
         os.close(self._lock)
 
     def _spawn(self) -> None:
@@ -113,7 +115,7 @@ class Guard:
         self._process.wait()
         if not self._stopping:
             logger.error(
-                "the guardian ended with exit code %s; starting another one",
+                "the guardian has ended with exit code %s; starting another one",
                 self._process.returncode,
             )
             self._spawn()
@@ -123,12 +125,10 @@ class Guard:
         assert self._process.stdin is not None
         if self._stopping:  # the guardian is killing everything
             return
-        try:
+        # After the end of a guardian, _on_guardian_exit() sends all sessions to the next one.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
-        except BrokenPipeError:
-            # _on_guardian_exit() starts another one, which gets all sessions.
-            logger.warning("the guardian has ended; another one will be started")
 
 
 class Process:
@@ -219,11 +219,8 @@ class Process:
                 "processes of %s survive SIGKILL; a device may hang: see `dmesg`", self._marker
             )
         await self._exited.wait()
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                await self._drained.wait()
-        except TimeoutError:  # a process outside the container holds the pipe open
-            for fd in list(self._pipes):
+        if not await wait_up_to(_DRAIN_S, self._drained):
+            for fd in list(self._pipes):  # a process outside the container holds the pipe open
                 self._close(fd)
         self._guard.forget(self.pid)
 
@@ -262,12 +259,13 @@ def on_exit(pid: int, callback: Callable[[], None]) -> None:
 
 
 def container_pids() -> dict[str, int]:
-    """Map container ids to the first process of each container on this machine."""
+    """Map container ids, as in the status of pods, to the first process of each container here."""
     marker = b"\0" + CONTAINER_MARKER.encode() + b"="
     found: dict[str, int] = {}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
             if marker in environment and os.getsid(pid) == pid:
-                found.setdefault(environment.partition(marker)[2].partition(b"\0")[0].decode(), pid)
+                container_id = environment.partition(marker)[2].partition(b"\0")[0].decode()
+                found.setdefault(RUNTIME + container_id, pid)
     return found

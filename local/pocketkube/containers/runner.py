@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,10 +27,11 @@ from pocketkube.containers.environment import (
     command_line,
     container_environment,
 )
-from pocketkube.containers.probes import ProbeTarget, check_handlers, run_probe
-from pocketkube.containers.process import Guard, Process, StartError
+from pocketkube.containers.probes import Probe, check_handlers
+from pocketkube.containers.process import RUNTIME, Guard, Process, StartError
 from pocketkube.containers.volumes import MountError, PodVolumes, in_root
 from pocketkube.events import EventRecorder
+from pocketkube.lifecycle import wait_up_to
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class ContainerRunner:
             return 0.0
         began, started_at = loop.time(), datetime.now(UTC)
         self._process = process
-        self.state.container_id = f"process://{instance}"
+        self.state.container_id = RUNTIME + instance
         self.state.state = Running(started_at)
         self.state.started = self.state.ready = False
         self._context.changed()
@@ -167,7 +168,9 @@ class ContainerRunner:
             (outcome,) = await asyncio.gather(probes, return_exceptions=True)
             if isinstance(outcome, Exception):
                 logger.error(
-                    "probes of container %s failed", self.container["name"], exc_info=outcome
+                    "the probes of container %s ended with an error",
+                    self.container["name"],
+                    exc_info=outcome,
                 )
             await process.finish()
             assert self.log is not None
@@ -225,49 +228,44 @@ class ContainerRunner:
 
     async def _run_probes(self, process: Process) -> None:
         """Run the probes of an instance, until the instance's end cancels this."""
-        if startup := self.container.get("startupProbe"):
-            await self._probe("Startup", startup, self._verdict("Startup", process))
-            if not self.state.started:
+        if startup := self._probe("startup"):
+            healthy, failure = await startup.next_verdict()
+            if not healthy:
+                await self._kill_unhealthy(process, f"failed its startup probe: {failure}")
                 return
-        self.state.started = True
-        loops = []
-        if readiness := self.container.get("readinessProbe"):
-            loops.append(self._probe("Readiness", readiness, self._readiness))
-        else:
-            self.state.ready = True
-        if liveness := self.container.get("livenessProbe"):
-            loops.append(self._probe("Liveness", liveness, self._verdict("Liveness", process)))
+        readiness, liveness = self._probe("readiness"), self._probe("liveness")
+        self.state.started, self.state.ready = True, readiness is None
         self._context.changed()
+        loops = []
+        if readiness is not None:
+            loops.append(self._watch_readiness(readiness))
+        if liveness is not None:
+            loops.append(self._watch_liveness(liveness, process))
         await asyncio.gather(*loops)
 
-    async def _probe(
-        self, kind: str, probe: Object, on_verdict: Callable[[bool, str], Awaitable[bool]]
-    ) -> None:
-        target = ProbeTarget(self.container, self._context.pod_ip, self._context.services.http)
-        await run_probe(
-            probe,
-            target,
-            on_verdict,
-            lambda message: self._event("Unhealthy", f"{kind} probe failed: {message}"),
-        )
+    def _probe(self, kind: str) -> Probe | None:
+        spec = self.container.get(f"{kind}Probe")
+        if not spec:
+            return None
 
-    async def _readiness(self, healthy: bool, message: str) -> bool:
-        if healthy != self.state.ready:
-            self.state.ready = healthy
-            self._context.changed()
-        return True
+        def on_failure(message: str) -> None:
+            self._event("Unhealthy", f"{kind.capitalize()} probe failed: {message}")
 
-    def _verdict(self, kind: str, process: Process) -> Callable[[bool, str], Awaitable[bool]]:
-        async def decide(healthy: bool, message: str) -> bool:
-            if not healthy:
-                await self._kill_unhealthy(process, f"failed its {kind.lower()} probe: {message}")
-                return False
-            if kind == "Startup":
-                self.state.started = True
-                return False
-            return True
+        context = self._context
+        return Probe(spec, self.container, context.pod_ip, context.services.http, on_failure)
 
-        return decide
+    async def _watch_readiness(self, probe: Probe) -> None:
+        while True:
+            healthy, _ = await probe.next_verdict()
+            if healthy != self.state.ready:
+                self.state.ready = healthy
+                self._context.changed()
+
+    async def _watch_liveness(self, probe: Probe, process: Process) -> None:
+        healthy = True
+        while healthy:
+            healthy, failure = await probe.next_verdict()
+        await self._kill_unhealthy(process, f"failed its liveness probe: {failure}")
 
     async def _kill_unhealthy(self, process: Process, why: str) -> None:
         if self._stopping.is_set():
@@ -307,9 +305,7 @@ class ContainerRunner:
                 f"Back-off {delay:g}s restarting container {name}: exit code {ended.exit_code}",
             )
             self._context.changed()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay):
-                await self._stopping.wait()
+        await wait_up_to(delay, self._stopping)
 
     def _message_path(self) -> str:
         return str(self.container.get("terminationMessagePath") or "/dev/termination-log")

@@ -181,7 +181,7 @@ class PodVolumes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _source(self, mount: Object) -> Path:
-        """Return the path of a mount in its volume. A missing `subPath` is made a folder."""
+        """Return the path of a mount in its volume. A missing `subPath` is created as a folder."""
         sub_path = mount.get("subPath") or ""
         if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
             raise MountError(f"subPath {sub_path!r} must stay inside its volume")

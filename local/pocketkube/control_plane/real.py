@@ -65,7 +65,7 @@ def find_assets() -> Path | None:
 
 
 def missing_assets() -> str:
-    """Return the error message for a `find_assets()` without a result."""
+    """Return the error message for binaries that `find_assets` did not find."""
     where = os.environ.get("KUBEBUILDER_ASSETS") or str(_CACHE / "v1.20.2")
     return (
         f"{', '.join(BINARIES)} not all found in {where}: run `make control-plane` or set "
@@ -143,16 +143,8 @@ class RealControlPlane:
         pki = self._state_dir / "pki"
         certificate = create_server_certificate(pki, [_HOST])
         accounts_key = create_signing_key(pki / "service-accounts.key")
-        tokens = {
-            name: secrets.token_urlsafe(32) for name in ("admin", "controller-manager", "scheduler")
-        }
-        lines = (
-            f'{tokens["admin"]},pocketkube-admin,pocketkube-admin,"system:masters"',
-            f"{tokens['controller-manager']},system:kube-controller-manager,kcm",
-            f"{tokens['scheduler']},system:kube-scheduler,scheduler",
-        )
-        write_private(pki / "tokens.csv", "\n".join(lines).encode() + b"\n")
-        etcd, peer, api, controllers, scheduler = free_ports(5)
+        tokens = _create_tokens(pki / "tokens.csv")
+        etcd, peer, api = free_ports(3)
         server = f"https://{_HOST}:{api}"
 
         self._spawn_etcd(etcd, peer)
@@ -164,29 +156,7 @@ class RealControlPlane:
             lambda: self._answers(f"{server}/readyz", tls, tokens["admin"]),
             deadline,
         )
-
-        def kubeconfig(name: str) -> Path:
-            path = self._state_dir / f"{name}.kubeconfig"
-            return write_kubeconfig(path, server, certificate.authority, tokens[name], name)
-
-        common = ("--leader-elect=false", f"--bind-address={_HOST}", f"--cert-dir={pki}")
-        self._spawn(
-            "kube-controller-manager",
-            *common,
-            f"--kubeconfig={kubeconfig('controller-manager')}",
-            f"--secure-port={controllers}",
-            f"--service-account-private-key-file={accounts_key}",
-            f"--root-ca-file={certificate.authority}",
-            "--use-service-account-credentials=true",
-            *self._no_insecure_port("kube-controller-manager"),
-        )
-        self._spawn(
-            "kube-scheduler",
-            *common,
-            f"--kubeconfig={kubeconfig('scheduler')}",
-            f"--secure-port={scheduler}",
-            *self._no_insecure_port("kube-scheduler"),
-        )
+        self._spawn_controllers(server, certificate, accounts_key, tokens)
         # Pods can be created once the default service account exists.
         account = f"{server}/api/v1/namespaces/default/serviceaccounts/default"
         self._await(
@@ -239,6 +209,35 @@ class RealControlPlane:
             *self._apiserver_flags,
         )
 
+    def _spawn_controllers(
+        self,
+        server: str,
+        certificate: ServerCertificate,
+        accounts_key: Path,
+        tokens: dict[str, str],
+    ) -> None:
+        def common(name: str, port: int) -> tuple[str, ...]:
+            kubeconfig = self._state_dir / f"{name}.kubeconfig"
+            write_kubeconfig(kubeconfig, server, certificate.authority, tokens[name], name)
+            return (
+                "--leader-elect=false",
+                f"--bind-address={_HOST}",
+                f"--cert-dir={self._state_dir / 'pki'}",
+                f"--kubeconfig={kubeconfig}",
+                f"--secure-port={port}",
+                *self._no_insecure_port(f"kube-{name}"),
+            )
+
+        controllers, scheduler = free_ports(2)
+        self._spawn(
+            "kube-controller-manager",
+            *common("controller-manager", controllers),
+            f"--service-account-private-key-file={accounts_key}",
+            f"--root-ca-file={certificate.authority}",
+            "--use-service-account-credentials=true",
+        )
+        self._spawn("kube-scheduler", *common("scheduler", scheduler))
+
     def _audit(self) -> tuple[str, ...]:
         if self._audit_log is None:
             return ()
@@ -280,6 +279,20 @@ class RealControlPlane:
                     f"{name} was not ready in time\n{self._children.log_tail(name)}"
                 )
             time.sleep(0.1)
+
+
+def _create_tokens(path: Path) -> dict[str, str]:
+    """Write kube-apiserver's token file, and return the tokens of its clients."""
+    tokens = {
+        name: secrets.token_urlsafe(32) for name in ("admin", "controller-manager", "scheduler")
+    }
+    lines = (
+        f'{tokens["admin"]},pocketkube-admin,pocketkube-admin,"system:masters"',
+        f"{tokens['controller-manager']},system:kube-controller-manager,kcm",
+        f"{tokens['scheduler']},system:kube-scheduler,scheduler",
+    )
+    write_private(path, "\n".join(lines).encode() + b"\n")
+    return tokens
 
 
 def _end(number: int, frame: object) -> None:

@@ -43,7 +43,7 @@ class Queue:
         self._filled.set()
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Reconcile queued keys until cancelled."""
         while True:
             await self._filled.wait()
             key = next(iter(self._keys), None)

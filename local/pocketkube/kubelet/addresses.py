@@ -55,7 +55,7 @@ class AddressPool:
         return address
 
     def release(self, address: str) -> None:
-        """Return an address to the pool. No process may use it any more."""
+        """Return an address to the pool, after all processes that used it have ended."""
         if address in self._used:
             self._used.discard(address)
             self._loopback.remove(address)

@@ -23,7 +23,7 @@ from pocketkube.kubelet.addresses import AddressPool
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from pocketkube.kubelet.node import Node
 from pocketkube.kubelet.pod_worker import PodWorker
-from pocketkube.lifecycle import until_stopped
+from pocketkube.lifecycle import until_stopped, wait_up_to
 from pocketkube.loopback import LoopbackAddresses
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,4 @@ async def _register(node: Node, stop: asyncio.Event) -> None:
             if isinstance(error, KubeError) and error.status not in (429, 500, 503, 504):
                 raise
             logger.warning("the API server does not answer: %s; retrying", error)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await stop.wait()
+        await wait_up_to(1.0, stop)

@@ -44,8 +44,8 @@ class Node:
         self._capacity = allocatable()
         self._ready_since = timestamp()
 
-    async def register(self) -> Object:
-        """Create the Node object or take it over, mark it ready, and return it.
+    async def register(self) -> None:
+        """Create the Node object or take it over, and mark it ready.
 
         Raises:
             KubeError: the API server refuses.
@@ -74,7 +74,6 @@ class Node:
                 self._path, {"metadata": {k: v for k, v in metadata.items() if k != "name"}}
             )
         await self.write_status(ready=True)
-        return await self._api.get(self._path)
 
     async def run(self) -> None:
         """Renew the lease and, less often, the status until cancelled."""
@@ -98,40 +97,12 @@ class Node:
             KubeError: the API server refuses.
             OSError: the API server does not answer.
         """
-        now = timestamp()
-        calm = {
-            "MemoryPressure": "KubeletHasSufficientMemory",
-            "DiskPressure": "KubeletHasNoDiskPressure",
-            "PIDPressure": "KubeletHasSufficientPID",
-        }
-        conditions = [
-            {
-                "type": kind,
-                "status": "False",
-                "reason": reason,
-                "message": "not watched: resources are not enforced here",
-            }
-            | {"lastHeartbeatTime": now, "lastTransitionTime": self._ready_since}
-            for kind, reason in calm.items()
-        ]
-        conditions.append(
-            {
-                "type": "Ready",
-                "status": "True" if ready else "False",
-                "reason": "KubeletReady" if ready else "KubeletStopped",
-                "message": "the kubelet of processes is running"
-                if ready
-                else "the kubelet has shut down",
-                "lastHeartbeatTime": now,
-                "lastTransitionTime": self._ready_since if ready else now,
-            }
-        )
         status: Object = {
             "capacity": self._capacity,
             "allocatable": self._capacity,
             "addresses": [{"type": "InternalIP", "address": self._address}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
-            "conditions": conditions,
+            "conditions": self._conditions(ready),
             "nodeInfo": {
                 "architecture": platform.machine(),
                 "bootID": "",
@@ -146,6 +117,37 @@ class Node:
             },
         }
         await self._api.merge(f"{self._path}/status", {"status": status})
+
+    def _conditions(self, ready: bool) -> list[Object]:
+        now = timestamp()
+        pressures = {
+            "MemoryPressure": "KubeletHasSufficientMemory",
+            "DiskPressure": "KubeletHasNoDiskPressure",
+            "PIDPressure": "KubeletHasSufficientPID",
+        }
+        conditions = [
+            {
+                "type": kind,
+                "status": "False",
+                "reason": reason,
+                "message": "not watched: resources are not enforced here",
+                "lastHeartbeatTime": now,
+                "lastTransitionTime": self._ready_since,
+            }
+            for kind, reason in pressures.items()
+        ]
+        running = "the kubelet of processes is running"
+        return [
+            *conditions,
+            {
+                "type": "Ready",
+                "status": "True" if ready else "False",
+                "reason": "KubeletReady" if ready else "KubeletStopped",
+                "message": running if ready else "the kubelet has shut down",
+                "lastHeartbeatTime": now,
+                "lastTransitionTime": self._ready_since if ready else now,
+            },
+        ]
 
     @property
     def _path(self) -> str:

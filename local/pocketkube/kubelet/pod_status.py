@@ -120,7 +120,6 @@ def _read_terminated(ended: Object) -> Terminated:
         parse_time(ended.get("startedAt")),
         parse_time(ended.get("finishedAt")),
         ended.get("containerID", ""),
-        int(ended.get("signal", 0)),
     )
 
 
@@ -160,7 +159,6 @@ def _state(state: Waiting | Running | Terminated) -> Object:
         "exitCode": state.exit_code,
         "reason": state.reason,
         "message": state.message,
-        "signal": state.signal,
         "startedAt": timestamp(state.started_at) if state.started_at else None,
         "finishedAt": timestamp(state.finished_at) if state.finished_at else None,
         "containerID": state.container_id,

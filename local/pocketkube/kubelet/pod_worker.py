@@ -85,6 +85,14 @@ class PodWorker:
         """The pod's uid."""
         return str(self.pod["metadata"]["uid"])
 
+    @property
+    def _name(self) -> str:
+        return str(self.pod["metadata"]["name"])
+
+    @property
+    def _path(self) -> str:
+        return f"/api/v1/namespaces/{self.pod['metadata']['namespace']}/pods/{self._name}"
+
     def update(self, pod: Object) -> None:
         """Take over a newer version of the pod."""
         self.pod = pod
@@ -226,7 +234,7 @@ class PodWorker:
                 return await attempt()
             except (MountError, ConfigError, OSError) as error:
                 self._services.events.record(self.pod, "Pod", reason, str(error))
-                logger.warning("pod %s: %s; retrying", self.pod["metadata"]["name"], error)
+                logger.warning("pod %s: %s; retrying", self._name, error)
             await asyncio.sleep(RETRY_S)
 
     async def _refresh(self, volumes: PodVolumes) -> None:
@@ -273,16 +281,14 @@ class PodWorker:
         )
         if all(previous.get(key) == value for key, value in wanted.items()):
             return True
-        metadata = self.pod["metadata"]
-        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
         try:
             await self._services.api.merge(
-                path, {"metadata": {"uid": metadata["uid"]}, "status": wanted}
+                f"{self._path}/status", {"metadata": {"uid": self.uid}, "status": wanted}
             )
         except (KubeError, OSError) as error:
             if _is_gone(error):
                 return True
-            logger.warning("writing the status of pod %s failed: %s", metadata["name"], error)
+            logger.warning("writing the status of pod %s failed: %s", self._name, error)
             return False
         self._written = wanted
         return True
@@ -293,26 +299,22 @@ class PodWorker:
             async with asyncio.timeout(LAST_STATUS_S):
                 await self._write_status()
         except TimeoutError:
-            logger.warning(
-                "could not write the last status of pod %s", self.pod["metadata"]["name"]
-            )
+            logger.warning("could not write the last status of pod %s", self._name)
 
     async def _delete(self) -> None:
         """Write the final status, then delete the object."""
         for runner in self.runners.values():
             runner.settle()
-        metadata = self.pod["metadata"]
-        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
         delay = 0.2
         while not self._gone:
             await self._write_status()
             try:
-                await self._services.api.delete(path, grace_s=0, uid=metadata["uid"])
+                await self._services.api.delete(self._path, grace_s=0, uid=self.uid)
                 return
             except (KubeError, OSError) as error:
                 if _is_gone(error):
                     return
-                logger.warning("deleting pod %s failed: %s; retrying", metadata["name"], error)
+                logger.warning("deleting pod %s failed: %s; retrying", self._name, error)
             await asyncio.sleep(delay)
             delay = min(delay * 2, 5.0)
 
@@ -321,7 +323,7 @@ class PodWorker:
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             logger.error(
                 "the kubelet cannot continue pod %s because of an error; delete the pod to retry",
-                self.pod["metadata"]["name"],
+                self._name,
                 exc_info=error,
             )
             self._services.events.record(

@@ -6,7 +6,6 @@ It writes its address into the status of the Ingresses.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 import aiohttp
@@ -15,6 +14,7 @@ from yarl import URL
 
 from baton_kube.client import KubeClient, KubeError, Object
 from baton_kube.reflector import Reflector, key_of
+from pocketkube.lifecycle import wait_up_to
 from pocketkube.proxy.routes import Route, find_port, match_route, routes
 from pocketkube.proxy.service_proxy import CONNECT_TIMEOUT_S, RESYNC_S, ServiceProxy
 
@@ -102,9 +102,7 @@ class IngressProxy:
                 await self._write_status(ingress, address, port)
             for node in list(self._nodes.objects.values()):
                 await self._annotate(node, port)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESYNC_S):
-                    await self._changed.wait()
+            await wait_up_to(RESYNC_S, self._changed)
 
     async def _write_status(self, ingress: Object, address: str, port: int) -> None:
         entries = ((ingress.get("status") or {}).get("loadBalancer") or {}).get("ingress") or []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton_kube.client import Object
 from pocketkube.conditions import has_condition
+from pocketkube.ports import container_port
 
 #: (address, port) of a pod.
 Endpoint = tuple[str, int]
@@ -54,22 +55,10 @@ def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[End
             continue
         if not status.get("podIP") or metadata.get("deletionTimestamp"):
             continue
-        number = target_port(port, pod)
+        number = container_port(port.get("targetPort") or port["port"], pod["spec"]["containers"])
         if (unready_too or has_condition(pod, "Ready")) and number is not None:
             found.append((str(status["podIP"]), number))
     return sorted(found)
-
-
-def target_port(port: Object, pod: Object) -> int | None:
-    """Return `targetPort` as a number; None if the pod has no port of that name."""
-    target = port.get("targetPort") or port["port"]
-    if isinstance(target, int):
-        return target
-    for container in pod["spec"]["containers"]:
-        for entry in container.get("ports") or []:
-            if entry.get("name") == target:
-                return int(entry["containerPort"])
-    return int(target) if target.isdigit() else None
 
 
 def find_port(service: Object, port: int | str) -> Object | None:

@@ -13,6 +13,7 @@ import logging
 from baton_kube.client import Object
 from baton_kube.reflector import Reflector, key_of
 from pocketkube.events import EventRecorder
+from pocketkube.lifecycle import wait_up_to
 from pocketkube.loopback import LoopbackAddresses, served_port
 from pocketkube.proxy.routes import Endpoint, endpoints
 
@@ -52,9 +53,7 @@ class ServiceProxy:
                 self._changed.clear()
                 await self._reconcile()
                 # The timeout retries ports that were taken.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RESYNC_S):
-                        await self._changed.wait()
+                await wait_up_to(RESYNC_S, self._changed)
         finally:
             for server in self._listeners.values():
                 server.close()

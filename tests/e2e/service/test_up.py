@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import yaml
 
@@ -80,6 +81,7 @@ def test_up_detached_then_status_logs_and_down(home, checkpoints):
     assert status["service"] == "demo"
     assert status["endpoint"].startswith("http://")
     assert {pod["role"] for pod in status["pods"]} == {"prefill", "decode", "gateway"}
+    assert all(psutil.pid_exists(pod["pid"]) for pod in status["pods"])
     assert any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"])
     assert "demo-decode-0" in home.baton("status").stdout
     assert home.baton("logs", "demo-decode-0", "--tail", "3").stdout

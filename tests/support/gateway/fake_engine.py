@@ -49,11 +49,13 @@ class FakeEngine:
         *,
         port: int = 0,
         compatibility_hash: str = "h",
+        kv_transport: str = "ucx",
     ) -> None:
         self.name = name
         self.role = role
         self.answer = answer
         self.compatibility_hash = compatibility_hash
+        self.kv_transport = kv_transport
         self.instance_id = uuid.uuid4().hex
         self.max_model_len = 256
         self.refuse: tuple[ErrorCode, str] | None = None
@@ -154,7 +156,12 @@ class FakeEngine:
                 self._send(
                     peer,
                     EngineCoreResponseType.INIT,
-                    Init(PROTOCOL_VERSION, self.instance_id, self.compatibility_hash),
+                    Init(
+                        PROTOCOL_VERSION,
+                        self.instance_id,
+                        self.compatibility_hash,
+                        kv_transport=self.kv_transport,
+                    ),
                 )
                 self._send(peer, EngineCoreResponseType.READY, self._ready)
                 continue

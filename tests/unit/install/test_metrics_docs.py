@@ -17,7 +17,7 @@ from support.install.rendered_chart import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 NAME = re.compile(r"baton(:|_operator_)[a-z_0-9]+")
-KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
+KINDS = ("counter", "gauge", "histogram", "summary", "info", "enum")
 
 
 def documented() -> dict[str, str]:
@@ -39,7 +39,7 @@ def registered() -> Iterator[tuple[str, str]]:
                     called = ast.unparse(node.func).split(".")[-1]
                     name = node.args[0].value
                     if (
-                        called.removesuffix("MetricFamily") in KINDS
+                        called.removesuffix("MetricFamily").lower() in KINDS
                         and isinstance(name, str)
                         and NAME.fullmatch(name)
                     ):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton_kube.client import KubeError
-from baton_local.service import ClusterApi, UnknownKindError
+from baton_local.cluster_api import ClusterApi, UnknownKindError
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 
 

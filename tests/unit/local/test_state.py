@@ -1,10 +1,86 @@
-"""The state folder of the `baton` command."""
+"""The state folder of the `baton` command, and the lock of its supervisor."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from baton_local.state import ClusterInfo, StateDir
+from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
+from support.waiting import eventually
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from baton_local.state import StateDir
+state = StateDir(Path(sys.argv[1])); state.acquire(); print("held", flush=True); time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def info(pid: int) -> ClusterInfo:
+    return ClusterInfo(pid, "/k", "default", "demo", "/f")
+
+
+def test_a_second_supervisor_is_refused_while_the_first_one_runs(holder, tmp_path):
+    state = StateDir(tmp_path)
+    assert state.supervisor() == holder.pid
+    with pytest.raises(ClusterRunningError, match="baton down"):
+        state.acquire()
+    holder.send_signal(signal.SIGKILL)
+    eventually(
+        lambda: state.supervisor() is None,
+        timeout_s=60,
+        what="the lock of a killed supervisor free",
+    )
+    state.acquire()
+
+
+def test_a_process_that_looks_up_the_supervisor_is_not_mistaken_for_it(holder, tmp_path):
+    state = StateDir(tmp_path)
+    holder.kill()
+    holder.wait()
+    with open(tmp_path / "lock") as lock:  # it still contains the pid of the dead supervisor
+        fcntl.flock(lock, fcntl.LOCK_SH)  # another process looks up the supervisor
+        assert state.supervisor() is None
+
+
+def test_the_info_of_a_dead_supervisor_is_ignored(holder, tmp_path):
+    state = StateDir(tmp_path)
+    state.write_info(info(holder.pid))
+    assert state.read_info() == info(holder.pid)
+    holder.kill()
+    eventually(
+        lambda: state.read_info() is None, timeout_s=60, what="the info of a killed supervisor gone"
+    )
+
+
+def test_stop_ends_the_supervisor_and_returns_whether_one_ran(holder, tmp_path):
+    state = StateDir(tmp_path)
+    assert state.stop_supervisor(10)
+    assert not state.stop_supervisor(10)
+
+
+def test_info_of_another_version_is_an_error_only_if_its_supervisor_runs(holder, tmp_path):
+    (tmp_path / "cluster.json").write_text(json.dumps({"supervisor_pid": holder.pid}))
+    with pytest.raises(StateDirError, match="another version of baton"):
+        StateDir(tmp_path).read_info()
+    (tmp_path / "cluster.json").write_text(json.dumps({"supervisor_pid": holder.pid + 1}))
+    assert StateDir(tmp_path).read_info() is None, "the info is of a killed supervisor"
 
 
 def test_the_state_folder_is_absolute_private_and_independent_of_home(

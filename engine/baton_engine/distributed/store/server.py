@@ -69,7 +69,7 @@ def open_store(host: str | None = None, *, port: int = 0, secret: bytes = b"") -
 
 
 class StoreServer:
-    """A store, which keeps its keys until it is closed. Pending calls of its clients fail then."""
+    """The store of a group. Closing it drops all keys, and pending calls of clients fail."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._secret = secret
@@ -168,7 +168,9 @@ class StoreServer:
             self._accept_again_at = time.monotonic() + ACCEPT_PAUSE_S
             return
         if len(self._clients) >= self._max_clients:
-            self._log.warning("the store refused a client: the limit is %s", self._max_clients)
+            self._log.warning(
+                "the store refused a client: its limit of %s is reached", self._max_clients
+            )
             connection.close()
             return
         try:

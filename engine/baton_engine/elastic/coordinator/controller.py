@@ -388,30 +388,8 @@ class Controller:
         """
         target = operation.target
         assert target is not None
-        observation = self._observe(now)
-        broken = ""
-        if self._present is not None and not target.urgent:
-            broken = self._defect() or observation.breakage()
-        lost = lost_members(self._roster, target)
-        if self._released:
-            self._end(operation, OperationPhase.SUPERSEDED, now, "all members leave")
-        elif stalled := self._stalls.exclude_stalled(target, operation.since, now):
-            self._update_roster(now)
-            self._end(
-                operation,
-                OperationPhase.SUPERSEDED,
-                now,
-                f"{stalled} sends statuses, but its loop is stalled",
-            )
-        elif broken or lost or overtaken(self._roster, target):
-            reason = broken or (
-                f"{', '.join(lost)} cannot prepare it"
-                if lost
-                else "a rank has committed another generation"
-            )
+        if reason := self._outdated(operation, target, now):
             self._end(operation, OperationPhase.SUPERSEDED, now, reason)
-        elif not target.urgent and operation.wanted != observation.wanted():
-            self._end(operation, OperationPhase.SUPERSEDED, now, "the desired members changed")
         elif failures := preparation_failures(self._roster, target):
             self._fail(operation, now, "; ".join(failures.values()), failures)
         elif late := unprepared(self._roster, target):
@@ -423,6 +401,28 @@ class Controller:
             operation.progress, operation.progress_at = 0, now
             operation.enter(OperationPhase.COMMITTING, now, operation.reason)
             logger.info("%s: committing generation %d", operation.label, target.number)
+
+    def _outdated(self, operation: Operation, target: Generation, now: float) -> str:
+        """Return why a target in preparation no longer fits the group; empty if it does."""
+        if self._released:
+            return "all members leave"
+        if stalled := self._stalls.exclude_stalled(target, operation.since, now):
+            self._update_roster(now)
+            return f"{stalled} sends statuses, but its loop is stalled"
+        observation = self._observe(now)
+        if (
+            self._present is not None
+            and not target.urgent
+            and (broken := self._defect() or observation.breakage())
+        ):
+            return broken
+        if lost := lost_members(self._roster, target):
+            return f"{', '.join(lost)} cannot prepare it"
+        if overtaken(self._roster, target):
+            return "a rank has committed another generation"
+        if not target.urgent and operation.wanted != observation.wanted():
+            return "the desired members changed"
+        return ""
 
     def _follow_commit(self, operation: Operation, now: float) -> None:
         """End the operation when its commit is complete, or is stranded. It is never revoked."""

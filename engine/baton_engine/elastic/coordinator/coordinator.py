@@ -7,11 +7,9 @@ changes when it reconnects. The coordinator stores nothing: ranks report all of 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import signal
-import socket
 import threading
 import time
 
@@ -24,6 +22,7 @@ from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_engine.untrusted import SparseLog
+from baton_engine.wake_pipe import WakePipe
 from baton_protocol.service_key import ServiceKey, count_refused, watch_handshakes
 from baton_protocol.topology import Directive, Status, TopologyRequest, TopologyStatus
 
@@ -89,9 +88,7 @@ class Coordinator:
             raise
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.http_port = self._server.port
-        self._wake_up, self._woken = socket.socketpair()
-        self._wake_up.setblocking(False)
-        self._woken.setblocking(False)
+        self._wake_pipe = WakePipe()
         self._decoder = msgspec.msgpack.Decoder(Status)
         self._encoder = msgspec.msgpack.Encoder()
         #: ZMQ identity of the connection, by instance id.
@@ -117,13 +114,13 @@ class Coordinator:
     def request_topology(self, request: TopologyRequest) -> Refusal | None:
         with self._lock:
             refusal = self._controller.on_request(request)
-        self._wake()
+        self._wake_pipe.wake()
         return refusal
 
     def request_rebalance(self) -> None:
         with self._lock:
             self._controller.on_rebalance()
-        self._wake()
+        self._wake_pipe.wake()
 
     def metrics_text(self) -> bytes:
         return self.metrics.text(self.topology())
@@ -138,11 +135,11 @@ class Coordinator:
         self._server.start()
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._woken.fileno(), zmq.POLLIN)
+        poller.register(self._wake_pipe.reader, zmq.POLLIN)
         try:
             while not self._is_done():
-                if self._woken.fileno() in dict(poller.poll(TICK_MS)):
-                    self._woken.recv(1024)
+                poller.poll(TICK_MS)
+                self._wake_pipe.clear()
                 self._turn()
         finally:
             self._close_sockets()
@@ -151,7 +148,7 @@ class Coordinator:
     def stop(self) -> None:
         """Stop the loop. Any thread and any signal handler may call it."""
         self._stopped_at = time.monotonic()
-        self._wake()
+        self._wake_pipe.wake()
 
     def install_signal_handlers(self) -> None:
         """Stop on the first SIGTERM or SIGINT. The second one ends the process at once."""
@@ -257,7 +254,3 @@ class Coordinator:
             )
         except zmq.Again:
             logger.warning("dropped a directive, because %s does not read them", instance_id)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a wakeup is pending
-            self._wake_up.send(b"\0")

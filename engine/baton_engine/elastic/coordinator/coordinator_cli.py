@@ -22,6 +22,38 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the coordinator. Return the exit code, 78 if the configuration cannot work."""
+    args = vars(_parser().parse_args(argv))
+    host, port, http_port, level = (
+        pod_ip(),
+        args.pop("port"),
+        args.pop("http_port"),
+        args.pop("log_level"),
+    )
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        key = ServiceKey.load(args.pop("service_key_file"))
+    except ServiceKeyError as error:
+        return report_fatal("ConfigurationError", error)
+    try:
+        coordinator = Coordinator(host, port, http_port, ControllerConfig(**args), key)
+    except (OSError, zmq.ZMQError) as error:
+        logger.error("cannot bind ports %d and %d of %s: %s", port, http_port, host, error)
+        return 1
+    coordinator.install_signal_handlers()
+    logger.info(
+        "coordinator: port %d, http port %d on %s",
+        coordinator.port,
+        coordinator.http_port,
+        host,
+    )
+    return coordinator.run()
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton-coordinator",
         description=__doc__,
@@ -51,35 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(
             flag, type=arguments.not_negative, default=field.default, help="default: %(default)s"
         )
-    args = vars(parser.parse_args(argv))
-    host, port, http_port, level = (
-        pod_ip(),
-        args.pop("port"),
-        args.pop("http_port"),
-        args.pop("log_level"),
-    )
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s",
-        stream=sys.stderr,
-    )
-    try:
-        key = ServiceKey.load(args.pop("service_key_file"))
-    except ServiceKeyError as error:
-        return report_fatal("ConfigurationError", error)
-    try:
-        coordinator = Coordinator(host, port, http_port, ControllerConfig(**args), key)
-    except (OSError, zmq.ZMQError) as error:
-        logger.error("cannot bind ports %d and %d of %s: %s", port, http_port, host, error)
-        return 1
-    coordinator.install_signal_handlers()
-    logger.info(
-        "coordinator: port %d, http port %d on %s",
-        coordinator.port,
-        coordinator.http_port,
-        host,
-    )
-    return coordinator.run()
+    return parser
 
 
 if __name__ == "__main__":

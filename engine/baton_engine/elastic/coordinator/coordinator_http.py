@@ -20,8 +20,8 @@ from baton_protocol.topology import TopologyRequest, TopologyStatus
 METHODS = {
     "/topology": ("GET", "PUT"),
     "/rebalance": ("POST",),
-    "/healthz": ("GET",),
-    "/readyz": ("GET",),
+    "/health": ("GET",),
+    "/ready": ("GET",),
     "/metrics": ("GET",),
 }
 
@@ -122,7 +122,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         """Refuse a request for an unknown path or method. Return whether it is known."""
         methods = METHODS.get(self.path)
         if methods is None:
-            paths = "GET and PUT /topology, POST /rebalance, GET /healthz, /readyz, /metrics"
+            paths = "GET and PUT /topology, POST /rebalance, GET /health, /ready, /metrics"
             self._send_reason(404, "NotFound", f"the paths are {paths}")
         elif method not in methods:
             self.not_allowed(*methods)

@@ -84,12 +84,10 @@ def plan_placement(
         load = [float(tokens) for tokens in loads[index]] if loads is not None else []
         if not any(load):
             load = [1.0] * num_experts
-        before: list[tuple[int, ...]] = [()] * num_ranks
-        if previous is not None:
-            held = dict(zip(previous[1], previous[0][index], strict=True))
-            if any(expert >= num_experts for slots in held.values() for expert in slots):
-                raise ValueError(f"the previous placement has more than {num_experts} experts")
-            before = [held.get(instance_id, ()) for instance_id in instance_ids]
+        held = {} if previous is None else dict(zip(previous[1], previous[0][index], strict=True))
+        if any(expert >= num_experts for slots in held.values() for expert in slots):
+            raise ValueError(f"the previous placement has more than {num_experts} experts")
+        before = [held.get(instance_id, ()) for instance_id in instance_ids]
         layer = _plan_layer(load, num_ranks, min(num_slots, num_experts), before, tolerance)
         surplus = [expert % num_experts for expert in range(num_slots - len(layer[0]))]
         placement.append(
@@ -216,7 +214,11 @@ class _Packing:
     def __init__(
         self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]
     ) -> None:
-        """Create it without assigned copies. `held` are the experts of each rank before."""
+        """Start without assigned copies.
+
+        Args:
+            held: experts that each rank already has.
+        """
         #: Load of one copy, by expert.
         self.weights = [tokens / count for tokens, count in zip(load, copies, strict=True)]
         self.num_slots = num_slots

@@ -87,11 +87,12 @@ class Observation:
         )
         return bool(serving) and all_idle and not self.newcomers(self.wanted())
 
-    def need(self, defect: str = "") -> Need | None:
+    def need(self, defect: str) -> Need | None:
         """Return the change that leads to the desired topology, None if there is none.
 
         Args:
-            defect: why the present generation must be replaced although all its members serve.
+            defect: why the present generation must be replaced although all its members serve;
+                empty if it need not be.
         """
         if self.present is None:
             return self._form() if self.desired else None

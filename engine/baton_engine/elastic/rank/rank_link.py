@@ -24,6 +24,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from baton_engine.untrusted import SparseLog
+from baton_engine.wake_pipe import WakePipe
 from baton_protocol.service_key import ServiceKey, watch_handshakes, why_handshake_failed
 from baton_protocol.topology import (
     STATUS_INTERVAL_S,
@@ -90,9 +91,7 @@ class RankLink:
         self._next_start = 0.0
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._log = SparseLog(logger)
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._wake_pipe = WakePipe()
         context: zmq.Context[Any] = zmq.Context.instance()
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._coordinator: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -121,7 +120,7 @@ class RankLink:
         before, self._status = self._status, status
         if before is None or _decisive_fields(before) != _decisive_fields(status):
             self._next_status = 0.0
-            self._wake()
+            self._wake_pipe.wake()
 
     def set_peers(self, members: Sequence[Member]) -> None:
         """Set the ranks that receive StartWaves, and end the current one."""
@@ -148,7 +147,7 @@ class RankLink:
     def close(self) -> None:
         """Send the last status and close all sockets. Idempotent."""
         self._commands.put(None)
-        self._wake()
+        self._wake_pipe.wake()
         if self._thread.is_alive():
             self._thread.join()
         elif not self._router.closed:
@@ -156,17 +155,13 @@ class RankLink:
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: a wakeup is pending; closed: the thread ended
-            self._wake_writer.send(b"\x00")
+        self._wake_pipe.wake()
 
     # In the link's thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._coordinator, self._handshakes, self._wake_reader):
+        for source in (self._router, self._coordinator, self._handshakes, self._wake_pipe.reader):
             poller.register(source, zmq.POLLIN)
         try:
             while True:
@@ -196,9 +191,7 @@ class RankLink:
 
     def _run_commands(self) -> bool:
         """Run the submitted commands. Return False after `close`."""
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_reader.recv(4096):
-                pass
+        self._wake_pipe.clear()
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -262,8 +255,7 @@ class RankLink:
             sender.close(linger=int(self._interval_s * 1000))
         self._peers.clear()
         self._router.close(linger=0)
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._wake_pipe.close()
 
 
 def unreachable(members: Sequence[Member]) -> tuple[str, ...]:

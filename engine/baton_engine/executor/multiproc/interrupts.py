@@ -52,6 +52,8 @@ def watch_interrupts(fd: int, interrupt: Callable[[str], None]) -> None:
                 try:
                     interrupt(line.strip())
                 except Exception:  # later interrupts must still be read
-                    logger.exception("a step could not be interrupted")
+                    logger.exception(
+                        "the step could not be interrupted; it may wait until its group times out"
+                    )
 
     threading.Thread(target=watch, name="interrupts", daemon=True).start()

@@ -115,10 +115,10 @@ class RingWriter:
     """The writer's side. Belongs to one thread."""
 
     def __init__(self, memory: RingMemory, side_channels: Sequence[Connection]) -> None:
-        """Continue to write where the memory's writer stopped.
+        """Write after the last message that the memory contains.
 
         Args:
-            side_channels: one connection per reader, to send on.
+            side_channels: the sending end of one connection per reader.
         """
         self._memory = memory
         self._side_channels = side_channels

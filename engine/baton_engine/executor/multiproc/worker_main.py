@@ -91,7 +91,7 @@ class WorkerProcess:
             try:
                 self._run_step(command)
             except Exception as error:
-                logger.exception("step failed")
+                logger.exception("a step failed; this worker runs no more steps")
                 # No step can follow, because this worker's KV differs from the scheduler's state.
                 self._step_failed = True
                 self._send(StepFailed(self._failure(error)))

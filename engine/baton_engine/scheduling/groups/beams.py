@@ -6,7 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
+from baton_engine.scheduling.groups.beam_search import (
+    BeamConfig,
+    BeamState,
+    FinishedBeam,
+    FinishedBeams,
+    advance,
+)
 from baton_engine.scheduling.request import Beam, BeamGroup, Request, RequestStatus
 from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
@@ -91,7 +97,6 @@ class BeamSearches:
         """
         group = _group(root)
         parents = group.live
-        with_logprobs = root.sampling_params.logprobs is not None
         step = advance(
             [BeamState(beam.cumulative_logprob, beam.num_generated_tokens) for beam in parents],
             [beam.candidates or [] for beam in parents],
@@ -99,22 +104,8 @@ class BeamSearches:
             group.finished.scores,
         )
         for finished in step.finished:
-            parent = parents[finished.parent]
-            group.finished.add(
-                finished.score,
-                BeamOutput(
-                    token_ids=[*parent.token_ids[root.num_arrival_tokens :], finished.token_id],
-                    cumulative_logprob=finished.cumulative_logprob,
-                    score=finished.score,
-                    finish_reason=finished.finish_reason,
-                    stop_token_id=finished.token_id
-                    if finished.finish_reason is FinishReason.STOP
-                    else None,
-                    logprobs=[*parent.chosen, _chosen(root, parent, finished.token_id)]
-                    if with_logprobs
-                    else None,
-                ),
-            )
+            output = _output(root, parents[finished.parent], finished)
+            group.finished.add(finished.score, output)
         children: list[Beam] = []
         reused: set[int] = set()
         for index, _, _ in step.live:  # fork before any parent changes
@@ -125,7 +116,7 @@ class BeamSearches:
                 children.append(parents[index])
         chosen = (
             [_chosen(root, parents[index], token_id) for index, token_id, _ in step.live]
-            if with_logprobs
+            if root.sampling_params.logprobs is not None
             else []
         )
         for number, (child, (_, token_id, cumulative_logprob)) in enumerate(
@@ -176,6 +167,19 @@ class BeamSearches:
 def _group(root: Request) -> BeamGroup:
     assert root.beams is not None
     return root.beams
+
+
+def _output(root: Request, parent: Beam, finished: FinishedBeam) -> BeamOutput:
+    token_id, reason = finished.token_id, finished.finish_reason
+    with_logprobs = root.sampling_params.logprobs is not None
+    return BeamOutput(
+        token_ids=[*parent.token_ids[root.num_arrival_tokens :], token_id],
+        cumulative_logprob=finished.cumulative_logprob,
+        score=finished.score,
+        finish_reason=reason,
+        stop_token_id=token_id if reason is FinishReason.STOP else None,
+        logprobs=[*parent.chosen, _chosen(root, parent, token_id)] if with_logprobs else None,
+    )
 
 
 def _chosen(root: Request, parent: Beam, token_id: int) -> TokenLogprobs:

@@ -75,7 +75,7 @@ def exchange_experts(
     """
     try:
         for transfer in plan_transfers(
-            _tell_held(group, placement, held, store.num_experts), placement
+            _exchange_held(group, placement, held, store.num_experts), placement
         ):
             if is_cancelled():
                 group.abort()
@@ -96,10 +96,10 @@ def exchange_experts(
             )
 
 
-def _tell_held(
+def _exchange_held(
     group: Group, placement: Placement, held: Collection[ExpertKey], num_experts: int
 ) -> list[set[ExpertKey]]:
-    """Exchange the lists of experts; return them by rank."""
+    """Exchange the lists of experts that ranks hold. Return them by rank."""
     own = torch.zeros((len(placement), num_experts), dtype=torch.uint8)
     for layer, expert in held:
         own[layer, expert] = 1

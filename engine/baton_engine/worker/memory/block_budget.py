@@ -58,7 +58,7 @@ def blocks_on_gpu(
     size: BlockSize,
     device: torch.device,
     run_largest_step: Callable[[], None],
-    graph_bytes: int = 0,
+    graph_bytes: int,
 ) -> tuple[int, int]:
     """Return (cache blocks, host swap blocks).
 

@@ -35,7 +35,7 @@ def token_logprobs(
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Return the same for prompt tokens.
+    """Return the log-probabilities, ranks and likeliest tokens of prompt tokens.
 
     Args:
         logits: raw, float32 [n, vocab_size], of n consecutive prompt positions.

@@ -8,8 +8,8 @@ Each side writes to its own memory only (`cross_memory`).
 
 Requests, answers and notifications go over a unix socket of the peer. The side that connects sends
 the peer's cell, which is in the peer's metadata. The kernel identifies the process. Both sides must
-have the same boot id, pid namespace and network namespace. The caller of a small read copies at
-once.
+have the same boot id, pid namespace and network namespace. The caller of a READ of up
+to INLINE_BYTES copies at once.
 """
 
 from __future__ import annotations

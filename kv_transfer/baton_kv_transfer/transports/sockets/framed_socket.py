@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<IIQ")
 _SEND_BYTES = 2**18
 #: Data moved in one call, in about a millisecond. Then other sockets have their turn.
 _TURN_BYTES = 4 * 2**20
-#: Read at once where messages may arrive. Most calls get everything.
+#: Size of the buffer for messages. One read usually empties the socket.
 _BUFFER_BYTES = 4096
 _ZEROS = c.create_string_buffer(FRAME_BYTES)
 #: Number in place of a transfer whose frame is completed with zeros.

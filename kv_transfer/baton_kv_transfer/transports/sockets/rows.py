@@ -88,7 +88,7 @@ class Rows:
         self._frame_bytes_end = end
 
     def receive(self, fd: int) -> int:
-        """Receive what is there of the current frame; return the bytes. 0: the other side closed.
+        """Receive the available bytes of the current frame. Return how many; 0: the peer closed.
 
         Raises:
             OSError: BlockingIOError if nothing is there.

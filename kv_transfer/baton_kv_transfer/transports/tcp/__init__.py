@@ -2,4 +2,6 @@
 
 tcp_transport   transfers that this side started
 tcp_server      the peers that connect, and their requests
+
+`sockets/rows.py` moves the bytes.
 """

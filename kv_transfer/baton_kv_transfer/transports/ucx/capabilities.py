@@ -1,4 +1,4 @@
-"""The UCX that this process loaded: its version, its files and its transports."""
+"""The UCX that this process loaded: its version, its files and its components."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_components() -> list[str]:
     components, count = c.POINTER(c.c_void_p)(), c.c_uint()
     status = libuct.uct_query_components(c.byref(components), c.byref(count))
     if status != library.OK:
-        raise library.UCXError(f"UCX lists no components: {library.status_text(status)}")
+        raise library.UCXError(f"UCX cannot list its components: {library.status_text(status)}")
     names = []
     for component in components[: count.value]:
         attributes = _ComponentAttr(field_mask=_COMPONENT_ATTR_NAME)

@@ -16,7 +16,7 @@ from baton_kv_transfer.transports.ucx.worker import Buffer, Request, UCXWorker
 
 
 class Outgoing:
-    """A transfer that this side started. With `is_answered` it waits for nothing but data."""
+    """A transfer that this side started. `is_answered`: no reply is missing, only data."""
 
     def __init__(self, transfer: Transfer, stream: Stream) -> None:
         self.transfer = transfer
@@ -72,7 +72,7 @@ class Connection:
         self.error = self.error or reason
 
     def cut(self) -> None:
-        """Close the endpoint by force. Streams end when UCX has given back their memory."""
+        """Close the endpoint by force. Streams end when UCX has completed their requests."""
         self._outbox.clear()
         self._is_cut = True
         self._num_held += 1

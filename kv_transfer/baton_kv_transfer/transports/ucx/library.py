@@ -1,9 +1,9 @@
-"""ctypes declarations of the libucp calls that ucxx's Python lacks.
+"""ctypes declarations of the libucp calls that Baton makes on the handles of ucxx's objects.
 
-The struct layouts are those of UCX's public headers, 1.17 or newer. ucxx cannot send lists of
-buffers, cancel one request, close a failed endpoint by force, or name the lanes of an endpoint. Its
-`cuda_support` tests the wrong bit (ucxx 0.52) and is always true. The calls here take the handles
-of ucxx's objects.
+All tag messages use them, because ucxx cannot send a list of buffers as one message. ucxx also
+cannot cancel one request, close a failed endpoint by force, or name the lanes of an endpoint. Its
+`cuda_support` tests the wrong bit (ucxx 0.52) and is always true. The struct layouts are those of
+UCX's public headers, 1.17 or newer.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Pieces:
 
 
 class MessageCarrier(Protocol):
-    """What a stream needs of its connection."""
+    """The methods of a connection that a stream uses."""
 
     def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request: ...
 
@@ -75,7 +75,7 @@ class Stream:
             connection: carries the messages.
             transfer: number in the tags.
             iovec: the rows.
-            on_end: called when UCX has given back the memory of all pieces and none follows.
+            on_end: called when UCX has completed the requests of all pieces and none follows.
 
         Raises:
             ValueError: one transfer cannot have this many pieces.

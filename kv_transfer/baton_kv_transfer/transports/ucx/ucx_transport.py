@@ -1,8 +1,8 @@
-"""Transfers over UCX. Only the process that owns memory accesses it, after checking each row.
+"""Transfers over UCX. Only the owner of memory gives it to UCX, after checking each row.
 
 Each request that UCX holds belongs to a connection. A connection that fails, is silent or is
-removed is cut: UCX closes its endpoint by force, and a transfer ends when UCX has given back all
-its memory. If UCX does not, the worker itself is replaced.
+removed is cut: UCX closes its endpoint by force, and a transfer ends when UCX has completed all
+its requests. If UCX does not complete them, the worker itself is replaced.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 #: A peer with transfers under way is given up when nothing arrives for this many seconds.
 SILENT_TICKS = 10
-#: How long UCX may take to give back the memory of a cut connection. Then its worker is replaced.
+#: How long UCX may take to complete the requests of a cut connection. Then its worker is replaced.
 RETURN_TIMEOUT_S = 0.5
-#: How long a fence waits for a network on which a new worker can be made.
+#: How long a fence waits for a network on which a new worker can be created.
 NETWORK_TIMEOUT_S = 20.0
 RETRY_S = 0.5
 NOT_LISTENING = (
@@ -67,17 +67,19 @@ class UCXTransport(Transport):
     """The transport `ucx`."""
 
     def __init__(self, context: TransportContext) -> None:
-        """Start UCX and make a worker.
+        """Start UCX and create a worker.
 
         Raises:
             OSError: `context.host` is not an address of this machine.
-            UCXError: UCX is missing or does not start.
+            UCXError: UCX is missing or cannot start.
         """
         super().__init__(context)
         self._ucx = UCXContext(context.host)
         restriction = os.environ.get("UCX_TLS", SETTINGS["TLS"])
         logger.info(
-            "KV transfers use %s; of these UCX_TLS=%s", capabilities.describe(), restriction
+            "KV transfers use %s; UCX_TLS=%s selects among them",
+            capabilities.describe(),
+            restriction,
         )
         self.mem_types = ("DRAM", "VRAM") if self._ucx.has_cuda else ("DRAM",)
         self._peers: dict[str, PeerAddress] = {}
@@ -178,7 +180,7 @@ class UCXTransport(Transport):
         Earlier metadata of this side is useless then.
 
         Raises:
-            UCXError: no worker can be made, because the network is down.
+            UCXError: no worker can be created, because the network is down.
         """
         self._replace_worker("this agent cut all its peers off")
 
@@ -210,11 +212,11 @@ class UCXTransport(Transport):
         Handling one may close an endpoint, which lets more messages in, among them a WRITE and its
         data. The data is not discarded if the WRITE is handled first.
         """
-        has_news = True
-        while has_news:
+        has_more = True
+        while has_more:
             while arrived := worker.probe(0, DATA_BIT):
                 self._take(worker, *arrived)
-            has_news = worker.call_back()
+            has_more = worker.call_back()
 
     def _take(self, worker: UCXWorker, message: int, nbytes: int) -> None:
         content = bytearray(nbytes if nbytes <= messages.MAX_MESSAGE_BYTES else 0)
@@ -259,7 +261,7 @@ class UCXTransport(Transport):
             try:
                 connection = self._open(hello.address)
             except UCXError as error:
-                logger.info("no connection back to %s: %s", hello.name, error)
+                logger.info("cannot connect to %s, which sent HELLO: %s", hello.name, error)
                 return
         connection.peer_session, connection.peer_name = hello.session, hello.name
         self._by_session[hello.session] = connection
@@ -306,7 +308,7 @@ class UCXTransport(Transport):
             outgoing.stream.stop(answer.reason)
 
     def _end_outgoing(self, connection: Connection, number: int) -> None:
-        """End a transfer if UCX has given back its memory and no message of the peer is missing."""
+        """End a transfer if UCX has completed its requests and no reply is missing."""
         outgoing = connection.outgoing[number]
         stream, transfer = outgoing.stream, outgoing.transfer
         error = stream.error or connection.error
@@ -376,8 +378,7 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Give up silent peers, and check that UCX still listens.
 
-        This counts ticks, not seconds: a process that was stopped itself receives what arrived
-        before it gives a peer up.
+        Ticks are counted, not seconds, so that a process that was stopped first reads what arrived.
         """
         for connection in self._by_address.values():
             connection.silent_ticks += connection.is_busy
@@ -428,5 +429,7 @@ class UCXTransport(Transport):
             except UCXError as error:
                 if time.monotonic() > deadline or self._thread.mailbox.closed:
                     raise
-                logger.warning("no new connections yet: %s", error)
+                logger.warning(
+                    "cannot create a UCX worker, retrying for %g s: %s", NETWORK_TIMEOUT_S, error
+                )
                 time.sleep(RETRY_S)

@@ -26,8 +26,8 @@ SETTINGS = {
     "TCP_CONN_NB": "y",  # one host that does not answer must not delay the other peers
     "TCP_SYN_CNT": "1",
     "KEEPALIVE_INTERVAL": "500ms",
-    # A message is one fragment, or its receiver fetches it: UCX never gives back a receive of which
-    # it has some fragments only.
+    # A shorter message is one fragment, and longer ones use rendezvous: UCX never completes a
+    # receive that has only some fragments of its message.
     "RNDV_THRESH": "64K",
     "ZCOPY_THRESH": "64K",
 }
@@ -47,7 +47,7 @@ class UCXContext:
             host: address of this machine. TCP uses only its device.
 
         Raises:
-            UCXError: UCX is missing or does not start.
+            UCXError: UCX is missing or cannot start.
         """
         self._ucxx = library.load_ucxx()
         settings = SETTINGS | {"NET_DEVICES": find_devices(host)}
@@ -59,7 +59,7 @@ class UCXContext:
             )
         except self._ucxx.UCXError as error:
             raise UCXError(
-                f"UCX does not start: {error} (does UCX_TLS or UCX_NET_DEVICES name something that "
+                f"UCX cannot start: {error} (does UCX_TLS or UCX_NET_DEVICES name something that "
                 "this machine lacks?)"
             ) from error
 
@@ -87,7 +87,7 @@ class UCXContext:
         try:
             worker = self._ucxx.UCXWorker(self._context)
         except self._ucxx.UCXError as error:
-            raise UCXError(f"UCX makes no worker: {error}") from error
+            raise UCXError(f"UCX cannot create a worker: {error}") from error
         ours = {fd: name for fd, name in _find_listeners().items() if fd not in others}
         return UCXWorker(self._ucxx, worker, ours)
 
@@ -172,7 +172,10 @@ class Request:
 
 
 class UCXWorker:
-    """The endpoint to which peers connect. All methods are for one thread at a time."""
+    """A UCX worker: its address, its endpoints and its tag messages.
+
+    One thread at a time may call the methods.
+    """
 
     def __init__(self, ucxx: Any, worker: Any, listeners: dict[int, str]) -> None:
         """Use a new worker of ucxx.

@@ -71,20 +71,7 @@ class Deletion:
             return obj, not held
         if not held:
             return self._store.remove(resource.storage_key, namespace, name), True
-        marked = copy.deepcopy(obj)
-        if finalizers:
-            marked["metadata"]["finalizers"] = finalizers
-        if "deletionTimestamp" not in metadata:
-            ends_at = datetime.now(UTC) + timedelta(seconds=grace)
-            marked["metadata"]["deletionTimestamp"] = timestamp(ends_at)
-            if "generation" in metadata:
-                marked["metadata"]["generation"] += 1
-            marked["metadata"]["deletionGracePeriodSeconds"] = grace
-        # A second DELETE can shorten the grace period, not extend it.
-        elif grace < metadata.get("deletionGracePeriodSeconds", 0):
-            marked["metadata"]["deletionGracePeriodSeconds"] = grace
-        if resource.kind == "Namespace":
-            marked["status"] = {**(marked.get("status") or {}), "phase": "Terminating"}
+        marked = _mark(resource, obj, finalizers, grace)
         if marked == obj:
             return obj, False
         return self._store.put(resource.storage_key, marked), False
@@ -123,6 +110,25 @@ class Deletion:
             self._store.put(storage, {**obj, "metadata": {**metadata, "finalizers": left}})
         else:
             self._store.remove(storage, metadata.get("namespace", ""), metadata["name"])
+
+
+def _mark(resource: Resource, obj: Object, finalizers: list[str], grace: int) -> Object:
+    """Return a copy of the object that is terminating."""
+    marked = copy.deepcopy(obj)
+    metadata = marked["metadata"]
+    if finalizers:
+        metadata["finalizers"] = finalizers
+    if "deletionTimestamp" not in metadata:
+        metadata["deletionTimestamp"] = timestamp(datetime.now(UTC) + timedelta(seconds=grace))
+        metadata["deletionGracePeriodSeconds"] = grace
+        if "generation" in metadata:
+            metadata["generation"] += 1
+    # A second DELETE can shorten the grace period, not extend it.
+    elif grace < metadata.get("deletionGracePeriodSeconds", 0):
+        metadata["deletionGracePeriodSeconds"] = grace
+    if resource.kind == "Namespace":
+        marked["status"] = {**(marked.get("status") or {}), "phase": "Terminating"}
+    return marked
 
 
 def owners_of(obj: Object) -> list[Object]:

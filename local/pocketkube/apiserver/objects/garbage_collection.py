@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from datetime import UTC, datetime, timedelta
@@ -18,6 +17,7 @@ from pocketkube.apiserver.objects.deletion import (
 from pocketkube.apiserver.resources import DEFINITIONS, Object
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Event, Store
+from pocketkube.lifecycle import wait_up_to
 from pocketkube.timestamps import timestamp
 
 EVENT_TTL = timedelta(hours=1)
@@ -48,9 +48,7 @@ class Collector:
     async def run(self) -> None:
         expire_at = time.monotonic() + EXPIRE_EVERY_S
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(expire_at - time.monotonic(), 0.0)):
-                    await self._wake.wait()
+            await wait_up_to(max(expire_at - time.monotonic(), 0.0), self._wake)
             if time.monotonic() >= expire_at:
                 self._expire_events()
                 expire_at = time.monotonic() + EXPIRE_EVERY_S
@@ -79,15 +77,12 @@ class Collector:
             else None
         )
 
-    def _delete(self, storage: str, obj: Object, propagation: str = "Background") -> None:
+    def _delete(self, storage: str, obj: Object) -> None:
         metadata = obj["metadata"]
-        if metadata.get("deletionTimestamp") and propagation == "Background":
-            return
-        if self._current(storage, obj) is not None:
-            options = DeleteOptions(propagation=propagation)
+        if not metadata.get("deletionTimestamp") and self._current(storage, obj) is not None:
             resource = self._catalog.by_storage(storage)
             self._deletion.delete(
-                resource, metadata.get("namespace", ""), metadata["name"], options
+                resource, metadata.get("namespace", ""), metadata["name"], DeleteOptions()
             )
 
     def _collect_if_orphaned(self, storage: str, obj: Object) -> None:

@@ -320,23 +320,10 @@ class Registry:
             "kind": resource.kind,
             "metadata": obj.get("metadata") or {},
         }
-        where = (
-            f'{resource.kind} in version "{resource.version}" cannot be handled as a '
-            f"{resource.kind}"
-        )
-        try:
-            if custom := self.catalog.custom(resource):
-                pruned, unknown = custom.schema.prune(obj)
-                metadata, more = decoding.decode("meta", "v1", "ObjectMeta", pruned["metadata"])
-                new = {**pruned, "metadata": metadata}
-                unknown += [f"metadata.{path}" for path in more]
-            else:
-                new, unknown = decoding.decode(resource.group, resource.version, resource.kind, obj)
-        except decoding.DecodeError as error:
-            raise errors.bad_request(f"{where}: {error}") from error
+        new, unknown = self._known_fields(resource, obj)
         if unknown and options.field_validation == "Strict":
             listed = ", ".join(f'unknown field "{path}"' for path in unknown)
-            raise errors.bad_request(f"{where}: strict decoding error: {listed}")
+            raise _not_decoded(resource, f"strict decoding error: {listed}")
         if options.field_validation == "Warn":
             options.warnings.extend(f'unknown field "{path}"' for path in unknown)
         if not resource.namespaced:
@@ -352,6 +339,18 @@ class Registry:
             if resource.storage_key == "events" and resource.group
             else new
         )
+
+    def _known_fields(self, resource: Resource, obj: Object) -> tuple[Object, list[str]]:
+        """Return the fields that the kind has, and the paths of the others."""
+        try:
+            if custom := self.catalog.custom(resource):
+                pruned, unknown = custom.schema.prune(obj)
+                metadata, more = decoding.decode("meta", "v1", "ObjectMeta", pruned["metadata"])
+                unknown += [f"metadata.{path}" for path in more]
+                return {**pruned, "metadata": metadata}, unknown
+            return decoding.decode(resource.group, resource.version, resource.kind, obj)
+        except decoding.DecodeError as error:
+            raise _not_decoded(resource, str(error)) from error
 
     def _require_namespace(self, resource: Resource, namespace: str, name: str) -> None:
         found = self.stored(self.catalog.builtin("namespaces"), "", namespace)
@@ -424,6 +423,13 @@ class Registry:
         )
         types = self.catalog.types(resource)
         server_side_apply.track(old, new, manager, owned, types, timestamp())
+
+
+def _not_decoded(resource: Resource, why: str) -> errors.ApiError:
+    kind = resource.kind
+    return errors.bad_request(
+        f'{kind} in version "{resource.version}" cannot be handled as a {kind}: {why}'
+    )
 
 
 def _check_type(resource: Resource, obj: Object, required: bool) -> None:

@@ -75,7 +75,7 @@ class Tokens:
         """Return the user of a token.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401, the token is unknown, has expired or belongs to a deleted account.
         """
         if not token.isascii():  # a header can hold any bytes
             raise errors.unauthorized()

@@ -10,7 +10,6 @@ from pocketkube.apiserver.resources import SCALE, STATUS, Object, Resource
 from pocketkube.apiserver.schema.cel import RuleSyntaxError
 from pocketkube.apiserver.schema.structural import StructuralSchema
 
-ANYTHING: Object = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
@@ -53,7 +52,7 @@ def custom_versions(crd: Object) -> list[CustomVersion]:
             list_kind=names.get("listKind", ""),
             custom=True,
         )
-        schema = StructuralSchema((version.get("schema") or {}).get("openAPIV3Schema") or ANYTHING)
+        schema = StructuralSchema(version["schema"]["openAPIV3Schema"])
         columns = tuple(version.get("additionalPrinterColumns") or ())
         found.append(CustomVersion(resource, schema, below.get("scale"), columns))
     return found

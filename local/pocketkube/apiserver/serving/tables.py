@@ -295,7 +295,7 @@ def _text(value: Any) -> str:
 class TablePrinter:
     """Formats objects of one kind as rows."""
 
-    def __init__(self, resource: Resource, printer_columns: Sequence[Object] = ()) -> None:
+    def __init__(self, resource: Resource, printer_columns: Sequence[Object]) -> None:
         self._columns = (
             _custom_columns(printer_columns)
             if resource.custom

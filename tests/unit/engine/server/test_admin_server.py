@@ -114,7 +114,7 @@ def test_readiness_reports_the_progress_of_loading(server):
 def test_health_reports_the_kv_compatibility(server, admin):
     kv = KVCompatibility(
         version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD",
-        block_size=16, num_layers=2, num_kv_heads=4, head_dim=8,
+        block_size=16, num_layers=2, num_kv_heads=4, head_dim=8, transport="ucx",
     )  # fmt: skip
     admin.health = lambda: ProbeResult(True, "Serving", "", kv=kv)
     status, body = ask(server, "GET", "/health")

@@ -211,8 +211,11 @@ async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(rig: GatewayRig, shif
     assert rig.metric("baton:token_offset_errors_total") == 1
 
 
-async def test_engines_with_different_compatibility_hashes_are_not_paired(rig: GatewayRig):
-    prefill = rig.engine("p", "prefill", TEXT, compatibility_hash="other")
+@pytest.mark.parametrize("other", [{"compatibility_hash": "other"}, {"kv_transport": "tcp"}])
+async def test_engines_that_cannot_exchange_kv_blocks_are_not_paired(
+    rig: GatewayRig, other: dict[str, str]
+):
+    prefill = rig.engine("p", "prefill", TEXT, **other)
     decode = rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     assert await rig.complete() == TEXT

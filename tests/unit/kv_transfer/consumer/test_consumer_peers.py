@@ -267,14 +267,14 @@ def test_a_producer_that_dies_after_its_description_is_lost_without_a_protocol_e
     """Some agents connect when a peer is added. NIXL then raises TransportError if it is gone."""
 
     def refuse_connection(metadata: bytes) -> str:
-        raise TransportError("NIXL does not connect to P/0")
+        raise TransportError("NIXL cannot connect to P/0")
 
     rig.begin("t", worker, [1])
     with monkeypatch.context() as patch:
         patch.setattr(rig.agent, "add_remote_agent", refuse_connection)
         rig.shake_hands(worker)
     assert rig.results["t"].num_valid_blocks == 0
-    assert "NIXL does not connect to P/0" in rig.results["t"].error
+    assert "NIXL cannot connect to P/0" in rig.results["t"].error
     assert failures(rig) == {FailureReason.PEER_LOST: 1}
     successor = made(Worker("Q"))
     subscribe = rig.subscribed("next", successor, [1])

@@ -95,13 +95,13 @@ def test_the_thread_works_while_no_user_waits(transport: Transport) -> None:
     assert transport.taken[0][1] != threading.get_ident()
 
 
-def test_a_user_works_until_there_is_news(transport: Transport) -> None:
+def test_a_user_works_until_there_is_an_event(transport: Transport) -> None:
     transport.wait_as_worker(meanwhile=lambda: transport.send(*range(20)))
     assert transport.taken == [(number, threading.get_ident()) for number in range(20)]
 
 
-def test_the_thread_continues_after_a_user_left_for_news(transport: Transport) -> None:
-    transport.act = lambda number: transport.thread.on_news()
+def test_the_thread_continues_after_a_user_left_for_an_event(transport: Transport) -> None:
+    transport.act = lambda number: transport.thread.on_event()
     transport.wait_as_worker(meanwhile=lambda: transport.send(*range(100)))
     eventually(lambda: len(transport.taken) == 100, "all numbers taken", DEADLINE_S)
     assert transport.numbers == list(range(100))
@@ -109,18 +109,18 @@ def test_the_thread_continues_after_a_user_left_for_news(transport: Transport) -
     assert transport.taken[-1][1] != threading.get_ident()
 
 
-def test_the_only_user_is_not_woken_for_its_own_news(transport: Transport) -> None:
+def test_the_only_user_is_not_woken_for_its_own_event(transport: Transport) -> None:
     woken: list[bool] = []
-    transport.act = lambda number: woken.append(transport.thread.on_news())
+    transport.act = lambda number: woken.append(transport.thread.on_event())
     transport.wait_as_worker(meanwhile=lambda: transport.send(1))
     assert woken == [False]
 
 
-def test_a_second_waiting_user_is_woken_for_news_of_the_first(
+def test_a_second_waiting_user_is_woken_for_an_event_of_the_first(
     transport: Transport,
 ) -> None:
     woken: list[bool] = []
-    transport.act = lambda number: woken.append(transport.thread.on_news())
+    transport.act = lambda number: woken.append(transport.thread.on_event())
     with contextlib.ExitStack() as beside:
 
         def wait_beside() -> None:
@@ -134,14 +134,14 @@ def test_a_second_waiting_user_is_woken_for_news_of_the_first(
     assert woken == [True, True, False]
 
 
-def test_users_are_woken_for_news_of_the_thread(transport: Transport) -> None:
+def test_users_are_woken_for_an_event_of_the_thread(transport: Transport) -> None:
     woken: list[bool] = []
-    transport.act = lambda number: woken.append(transport.thread.on_news())
+    transport.act = lambda number: woken.append(transport.thread.on_event())
     transport.wait_as_worker(0.0)
     transport.send(1)
     eventually(lambda: woken, "the work by the thread", DEADLINE_S)
     assert woken == [True]
-    assert transport.thread.on_news()
+    assert transport.thread.on_event()
 
 
 def test_only_one_of_two_users_does_the_work(transport: Transport) -> None:

@@ -429,7 +429,7 @@ class Network:
     def _create_worker(self) -> Any:
         if self.failures_left > 0:
             self.failures_left -= 1
-            raise UCXError("UCX makes no worker: No such device")
+            raise UCXError("UCX cannot create a worker: No such device")
         return self._create()
 
 

@@ -101,11 +101,11 @@ def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
         "http": 8001,
     }
     assert container["livenessProbe"]["httpGet"] == {
-        "path": "/healthz",
+        "path": "/health",
         "port": "http",
         "scheme": "HTTP",
     }
-    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     security = container["securityContext"]
     assert security["readOnlyRootFilesystem"]
     assert not security["allowPrivilegeEscalation"]

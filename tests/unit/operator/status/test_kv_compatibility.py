@@ -25,7 +25,7 @@ KEY = Key("default", "demo")
 KV = KVCompatibility(
     version=2, checkpoint="c0ffee", dtype="float32", quantization="none", layout="NHL2BD",
     block_size=16,
-    num_layers=2, num_kv_heads=4, head_dim=8,
+    num_layers=2, num_kv_heads=4, head_dim=8, transport="ucx",
 )  # fmt: skip
 LARGE_BLOCKS = msgspec.structs.replace(KV, block_size=32)
 

@@ -175,7 +175,7 @@ def test_invalid_requests_are_refused_with_the_field(
 
 def test_http_paths_and_their_status_codes(coordinator: CoordinatorProcess) -> None:
     assert [
-        coordinator.http("GET", path)[0] for path in ("/healthz", "/readyz", "/metrics", "/nothing")
+        coordinator.http("GET", path)[0] for path in ("/health", "/ready", "/metrics", "/nothing")
     ] == [*(200, 200, 200, 404)]
     assert coordinator.http("POST", "/rebalance")[0] == 202
     assert coordinator.http("PUT", "/nothing", {})[0] == 404

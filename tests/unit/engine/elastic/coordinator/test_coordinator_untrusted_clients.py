@@ -153,7 +153,7 @@ def test_clients_that_disconnect_during_a_request_cause_no_traceback(
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
     for _ in range(20):
-        assert coordinator.http("GET", "/healthz")[0] == 200
+        assert coordinator.http("GET", "/health")[0] == 200
     log = coordinator.log.read_text()
     assert "Traceback" not in log
     assert "\x1b" not in log
@@ -167,7 +167,7 @@ def test_requests_on_one_connection_do_not_wait_for_acknowledgements(
     with connect(coordinator.http_port) as connection:
         for _ in range(50):
             started = time.monotonic()
-            connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
             answer = b""
             while b"loop that answers ranks is running" not in answer:
                 answer += connection.recv(2**16)
@@ -356,7 +356,7 @@ def test_a_rank_that_floods_the_coordinator_does_not_delay_the_others(
     flooding.start()
     try:
         ranks.form("a", "b")
-        assert coordinator.http("GET", "/healthz")[0] == 200
+        assert coordinator.http("GET", "/health")[0] == 200
         eventually(
             lambda: (
                 "baton:topology_bad_messages_total 0.0"

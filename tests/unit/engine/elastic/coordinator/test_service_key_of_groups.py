@@ -70,7 +70,7 @@ def test_a_client_without_the_bearer_token_can_only_read(
         code, text = coordinator.http(method, path, sent, authorization)
         assert (code, json.loads(text)["reason"]) == (401, "Unauthorized")
     assert coordinator.http("GET", "/topology", headers=authorization)[0] == 200
-    assert coordinator.http("GET", "/readyz", headers=authorization)[0] == 200
+    assert coordinator.http("GET", "/ready", headers=authorization)[0] == 200
     assert coordinator.topology().desired == []
     assert metric(coordinator, 'baton:topology_refused_total{door="http"}') == before + 3
 

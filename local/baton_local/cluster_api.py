@@ -1,0 +1,154 @@
+"""The API server of a local cluster, as the `baton` commands use it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import aiohttp
+
+from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
+from baton_local.service_status import Condition, ServiceStatus, pod_status
+from baton_operator import names
+from pocketkube.conditions import has_condition
+from pocketkube.loopback import served_port
+
+FIELD_MANAGER = "baton"
+ACCOUNT_TOKEN_S = 365 * 86400
+
+
+class UnknownKindError(Exception):
+    """The API server does not serve the apiVersion and kind of an object."""
+
+
+class ClusterApi:
+    """The API server of a local cluster, as the commands use it. Created by `connect`.
+
+    All methods raise KubeError if the server refuses, and OSError if it does not answer.
+    """
+
+    def __init__(self, kube: KubeClient, kubeconfig: Path) -> None:
+        self._kube = kube
+        self._kubeconfig = kubeconfig
+
+    @staticmethod
+    @asynccontextmanager
+    async def connect(kubeconfig: Path) -> AsyncIterator[ClusterApi]:
+        async with connect(kubeconfig) as kube:
+            yield ClusterApi(kube, kubeconfig)
+
+    async def apply(self, documents: list[Object]) -> None:
+        """Apply the documents in order by server-side apply. Unknown fields are errors.
+
+        Raises:
+            UnknownKindError: the server does not serve a kind.
+        """
+        for document in documents:
+            collection = await self._collection(document)
+            path = f"{collection}/{quote(document['metadata']['name'], safe='')}"
+            await self._kube.apply(path, document, field_manager=FIELD_MANAGER, strict=True)
+
+    async def _collection(self, document: Object) -> str:
+        """Return the path of the collection of `document`, by the server's discovery."""
+        version, kind = document["apiVersion"], document["kind"]
+        base = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        try:
+            resources = (await self._kube.get(base))["resources"]
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            resources = []
+        for resource in resources:
+            if resource["kind"] == kind and "/" not in resource["name"]:
+                if resource["namespaced"]:
+                    namespace = document["metadata"].get("namespace") or "default"
+                    base = f"{base}/namespaces/{quote(namespace, safe='')}"
+                return f"{base}/{resource['name']}"
+        raise UnknownKindError(f"the API server has no {kind} in {version}")
+
+    async def account_token(self, namespace: str, account: str) -> str:
+        """Request a ServiceAccount token that outlives the cluster."""
+        spec = {"audiences": [], "expirationSeconds": ACCOUNT_TOKEN_S}
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        answer = await self._kube.create(
+            f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token", request
+        )
+        return str(answer["status"]["token"])
+
+    async def supports_rules(self) -> bool:
+        """Return whether schemas can have CEL rules, as in Kubernetes 1.25 and later."""
+        version = await self._kube.get("/version")
+        return (int(version["major"]), int(version["minor"].rstrip("+"))) >= (1, 25)
+
+    async def crd_established(self) -> bool:
+        crd = await self._kube.get(
+            f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
+        )
+        return has_condition(crd, "Established")
+
+    async def service(self, namespace: str, name: str) -> ServiceStatus:
+        """Read an LLMService and its pods."""
+        service = await self._kube.get(
+            f"/apis/{names.API_VERSION}/namespaces/{namespace}/{names.PLURAL}/{name}"
+        )
+        pods, _ = await self._kube.list(
+            f"/api/v1/namespaces/{namespace}/pods",
+            label_selector=f"{names.LABEL_SERVICE}={name}",
+        )
+        spec, status = service["spec"], service.get("status") or {}
+        return ServiceStatus(
+            service=name,
+            namespace=namespace,
+            endpoint=_reachable(status.get("endpoint", "")),
+            model=spec["model"].get("servedName") or name,
+            ingress=await self._ingress(
+                ((spec.get("gateway") or {}).get("ingress") or {}).get("host", "")
+            ),
+            conditions=[
+                Condition(c["type"], c["status"], c.get("reason", ""), c.get("message", ""))
+                for c in status.get("conditions", [])
+            ],
+            pods=sorted((pod_status(pod) for pod in pods), key=lambda pod: pod.name),
+            kubeconfig=str(self._kubeconfig),
+        )
+
+    async def _ingress(self, host: str) -> str:
+        """Read the port of the Ingress proxy from the node's annotation."""
+        if not host:
+            return ""
+        nodes, _ = await self._kube.list("/api/v1/nodes")
+        for node in nodes:
+            if port := (node["metadata"].get("annotations") or {}).get("pocketkube/ingress-port"):
+                return f"-H 'Host: {host}' http://127.0.0.1:{port}"
+        return ""
+
+    async def log(
+        self, namespace: str, pod: str, *, follow: bool, tail: int | None, previous: bool = False
+    ) -> AsyncIterator[bytes]:
+        """Stream a pod's log.
+
+        Args:
+            previous: the log of the container before its last restart.
+        """
+        options = {"follow": str(follow).lower(), "previous": str(previous).lower()}
+        if tail is not None:
+            options["tailLines"] = str(tail)
+        url = f"{self._kube.server}/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        async with (
+            self._kube.http_session() as session,
+            session.get(url, params=options, timeout=timeout) as response,
+        ):
+            if response.status != 200:
+                raise refusal(response.status, await response.read(), response.headers)
+            async for chunk in response.content.iter_any():
+                yield chunk
+
+
+def _reachable(endpoint: str) -> str:
+    """Replace the endpoint's port by the port where the proxy serves it."""
+    usual = 443 if endpoint.startswith("https:") else 80
+    port = served_port(usual)
+    return f"{endpoint}:{port}" if endpoint and port != usual else endpoint

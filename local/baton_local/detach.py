@@ -1,0 +1,96 @@
+"""`baton up --detach`: `baton up` in the background, until its service has answered."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from rich.console import Console
+from rich.markup import escape
+
+from baton_local.state import ClusterInfo, StateDir
+
+#: Time for a supervisor without an answer to stop its cluster, before SIGKILL.
+STOP_TIMEOUT_S = 60.0
+
+
+class NoAnswerError(Exception):
+    """The supervisor has ended, or its service has not answered in time."""
+
+
+def run_detached(command: list[str], timeout_s: float, state: StateDir, console: Console) -> int:
+    """Run `command` in a session of its own, and return when its service has answered.
+
+    Args:
+        command: the command line of `baton up` without --detach.
+        timeout_s: time from the start to the answer.
+
+    Returns:
+        The exit status: 0 after the answer, 1 without one. Without an answer the command has ended.
+    """
+    if (pid := state.supervisor()) is not None:
+        console.print(
+            f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); "
+            "`baton down` ends it"
+        )
+        return 1
+    state.make()
+    log_path = state.logs / "supervisor.log"
+    with open(log_path, "wb") as log:
+        supervisor = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    info: ClusterInfo | None = None
+    try:
+        info = _wait_for_answer(supervisor, state, timeout_s)
+    except NoAnswerError as error:
+        console.print(f"[red]baton up:[/] {escape(str(error))}; the supervisor printed:")
+    finally:
+        if info is None:  # also after Ctrl-C, which does not reach the supervisor's session
+            _stop(supervisor)
+    if info is None:
+        console.out(log_path.read_text(errors="replace"))
+        return 1
+    console.out(
+        f"Ready: {info.endpoint}\nexport KUBECONFIG={info.kubeconfig}\n"
+        f"To change it: edit {info.file}, then kubectl apply -f {info.file}\n`baton down` ends it.",
+        highlight=False,
+    )
+    return 0
+
+
+def _wait_for_answer(
+    supervisor: subprocess.Popen[bytes], state: StateDir, timeout_s: float
+) -> ClusterInfo:
+    """Wait until the service has answered.
+
+    Raises:
+        NoAnswerError: the supervisor has ended, or `timeout_s` has passed.
+    """
+    deadline = time.monotonic() + timeout_s
+    while supervisor.poll() is None:
+        info = state.read_info()
+        if info is not None and info.endpoint:
+            return info
+        if time.monotonic() > deadline:
+            missing = (
+                "the cluster has not started"
+                if info is None
+                else f"{info.namespace}/{info.service} has not answered"
+            )
+            raise NoAnswerError(f"{missing} within {timeout_s:g} s (see --timeout)")
+        time.sleep(0.2)
+    raise NoAnswerError("the cluster has ended without an answer")
+
+
+def _stop(supervisor: subprocess.Popen[bytes]) -> None:
+    supervisor.terminate()
+    try:
+        supervisor.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()  # its components end with it
+        supervisor.wait()

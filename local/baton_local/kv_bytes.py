@@ -1,0 +1,47 @@
+"""The KV bytes that each engine has sent and received, read from its `/health`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+
+from baton_local.service_status import PodStatus, ServiceStatus
+from baton_protocol.config import ENGINE_HTTP_PORT
+from baton_protocol.progress import Health
+
+
+async def ask_kv_bytes(status: ServiceStatus) -> ServiceStatus:
+    """Return `status` with the `kv_bytes` of the engines that answer `/health`."""
+    pods = await asyncio.gather(*map(_with_kv_bytes, status.pods))
+    return msgspec.structs.replace(status, pods=pods)
+
+
+async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
+    if pod.role not in ("prefill", "decode") or not pod.ready:
+        return pod
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+            session.get(f"http://{pod.ip}:{ENGINE_HTTP_PORT}/health") as response,
+        ):
+            health = msgspec.json.decode(await response.read(), type=Health)
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+        # The engine restarts, or is of another release.
+        return pod
+    return msgspec.structs.replace(pod, kv_bytes=health.kv_bytes)
+
+
+def kv_bytes_received(pods: list[PodStatus]) -> Counter[str]:
+    """Sum the KV bytes that decode pods received, by transport."""
+    return sum((Counter(pod.kv_bytes) for pod in pods if pod.role == "decode"), Counter[str]())
+
+
+def format_kv_bytes(nbytes: Mapping[str, int]) -> str:
+    """Format bytes by transport: `1.25 MiB over ucx tcp/lo, 0.50 MiB over tcp sockets`."""
+    return ", ".join(
+        f"{count / 2**20:.2f} MiB over {transport}" for transport, count in sorted(nbytes.items())
+    )

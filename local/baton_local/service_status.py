@@ -1,0 +1,88 @@
+"""The state of an LLMService and its pods, as `baton status` shows it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_kube.client import Object
+from baton_operator import names
+from pocketkube.conditions import has_condition
+from pocketkube.containers.process import container_pids
+
+
+class PodStatus(msgspec.Struct):
+    """One pod of a service."""
+
+    name: str
+    role: str
+    ip: str
+    phase: str
+    ready: bool
+    restarts: int
+    #: Why it is not ready, as its containers report.
+    reason: str
+    #: ID of the first container; empty before its start.
+    container_id: str = ""
+    #: Pid of the container's process, if it was looked up.
+    pid: int | None = None
+    #: Bytes of KV sent and received, by transport and lane, if they were read from the engine.
+    kv_bytes: dict[str, int] = {}
+
+
+class Condition(msgspec.Struct):
+    """One condition of an LLMService."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+
+
+class ServiceStatus(msgspec.Struct):
+    """An LLMService and its pods, as `baton status` prints them."""
+
+    service: str
+    namespace: str
+    endpoint: str
+    #: The model's name in requests.
+    model: str
+    conditions: list[Condition]
+    pods: list[PodStatus]
+    #: `curl` options for the Ingress; empty without one.
+    ingress: str
+    kubeconfig: str
+    #: False if it was deleted. Only the names and the kubeconfig are set then.
+    exists: bool = True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the condition Ready is True."""
+        return any(c.type == "Ready" and c.status == "True" for c in self.conditions)
+
+
+def pod_status(pod: Object) -> PodStatus:
+    """Return the status of a Pod object."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    containers = status.get("containerStatuses") or []
+    waiting = [(c.get("state") or {}).get("waiting") or {} for c in containers]
+    ended = [(c.get("lastState") or {}).get("terminated") or {} for c in containers]
+    reason = next((w["reason"] for w in waiting if w.get("reason")), "")
+    messages = [t["message"].strip() for t in ended if t.get("message")]
+    message = next((text.splitlines()[-1] for text in messages if text), "")
+    return PodStatus(
+        name=metadata["name"],
+        role=(metadata.get("labels") or {}).get(names.LABEL_ROLE, ""),
+        ip=status.get("podIP") or "",
+        phase="Terminating" if metadata.get("deletionTimestamp") else status.get("phase") or "",
+        ready=has_condition(pod, "Ready"),
+        restarts=sum(c.get("restartCount") or 0 for c in containers),
+        reason=": ".join(filter(None, (reason, message))) if reason else "",
+        container_id=next((c["containerID"] for c in containers if c.get("containerID")), ""),
+    )
+
+
+def with_pids(status: ServiceStatus) -> ServiceStatus:
+    """Return `status` with the pids of containers on this machine."""
+    pids = container_pids()
+    pods = [msgspec.structs.replace(pod, pid=pids.get(pod.container_id)) for pod in status.pods]
+    return msgspec.structs.replace(status, pods=pods)
