@@ -19,7 +19,7 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_kernels.attention import AttentionPlan, plan_attention
 from baton_kernels.kv_write import plan_write
-from baton_kernels.kv_write.cpu import Slots
+from baton_kernels.kv_write.torch_cpu import Slots
 
 
 class LayerPlan(NamedTuple):

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_kernels import cpu as compiled  # this folder has a module named cpu
-from baton_kernels.attention.cpu import GatherPlan, paged_attention_cpu
+from baton_kernels import cpu
+from baton_kernels.attention.torch_cpu import GatherPlan, paged_attention_cpu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ def plan_attention(
     if window is not None and window < 1:
         raise ValueError(f"the window must be positive, not {window}")
     gather = None
-    is_compiled = compiled.OPS is not None and key_cache.dtype in compiled.DTYPES
+    is_compiled = cpu.OPS is not None and key_cache.dtype in cpu.DTYPES
     if not (key_cache.is_cuda or is_compiled or key_cache.dtype == torch.float8_e4m3fn):
         gather = GatherPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
     return AttentionPlan(block_tables, cu_seqlens_q, seq_lens, window, max_seqlen_q, gather)
@@ -127,10 +127,10 @@ def paged_attention(
             out=out,
         )
     if plan.gather is None and key_scale is None:
-        assert compiled.OPS is not None
+        assert cpu.OPS is not None
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         sequences = (plan.block_tables, plan.cu_seqlens_q, plan.seq_lens)
-        compiled.OPS.paged_attention(
+        cpu.OPS.paged_attention(
             out, query, key_cache, value_cache, *sequences, scale, plan.window, soft_cap
         )
         return out

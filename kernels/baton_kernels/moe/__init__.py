@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton_kernels.moe.cpu import ExpertWeights, run_experts_cpu
 from baton_kernels.moe.reference import route_top_k_reference
+from baton_kernels.moe.torch_cpu import ExpertWeights, run_experts_cpu
 
 __all__ = ["ExpertWeights", "route_top_k", "run_experts"]
 

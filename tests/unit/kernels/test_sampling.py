@@ -14,9 +14,9 @@ from torch import Tensor
 
 from baton_kernels import cpu
 from baton_kernels.sampling import draw_tokens, greedy, triton_kernel
-from baton_kernels.sampling.cpu import draw_tokens_cpu
 from baton_kernels.sampling.noise import gumbel_noise, noise_key
 from baton_kernels.sampling.reference import draw_tokens_reference
+from baton_kernels.sampling.torch_cpu import draw_tokens_cpu
 from baton_kernels.sampling.triton_greedy import greedy_triton
 from baton_kernels.sampling.triton_kernel import draw_tokens_triton
 from baton_kernels.sampling.triton_search import gumbel_of
