@@ -8,7 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from baton_kernels.attention import AttentionPlan, paged_attention, plan_attention
+from baton_kernels.attention import (
+    AttentionPlan,
+    Implementation,
+    paged_attention,
+    plan_attention,
+)
 
 #: The sizes that the goals refer to.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
@@ -55,19 +60,24 @@ class Paged:
     def num_layers(self) -> int:
         return self.cache.shape[2]
 
-    def attend(self, layer: int) -> Tensor:
-        """Compute a layer's attention as the model does."""
+    def attend(self, layer: int, plan: AttentionPlan | None = None) -> Tensor:
+        """Compute a layer's attention as the model does. None: with the plan of all layers."""
         key, value = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
-        return paged_attention(self.query, key, value, self.plan, self.scale)
+        return paged_attention(self.query, key, value, plan or self.plan, self.scale)
 
     @cached_property
     def plan(self) -> AttentionPlan:
+        return self.new_plan()
+
+    def new_plan(self, implementation: Implementation | None = None) -> AttentionPlan:
         return plan_attention(
+            self.query,
             self.cache[:, :, 0, 0],
             self.block_tables,
             self.cu_seqlens_q,
             self.lengths,
             max_seqlen_q=max(self.query_lens),
+            implementation=implementation,
         )
 
     def gathered(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
