@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import costs
 import torch
 from torch import Tensor
 
@@ -108,31 +109,10 @@ class Paged:
         hidden = torch.arange(self.seq_lens[seq], device=self.device) > last[:, None]
         return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)
 
-    def kv_nbytes(self) -> int:
-        """Return the bytes of a layer's keys and values, each read once."""
-        return (
-            2
-            * sum(self.seq_lens)
-            * self.cache.shape[1]
-            * self.cache.shape[-1]
-            * self.cache.itemsize
-        )
-
-    def moved_nbytes(self) -> int:
-        """Return the bytes of a layer's KV, queries, results and block tables."""
-        return (
-            self.kv_nbytes()
-            + 2 * self.query.nbytes
-            + 4 * sum(-(-length // BLOCK_SIZE) for length in self.seq_lens)
-        )
-
-    def flops(self) -> int:
-        """Return a layer's operations: two products for each pair of a query and a visible key."""
-        pairs = sum(
-            q * length - q * (q - 1) // 2
-            for q, length in zip(self.query_lens, self.seq_lens, strict=True)
-        )
-        return 4 * NUM_HEADS * self.cache.shape[-1] * pairs
+    @cached_property
+    def cost(self) -> costs.Cost:
+        """The cost of a layer's attention."""
+        return costs.attention(self.query, self.cache[:, :, 0, 0], self.query_lens, self.seq_lens)
 
 
 def random_cache(

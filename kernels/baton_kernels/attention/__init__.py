@@ -17,6 +17,11 @@ One call serves prefill chunks and decode steps together (varlen). Sequence s ow
 `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, the last ones of its `seq_lens[s]` tokens. Slots of its
 last block past `seq_lens[s]` may hold stale bytes or NaN, which never affect the result.
 
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       keys and values of each sequence, queries, results and block ids
+    operations  4 * head_dim per head and pair of a query and a visible key
+
 Plan and run: a step calls `plan_attention` once, on the host. The plan decides all that its layers
 share: the implementation, the launch configuration, the split of long sequences and the workspace.
 Each layer then calls `paged_attention` with its query, its cache and the plan.

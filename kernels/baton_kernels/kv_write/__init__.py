@@ -4,6 +4,10 @@
 
 and the same for values. A negative slot writes nothing (padding, warm-up). The scales have no
 caller yet; fp8 KV caches will need them.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       keys and values, read and written, and the slots
 """
 
 from __future__ import annotations

@@ -7,6 +7,11 @@
 
 An id outside [0, num_experts), such as -1, is an expert of another rank. It contributes zeros,
 whatever its weight.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       weights of the chosen experts, and tokens in and out
+    operations  6 * hidden * intermediate per pair of a token and an expert
 """
 
 from __future__ import annotations

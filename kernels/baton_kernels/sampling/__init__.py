@@ -11,6 +11,10 @@ No implementation sorts a whole row: C++ (../cpu/source/sampling.h), torch (torc
 (triton_kernel.py). Their random bits are the same. They compare logits in float32, sum
 probabilities in fixed point (exact in any order), and compute scores in float64. Their tokens can
 differ only if two scores, or a sum and top_p, agree up to the last bits of exp and log.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       the logits, once
 """
 
 from __future__ import annotations
