@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,8 @@ from baton_kernels.attention import (
     paged_attention,
     plan_attention,
 )
-from baton_kernels.configurations import Configuration, answering
+from baton_kernels.configurations import Configuration
+from support.kernels.launch_constants import launch_constants
 
 # (query length, total length) per sequence
 DECODE = [(1, 1), (1, 17), (1, 16), (1, 63)]
@@ -188,13 +188,6 @@ def triton_output(
     """
     moved = case.to(device)
     poisoned = torch.full_like(moved.query, float("nan"))
-    with overriding(config):
+    with launch_constants(config):
         arguments = moved.arguments(max_seqlen_q, Implementation.TRITON)
     return paged_attention(*arguments, **moved.options, out=poisoned)
-
-
-def overriding(config: Configuration | None) -> AbstractContextManager[None]:
-    """Return a context in which plans have these constants instead of the default ones."""
-    if config is None:
-        return nullcontext()
-    return answering(lambda operation, shape_class, default: {**default, **config})

@@ -12,11 +12,11 @@ from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
 from baton_kernels.configurations import Configuration
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
+from support.kernels.launch_constants import launch_constants
 from support.kernels.paged_cases import (
     assert_attends,
     large_memory,
     layer_views,
-    overriding,
     paged_case,
 )
 
@@ -48,7 +48,7 @@ def test_attention(
     moved = case.to(triton_device)
     moved.key_cache, moved.value_cache = layer_views(cache, layer=0)
     moved.block_tables = table.to(triton_device)
-    with overriding(config):
+    with launch_constants(config):
         arguments = moved.arguments(max_seqlen_q, Implementation.TRITON)
     assert_attends(paged_attention(*arguments), case)
 
