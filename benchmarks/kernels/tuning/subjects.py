@@ -38,7 +38,6 @@ def _attention(setting: Setting) -> list[Make]:
 
 
 def _attend(setting: Setting, points: list[tuple[list[int], list[int]]], head_dim: int) -> Subject:
-    from baton_kernels.attention import Implementation
 
     num_layers = 2 if setting.quick else 8
     num_tokens = max(
@@ -49,7 +48,7 @@ def _attend(setting: Setting, points: list[tuple[list[int], list[int]]], head_di
 
     def attend(batch: Paged, layer: int) -> Tensor:
         # A plan per call, because it has the configuration that is being tried.
-        return batch.attend(layer, batch.new_plan(Implementation.TRITON))
+        return batch.attend(layer, batch.new_plan("triton"))
 
     def expected(batch: Paged) -> Tensor:
         rows = [torch.tensor([n - 1], device=setting.device) for n in batch.query_lens]

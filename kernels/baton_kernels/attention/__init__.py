@@ -30,8 +30,7 @@ Each layer then calls `paged_attention` with its query, its cache and the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -43,13 +42,11 @@ if TYPE_CHECKING:
     from baton_kernels.attention.triton_kernel import Launch
 
 
-class Implementation(StrEnum):
-    """The implementations of paged attention. A plan has one of them."""
-
-    TRITON = "Triton"  #: On a GPU, and in tests in Triton's interpreter.
-    CPP = "C++"  #: On a CPU with compiled operations.
-    TORCH = "torch"  #: On a CPU without them. It has neither soft cap nor fp8 caches.
-    REFERENCE = "reference"  #: On a CPU, for what the others do not support.
+#: triton: on a GPU, and in tests in Triton's interpreter.
+#: cpp: on a CPU with compiled operations.
+#: torch: on a CPU without them. It supports neither soft caps nor fp8 caches.
+#: reference: on a CPU, for options that the others do not support.
+Implementation = Literal["triton", "cpp", "torch", "reference"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +61,8 @@ class AttentionPlan:
     seq_lens: Tensor  #: int32 [num_seqs]: tokens of each sequence, including its queries.
     window: int | None  #: Tokens that a query sees, including its own. None: all.
     soft_cap: float | None  #: Bound of the scores.
-    launch: Launch | None  #: Only for TRITON: grids, constants and workspace.
-    gather: GatherPlan | None  #: Only for TORCH: rows to gather, masks and scratch memory.
+    launch: Launch | None  #: Only for triton: grids, constants and workspace.
+    gather: GatherPlan | None  #: Only for torch: rows to gather, masks and scratch memory.
 
 
 def plan_attention(
@@ -102,11 +99,11 @@ def plan_attention(
     if implementation is None:
         implementation = _choose(key_cache, soft_cap)
     launch = gather = None
-    if implementation is Implementation.TRITON:
+    if implementation == "triton":
         from baton_kernels.attention.triton_kernel import plan_launch
 
         launch = plan_launch(query, key_cache, block_tables, len(seq_lens), window, max_seqlen_q)
-    elif implementation is Implementation.TORCH:
+    elif implementation == "torch":
         gather = GatherPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
     sequences = (block_tables, cu_seqlens_q, seq_lens)
     return AttentionPlan(implementation, query.shape, *sequences, window, soft_cap, launch, gather)
@@ -150,13 +147,13 @@ def paged_attention(
     """
     _check_layer(query, key_cache, plan, scale, key_scale, value_scale)
     match plan.implementation:
-        case Implementation.TRITON:
+        case "triton":
             from baton_kernels.attention.triton_kernel import paged_attention_triton
 
             return paged_attention_triton(
                 query, key_cache, value_cache, plan, scale, key_scale, value_scale, out
             )
-        case Implementation.CPP:
+        case "cpp":
             assert cpu.OPS is not None
             if out is None:
                 out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -165,10 +162,10 @@ def paged_attention(
                 out, query, key_cache, value_cache, *sequences, scale, plan.window, plan.soft_cap
             )
             return out
-        case Implementation.TORCH:
+        case "torch":
             assert plan.gather is not None
             attended = paged_attention_cpu(query, key_cache, value_cache, plan.gather, scale)
-        case Implementation.REFERENCE:
+        case "reference":
             from baton_kernels.attention.reference import paged_attention_reference
 
             attended = paged_attention_reference(
@@ -179,12 +176,12 @@ def paged_attention(
 
 def _choose(key_cache: Tensor, soft_cap: float | None) -> Implementation:
     if key_cache.is_cuda:
-        return Implementation.TRITON
+        return "triton"
     if cpu.OPS is not None and key_cache.dtype in cpu.DTYPES:
-        return Implementation.CPP
+        return "cpp"
     if soft_cap is not None or key_cache.dtype == torch.float8_e4m3fn:
-        return Implementation.REFERENCE
-    return Implementation.TORCH
+        return "reference"
+    return "torch"
 
 
 def _check_step(

@@ -157,7 +157,7 @@ def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 
 def assert_attends(actual: Tensor, case: PagedCase) -> None:
-    arguments = case.arguments(implementation=Implementation.REFERENCE)
+    arguments = case.arguments(implementation="reference")
     expected = paged_attention(*arguments, **case.options)
     assert not expected.isnan().any(), "the case itself is broken"
     tolerance = TOLERANCE[case.query.dtype]
@@ -189,5 +189,5 @@ def triton_output(
     moved = case.to(device)
     poisoned = torch.full_like(moved.query, float("nan"))
     with launch_constants(config):
-        arguments = moved.arguments(max_seqlen_q, Implementation.TRITON)
+        arguments = moved.arguments(max_seqlen_q, "triton")
     return paged_attention(*arguments, **moved.options, out=poisoned)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.attention import Implementation, paged_attention
+from baton_kernels.attention import paged_attention
 from baton_kernels.block_checksum.reference import word_sums_reference
 from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
@@ -49,7 +49,7 @@ def test_attention(
     moved.key_cache, moved.value_cache = layer_views(cache, layer=0)
     moved.block_tables = table.to(triton_device)
     with launch_constants(config):
-        arguments = moved.arguments(max_seqlen_q, Implementation.TRITON)
+        arguments = moved.arguments(max_seqlen_q, "triton")
     assert_attends(paged_attention(*arguments), case)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.attention import Implementation, paged_attention, split_kv, split_kv_triton
+from baton_kernels.attention import paged_attention, split_kv, split_kv_triton
 from baton_kernels.attention import triton_kernel as kernel_file
 from baton_kernels.attention.kernel_arguments import Heads, Partials
 from baton_kernels.configurations import Configuration, answering
@@ -79,7 +79,7 @@ def test_the_target_number_of_segments_fills_the_gpu(
 def launch_of(lengths: list[tuple[int, int]], max_seqlen_q: int | None) -> kernel_file.Launch:
     """Plan a launch on the meta device, whose tensors have no values."""
     case = paged_case(lengths, 8, 2, 64).to("meta")
-    plan = case.arguments(max_seqlen_q, Implementation.TRITON)[3]
+    plan = case.arguments(max_seqlen_q, "triton")[3]
     assert plan.launch is not None
     return plan.launch
 

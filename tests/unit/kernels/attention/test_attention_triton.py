@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.attention import Implementation, paged_attention
+from baton_kernels.attention import paged_attention
 from support.kernels.paged_cases import (
     DECODE,
     HEADS,
@@ -140,7 +140,7 @@ def test_attention_writes_into_a_tensor_of_other_strides(triton_device: str) -> 
     assert paged_attention(*moved.arguments(), out=out) is out
     assert_attends(out, case)
     out.fill_(float("nan"))
-    paged_attention(*moved.arguments(implementation=Implementation.TRITON), out=out)
+    paged_attention(*moved.arguments(implementation="triton"), out=out)
     assert_attends(out, case)
     assert buffer[:, 0].isnan().all()
     assert buffer[..., 16:].isnan().all()
@@ -165,9 +165,9 @@ def test_attention_refuses_unsupported_strides() -> None:
     case = paged_case(DECODE, 4, 4, 16)
     case.value_cache = case.value_cache.contiguous()
     with pytest.raises(ValueError, match="equal strides"):
-        paged_attention(*case.arguments(implementation=Implementation.TRITON))
+        paged_attention(*case.arguments(implementation="triton"))
     case = paged_case(DECODE, 4, 4, 16)
-    arguments = case.arguments(implementation=Implementation.TRITON)
+    arguments = case.arguments(implementation="triton")
     with pytest.raises(ValueError, match="and out stride 1"):
         paged_attention(*arguments, out=torch.empty(len(case.query), 4, 32)[..., ::2])
 
