@@ -34,7 +34,8 @@ from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
-from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
+from baton_operator.plan.plan_expert_group import ExpertGroupPlan
+from baton_operator.plan.plan_members import plan_members
 from baton_operator.plan.refused_pods import RefusedPods
 from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
 from baton_operator.reconcile_problems import InvalidSpec, Paused, Problem, problem_of

@@ -21,8 +21,9 @@ from baton_local.preview.target import (
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.plan.plan_group import GroupPlan, Member, update_of
+from baton_operator.plan.plan_expert_group import ExpertGroupPlan
+from baton_operator.plan.plan_group import GroupPlan, Member
+from baton_operator.plan.plan_members import plan_members, update_of
 from baton_operator.plan.topology_view import record
 from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
 

@@ -13,7 +13,7 @@ from baton_operator.api.rules import valid_spec
 from baton_operator.autoscale.settings import settings_of
 from baton_operator.builders.owner import Owner
 from baton_operator.desired import Desired, compute_desired
-from baton_operator.plan.plan_group import update_of
+from baton_operator.plan.plan_members import update_of
 
 #: Address of the coordinator's Service, which rank templates need.
 COORDINATOR = "192.0.2.1"

@@ -32,8 +32,6 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.api import llmservice
-from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
 from baton_operator.plan.plan_group import (
     POLL_DRAIN_S,
     Delete,
@@ -43,10 +41,8 @@ from baton_operator.plan.plan_group import (
     deletion_reason,
     free_ordinals,
     plan_failed,
-    plan_group,
     present_members,
     room_timeout,
-    update_of,
 )
 from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStatus
@@ -95,51 +91,6 @@ class _Division(NamedTuple):
     @property
     def staying(self) -> list[Member]:
         return [*self.current, *self.kept]
-
-
-def plan_members(
-    owner: Owner,
-    role: names.MemberRole,
-    template: MemberTemplate,
-    members: list[Member],
-    now: datetime,
-    *,
-    topology: TopologyStatus | None,
-    recorded: llmservice.TopologyStatus | None,
-    has_coordinator: bool,
-    has_previous_revision: bool,
-) -> GroupPlan:
-    """Return the next step of a group, of dense engines or of ranks.
-
-    A group that is no longer expert-parallel is planned as ranks while it has ranks and a
-    coordinator.
-
-    Args:
-        topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
-    """
-    size, drain_timeout_s = owner.replicas(role), float(owner.spec.drain_timeout_seconds)
-    update = update_of(owner, role)
-    if not (template.expert_group or (has_coordinator and any(m.expert_group for m in members))):
-        return plan_group(
-            members,
-            desired=size,
-            revision=template.revision,
-            update=update,
-            drain_timeout_s=drain_timeout_s,
-            now=now,
-            has_previous_revision=has_previous_revision,
-        )
-    group = ExpertGroup(
-        service_uid=owner.uid,
-        name=template.expert_group,
-        desired=size,
-        revision=template.revision,
-        topology=topology,
-        recorded=recorded,
-        drain_timeout_s=drain_timeout_s,
-        update=update,
-    )
-    return plan_expert_group(members, group, now)
 
 
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:

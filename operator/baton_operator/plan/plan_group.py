@@ -27,10 +27,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton_operator import names
-from baton_operator.api.spec_groups import surge_and_unavailable
-from baton_operator.builders.owner import Owner
-
 #: A pod that still exists this long after its grace period is on a lost node and does not count any
 #: more.
 STUCK_TERMINATING = timedelta(seconds=30)
@@ -117,23 +113,6 @@ class _Group(NamedTuple):
     outdated: list[Member]  # of another revision, neither failed nor leaving
     stall: Timeout  # progress deadline of the newest members
     room: Timeout  # time for which a newest member without room waits
-
-
-def update_of(owner: Owner, role: names.MemberRole) -> Update:
-    """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
-    strategy = (
-        owner.spec.update_strategy.decode
-        if role == "decode"
-        else owner.spec.update_strategy.prefill
-    )
-    max_surge, max_unavailable = surge_and_unavailable(strategy, owner.replicas(role))
-    return Update(
-        max_surge=max_surge,
-        max_unavailable=max_unavailable,
-        surge_timeout_s=float(strategy.surge_timeout_seconds),
-        progress_deadline_s=float(owner.spec.progress_deadline_seconds),
-        paused=owner.spec.paused,
-    )
 
 
 def plan_group(

@@ -19,7 +19,7 @@ from baton_operator.builders import gateway
 from baton_operator.builders.free_form_fields import MAX_DEPTH
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
-from baton_operator.plan.plan_expert_group import plan_members
+from baton_operator.plan.plan_members import plan_members
 from support.operator.service_simulation import KEY, NAME, Service
 from support.operator.services import Object, owner
 from support.operator.simulated_api_server import service_path
