@@ -18,7 +18,7 @@ from baton_operator.desired import Desired
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation
-from baton_operator.plan.plan_group import GroupPlan
+from baton_operator.plan.plan_group import Delete, GroupPlan
 from baton_operator.plan.refused_pods import Refusal, refusal_of
 from baton_operator.reconcile_problems import (
     GatewayAPIMissing,
@@ -136,9 +136,10 @@ async def apply_members(
     observed: Observation,
     now: datetime,
 ) -> Refusal | None:
-    """Take one step of one group.
+    """Take one step of one group: mark members as draining, delete members, create members.
 
-    The first error is raised after all members. No pod is created after a refused one.
+    A refused mark does not stop the step, and its error is raised at the end. No pod is created
+    after a refused one.
 
     Returns:
         Why the API server refused a pod; None if it refused none.
@@ -146,41 +147,70 @@ async def apply_members(
     Raises:
         NameConflict, KubeError
     """
-    refusal: Refusal | None = None
-    errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
-    for name in plan.drain:
-        marks = {
-            names.ANNOTATION_DRAINING: "true",
-            names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds"),
-        }
-        # The uid is a precondition: a successor of the same name is not marked.
-        try:
-            await kube.merge(
-                "Pod",
-                owner.namespace,
-                name,
-                {"metadata": {"uid": uids[name], "annotations": marks}},
-            )
-        except KubeError as error:
-            # 404, 409: the pod was deleted or replaced after it was observed.
-            if error.status not in (404, 409):
-                errors.append(error)
-            continue
-        await events.emit(
-            observed.service,
-            "Draining",
-            f"pod {name} gets no new requests and finishes running ones",
-        )
-    for deletion in plan.delete:
-        if await kube.delete("Pod", owner.namespace, deletion.name, uids[deletion.name]):
-            await events.emit(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
+    mark_errors = await _mark_draining(kube, events, plan.drain, uids, observed.service, now)
+    await _delete_pods(kube, events, plan.delete, uids, observed.service)
     pods = [template.pod(ordinal) for ordinal in plan.create]
     if plan.restore:
         assert previous is not None, "a plan restores only from a previous revision"
         await _apply(kube, owner, previous.config_map, None)
         pods += [previous.template.pod(ordinal) for ordinal in plan.restore]
+    refusal, create_errors = await _create_pods(kube, events, owner, pods, observed.service)
+    if errors := [*mark_errors, *create_errors]:
+        raise errors[0]
+    return refusal
+
+
+async def _mark_draining(
+    kube: Kube,
+    events: Events,
+    pods: list[str],
+    uids: dict[str, str],
+    service: Object,
+    now: datetime,
+) -> list[KubeError]:
+    """Mark the pods as draining, with the time. Return the errors."""
+    marks = {
+        names.ANNOTATION_DRAINING: "true",
+        names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds"),
+    }
+    errors: list[KubeError] = []
+    for name in pods:
+        # The uid is a precondition: a successor of the same name is not marked.
+        patch = {"metadata": {"uid": uids[name], "annotations": marks}}
+        try:
+            await kube.merge("Pod", service["metadata"]["namespace"], name, patch)
+        except KubeError as error:
+            # 404, 409: the pod was deleted or replaced after it was observed.
+            if error.status not in (404, 409):
+                errors.append(error)
+            continue
+        message = f"pod {name} gets no new requests and finishes running ones"
+        await events.emit(service, "Draining", message)
+    return errors
+
+
+async def _delete_pods(
+    kube: Kube, events: Events, deletions: list[Delete], uids: dict[str, str], service: Object
+) -> None:
+    """Delete the pods that still exist."""
+    namespace = service["metadata"]["namespace"]
+    for deletion in deletions:
+        if await kube.delete("Pod", namespace, deletion.name, uids[deletion.name]):
+            await events.emit(service, "Deleted", f"pod {deletion.name}: {deletion.why}")
+
+
+async def _create_pods(
+    kube: Kube, events: Events, owner: Owner, pods: list[Object], service: Object
+) -> tuple[Refusal | None, list[NameConflict | KubeError]]:
+    """Create the pods until the API server refuses one.
+
+    Returns:
+        Why it refused a pod, else None, and the errors that are no refusals.
+    """
+    errors: list[NameConflict | KubeError] = []
     for pod in pods:
+        name = pod["metadata"]["name"]
         try:
             await kube.create(pod)
         except KubeError as error:
@@ -190,21 +220,13 @@ async def apply_members(
                 except (NameConflict, KubeError) as conflict:
                     errors.append(conflict)
                 continue
-            await events.emit(
-                observed.service,
-                "CreateFailed",
-                f"pod {pod['metadata']['name']}: {error}",
-                warning=True,
-            )
-            refusal = refusal_of(error, pod["metadata"]["name"])
-            if refusal is not None:
-                break
+            await events.emit(service, "CreateFailed", f"pod {name}: {error}", warning=True)
+            if refusal := refusal_of(error, name):
+                return refusal, errors
             errors.append(error)
-            continue
-        await events.emit(observed.service, "Created", f"pod {pod['metadata']['name']}")
-    if errors:
-        raise errors[0]
-    return refusal
+        else:
+            await events.emit(service, "Created", f"pod {name}")
+    return None, errors
 
 
 async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
