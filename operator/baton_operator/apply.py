@@ -13,7 +13,7 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner, controlled_by
+from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.desired import Desired
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
@@ -32,7 +32,7 @@ from baton_protocol.service_key import ServiceKey
 
 
 async def apply_objects(
-    kube: Kube, owner: Owner, desired: Desired, observed: Observation
+    kube: Kube, resolved: ResolvedService, desired: Desired, observed: Observation
 ) -> list[Problem]:
     """Create, update and delete the objects beside the members, and add them to `observed`.
 
@@ -45,27 +45,29 @@ async def apply_objects(
         StaleReadError: an object is to be deleted, and the reads may come from a cache.
     """
     problems: list[Problem] = []
-    if owner.spec.gateway.http_route is not None and not kube.http_routes:
+    if resolved.spec.gateway.http_route is not None and not kube.http_routes:
         problems.append(GatewayAPIMissing())
     for obj in desired.objects:
         if obj["kind"] not in observed.kinds:
             continue
         key = obj["kind"], obj["metadata"]["name"]
         try:
-            observed.objects[key] = await _apply(kube, owner, obj, observed.objects.get(key))
+            observed.objects[key] = await _apply(kube, resolved, obj, observed.objects.get(key))
         except (NameConflict, KubeError) as error:
             problems.append(problem_of(error))
     for kind, name in desired.absent:
         if present := observed.owned(kind, name):
             observed.freshness.require_consistent()
             try:
-                await kube.delete(kind, owner.namespace, name, present["metadata"]["uid"])
+                await kube.delete(kind, resolved.namespace, name, present["metadata"]["uid"])
             except KubeError as error:
                 problems.append(problem_of(error))
     return problems
 
 
-async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -> ServiceKey:
+async def ensure_service_key(
+    kube: Kube, resolved: ResolvedService, present: Object | None
+) -> ServiceKey:
     """Return the service's key. Create the Secret if it does not exist, and never change it.
 
     Args:
@@ -74,10 +76,10 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
     Raises:
         NameConflict, ServiceKeyUnusable, KubeError
     """
-    name = names.service_key_name(owner.name)
+    name = names.service_key_name(resolved.name)
     if present is None:
-        present = await kube.create(service_key.secret(owner, service_key.generate()))
-    if not controlled_by(present, owner.uid):
+        present = await kube.create(service_key.secret(resolved, service_key.generate()))
+    if not controlled_by(present, resolved.uid):
         raise NameConflict("Secret", name)
     try:
         return service_key.read(present)
@@ -85,7 +87,9 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
         raise ServiceKeyUnusable(name, error) from error
 
 
-async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) -> Object:
+async def _apply(
+    kube: Kube, resolved: ResolvedService, obj: Object, present: Object | None
+) -> Object:
     """Write `obj` if it differs from `present`, and return the stored object.
 
     Args:
@@ -97,8 +101,8 @@ async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) 
     """
     name = obj["metadata"]["name"]
     if present is None:  # the list contains only objects with the service's label
-        present = await kube.read(obj["kind"], owner.namespace, name)
-    if present is not None and not controlled_by(present, owner.uid):
+        present = await kube.read(obj["kind"], resolved.namespace, name)
+    if present is not None and not controlled_by(present, resolved.uid):
         raise NameConflict(obj["kind"], name)
     digest = names.content_hash(obj)
     annotations = obj["metadata"].get("annotations", {}) | {names.ANNOTATION_APPLIED: digest}
@@ -129,7 +133,7 @@ def contains(present: Any, desired: Any) -> bool:
 async def apply_members(
     kube: Kube,
     events: Events,
-    owner: Owner,
+    resolved: ResolvedService,
     template: MemberTemplate,
     previous: PreviousRevision | None,
     plan: GroupPlan,
@@ -153,9 +157,9 @@ async def apply_members(
     pods = [template.pod(ordinal) for ordinal in plan.create]
     if plan.restore:
         assert previous is not None, "a plan restores only from a previous revision"
-        await _apply(kube, owner, previous.config_map, None)
+        await _apply(kube, resolved, previous.config_map, None)
         pods += [previous.template.pod(ordinal) for ordinal in plan.restore]
-    refusal, create_errors = await _create_pods(kube, events, owner, pods, observed.service)
+    refusal, create_errors = await _create_pods(kube, events, resolved, pods, observed.service)
     if errors := [*mark_errors, *create_errors]:
         raise errors[0]
     return refusal
@@ -201,7 +205,7 @@ async def _delete_pods(
 
 
 async def _create_pods(
-    kube: Kube, events: Events, owner: Owner, pods: list[Object], service: Object
+    kube: Kube, events: Events, resolved: ResolvedService, pods: list[Object], service: Object
 ) -> tuple[Refusal | None, list[NameConflict | KubeError]]:
     """Create the pods until the API server refuses one.
 
@@ -216,7 +220,7 @@ async def _create_pods(
         except KubeError as error:
             if error.reason == "AlreadyExists":
                 try:
-                    await _restore_labels(kube, owner, pod)
+                    await _restore_labels(kube, resolved, pod)
                 except (NameConflict, KubeError) as conflict:
                     errors.append(conflict)
                 continue
@@ -229,7 +233,7 @@ async def _create_pods(
     return None, errors
 
 
-async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
+async def _restore_labels(kube: Kube, resolved: ResolvedService, pod: Object) -> None:
     """Restore the operator's labels on the existing pod with the name of `pod`.
 
     Another client removed them, or the reply to the creation of the pod was lost.
@@ -239,10 +243,10 @@ async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
         KubeError: the API server refused a request.
     """
     name = pod["metadata"]["name"]
-    present = await kube.read("Pod", owner.namespace, name)
+    present = await kube.read("Pod", resolved.namespace, name)
     if present is None:
         return
-    if not controlled_by(present, owner.uid):
+    if not controlled_by(present, resolved.uid):
         raise NameConflict("Pod", name)
     # The revision stays, because the existing pod may be of another one than `pod`.
     ours = {
@@ -253,14 +257,14 @@ async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
     if not ours.items() <= (present["metadata"].get("labels") or {}).items():
         await kube.merge(
             "Pod",
-            owner.namespace,
+            resolved.namespace,
             name,
             {"metadata": {"uid": present["metadata"]["uid"], "labels": ours}},
         )
 
 
 async def collect_config_maps(
-    kube: Kube, owner: Owner, needed: Collection[str], observed: Observation
+    kube: Kube, resolved: ResolvedService, needed: Collection[str], observed: Observation
 ) -> None:
     """Delete ConfigMaps that no pod mounts. Does nothing if ConfigMaps were not listed.
 
@@ -274,4 +278,4 @@ async def collect_config_maps(
     for kind, name in list(observed.objects):
         if kind == "ConfigMap" and name not in used and (config_map := observed.owned(kind, name)):
             observed.freshness.require_consistent()
-            await kube.delete("ConfigMap", owner.namespace, name, config_map["metadata"]["uid"])
+            await kube.delete("ConfigMap", resolved.namespace, name, config_map["metadata"]["uid"])

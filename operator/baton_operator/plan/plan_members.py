@@ -12,14 +12,14 @@ from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.api.spec_groups import surge_and_unavailable
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.plan.plan_expert_group import ExpertGroup, plan_expert_group
 from baton_operator.plan.plan_group import GroupPlan, Member, Update, plan_group
 from baton_protocol.topology import TopologyStatus
 
 
 def plan_members(
-    owner: Owner,
+    resolved: ResolvedService,
     role: names.MemberRole,
     template: MemberTemplate,
     members: list[Member],
@@ -38,8 +38,8 @@ def plan_members(
     Args:
         topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
     """
-    size, drain_timeout_s = owner.replicas(role), float(owner.spec.drain_timeout_seconds)
-    update = update_of(owner, role)
+    size, drain_timeout_s = resolved.replicas(role), float(resolved.spec.drain_timeout_seconds)
+    update = update_of(resolved, role)
     if not (template.expert_group or (has_coordinator and any(m.expert_group for m in members))):
         return plan_group(
             members,
@@ -51,7 +51,7 @@ def plan_members(
             has_previous_revision=has_previous_revision,
         )
     group = ExpertGroup(
-        service_uid=owner.uid,
+        service_uid=resolved.uid,
         name=template.expert_group,
         desired=size,
         revision=template.revision,
@@ -63,18 +63,18 @@ def plan_members(
     return plan_expert_group(members, group, now)
 
 
-def update_of(owner: Owner, role: names.MemberRole) -> Update:
+def update_of(resolved: ResolvedService, role: names.MemberRole) -> Update:
     """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
     strategy = (
-        owner.spec.update_strategy.decode
+        resolved.spec.update_strategy.decode
         if role == "decode"
-        else owner.spec.update_strategy.prefill
+        else resolved.spec.update_strategy.prefill
     )
-    max_surge, max_unavailable = surge_and_unavailable(strategy, owner.replicas(role))
+    max_surge, max_unavailable = surge_and_unavailable(strategy, resolved.replicas(role))
     return Update(
         max_surge=max_surge,
         max_unavailable=max_unavailable,
         surge_timeout_s=float(strategy.surge_timeout_seconds),
-        progress_deadline_s=float(owner.spec.progress_deadline_seconds),
-        paused=owner.spec.paused,
+        progress_deadline_s=float(resolved.spec.progress_deadline_seconds),
+        paused=resolved.spec.paused,
     )

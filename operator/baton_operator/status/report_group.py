@@ -10,7 +10,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.desired import Desired
 from baton_operator.observe.observation import Observation, Reference, condition, is_ready
 from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
@@ -108,7 +108,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def member_group(
-    owner: Owner,
+    resolved: ResolvedService,
     role: names.MemberRole,
     template: MemberTemplate,
     observed: Observation,
@@ -123,14 +123,14 @@ def member_group(
     coordinators: list[Object] = []
     if template.expert_group:
         coordinators = observed.role_pods("coordinator")
-        deployment = observed.owned("Deployment", names.coordinator_name(owner.name))
+        deployment = observed.owned("Deployment", names.coordinator_name(resolved.name))
         refusal = refusal or (refusal_of_deployment(deployment) if deployment else None)
     return Group(
         role=role,
-        desired=owner.replicas(role),
+        desired=resolved.replicas(role),
         pods=observed.role_pods(role),
         revision=template.revision,
-        topology=_topology(observed, owner) if template.expert_group else None,
+        topology=_topology(observed, resolved) if template.expert_group else None,
         autoscaling=autoscaling,
         loading=observed.loading,
         refusal=refusal,
@@ -140,19 +140,19 @@ def member_group(
 
 
 def gateway_group(
-    owner: Owner, desired: Desired, observed: Observation, *, has_route: bool
+    resolved: ResolvedService, desired: Desired, observed: Observation, *, has_route: bool
 ) -> Group:
     """Return the group of gateways.
 
     Args:
         has_route: the spec has an HTTPRoute, and the API server has the kind.
     """
-    name = names.gateway_name(owner.name)
+    name = names.gateway_name(resolved.name)
     deployment = observed.owned("Deployment", name)
     route = observed.owned("HTTPRoute", name) if has_route else None
     return Group(
         role="gateway",
-        desired=owner.spec.gateway.replicas,
+        desired=resolved.spec.gateway.replicas,
         pods=observed.role_pods("gateway"),
         updated=deployment is not None and _is_rolled_out(deployment),
         template_revision=_revision(desired),
@@ -172,14 +172,14 @@ def refusal_of_deployment(deployment: Object) -> Refusal | None:
     return Refusal(refusal_reason(text) or POD_REFUSED, f"{what}: {text}")
 
 
-def _topology(observed: Observation, owner: Owner) -> GroupTopology:
+def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology:
     """Return the topology for the status, after this step."""
-    assert owner.coordinator is not None, "a template of ranks needs it"
+    assert resolved.coordinator is not None, "a template of ranks needs it"
     pods = {pod["metadata"]["name"] for pod in observed.pods}
-    topology, recorded = observed.topology, recorded_for(observed.service, owner.coordinator)
-    status = record(topology, recorded, pods, owner.coordinator)
+    topology, recorded = observed.topology, recorded_for(observed.service, resolved.coordinator)
+    status = record(topology, recorded, pods, resolved.coordinator)
     return GroupTopology(
-        status=status if owner.replicas("decode") else asleep(status),
+        status=status if resolved.replicas("decode") else asleep(status),
         reachable=topology is not None,
         requested=frozenset(topology.desired) if topology else frozenset(),
     )

@@ -17,7 +17,7 @@ from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.progress import Health
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, Object, pod, resolved, service
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(
@@ -44,7 +44,9 @@ def of(role: str, ordinal: int, **options: Any) -> Object:
 def reported(prefill: Group, decode: Group, kv: dict[str, KVCompatibility], **spec: Any) -> Any:
     gateway = Group(role="gateway", desired=1, pods=[pod("demo-gateway", ready=True)])
     groups: dict[Any, Group] = {"prefill": prefill, "decode": decode, "gateway": gateway}
-    return report(service(), owner(**spec), groups, cluster_ip=None, problem=None, now=NOW, kv=kv)
+    return report(
+        service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW, kv=kv
+    )
 
 
 def condition(status: Any, type_: str) -> tuple[str, str, str]:

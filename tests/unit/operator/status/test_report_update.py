@@ -10,7 +10,7 @@ import pytest
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
-from support.operator.services import NOW, Object, owner, pod, service
+from support.operator.services import NOW, Object, pod, resolved, service
 
 DEADLINE_S = 600
 LATE = {"creationTimestamp": (NOW - timedelta(seconds=DEADLINE_S + 1)).isoformat()}
@@ -102,7 +102,7 @@ def reported(pods: list[Object], **spec: Any) -> Any:
     groups: dict[Any, Group] = {
         "decode": Group(role="decode", desired=2, pods=pods, revision="new")
     }
-    return report(service(), owner(**spec), groups, cluster_ip=None, problem=None, now=NOW)
+    return report(service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW)
 
 
 def condition(status: Any, type_: str) -> tuple[str, str, str]:
@@ -157,6 +157,8 @@ def test_the_gateway_is_included() -> None:
         for n, rev in enumerate(["g1", "g2"])
     ]
     group = Group(role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2")
-    status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
+    status = report(
+        service(), resolved(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW
+    )
     assert condition(status, "Updating")[:2] == ("True", "Replacing")
     assert (status.gateway.updated, status.gateway.revision) == (1, "g2")

@@ -1,4 +1,4 @@
-"""The service that objects are built for: its identity, its typed spec and common metadata."""
+"""One LLMService with all values that its objects are built from, and their common metadata."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton_operator.api.llmservice import Spec
 Scheme = Literal["http", "https"]
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """One LLMService."""
+class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
+    """One LLMService: its identity, its typed spec, and the values that the spec does not hold."""
 
     name: str
     namespace: str
