@@ -42,7 +42,7 @@ from baton_operator.plan.plan_group import (
     free_ordinals,
     plan_failed,
     present_members,
-    room_timeout,
+    surge_timeout_of,
 )
 from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStatus
@@ -96,18 +96,19 @@ class _Division(NamedTuple):
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
     """Return the next step towards `group.desired` members of `group.revision`."""
     present = present_members(members, now)
-    delete, waits = plan_failed(present, now)
+    delete, revisits_s = plan_failed(present, now)
     num_failed = sum(m.failed and m.deletion is None for m in present) - len(delete)
     view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
-    room = room_timeout([m for m in present if _is_newest(m, group)], group.update, now)
-    max_unavailable = max(group.update.max_unavailable, 1 if room.has_passed else 0)
+    newest = [m for m in present if _is_newest(m, group)]
+    surge_timeout = surge_timeout_of(newest, group.update, now)
+    max_unavailable = max(group.update.max_unavailable, 1 if surge_timeout.has_passed else 0)
     division = _divide(present, group, view, max_unavailable)
     staying, leaving = division.staying, division.leaving
 
     create = _create(members, present, staying, len(division.current) + num_failed, group)
-    waits += room.waits_s
+    revisits_s += surge_timeout.left_s
     if leaving:
-        waits.append(REVISIT_S)
+        revisits_s.append(REVISIT_S)
     if view is None:
         if not group.name:
             delete += [
@@ -129,15 +130,15 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
         elif (member.serving or member in last) and member.drain_started is None:
             drain.append(member.name)
         if member.draining or member.name in drain:
-            waits.append(POLL_DRAIN_S)
+            revisits_s.append(POLL_DRAIN_S)
     if present and (desired != view.desired or _is_under_way(view, staying, group.name)):
-        waits.append(REVISIT_S)
+        revisits_s.append(REVISIT_S)
     return ExpertGroupPlan(
         create=create,
         drain=drain,
         delete=delete,
         request=request,
-        revisit_s=min(waits, default=None),
+        revisit_s=min(revisits_s, default=None),
     )
 
 
