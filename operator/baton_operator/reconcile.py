@@ -228,7 +228,9 @@ class Reconciler:
             await self._build(step, recorded)
         except Exception as error:
             logger.warning(
-                "no object is written: the recorded spec cannot be used either: %s", error
+                "no object is written, because the recorded spec cannot be used either: %s; "
+                "correct the spec",
+                error,
             )
 
     async def _build(self, step: _Step, spec: Object) -> None:

@@ -139,15 +139,11 @@ class Elector:
                     )
                     return
                 other = self._election.other
-                state = (
-                    f"{other} holds the Lease"
-                    if other
-                    else "another process has just written the Lease"
-                )
+                state = f"{other} holds it" if other else "another process has just written it"
             except (KubeError, OSError) as error:
-                state = f"the Lease cannot be read or written: {str(error) or type(error).__name__}"
+                state = f"it cannot be read or written: {str(error) or type(error).__name__}"
             if state != logged:
-                logger.info("waiting: %s", state)
+                logger.info("waiting for the Lease %s/%s: %s", self._namespace, self._name, state)
                 logged = state
             await self._pause()
 
@@ -165,7 +161,11 @@ class Elector:
                     await self._read()
             except (KubeError, OSError) as error:
                 why = str(error) or type(error).__name__
-                logger.warning("the Lease was not renewed, %.1f s left: %s", election.held_s, why)
+                logger.warning(
+                    "the Lease was not renewed, and the operator exits in %.1f s without it: %s",
+                    election.held_s,
+                    why,
+                )
         other = election.other
         raise LeaseLostError(
             f"{other} holds the Lease" if other else "the Lease could not be renewed in time"
@@ -179,7 +179,8 @@ class Elector:
         try:
             await self._write(release=True)
         except (KubeError, OSError) as error:
-            logger.warning("the Lease was not released: %s", str(error) or type(error).__name__)
+            why = str(error) or type(error).__name__
+            logger.warning("the Lease was not released, so it has to expire first: %s", why)
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._election.lease_s * RETRY_SHARE * random.uniform(1.0, 1.2))

@@ -67,12 +67,12 @@ class _PodClient:
                 if response.status == 200:
                     return msgspec.json.decode(data, type=reply)
                 why = f"HTTP {response.status}: {data[:1000].decode(errors='replace')}"
-                logger.warning("%s refused %s %s: %s", authority, method, path, why)
+                logger.warning("the pod at %s refused %s %s: %s", authority, method, path, why)
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             if isinstance(error, TimeoutError):
                 self._silent_until[authority] = monotonic() + SILENT_S
             logger.warning(
-                "%s did not answer %s %s: %s",
+                "the pod at %s did not answer %s %s: %s",
                 authority,
                 method,
                 path,

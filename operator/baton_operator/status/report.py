@@ -201,7 +201,7 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
 
     `Ready` is False, and the other conditions are Unknown.
     """
-    unknown = Verdict("Unknown", problem.reason, "not determined, because the reconcile failed")
+    unknown = Verdict("Unknown", problem.reason, "not determined; see condition Ready")
     verdicts = {
         **dict.fromkeys(conditions(service), unknown),
         "Ready": Verdict("False", problem.reason, str(problem)),

@@ -21,6 +21,7 @@ from baton_operator.status.diagnose import (
     Verdict,
     diagnose,
     is_leaving,
+    named,
     still_loading,
     tries_again,
 )
@@ -226,15 +227,16 @@ def _verdict_without_pods(group: Group) -> Verdict:
         return Verdict(
             "True",
             "NotRequested",
-            "no prefill pods are wanted: decode pods prefill for themselves",
+            "no prefill pods are desired: decode pods compute the prompts",
         )
     if group.autoscaling is not None:
         return Verdict(
             "True",
             "ScaledToZero",
-            f"no {group.role} pods are wanted: the next request starts one",
+            f"{group.role} is scaled to zero: the next request starts a pod",
         )
-    return Verdict("False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve")
+    hint = f"set spec.{group.role}.replicas to 1 or more"
+    return Verdict("False", "ScaledToZero", f"{group.role} is scaled to zero; {hint}")
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
@@ -256,11 +258,12 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
         is_lost = scaling.reason == UNREACHABLE and group.topology.has_ranks
         if scaling.status == "True" or scaling.reason == SCALE_FAILED or is_lost:
             yield Diagnosis(scaling.reason, scaling.message)
-    if going := len(group.pods) - len(group.current):
-        yield Diagnosis("Draining", f"pods that leave: {going}")
+    current = group.current
+    if going := [pod for pod in group.pods if pod not in current]:
+        yield Diagnosis("Draining", f"waiting for {named(going)} to end")
     if group.outdated:
         yield Diagnosis("Progressing", "pods of an earlier revision are being replaced")
-    if under_way := still_loading(group.current, group.loading):
+    if under_way := still_loading(current, group.loading):
         yield under_way
 
 
@@ -309,7 +312,7 @@ def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibilit
         if alone:
             why = differences(kv[alone[0]], kv[theirs[0]], alone[0], theirs[0])
             counts = f"{len(alone)} of {len(ours)} {can_not}"
-            return f"{counts}, so decode pods prefill for themselves: {why}"
+            return f"{counts}, so decode pods compute the prompts: {why}"
     return ""
 
 
@@ -336,7 +339,8 @@ def diagnose_route(route: Object) -> Diagnosis | None:
         return Diagnosis("RouteNotAccepted", text)
     wanted = ", ".join(map(_parent_name, (route.get("spec") or {}).get("parentRefs") or []))
     return Diagnosis(
-        "RoutePending", f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}"
+        "RoutePending",
+        f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}; check its controller",
     )
 
 

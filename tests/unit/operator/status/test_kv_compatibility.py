@@ -84,7 +84,7 @@ def test_prefill_is_not_ready_when_decode_cannot_take_its_blocks(
     for type_ in ("PrefillReady", "Ready"):
         assert condition(status, type_)[:2] == ("False", "IncompatiblePeers")
         assert text in condition(status, type_)[2]
-    assert "decode pods prefill for themselves" in condition(status, "PrefillReady")[2]
+    assert "decode pods compute the prompts" in condition(status, "PrefillReady")[2]
     assert "1 of 1 prefill pods are ready" in condition(status, "PrefillReady")[2]
     assert condition(status, "DecodeReady")[:2] == ("True", "PodsReady"), (
         "decode must be ready, because requests succeed"

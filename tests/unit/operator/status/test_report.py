@@ -93,7 +93,8 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1",
     ),
     "a draining pod does not count": (
-        decode([pod(ready=True, draining=True)]), "False", "Draining", "0 of 1",
+        decode([pod(ready=True, draining=True)]), "False", "Draining",
+        "waiting for pod demo-decode-0 to end; 0 of 1",
     ),
     "an evicted pod beside enough ready ones": (
         decode([pod(ready=True), pod("demo-decode-1", phase="Failed")]), "True", "PodsReady",
@@ -103,9 +104,9 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)]), "True",
         "PodsReady", "1 of 1",
     ),
-    "scaled to zero": (decode([], 0), "False", "ScaledToZero", "scale up"),
+    "scaled to zero": (decode([], 0), "False", "ScaledToZero", "set spec.decode.replicas"),
     "no prefill": (
-        Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods prefill",
+        Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods compute",
     ),
     "a gateway that starts": (
         Group(role="gateway", desired=1, pods=[], updated=False), "False", "Starting", "0 of 1",

@@ -151,7 +151,7 @@ def test_a_service_at_zero_keeps_its_available_model() -> None:
     fetched = status_of([fetching_pod(DONE)])
     assert after(fetched, [], **HUB) == (
         "True",
-        "earlier pods had the model; no pod runs now; the next one fetches it again",
+        "earlier pods had the model; no pod runs now; the next pod downloads it again",
     )
     kept = {**HUB, "cache": {"claim": "models"}}
     assert (
@@ -186,7 +186,7 @@ def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
 def test_a_service_that_scales_up_keeps_a_model_that_is_not_fetched_again() -> None:
     loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
     awake = status_of([pod(ready=True)], **FILE)
-    assert after(awake, [pod()], **FILE) == ("True", "earlier pods had the model; new pods start")
+    assert after(awake, [pod()], **FILE) == ("True", "earlier pods had the model; new pods load it")
     assert after(awake, [pod()], loading, **FILE) == (
         "True",
         "pod demo-decode-0: loading /models/x",
