@@ -27,7 +27,7 @@ class MemberTemplate:
     def __init__(self, resolved: ResolvedService, role: names.MemberRole) -> None:
         self._owner = resolved
         self._role = role
-        group = resolved.spec.decode if role == "decode" else resolved.spec.prefill
+        group = resolved.group(role)
         self._template = pod.pod_template(
             resolved,
             role,

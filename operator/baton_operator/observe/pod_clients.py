@@ -10,6 +10,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from baton_kube.client import error_text
 from baton_operator import names
 from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.service_key import ServiceKey
@@ -76,7 +77,7 @@ class _PodClient:
                 authority,
                 method,
                 path,
-                str(error) or type(error).__name__,
+                error_text(error),
             )
         return None
 
