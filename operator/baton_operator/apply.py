@@ -188,9 +188,9 @@ async def _mark_draining(
             # 404, 409: the pod was deleted or replaced after it was observed.
             if error.status not in (404, 409):
                 errors.append(error)
-            continue
-        message = f"pod {name} gets no new requests and finishes running ones"
-        await events.emit(service, "Draining", message)
+        else:
+            message = f"pod {name} gets no new requests and finishes running ones"
+            await events.emit(service, "Draining", message)
     return errors
 
 
