@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import costs
 import torch
 from torch import Tensor
 
-from baton_kernels.attention import AttentionPlan, paged_attention, plan_attention
+from baton_kernels.attention import (
+    AttentionPlan,
+    Implementation,
+    paged_attention,
+    plan_attention,
+)
 
 #: The sizes that the goals refer to.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
@@ -55,19 +61,24 @@ class Paged:
     def num_layers(self) -> int:
         return self.cache.shape[2]
 
-    def attend(self, layer: int) -> Tensor:
-        """Compute a layer's attention as the model does."""
+    def attend(self, layer: int, plan: AttentionPlan | None = None) -> Tensor:
+        """Compute a layer's attention as the model does. None: with the plan of all layers."""
         key, value = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
-        return paged_attention(self.query, key, value, self.plan, self.scale)
+        return paged_attention(self.query, key, value, plan or self.plan, self.scale)
 
     @cached_property
     def plan(self) -> AttentionPlan:
+        return self.new_plan()
+
+    def new_plan(self, implementation: Implementation | None = None) -> AttentionPlan:
         return plan_attention(
+            self.query,
             self.cache[:, :, 0, 0],
             self.block_tables,
             self.cu_seqlens_q,
             self.lengths,
             max_seqlen_q=max(self.query_lens),
+            implementation=implementation,
         )
 
     def gathered(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
@@ -98,31 +109,10 @@ class Paged:
         hidden = torch.arange(self.seq_lens[seq], device=self.device) > last[:, None]
         return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)
 
-    def kv_nbytes(self) -> int:
-        """Return the bytes of a layer's keys and values, each read once."""
-        return (
-            2
-            * sum(self.seq_lens)
-            * self.cache.shape[1]
-            * self.cache.shape[-1]
-            * self.cache.itemsize
-        )
-
-    def moved_nbytes(self) -> int:
-        """Return the bytes of a layer's KV, queries, results and block tables."""
-        return (
-            self.kv_nbytes()
-            + 2 * self.query.nbytes
-            + 4 * sum(-(-length // BLOCK_SIZE) for length in self.seq_lens)
-        )
-
-    def flops(self) -> int:
-        """Return a layer's operations: two products for each pair of a query and a visible key."""
-        pairs = sum(
-            q * length - q * (q - 1) // 2
-            for q, length in zip(self.query_lens, self.seq_lens, strict=True)
-        )
-        return 4 * NUM_HEADS * self.cache.shape[-1] * pairs
+    @cached_property
+    def cost(self) -> costs.Cost:
+        """The cost of a layer's attention."""
+        return costs.attention(self.query, self.cache[:, :, 0, 0], self.query_lens, self.seq_lens)
 
 
 def random_cache(

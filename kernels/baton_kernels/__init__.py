@@ -1,8 +1,11 @@
 """Tensor operations of the models: Triton on a GPU; on a CPU compiled C++ if present, else torch.
 
-Each operation has a folder: `__init__.py` (formula, shapes, dispatch by device), `reference.py`
-(the plain implementation that tests compare with) and `triton_kernel.py`, which is imported when
-the first GPU tensor arrives.
+Each operation has a folder:
+
+    __init__.py       formula, shapes, counted cost, and the choice of the implementation
+    reference.py      the plain implementation that tests compare with
+    triton_kernel.py  imported when the first GPU tensor arrives
+    torch_cpu.py      torch on a CPU, where the reference is too slow
 
     attention       paged attention over the KV cache, prefill and decode in one call
     block_checksum  word sums of KV blocks, with which a transfer is verified

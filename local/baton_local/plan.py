@@ -38,9 +38,9 @@ def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: 
     """
     try:
         targets = [_read(path) for path in files]
-        if len({target.owner.name for target in targets}) > 1:
+        if len({target.resolved.name for target in targets}) > 1:
             raise ValueError(
-                f"the names differ: {' and '.join(target.owner.name for target in targets)}"
+                f"the names differ: {' and '.join(target.resolved.name for target in targets)}"
             )
     except ValueError as error:
         print(f"baton plan: {error}", file=sys.stderr)
@@ -88,7 +88,8 @@ def _read(path: Path) -> Target:
 def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | Text]:
     """Yield the changed fields and objects, and a table of the groups."""
     yield Text(
-        f"LLMService {new.owner.name}" + (", created from nothing" if old is None else ""), "bold"
+        f"LLMService {new.resolved.name}" + (", created from nothing" if old is None else ""),
+        "bold",
     )
     if old is not None:
         fields = [

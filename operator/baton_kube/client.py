@@ -157,7 +157,7 @@ class KubeClient:
             raise TimeoutError(f"watch {path}: no event or bookmark for {silence_s:g} s") from error
         # ValueError: a line is longer than the buffer.
         except (aiohttp.ClientError, config.ConfigException, ValueError) as error:
-            raise ConnectionError(f"watch {path}: {_reason(error)}") from error
+            raise ConnectionError(f"watch {path}: {error_text(error)}") from error
         finally:
             self.on_request("watch", path, code)
 
@@ -274,7 +274,7 @@ class KubeClient:
         except TimeoutError as error:
             raise TimeoutError(f"{method} {path}: no answer within {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, config.ConfigException) as error:
-            raise ConnectionError(f"{method} {self.server}{path}: {_reason(error)}") from error
+            raise ConnectionError(f"{method} {self.server}{path}: {error_text(error)}") from error
         finally:
             self.on_request(verb, path, code)
         if not 200 <= code <= 299:
@@ -308,8 +308,11 @@ class KubeClient:
         return response
 
 
-def _reason(error: Exception) -> str:
-    """Return the text of an error without its URL: that of a proxy holds the password."""
+def error_text(error: Exception) -> str:
+    """Return the text of an error or, if it has none, the name of its class.
+
+    The URL is left out, because that of a proxy contains the password.
+    """
     if isinstance(error, aiohttp.ClientResponseError):
         return f"HTTP {error.status} {error.message}"
     return str(error) or type(error).__name__

@@ -13,12 +13,12 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner, controlled_by
+from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.desired import Desired
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation
-from baton_operator.plan.plan_group import GroupPlan
+from baton_operator.plan.plan_group import Delete, GroupPlan
 from baton_operator.plan.refused_pods import Refusal, refusal_of
 from baton_operator.reconcile_problems import (
     GatewayAPIMissing,
@@ -32,7 +32,7 @@ from baton_protocol.service_key import ServiceKey
 
 
 async def apply_objects(
-    kube: Kube, owner: Owner, desired: Desired, observed: Observation
+    kube: Kube, resolved: ResolvedService, desired: Desired, observed: Observation
 ) -> list[Problem]:
     """Create, update and delete the objects beside the members, and add them to `observed`.
 
@@ -45,27 +45,29 @@ async def apply_objects(
         StaleReadError: an object is to be deleted, and the reads may come from a cache.
     """
     problems: list[Problem] = []
-    if owner.spec.gateway.http_route is not None and not kube.http_routes:
+    if resolved.spec.gateway.http_route is not None and not kube.http_routes:
         problems.append(GatewayAPIMissing())
     for obj in desired.objects:
         if obj["kind"] not in observed.kinds:
             continue
         key = obj["kind"], obj["metadata"]["name"]
         try:
-            observed.objects[key] = await _apply(kube, owner, obj, observed.objects.get(key))
+            observed.objects[key] = await _apply(kube, resolved, obj, observed.objects.get(key))
         except (NameConflict, KubeError) as error:
             problems.append(problem_of(error))
     for kind, name in desired.absent:
         if present := observed.owned(kind, name):
             observed.freshness.require_consistent()
             try:
-                await kube.delete(kind, owner.namespace, name, present["metadata"]["uid"])
+                await kube.delete(kind, resolved.namespace, name, present["metadata"]["uid"])
             except KubeError as error:
                 problems.append(problem_of(error))
     return problems
 
 
-async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -> ServiceKey:
+async def ensure_service_key(
+    kube: Kube, resolved: ResolvedService, present: Object | None
+) -> ServiceKey:
     """Return the service's key. Create the Secret if it does not exist, and never change it.
 
     Args:
@@ -74,10 +76,10 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
     Raises:
         NameConflict, ServiceKeyUnusable, KubeError
     """
-    name = names.service_key_name(owner.name)
+    name = names.service_key_name(resolved.name)
     if present is None:
-        present = await kube.create(service_key.secret(owner, service_key.generate()))
-    if not controlled_by(present, owner.uid):
+        present = await kube.create(service_key.secret(resolved, service_key.generate()))
+    if not controlled_by(present, resolved.uid):
         raise NameConflict("Secret", name)
     try:
         return service_key.read(present)
@@ -85,7 +87,9 @@ async def ensure_service_key(kube: Kube, owner: Owner, present: Object | None) -
         raise ServiceKeyUnusable(name, error) from error
 
 
-async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) -> Object:
+async def _apply(
+    kube: Kube, resolved: ResolvedService, obj: Object, present: Object | None
+) -> Object:
     """Write `obj` if it differs from `present`, and return the stored object.
 
     Args:
@@ -97,8 +101,8 @@ async def _apply(kube: Kube, owner: Owner, obj: Object, present: Object | None) 
     """
     name = obj["metadata"]["name"]
     if present is None:  # the list contains only objects with the service's label
-        present = await kube.read(obj["kind"], owner.namespace, name)
-    if present is not None and not controlled_by(present, owner.uid):
+        present = await kube.read(obj["kind"], resolved.namespace, name)
+    if present is not None and not controlled_by(present, resolved.uid):
         raise NameConflict(obj["kind"], name)
     digest = names.content_hash(obj)
     annotations = obj["metadata"].get("annotations", {}) | {names.ANNOTATION_APPLIED: digest}
@@ -129,16 +133,17 @@ def contains(present: Any, desired: Any) -> bool:
 async def apply_members(
     kube: Kube,
     events: Events,
-    owner: Owner,
+    resolved: ResolvedService,
     template: MemberTemplate,
     previous: PreviousRevision | None,
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
 ) -> Refusal | None:
-    """Take one step of one group.
+    """Take one step of one group: mark members as draining, delete members, create members.
 
-    The first error is raised after all members. No pod is created after a refused one.
+    A refused mark does not stop the step, and its error is raised at the end. No pod is created
+    after a refused one.
 
     Returns:
         Why the API server refused a pod; None if it refused none.
@@ -146,68 +151,89 @@ async def apply_members(
     Raises:
         NameConflict, KubeError
     """
-    refusal: Refusal | None = None
-    errors: list[NameConflict | KubeError] = []
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
-    for name in plan.drain:
-        marks = {
-            names.ANNOTATION_DRAINING: "true",
-            names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds"),
-        }
+    mark_errors = await _mark_draining(kube, events, plan.drain, uids, observed.service, now)
+    await _delete_pods(kube, events, plan.delete, uids, observed.service)
+    pods = [template.pod(ordinal) for ordinal in plan.create]
+    if plan.restore:
+        assert previous is not None, "a plan restores only from a previous revision"
+        await _apply(kube, resolved, previous.config_map, None)
+        pods += [previous.template.pod(ordinal) for ordinal in plan.restore]
+    refusal, create_errors = await _create_pods(kube, events, resolved, pods, observed.service)
+    if errors := [*mark_errors, *create_errors]:
+        raise errors[0]
+    return refusal
+
+
+async def _mark_draining(
+    kube: Kube,
+    events: Events,
+    pods: list[str],
+    uids: dict[str, str],
+    service: Object,
+    now: datetime,
+) -> list[KubeError]:
+    """Mark the pods as draining, with the time. Return the errors."""
+    marks = {
+        names.ANNOTATION_DRAINING: "true",
+        names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds"),
+    }
+    errors: list[KubeError] = []
+    for name in pods:
         # The uid is a precondition: a successor of the same name is not marked.
+        patch = {"metadata": {"uid": uids[name], "annotations": marks}}
         try:
-            await kube.merge(
-                "Pod",
-                owner.namespace,
-                name,
-                {"metadata": {"uid": uids[name], "annotations": marks}},
-            )
+            await kube.merge("Pod", service["metadata"]["namespace"], name, patch)
         except KubeError as error:
             # 404, 409: the pod was deleted or replaced after it was observed.
             if error.status not in (404, 409):
                 errors.append(error)
-            continue
-        await events.emit(
-            observed.service,
-            "Draining",
-            f"pod {name} gets no new requests and finishes running ones",
-        )
-    for deletion in plan.delete:
-        if await kube.delete("Pod", owner.namespace, deletion.name, uids[deletion.name]):
-            await events.emit(observed.service, "Deleted", f"pod {deletion.name}: {deletion.why}")
-    pods = [template.pod(ordinal) for ordinal in plan.create]
-    if plan.restore:
-        assert previous is not None, "a plan restores only from a previous revision"
-        await _apply(kube, owner, previous.config_map, None)
-        pods += [previous.template.pod(ordinal) for ordinal in plan.restore]
+        else:
+            message = f"pod {name} gets no new requests and finishes running ones"
+            await events.emit(service, "Draining", message)
+    return errors
+
+
+async def _delete_pods(
+    kube: Kube, events: Events, deletions: list[Delete], uids: dict[str, str], service: Object
+) -> None:
+    """Delete the pods that still exist."""
+    namespace = service["metadata"]["namespace"]
+    for deletion in deletions:
+        if await kube.delete("Pod", namespace, deletion.name, uids[deletion.name]):
+            await events.emit(service, "Deleted", f"pod {deletion.name}: {deletion.why}")
+
+
+async def _create_pods(
+    kube: Kube, events: Events, resolved: ResolvedService, pods: list[Object], service: Object
+) -> tuple[Refusal | None, list[NameConflict | KubeError]]:
+    """Create the pods until the API server refuses one.
+
+    Returns:
+        Why it refused a pod, else None, and the errors that are no refusals.
+    """
+    errors: list[NameConflict | KubeError] = []
     for pod in pods:
+        name = pod["metadata"]["name"]
         try:
             await kube.create(pod)
         except KubeError as error:
             if error.reason == "AlreadyExists":
                 try:
-                    await _restore_labels(kube, owner, pod)
+                    await _restore_labels(kube, resolved, pod)
                 except (NameConflict, KubeError) as conflict:
                     errors.append(conflict)
                 continue
-            await events.emit(
-                observed.service,
-                "CreateFailed",
-                f"pod {pod['metadata']['name']}: {error}",
-                warning=True,
-            )
-            refusal = refusal_of(error, pod["metadata"]["name"])
-            if refusal is not None:
-                break
+            await events.emit(service, "CreateFailed", f"pod {name}: {error}", warning=True)
+            if refusal := refusal_of(error, name):
+                return refusal, errors
             errors.append(error)
-            continue
-        await events.emit(observed.service, "Created", f"pod {pod['metadata']['name']}")
-    if errors:
-        raise errors[0]
-    return refusal
+        else:
+            await events.emit(service, "Created", f"pod {name}")
+    return None, errors
 
 
-async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
+async def _restore_labels(kube: Kube, resolved: ResolvedService, pod: Object) -> None:
     """Restore the operator's labels on the existing pod with the name of `pod`.
 
     Another client removed them, or the reply to the creation of the pod was lost.
@@ -217,10 +243,10 @@ async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
         KubeError: the API server refused a request.
     """
     name = pod["metadata"]["name"]
-    present = await kube.read("Pod", owner.namespace, name)
+    present = await kube.read("Pod", resolved.namespace, name)
     if present is None:
         return
-    if not controlled_by(present, owner.uid):
+    if not controlled_by(present, resolved.uid):
         raise NameConflict("Pod", name)
     # The revision stays, because the existing pod may be of another one than `pod`.
     ours = {
@@ -231,14 +257,14 @@ async def _restore_labels(kube: Kube, owner: Owner, pod: Object) -> None:
     if not ours.items() <= (present["metadata"].get("labels") or {}).items():
         await kube.merge(
             "Pod",
-            owner.namespace,
+            resolved.namespace,
             name,
             {"metadata": {"uid": present["metadata"]["uid"], "labels": ours}},
         )
 
 
 async def collect_config_maps(
-    kube: Kube, owner: Owner, needed: Collection[str], observed: Observation
+    kube: Kube, resolved: ResolvedService, needed: Collection[str], observed: Observation
 ) -> None:
     """Delete ConfigMaps that no pod mounts. Does nothing if ConfigMaps were not listed.
 
@@ -252,4 +278,4 @@ async def collect_config_maps(
     for kind, name in list(observed.objects):
         if kind == "ConfigMap" and name not in used and (config_map := observed.owned(kind, name)):
             observed.freshness.require_consistent()
-            await kube.delete("ConfigMap", owner.namespace, name, config_map["metadata"]["uid"])
+            await kube.delete("ConfigMap", resolved.namespace, name, config_map["metadata"]["uid"])

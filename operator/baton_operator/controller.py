@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton_kube.client import KubeError
+from baton_kube.client import KubeError, error_text
 from baton_operator import logs
 from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness
@@ -193,7 +193,7 @@ class Controller:
             "reconcile of %s failed, retrying in %.1f s: %s",
             key,
             delay_s,
-            error,
+            error_text(error),
             exc_info=is_defect,
         )
         return delay_s

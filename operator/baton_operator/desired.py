@@ -15,7 +15,7 @@ from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate, headless_service
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation, gateway_schemes
 from baton_operator.reconcile_problems import InvalidSpec
 
@@ -33,8 +33,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         return {obj["metadata"]["name"] for obj in self.objects if obj["kind"] == "ConfigMap"}
 
 
-def owner_of(observed: Observation, spec: Object) -> Owner:
-    """Return the service with `spec` decoded.
+def resolve(observed: Observation, spec: Object) -> ResolvedService:
+    """Return the observed service with `spec` decoded.
 
     Raises:
         InvalidSpec: the spec cannot be used. The message names the field.
@@ -44,7 +44,7 @@ def owner_of(observed: Observation, spec: Object) -> Owner:
         decoded = valid_spec(spec)
     except ValueError as error:
         raise InvalidSpec(error) from error
-    return Owner(
+    return ResolvedService(
         name=metadata["name"],
         namespace=metadata["namespace"],
         uid=metadata["uid"],
@@ -55,7 +55,7 @@ def owner_of(observed: Observation, spec: Object) -> Owner:
 
 
 def compute_desired(
-    owner: Owner,
+    resolved: ResolvedService,
     policy_api: str | None,
     *,
     keep_coordinator: bool = False,
@@ -76,44 +76,50 @@ def compute_desired(
     Raises:
         ValueError: a template overlay cannot be merged.
     """
-    is_postponed = owner.is_expert_parallel and owner.coordinator is None
+    is_postponed = resolved.is_expert_parallel and resolved.coordinator is None
     roles = [role for role in names.CONFIGURED_ROLES if not (role == "decode" and is_postponed)]
-    configured = [role for role in roles if role != "prefill" or owner.has_prefill]
-    has_policies = owner.spec.security.network_policy
-    has_coordinator = owner.is_expert_parallel or keep_coordinator
+    configured = [role for role in roles if role != "prefill" or resolved.has_prefill]
+    has_policies = resolved.spec.security.network_policy
+    has_coordinator = resolved.is_expert_parallel or keep_coordinator
     # Each part is an object, or (kind, name) of one that must not exist. Policies come before what
     # they protect.
-    parts: list[Object | tuple[str, str]] = [config.config_map(owner, role) for role in configured]
+    parts: list[Object | tuple[str, str]] = [
+        config.config_map(resolved, role) for role in configured
+    ]
     for policy, is_wanted in (
-        (network_policy.members_policy(owner, operator_namespace), has_policies),
+        (network_policy.members_policy(resolved, operator_namespace), has_policies),
         (
-            network_policy.coordinator_policy(owner, operator_namespace),
+            network_policy.coordinator_policy(resolved, operator_namespace),
             has_policies and has_coordinator,
         ),
     ):
         parts.append(policy if is_wanted else (policy["kind"], policy["metadata"]["name"]))
-    parts.append(engine_account.service_account(owner))
-    if owner.is_expert_parallel:
-        parts += [coordinator.service(owner), coordinator.deployment(owner)]
+    parts.append(engine_account.service_account(resolved))
+    if resolved.is_expert_parallel:
+        parts += [coordinator.service(resolved), coordinator.deployment(resolved)]
     elif not keep_coordinator:
-        parts += [(kind, names.coordinator_name(owner.name)) for kind in ("Deployment", "Service")]
+        parts += [
+            (kind, names.coordinator_name(resolved.name)) for kind in ("Deployment", "Service")
+        ]
     parts += [
-        gateway.service_account(owner),
-        gateway.role(owner),
-        gateway.role_binding(owner),
-        headless_service(owner),
-        gateway.service(owner),
-        gateway.deployment(owner),
-        ingress(owner) or ("Ingress", names.gateway_name(owner.name)),
+        gateway.service_account(resolved),
+        gateway.role(resolved),
+        gateway.role_binding(resolved),
+        headless_service(resolved),
+        gateway.service(resolved),
+        gateway.deployment(resolved),
+        ingress(resolved) or ("Ingress", names.gateway_name(resolved.name)),
     ]
     if http_routes:
-        parts.append(http_route(owner) or ("HTTPRoute", names.gateway_name(owner.name)))
+        parts.append(http_route(resolved) or ("HTTPRoute", names.gateway_name(resolved.name)))
     if policy_api:
         for role in names.CONFIGURED_ROLES:
-            budget = disruption_budget(owner, role, policy_api)
-            parts.append(budget or ("PodDisruptionBudget", f"{owner.name}-{role}"))
+            budget = disruption_budget(resolved, role, policy_api)
+            parts.append(budget or ("PodDisruptionBudget", f"{resolved.name}-{role}"))
     return Desired(
         objects=[part for part in parts if isinstance(part, dict)],
         absent=[part for part in parts if isinstance(part, tuple)],
-        members={role: MemberTemplate(owner, role) for role in names.MEMBER_ROLES if role in roles},
+        members={
+            role: MemberTemplate(resolved, role) for role in names.MEMBER_ROLES if role in roles
+        },
     )

@@ -26,15 +26,16 @@ from baton_operator.apply import (
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.controller import Outcome
-from baton_operator.desired import Desired, compute_desired, owner_of
+from baton_operator.desired import Desired, compute_desired, resolve
 from baton_operator.kube.events import Event, Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
-from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
+from baton_operator.plan.plan_expert_group import ExpertGroupPlan
+from baton_operator.plan.plan_members import plan_members
 from baton_operator.plan.refused_pods import RefusedPods
 from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
 from baton_operator.reconcile_problems import InvalidSpec, Paused, Problem, problem_of
@@ -68,7 +69,7 @@ class _Step:
     now: datetime
     #: Name of the ControllerRevision with the spec that is rolled out.
     spec_revision: str | None
-    owner: Owner | None = None
+    resolved: ResolvedService | None = None
     desired: Desired | None = None
     #: Content hash of the objects beside the members.
     content: str = ""
@@ -100,15 +101,15 @@ class _Step:
         return Outcome(min(revisits, default=None))
 
     @property
-    def target(self) -> tuple[Owner, Desired]:
+    def target(self) -> tuple[ResolvedService, Desired]:
         """The service and its desired state.
 
         Raises:
             Problem: the first problem, if there is no desired state.
         """
-        if self.owner is None or self.desired is None:
+        if self.resolved is None or self.desired is None:
             raise self.problems[0]
-        return self.owner, self.desired
+        return self.resolved, self.desired
 
 
 class Reconciler:
@@ -211,9 +212,11 @@ class Reconciler:
         except Exception as error:
             step.fail(error)
             await self._build_recorded(step)
-        owner, _ = step.target
-        if not owner.spec.paused and not step.problems:  # while paused, the recorded spec applies
-            step.spec_revision = await record_spec(self._kube, owner, observed.service)
+        resolved, _ = step.target
+        if (
+            not resolved.spec.paused and not step.problems
+        ):  # while paused, the recorded spec applies
+            step.spec_revision = await record_spec(self._kube, resolved, observed.service)
 
     async def _build_recorded(self, step: _Step) -> None:
         """Build the desired state from the recorded spec, if the present spec is at fault."""
@@ -225,7 +228,9 @@ class Reconciler:
             await self._build(step, recorded)
         except Exception as error:
             logger.warning(
-                "no object is written: the recorded spec cannot be used either: %s", error
+                "no object is written, because the recorded spec cannot be used either: %s; "
+                "correct the spec",
+                error,
             )
 
     async def _build(self, step: _Step, spec: Object) -> None:
@@ -236,16 +241,18 @@ class Reconciler:
             KubeError: the API server refused a request.
         """
         observed, step.desired = step.observed, None
-        step.owner = self._autoscaler.apply_sizes(owner_of(observed, spec), observed.service)
-        observed.service_key = await ensure_service_key(self._kube, step.owner, observed.key_secret)
-        step.owner = msgspec.structs.replace(
-            step.owner, key_name=service_key.name_of(observed.service_key)
+        step.resolved = self._autoscaler.apply_sizes(resolve(observed, spec), observed.service)
+        observed.service_key = await ensure_service_key(
+            self._kube, step.resolved, observed.key_secret
         )
-        if step.owner.spec.gateway.http_route is not None:
+        step.resolved = msgspec.structs.replace(
+            step.resolved, key_name=service_key.name_of(observed.service_key)
+        )
+        if step.resolved.spec.gateway.http_route is not None:
             await self._kube.serves_http_routes()
         try:
             step.desired = compute_desired(
-                step.owner,
+                step.resolved,
                 self._kube.policy_api,
                 keep_coordinator=observed.has_ranks,
                 operator_namespace=self._operator_namespace,
@@ -259,7 +266,7 @@ class Reconciler:
 
         Kinds are skipped if their objects matched before and no event showed a change.
         """
-        owner, desired = step.target
+        resolved, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
         kinds = {
             "ConfigMap",
@@ -275,7 +282,7 @@ class Reconciler:
             await observed.read_objects(self._kube, kinds)
         else:  # a new service: `apply` reads each object by name before it creates it
             observed.kinds.update(kinds)
-        refused = await apply_objects(self._kube, owner, desired, observed)
+        refused = await apply_objects(self._kube, resolved, desired, observed)
         if "ConfigMap" in observed.kinds and any(
             not observed.owned("ConfigMap", name) for name in desired.config_maps
         ):
@@ -287,10 +294,10 @@ class Reconciler:
 
         A refused pod is not a problem: the condition of its group reports it.
         """
-        owner, desired = step.target
+        resolved, desired = step.target
         observed = step.observed
         previous = await find_previous_revisions(
-            self._kube, owner, observed.service, step.spec_revision, desired.members
+            self._kube, resolved, observed.service, step.spec_revision, desired.members
         )
         refused: list[Problem] = []
         for role, template in desired.members.items():
@@ -309,20 +316,20 @@ class Reconciler:
         template: MemberTemplate,
         previous: PreviousRevision | None,
     ) -> None:
-        owner, _ = step.target
+        resolved, _ = step.target
         observed, now = step.observed, step.now
         key = observed.key, role, template.revision
         recorded = (
             recorded_for(observed.service, observed.coordinator) if observed.coordinator else None
         )
         plan = plan_members(
-            owner,
+            resolved,
             role,
             template,
             observed.members[role],
             now,
             topology=observed.topology,
-            recorded=filter_by_service_key(recorded, observed.pods, owner.key_name),
+            recorded=filter_by_service_key(recorded, observed.pods, resolved.key_name),
             has_coordinator=observed.coordinator is not None,
             has_previous_revision=previous is not None,
         )
@@ -334,7 +341,7 @@ class Reconciler:
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
             await self._request_topology(plan.request, observed)
         refusal = await apply_members(
-            self._kube, self._events, owner, template, previous, plan, observed, now
+            self._kube, self._events, resolved, template, previous, plan, observed, now
         )
         if plan.restore and previous is not None:
             step.restored_config_maps.add(previous.config_map["metadata"]["name"])
@@ -357,20 +364,20 @@ class Reconciler:
 
     async def _collect(self, step: _Step) -> None:
         """Delete ConfigMaps that no pod needs, and mark the objects as verified."""
-        owner, desired = step.target
+        resolved, desired = step.target
         needed = desired.config_maps | step.restored_config_maps
-        await collect_config_maps(self._kube, owner, needed, step.observed)
+        await collect_config_maps(self._kube, resolved, needed, step.observed)
         self._verified[step.observed.key] = step.content
 
     async def _report(self, step: _Step) -> bool:
         """Write the status and the Events. Return whether the service is Ready."""
-        observed, service, owner = step.observed, step.observed.service, step.owner
+        observed, service, resolved = step.observed, step.observed.service, step.resolved
         groups = await self._groups_for_report(step)
         gateway = observed.owned("Service", names.gateway_name(observed.key.name))
         problem = step.problems[0] if step.problems else None
         status = report(
             service,
-            owner,
+            resolved,
             groups,
             cluster_ip=gateway["spec"].get("clusterIP") if gateway else None,
             problem=problem,
@@ -382,25 +389,25 @@ class Reconciler:
         written = await self._write_status(service, status)
         if written is not None:
             observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
-        scaled = self._autoscaler.take_events(owner) if owner is not None else []
+        scaled = self._autoscaler.take_events(resolved) if resolved is not None else []
         await self._emit(service, [*scaled, *new_events(service, status, problem)])
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
     async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
         """Return the groups for the report; none without a desired state."""
         groups: dict[names.Role, Group] = {}
-        observed, owner, desired = step.observed, step.owner, step.desired
-        if owner is None or desired is None:
+        observed, resolved, desired = step.observed, step.resolved, step.desired
+        if resolved is None or desired is None:
             return groups
-        await self._probes.fill_in(self._kube, observed, owner)
+        await self._probes.fill_in(self._kube, observed, resolved)
         for role, template in desired.members.items():
             refusal = self._refused_pods.get(observed.key, role)
             groups[role] = member_group(
-                owner, role, template, observed, self._autoscaler.status(owner, role), refusal
+                resolved, role, template, observed, self._autoscaler.status(resolved, role), refusal
             )
-        has_route = owner.spec.gateway.http_route is not None and self._kube.http_routes
-        groups["gateway"] = gateway_group(owner, desired, observed, has_route=has_route)
-        self._autoscaler.observe(owner, groups, observed.pods)
+        has_route = resolved.spec.gateway.http_route is not None and self._kube.http_routes
+        groups["gateway"] = gateway_group(resolved, desired, observed, has_route=has_route)
+        self._autoscaler.observe(resolved, groups, observed.pods)
         return groups
 
     async def _report_defect(self, key: names.Key, error: Exception) -> None:

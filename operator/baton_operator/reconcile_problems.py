@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_kube.client import KubeError
+from baton_kube.client import KubeError, error_text
 
 
 class Problem(Exception):  # noqa: N818 - the reason of the condition
@@ -93,9 +93,7 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, KubeError):
         problem = ReconcileError(str(error))
     elif isinstance(error, OSError):
-        problem = ReconcileError(
-            f"the API server did not answer: {str(error) or type(error).__name__}"
-        )
+        problem = ReconcileError(f"the API server did not answer: {error_text(error)}")
     else:
         what = "the operator has a defect, please report it with the traceback in its log"
         problem = InternalError(f"{what}: {type(error).__name__}: {error}")

@@ -23,7 +23,7 @@ from baton_operator.api.llmservice import decode_spec
 from baton_operator.api.rules import valid_spec
 from baton_operator.builders.config import config_map
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner, controlled_by
+from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.reconcile_problems import NameConflict
 
@@ -42,7 +42,7 @@ class PreviousRevision(msgspec.Struct, frozen=True):
     config_map: Object
 
 
-async def record(kube: Kube, owner: Owner, service: Object) -> str:
+async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
     """Record the spec as the newest one, and delete the oldest records beyond LIMIT.
 
     The record that served last is kept.
@@ -53,7 +53,7 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     Raises:
         KubeError: the record could not be written.
     """
-    name = f"{owner.name}-{names.content_hash(_pod_fields(service['spec']))}"
+    name = f"{resolved.name}-{names.content_hash(_pod_fields(service['spec']))}"
     if recorded_name(service) == name:
         return name
     known = await _records(kube, service)
@@ -63,14 +63,18 @@ async def record(kube: Kube, owner: Owner, service: Object) -> str:
     if present is not None and present["revision"] != newest:  # the spec equals an older record
         # Not patched: API servers compare the data byte by byte, and refuse fields in another
         # order.
-        await kube.delete("ControllerRevision", owner.namespace, name, present["metadata"]["uid"])
+        await kube.delete(
+            "ControllerRevision", resolved.namespace, name, present["metadata"]["uid"]
+        )
         present = None
     if present is None:
-        await _create(kube, owner, service, name, newest + 1)
+        await _create(kube, resolved, service, name, newest + 1)
     for metadata in [
         known[each]["metadata"] for each in list(known)[: -(LIMIT - 1)] if each != served
     ]:
-        await kube.delete("ControllerRevision", owner.namespace, metadata["name"], metadata["uid"])
+        await kube.delete(
+            "ControllerRevision", resolved.namespace, metadata["name"], metadata["uid"]
+        )
     return name
 
 
@@ -131,7 +135,7 @@ def recorded_name(service: Object) -> str | None:
 
 async def find_previous_revisions(
     kube: Kube,
-    owner: Owner,
+    resolved: ResolvedService,
     service: Object,
     newest: str | None,
     templates: dict[names.MemberRole, MemberTemplate],
@@ -149,11 +153,11 @@ async def find_previous_revisions(
     found = {} if name in (None, newest) else await _records(kube, service)
     if name not in found:
         return {}
-    return previous_revisions_of(owner, found[name]["data"]["spec"], templates)
+    return previous_revisions_of(resolved, found[name]["data"]["spec"], templates)
 
 
 def previous_revisions_of(
-    owner: Owner, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
+    resolved: ResolvedService, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
 ) -> dict[names.MemberRole, PreviousRevision]:
     """Return template and ConfigMap by role, for roles that the rollout changes. Pure.
 
@@ -162,14 +166,14 @@ def previous_revisions_of(
     """
     previous: dict[names.MemberRole, PreviousRevision] = {}
     try:
-        owner = msgspec.structs.replace(owner, spec=valid_spec(spec))
+        resolved = msgspec.structs.replace(resolved, spec=valid_spec(spec))
         for role, newest in templates.items():
-            is_rank = newest.expert_group or owner.expert_group(role)
-            if is_rank or (role == "prefill" and not owner.has_prefill):
+            is_rank = newest.expert_group or resolved.expert_group(role)
+            if is_rank or (role == "prefill" and not resolved.has_prefill):
                 continue
-            template = MemberTemplate(owner, role)
+            template = MemberTemplate(resolved, role)
             if template.revision != newest.revision:
-                previous[role] = PreviousRevision(template, config_map(owner, role))
+                previous[role] = PreviousRevision(template, config_map(resolved, role))
     except ValueError:  # another version of the operator recorded it
         return {}
     return previous
@@ -210,11 +214,13 @@ async def _records(kube: Kube, service: Object) -> dict[str, Object]:
     return {each["metadata"]["name"]: each for each in usable}
 
 
-async def _create(kube: Kube, owner: Owner, service: Object, name: str, revision: int) -> None:
+async def _create(
+    kube: Kube, resolved: ResolvedService, service: Object, name: str, revision: int
+) -> None:
     record = {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
-        "metadata": owner.metadata(name),
+        "metadata": resolved.metadata(name),
         "revision": revision,
         "data": {"spec": service["spec"]},
     }

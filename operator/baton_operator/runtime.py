@@ -96,13 +96,11 @@ class Runtime:
             try:
                 if await self.kube.discover():
                     return
-                state = (
-                    "the CRD of LLMService is not installed; apply manifests/crd/llmservices.yaml"
-                )
+                state = "it is not installed; apply manifests/crd/llmservices.yaml"
             except (KubeError, OSError) as error:
                 state = f"the API server does not answer: {error}"
             if state != logged:
-                logger.warning("waiting: %s", state)
+                logger.warning("waiting for the CRD: %s", state)
                 logged = state
             await asyncio.sleep(CRD_POLL_S)
 

@@ -48,7 +48,7 @@ def run(setting: Setting) -> Result:
         batch = Paged(cache, [1] * num_seqs, [num_tokens] * num_seqs)
         check_decode(batch)
         seconds = setting.seconds([partial(batch.attend, layer) for layer in range(num_layers)])
-        fraction = batch.moved_nbytes() / seconds / setting.copy_bandwidth
+        fraction = batch.cost.nbytes / seconds / setting.copy_bandwidth
         name = f"{num_seqs} x {num_tokens}"
         if num_seqs * num_tokens >= LARGE:
             ratios[name] = fraction
@@ -60,7 +60,7 @@ def run(setting: Setting) -> Result:
                 "part": "decode attention",
                 "batch x context": name,
                 "us": us(seconds),
-                "GB/s": gb_s(batch.moved_nbytes(), seconds),
+                "GB/s": gb_s(batch.cost.nbytes, seconds),
                 "of copy": round(fraction, 3),
                 "best peer": peer,
                 "against it": round(peer_seconds / seconds, 2),

@@ -40,8 +40,8 @@ def run(setting: Setting) -> Result:
             "queries": _in_short(query_lens),
             "context": _in_short(seq_lens),
             "us": us(seconds),
-            "TFLOP/s": tflop_s(batch.flops(), seconds),
-            "of GEMM": round(batch.flops() / seconds / setting.gemm_flops, 3),
+            "TFLOP/s": tflop_s(batch.cost.flops, seconds),
+            "of GEMM": round(batch.cost.flops / seconds / setting.gemm_flops, 3),
         }
         rows.append(row)
         if query_lens == seq_lens and len(set(seq_lens)) == 1:

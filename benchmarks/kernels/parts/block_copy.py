@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import costs
 import torch
 from measure import Result, Rows, Setting, best_peer, check, gb_s, us
 from paged_batch import BLOCK_SIZE, random_cache
@@ -47,21 +48,20 @@ def run(setting: Setting) -> Result:
         swap_blocks(host, cache, back)
         check(f"swap of {count} blocks in", cache[source].cpu(), host[:count], 0)
 
-        block = cache[0].nbytes
         ways = {
             "copy": (
                 lambda pairs=pairs: copy_blocks(cache, pairs),
-                2 * count * block,
+                costs.block_copy(cache, count).nbytes,
                 {"index_select, index_copy": [by_index]},
             ),
             "swap out": (
                 lambda out=out: swap_blocks(cache, host, out),
-                count * block,
+                costs.block_swap(cache, count).nbytes,
                 {"one copy": [lambda n=count: flat_host[:n].copy_(cache[:n], non_blocking=True)]},
             ),
             "swap in": (
                 lambda back=back: swap_blocks(host, cache, back),
-                count * block,
+                costs.block_swap(cache, count).nbytes,
                 {"one copy": [lambda n=count: cache[:n].copy_(flat_host[:n], non_blocking=True)]},
             ),
         }

@@ -63,7 +63,7 @@ def run(setting: Setting) -> Result:
             seconds["SDPA"].append(once.seconds([partial(_sdpa, batch, *kv) for kv in gathered]))
             seconds["gather, SDPA"].append(once.seconds(whole))
         median = {name: statistics.median(values) for name, values in seconds.items()}
-        nbytes = batch.moved_nbytes()
+        nbytes = batch.cost.nbytes
         steady = [
             (nbytes / one, (before + after) / 2)
             for one, (before, after) in zip(seconds["ours"], read, strict=True)

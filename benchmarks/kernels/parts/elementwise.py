@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import costs
 import torch
 from measure import Call, Result, Rows, Setting, best_peer, check, gb_s, us
 from torch import Tensor
@@ -26,8 +27,8 @@ class Subject:
     reference: Operation
     peers: dict[str, Operation]
     make: Callable[[int], tuple[Tensor, ...]]  #: Makes arguments for a number of tokens.
-    #: Returns the bytes read and written, from arguments and results.
-    nbytes: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], int]
+    #: Counts the cost from arguments and results.
+    cost: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], costs.Cost]
 
 
 def run(setting: Setting) -> Result:
@@ -45,7 +46,7 @@ def _row(setting: Setting, subject: Subject, num_tokens: int) -> dict[str, objec
     )
     for one, other in zip(got, expected, strict=True):
         check(f"{subject.name} of {num_tokens} tokens", one, other)
-    nbytes = subject.nbytes(arguments, got)
+    nbytes = subject.cost(arguments, got).nbytes
     sets = [arguments, *(subject.make(num_tokens) for _ in range(setting.rotations(nbytes) - 1))]
     seconds = setting.seconds(_calls(subject.ours, sets))
     peers = {name: _calls(operation, sets) for name, operation in subject.peers.items()}
@@ -72,10 +73,6 @@ def _results(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else result
 
 
-def _all_bytes(arguments: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> int:
-    return sum(tensor.nbytes for tensor in (*arguments, *results))
-
-
 def _subjects(setting: Setting) -> list[Subject]:
     from baton_kernels.activation import silu_and_mul
     from baton_kernels.activation.reference import silu_and_mul_reference
@@ -97,9 +94,8 @@ def _subjects(setting: Setting) -> list[Subject]:
             *rotary_angles(positions, frequencies),
         )
 
-    def rotated_bytes(arguments: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> int:
-        # The values in qkv are not read.
-        return sum(tensor.nbytes for tensor in (*arguments[1:], *results, *results))
+    def rotated(arguments: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> costs.Cost:
+        return costs.rope(arguments[1:], results)
 
     def torch_add_norm(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         total = x + residual
@@ -117,7 +113,7 @@ def _subjects(setting: Setting) -> list[Subject]:
             lambda x: rms_norm_reference(x, weight, EPS),
             {"torch rms_norm": lambda x: torch_rms_norm(x, (HIDDEN,), weight, EPS)},
             lambda num_tokens: (random(num_tokens, HIDDEN),),
-            _all_bytes,
+            costs.elementwise,
         ),
         Subject(
             "add, RMSNorm",
@@ -125,7 +121,7 @@ def _subjects(setting: Setting) -> list[Subject]:
             lambda x, residual: add_rms_norm_reference(x, residual, weight, EPS),
             {"torch add, rms_norm": torch_add_norm},
             lambda num_tokens: (random(num_tokens, HIDDEN), random(num_tokens, HIDDEN)),
-            _all_bytes,
+            costs.elementwise,
         ),
         Subject(
             "RoPE",
@@ -137,7 +133,7 @@ def _subjects(setting: Setting) -> list[Subject]:
                 )
             },
             qkv,
-            rotated_bytes,
+            rotated,
         ),
         Subject(
             "QK norm, RoPE",
@@ -145,7 +141,7 @@ def _subjects(setting: Setting) -> list[Subject]:
             lambda x, cos, sin: rotate_qk_reference(x, *heads, cos, sin, *norms),
             {"torch": lambda x, cos, sin: rotate_qk_reference(x, *heads, cos, sin, *norms)},
             qkv,
-            rotated_bytes,
+            rotated,
         ),
         Subject(
             "SiLU-mul",
@@ -153,6 +149,6 @@ def _subjects(setting: Setting) -> list[Subject]:
             silu_and_mul_reference,
             {"torch": torch_silu_mul},
             lambda num_tokens: (random(num_tokens, 2 * INTERMEDIATE),),
-            _all_bytes,
+            costs.elementwise,
         ),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import costs
 import torch
 from measure import Result, Rows, Setting, best_peer, check, gb_s, us
 from paged_batch import BLOCK_SIZE, HEAD_DIM, NUM_KV_HEADS, random_cache
@@ -54,7 +55,7 @@ def run(setting: Setting) -> Result:
             ]
         }
         peer, peer_seconds, _ = best_peer(setting, peers)
-        nbytes = 2 * kv[0].nbytes + slots.nbytes
+        nbytes = costs.kv_write(kv[0][0], slots).nbytes
         rows.append(
             {
                 "part": "KV write",

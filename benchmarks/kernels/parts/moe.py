@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import costs
 import torch
 from goals import reached
 from measure import Call, Result, Rows, Setting, best_peer, check, gb_s, tflop_s, us
@@ -37,10 +38,8 @@ class Routed:
     weights: Tensor
     expert_ids: Tensor
 
-    def nbytes(self, layer: Layer) -> int:
-        """Return the bytes of the chosen experts' weights, and of tokens in and out."""
-        chosen = len(self.expert_ids.unique())
-        return chosen * (layer.gate_up[0].nbytes + layer.down[0].nbytes) + 2 * self.x.nbytes
+    def cost(self, layer: Layer) -> costs.Cost:
+        return costs.experts(self.x, layer.gate_up, layer.down, self.expert_ids)
 
 
 def make_layer(setting: Setting, hidden: int, intermediate: int, num_experts: int) -> Layer:
@@ -103,8 +102,10 @@ def run(setting: Setting) -> Result:
             )
             check(f"experts of {num_tokens} tokens", got, expected(layer, tokens))
         seconds = setting.seconds([_ours(layer, tokens) for layer, tokens in work])
-        nbytes = sum(tokens.nbytes(layer) for layer, tokens in work) / len(work)
-        flops = 6 * num_tokens * top_k * hidden * intermediate
+        nbytes, flops = (
+            sum(counts) / len(work)
+            for counts in zip(*(tokens.cost(layer) for layer, tokens in work), strict=True)
+        )
         fractions[num_tokens] = nbytes / seconds / setting.copy_bandwidth
         peer, peer_seconds, peer_rows = best_peer(
             setting, {"torch grouped_mm": [_grouped_mm(*one) for one in work]}

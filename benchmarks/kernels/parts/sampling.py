@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import costs
 import torch
 from measure import Call, Result, Rows, Setting, WrongResultError, best_peer, gb_s, us
 from torch import Tensor
@@ -49,10 +50,10 @@ def run(setting: Setting) -> Result:
     }
     rows: Rows = []
     for num_rows in [3] if setting.quick else NUM_ROWS if setting.is_gpu else NUM_ROWS_ON_CPU:
-        nbytes = 4 * num_rows * vocab_size
-        sets = [
-            _logits(setting, num_rows, vocab_size) for _ in range(setting.rotations(nbytes, 16))
-        ]
+        first = _logits(setting, num_rows, vocab_size)
+        nbytes = costs.sampling(first).nbytes
+        others = setting.rotations(nbytes, 16) - 1
+        sets = [first, *(_logits(setting, num_rows, vocab_size) for _ in range(others))]
         keys = [noise_key(seed, 7, 0) for seed in range(num_rows)]
         _check_greedy(sets[0])
         calls: dict[str, list[Call]] = {"greedy": [partial(greedy, logits) for logits in sets]}

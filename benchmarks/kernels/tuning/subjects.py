@@ -38,7 +38,6 @@ def _attention(setting: Setting) -> list[Make]:
 
 
 def _attend(setting: Setting, points: list[tuple[list[int], list[int]]], head_dim: int) -> Subject:
-    from baton_kernels.attention.triton_kernel import paged_attention_triton
 
     num_layers = 2 if setting.quick else 8
     num_tokens = max(
@@ -48,8 +47,8 @@ def _attend(setting: Setting, points: list[tuple[list[int], list[int]]], head_di
     batches = [Paged(cache, *point) for point in points]
 
     def attend(batch: Paged, layer: int) -> Tensor:
-        key, value = cache[:, :, layer, 0], cache[:, :, layer, 1]
-        return paged_attention_triton(batch.query, key, value, batch.plan, batch.scale)
+        # A plan per call, because it has the configuration that is being tried.
+        return batch.attend(layer, batch.new_plan("triton"))
 
     def expected(batch: Paged) -> Tensor:
         rows = [torch.tensor([n - 1], device=setting.device) for n in batch.query_lens]

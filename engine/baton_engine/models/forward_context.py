@@ -19,7 +19,7 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_kernels.attention import AttentionPlan, plan_attention
 from baton_kernels.kv_write import plan_write
-from baton_kernels.kv_write.cpu import Slots
+from baton_kernels.kv_write.torch_cpu import Slots
 
 
 class LayerPlan(NamedTuple):
@@ -68,14 +68,20 @@ class ForwardContext:
         keys, values = self._layers[layer].unbind(2)
         return keys, values
 
-    def plan(self, window: int | None) -> LayerPlan:
-        """Return the plan for attention layers with this window. The first call makes it."""
+    def plan(self, query: Tensor, window: int | None) -> LayerPlan:
+        """Return the plan for attention layers with this window. The first of them makes it.
+
+        Args:
+            query: The layer's, of shape [num_tokens, num_heads, head_dim].
+            window: See `baton_kernels.attention.AttentionPlan`.
+        """
         plan = self._plans.get(window)
         if plan is None:
             cache = self.kv_cache[:, :, 0, 0]
             plan = self._plans[window] = LayerPlan(
                 plan_write(self.slot_mapping, cache.shape[2]),
                 plan_attention(
+                    query,
                     cache,
                     self.block_tables,
                     self.cu_seqlens_q,

@@ -117,7 +117,7 @@ def _attend(
 ) -> Tensor:
     context = current_context()
     key_cache, value_cache = context.layer_cache(layer)
-    plan = context.plan(window)
+    plan = context.plan(q, window)
     write_kv(k, v, key_cache, value_cache, context.slot_mapping, plan.write)
     return paged_attention(q, key_cache, value_cache, plan.attention, scale, out=out)
 

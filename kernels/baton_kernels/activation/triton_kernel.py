@@ -42,7 +42,7 @@ def _silu_and_mul_kernel(
     )
 
 
-def silu_and_mul_triton(gate_up: Tensor, config: Configuration | None = None) -> Tensor:
+def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
     """Compute `baton_kernels.activation.silu_and_mul`, with the same arguments and result."""
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -50,11 +50,8 @@ def silu_and_mul_triton(gate_up: Tensor, config: Configuration | None = None) ->
     out = torch.empty(*gate_up.shape[:-1], dim, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    if config is None:
-        default = (
-            {"tile": 512, "num_warps": 4} if num_rows <= 64 else {"tile": 1024, "num_warps": 4}
-        )
-        config = configuration("activation", shape_class(num_rows, dim), gate_up.device, default)
+    default = {"tile": 512 if num_rows <= 64 else 1024, "num_warps": 4}
+    config = configuration("activation", shape_class(num_rows, dim), gate_up.device, default)
     _silu_and_mul_kernel[(num_rows, triton.cdiv(dim, config["tile"]))](
         out, rows, dim, rows.stride(0), TILE=config["tile"], num_warps=config["num_warps"]
     )

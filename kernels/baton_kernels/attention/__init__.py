@@ -17,60 +17,96 @@ One call serves prefill chunks and decode steps together (varlen). Sequence s ow
 `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, the last ones of its `seq_lens[s]` tokens. Slots of its
 last block past `seq_lens[s]` may hold stale bytes or NaN, which never affect the result.
 
-A step calls `plan_attention` once, and `paged_attention` in each layer.
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       keys and values of each sequence, queries, results and block ids
+    operations  4 * head_dim per head and pair of a query and a visible key
+
+Plan and run: a step calls `plan_attention` once, on the host. The plan decides all that its layers
+share: the implementation, the launch configuration, the split of long sequences and the workspace.
+Each layer then calls `paged_attention` with its query, its cache and the plan.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from baton_kernels import cpu as compiled  # this folder has a module named cpu
-from baton_kernels.attention.cpu import GatherPlan, paged_attention_cpu
+from baton_kernels import cpu
+from baton_kernels.attention.torch_cpu import GatherPlan, paged_attention_cpu
+
+if TYPE_CHECKING:
+    from baton_kernels.attention.triton_kernel import Launch
+
+
+#: triton: on a GPU, and in tests in Triton's interpreter.
+#: cpp: on a CPU with compiled operations.
+#: torch: on a CPU without them. It supports neither soft caps nor fp8 caches.
+#: reference: on a CPU, for options that the others do not support.
+Implementation = Literal["triton", "cpp", "torch", "reference"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """The sequences of a step, for the attention of all its layers. Made by `plan_attention`."""
+    """What all layers of a step share. Made by `plan_attention`."""
 
+    implementation: Implementation
+    query_shape: torch.Size  #: [num_tokens, num_heads, head_dim].
     #: int32 [num_seqs, max_blocks_per_seq]: block ids of each sequence. Padding is not read.
     block_tables: Tensor
     cu_seqlens_q: Tensor  #: int32 [num_seqs + 1]: prefix sum of query lengths.
     seq_lens: Tensor  #: int32 [num_seqs]: tokens of each sequence, including its queries.
-    window: int | None = None  #: Tokens that a query sees, including its own. None: all.
-    max_seqlen_q: int | None = None  #: Upper bound of a sequence's queries. None: unknown.
-    #: Only for torch on a CPU. fp8 caches have none: the reference computes them there.
-    gather: GatherPlan | None = None
+    window: int | None  #: Tokens that a query sees, including its own. None: all.
+    soft_cap: float | None  #: Bound of the scores.
+    launch: Launch | None  #: Only for triton: grids, constants and workspace.
+    gather: GatherPlan | None  #: Only for torch: rows to gather, masks and scratch memory.
 
 
 def plan_attention(
+    query: Tensor,
     key_cache: Tensor,
     block_tables: Tensor,
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     window: int | None = None,
     max_seqlen_q: int | None = None,
+    soft_cap: float | None = None,
+    implementation: Implementation | None = None,
 ) -> AttentionPlan:
     """Prepare the attention of a step, once for all layers. Other arguments as in `AttentionPlan`.
 
+    For a GPU this reads shapes and host values only, so it does not wait for the device. A plan
+    that is made during a CUDA graph's capture has its workspace in the graph's memory.
+
     Args:
+        query: the query of any layer. All layers have the same shape and dtype.
         key_cache: the cache of any layer. All layers have the same shape, strides and dtype.
         window: at least 1.
-        max_seqlen_q: with few queries per sequence (decode), a GPU splits long sequences.
+        max_seqlen_q: upper bound of a sequence's queries. None: unknown. With few queries per
+            sequence (decode), a GPU splits long sequences.
+        soft_cap: positive.
+        implementation: None chooses it by device, dtype and options. Tests name the one that they
+            compare.
 
     Raises:
-        ValueError: the window is not positive, or the device's implementation does not support the
+        ValueError: the options contradict each other, or the implementation does not support the
             cache's strides.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"the window must be positive, not {window}")
-    gather = None
-    is_compiled = compiled.OPS is not None and key_cache.dtype in compiled.DTYPES
-    if not (key_cache.is_cuda or is_compiled or key_cache.dtype == torch.float8_e4m3fn):
+    _check_step(query, key_cache, window, soft_cap)
+    if implementation is None:
+        implementation = _choose(key_cache, soft_cap)
+    launch = gather = None
+    if implementation == "triton":
+        from baton_kernels.attention.triton_kernel import plan_launch
+
+        launch = plan_launch(query, key_cache, block_tables, len(seq_lens), window, max_seqlen_q)
+    elif implementation == "torch":
         gather = GatherPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
-    return AttentionPlan(block_tables, cu_seqlens_q, seq_lens, window, max_seqlen_q, gather)
+    sequences = (block_tables, cu_seqlens_q, seq_lens)
+    return AttentionPlan(implementation, query.shape, *sequences, window, soft_cap, launch, gather)
 
 
 def paged_attention(
@@ -80,15 +116,14 @@ def paged_attention(
     plan: AttentionPlan,
     scale: float,
     *,
-    soft_cap: float | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention with grouped query heads, on the device of `query`.
+    """Run a layer's causal attention with grouped query heads, as planned.
 
-    On a GPU the call does not wait for the device. Its launches depend only on shapes and host
-    values, so a CUDA graph can capture them and replay them with other lengths and block tables.
+    On a GPU the call does not wait for the device. Its launches depend only on the plan, so a CUDA
+    graph can capture them and replay them with other lengths and block tables.
 
     Args:
         query: of shape [num_tokens, num_heads, head_dim].
@@ -98,7 +133,6 @@ def paged_attention(
         value_cache: like key_cache, with the same strides.
         plan: result of `plan_attention` for this step.
         scale: positive factor of the scores, usually head_dim ** -0.5.
-        soft_cap: positive bound of the scores.
         key_scale: positive float32 of shape [num_kv_heads]. Required for fp8 caches, else None.
         value_scale: like key_scale.
         out: receives the result. Shape and dtype of query, last stride 1.
@@ -108,66 +142,53 @@ def paged_attention(
         gets zeros.
 
     Raises:
-        ValueError: the options contradict each other, or the device's implementation does not
+        ValueError: the arguments contradict each other or the plan, or the implementation does not
             support the strides.
     """
-    _check(query, key_cache, scale, soft_cap, key_scale, value_scale)
-    if query.is_cuda:
-        from baton_kernels.attention.triton_kernel import paged_attention_triton
+    _check_layer(query, key_cache, plan, scale, key_scale, value_scale)
+    match plan.implementation:
+        case "triton":
+            from baton_kernels.attention.triton_kernel import paged_attention_triton
 
-        return paged_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            plan,
-            scale,
-            soft_cap=soft_cap,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            out=out,
-        )
-    if plan.gather is None and key_scale is None:
-        assert compiled.OPS is not None
-        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-        sequences = (plan.block_tables, plan.cu_seqlens_q, plan.seq_lens)
-        compiled.OPS.paged_attention(
-            out, query, key_cache, value_cache, *sequences, scale, plan.window, soft_cap
-        )
-        return out
-    if plan.gather is not None and soft_cap is None:
-        attended = paged_attention_cpu(query, key_cache, value_cache, plan.gather, scale)
-    else:
-        from baton_kernels.attention.reference import paged_attention_reference
+            return paged_attention_triton(
+                query, key_cache, value_cache, plan, scale, key_scale, value_scale, out
+            )
+        case "cpp":
+            assert cpu.OPS is not None
+            if out is None:
+                out = torch.empty_like(query, memory_format=torch.contiguous_format)
+            sequences = (plan.block_tables, plan.cu_seqlens_q, plan.seq_lens)
+            cpu.OPS.paged_attention(
+                out, query, key_cache, value_cache, *sequences, scale, plan.window, plan.soft_cap
+            )
+            return out
+        case "torch":
+            assert plan.gather is not None
+            attended = paged_attention_cpu(query, key_cache, value_cache, plan.gather, scale)
+        case "reference":
+            from baton_kernels.attention.reference import paged_attention_reference
 
-        attended = paged_attention_reference(
-            query,
-            key_cache,
-            value_cache,
-            plan,
-            scale,
-            soft_cap=soft_cap,
-            key_scale=key_scale,
-            value_scale=value_scale,
-        )
+            attended = paged_attention_reference(
+                query, key_cache, value_cache, plan, scale, key_scale, value_scale
+            )
     return attended if out is None else out.copy_(attended)
 
 
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    scale: float,
-    soft_cap: float | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
+def _choose(key_cache: Tensor, soft_cap: float | None) -> Implementation:
+    if key_cache.is_cuda:
+        return "triton"
+    if cpu.OPS is not None and key_cache.dtype in cpu.DTYPES:
+        return "cpp"
+    if soft_cap is not None or key_cache.dtype == torch.float8_e4m3fn:
+        return "reference"
+    return "torch"
+
+
+def _check_step(
+    query: Tensor, key_cache: Tensor, window: int | None, soft_cap: float | None
 ) -> None:
-    """Raise ValueError for arguments that no implementation supports. Reads no tensor's values."""
-    is_fp8 = key_cache.dtype == torch.float8_e4m3fn
-    if (key_scale is not None, value_scale is not None) != (is_fp8, is_fp8):
-        raise ValueError(
-            "key_scale and value_scale go with float8_e4m3fn caches, and these are "
-            f"{key_cache.dtype}"
-        )
-    if not is_fp8 and key_cache.dtype != query.dtype:
+    """Raise ValueError for a step that no implementation supports. Reads no tensor's values."""
+    if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ValueError(
             f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, "
             f"not {key_cache.dtype}"
@@ -176,5 +197,31 @@ def _check(
         raise ValueError(
             f"{query.shape[1]} query heads cannot share {key_cache.shape[1]} KV heads evenly"
         )
-    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(f"scale and soft_cap must be positive: {scale}, {soft_cap}")
+    if window is not None and window < 1:
+        raise ValueError(f"the window must be positive, not {window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, not {soft_cap}")
+
+
+def _check_layer(
+    query: Tensor,
+    key_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> None:
+    """Raise ValueError for a layer that does not fit the plan. Reads no tensor's values."""
+    if query.shape != plan.query_shape:
+        raise ValueError(
+            f"the step is planned for queries of shape {list(plan.query_shape)}, "
+            f"not {list(query.shape)}"
+        )
+    is_fp8 = key_cache.dtype == torch.float8_e4m3fn
+    if (key_scale is not None, value_scale is not None) != (is_fp8, is_fp8):
+        raise ValueError(
+            "key_scale and value_scale go with float8_e4m3fn caches, and these are "
+            f"{key_cache.dtype}"
+        )
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")

@@ -17,8 +17,6 @@ def paged_attention_reference(
     value_cache: Tensor,
     plan: AttentionPlan,
     scale: float,
-    *,
-    soft_cap: float | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
@@ -27,7 +25,7 @@ def paged_attention_reference(
     Works on every device. It reads lengths on the host.
     """
     num_kv_heads, block_size = key_cache.shape[1:3]
-    window = plan.window
+    window, soft_cap = plan.window, plan.soft_cap
     group = query.shape[1] // num_kv_heads
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for seq, seq_len in enumerate(plan.seq_lens.tolist()):

@@ -301,46 +301,58 @@ def _num_sms(device: torch.device) -> int:
     )
 
 
-class _Launch(NamedTuple):
-    """The grids and constants of a batch's launches."""
+class Launch(NamedTuple):
+    """The grids, constants and workspace of a step's launches."""
 
     items: int  #: Programs per KV head: query blocks, sequences or segments.
     target_segments: int  #: 0: no sequence is split.
     max_queries: int  #: Upper bound of a sequence's queries if one block has all of them, else 1.
     shared: dict[str, int]  #: Constants of both kernels.
     constants: dict[str, int]  #: Other constants of the attention kernel.
+    partials: Partials | None  #: Workspace, which the layers use in turn. None: nothing is split.
 
 
-def _plan_launch(
-    query: Tensor, key_cache: Tensor, plan: AttentionPlan, config: Configuration | None
-) -> _Launch:
-    """Choose blocks, segments and constants. Reads shapes, dtypes and host values only."""
+def plan_launch(
+    query: Tensor,
+    key_cache: Tensor,
+    block_tables: Tensor,
+    num_seqs: int,
+    window: int | None,
+    max_seqlen_q: int | None,
+) -> Launch:
+    """Choose blocks, segments and constants, and allocate the workspace.
+
+    Reads shapes, dtypes and host values only. Arguments as in
+    `baton_kernels.attention.plan_attention`.
+    """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
-    num_seqs = len(plan.seq_lens)
     group = num_heads // num_kv_heads
-    one_block = split_kv.fits_one_block(plan.max_seqlen_q, group)
+    one_block = split_kv.fits_one_block(max_seqlen_q, group)
     # The longest query may be unknown. If queries are short on average, long blocks would be mostly
     # empty.
     decode = one_block or num_tokens <= 4 * num_seqs
-    max_queries = (plan.max_seqlen_q or 1) if one_block else 1
+    max_queries = (max_seqlen_q or 1) if one_block else 1
     rows = max(16, triton.next_power_of_2(max_queries * group))
-    default = default_configuration(decode, head_dim, key_cache.dtype)
-    measured = configuration(
-        "attention", shape_class(decode, rows, head_dim, key_cache.dtype), query.device, default
+    config = configuration(
+        "attention",
+        shape_class(decode, rows, head_dim, key_cache.dtype),
+        query.device,
+        default_configuration(decode, head_dim, key_cache.dtype),
     )
-    config = {**measured, **(config or {})}
     block_m, kv_tile = max(config["BLOCK_M"], rows), config["KV_TILE"]
     block_q = block_m // group
 
+    items, target_segments, partials = num_seqs + num_tokens // block_q, 0, None
     if one_block:
-        max_tiles = triton.cdiv(plan.block_tables.shape[1] * block_size, kv_tile)
+        max_tiles = triton.cdiv(block_tables.shape[1] * block_size, kv_tile)
         target_segments = split_kv.target_segments(
             num_seqs, num_kv_heads, max_tiles, _num_sms(query.device), config["PROGRAMS_PER_SM"]
         )
         items = num_seqs + target_segments
-    else:
-        target_segments, items = 0, num_seqs + num_tokens // block_q
+    if target_segments:
+        rows_of_items = (items, num_kv_heads, block_m)
+        partials = _empty_partials(rows_of_items, head_dim, num_seqs, query.device)
     shared = {
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
@@ -352,22 +364,23 @@ def _plan_launch(
         "BLOCK_SIZE": block_size,
         "BLOCK_Q": block_q,
         "KV_TILE": kv_tile,
-        "WINDOW": plan.window or 0,
+        "WINDOW": window or 0,
         "ONE_BLOCK": one_block,
         "MIN_TILES": split_kv.MIN_TILES,
         "SCAN": split_kv.SCAN,
         "num_warps": config["num_warps"],
         "num_stages": config["num_stages"],
     }
-    return _Launch(items, target_segments, max_queries, shared, constants)
+    return Launch(items, target_segments, max_queries, shared, constants, partials)
 
 
-def _empty_partials(query: Tensor, num_kv_heads: int, num_seqs: int, launch: _Launch) -> Partials:
-    """Allocate the results of a launch's segments."""
-    rows, device = (launch.items, num_kv_heads, launch.shared["BLOCK_M"]), query.device
+def _empty_partials(
+    rows: tuple[int, int, int], head_dim: int, num_seqs: int, device: torch.device
+) -> Partials:
+    """Allocate the results of segments. `rows`: items, KV heads, rows of a query block."""
     sums, maxima = torch.empty((2, *rows), dtype=torch.float32, device=device).unbind()
     return Partials(
-        torch.empty((*rows, query.shape[2]), dtype=torch.float32, device=device),
+        torch.empty((*rows, head_dim), dtype=torch.float32, device=device),
         sums,
         maxima,
         torch.empty((num_seqs, 2), dtype=torch.int32, device=device),
@@ -380,17 +393,11 @@ def paged_attention_triton(
     value_cache: Tensor,
     plan: AttentionPlan,
     scale: float,
-    *,
-    soft_cap: float | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    out: Tensor | None = None,
-    config: Configuration | None = None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
-
-    Args:
-        config: overrides single constants of the measured or default configuration.
 
     Raises:
         ValueError: the kernel does not support the strides.
@@ -407,15 +414,12 @@ def paged_attention_triton(
             "key and value cache need equal strides, and the head dimension of q, k, v and out "
             "stride 1"
         )
-    num_seqs = len(plan.seq_lens)
+    launch, num_seqs = plan.launch, len(plan.seq_lens)
+    assert launch is not None
     if len(query) == 0 or num_seqs == 0:
         return out
-    num_kv_heads, launch = key_cache.shape[1], _plan_launch(query, key_cache, plan, config)
-    partials = None
-    if launch.target_segments:
-        partials = _empty_partials(query, num_kv_heads, num_seqs, launch)
     attended = Heads(out, *out.stride()[:2])
-    _paged_attention_kernel[(launch.items * num_kv_heads,)](
+    _paged_attention_kernel[(launch.items * key_cache.shape[1],)](
         attended,
         Heads(query, *query.stride()[:2]),
         Caches(key_cache, value_cache, key_scale, value_scale, *key_cache.stride()[:3]),
@@ -424,15 +428,20 @@ def paged_attention_triton(
         plan.seq_lens,
         plan.block_tables.stride(0),
         num_seqs,
-        partials,
+        launch.partials,
         launch.target_segments,
         float(scale),
-        None if soft_cap is None else float(soft_cap),
+        None if plan.soft_cap is None else float(plan.soft_cap),
         **launch.shared,
         **launch.constants,
     )
-    if partials is not None:
+    if launch.partials is not None:
         join_segments_kernel[(query.shape[1], num_seqs, launch.max_queries)](
-            attended, partials, plan.cu_seqlens_q, **launch.shared, SEGMENT_TILE=32, num_warps=4
+            attended,
+            launch.partials,
+            plan.cu_seqlens_q,
+            **launch.shared,
+            SEGMENT_TILE=32,
+            num_warps=4,
         )
     return out

@@ -7,6 +7,10 @@
     sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64      in any order
 
 All implementations return the same bits: C++, Triton, torch, and the connector's numpy version.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       the runs
 """
 
 from __future__ import annotations

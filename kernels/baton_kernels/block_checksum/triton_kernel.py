@@ -58,7 +58,6 @@ def block_sums_triton(
     block_ids: Tensor,
     first_head: int,
     num_heads: int,
-    config: Configuration | None = None,
 ) -> Tensor:
     """Compute `baton_kernels.block_checksum.block_sums`, which has checked the arguments."""
     if len(block_ids) == 0:
@@ -69,9 +68,8 @@ def block_sums_triton(
     if kv_cache.is_cuda:  # an upload from pageable memory would block
         block_ids = block_ids.pin_memory().to(kv_cache.device, non_blocking=True)
     inner, outer = _weights(num_words, kv_cache.device)
-    if config is None:
-        default = {"tile": 1024, "tiles": 4, "num_warps": 4}
-        config = configuration("block_checksum", shape_class(), kv_cache.device, default)
+    default = {"tile": 1024, "tiles": 4, "num_warps": 4}
+    config = configuration("block_checksum", shape_class(), kv_cache.device, default)
     parts = triton.cdiv(num_words, config["tile"] * config["tiles"])
     out = torch.empty(len(block_ids), parts, dtype=torch.int64, device=kv_cache.device)
     _block_sums_kernel[(len(block_ids), parts)](

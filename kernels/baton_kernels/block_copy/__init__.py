@@ -4,6 +4,10 @@
 
 Pairs take effect in their order. The caches are of shape [num_blocks, ...] and contiguous: a block
 is one run of bytes that holds all heads and layers.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       of a copy: the blocks, read and written; of a swap: the blocks once
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ def copy_blocks_triton(
     source: Tensor,
     target: Tensor,
     chains: list[list[tuple[int, int]]],
-    config: Configuration | None = None,
 ) -> None:
     """Copy in one launch, without waiting for the device.
 
@@ -75,8 +74,7 @@ def copy_blocks_triton(
     if device.type == "cuda":  # an upload of a long table from pageable memory would block
         table = table.pin_memory().to(device, non_blocking=True)
     words_per_block = source.shape[1]
-    if config is None:
-        config = configuration("block_copy", shape_class(), device, {"tile": 1024, "num_warps": 4})
+    config = configuration("block_copy", shape_class(), device, {"tile": 1024, "num_warps": 4})
     _copy_blocks_kernel[(len(chains), triton.cdiv(words_per_block, config["tile"]))](
         source,
         target,

@@ -45,7 +45,7 @@ def configuration(
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Take this thread's configurations from `answer` instead of the table. For the tuner."""
+    """Take this thread's configurations from `answer` instead of the table. For tuner and tests."""
     token = _answer.set(answer)
     try:
         yield

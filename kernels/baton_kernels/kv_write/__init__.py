@@ -4,6 +4,10 @@
 
 and the same for values. A negative slot writes nothing (padding, warm-up). The scales have no
 caller yet; fp8 KV caches will need them.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       keys and values, read and written, and the slots
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels import cpu as compiled  # this folder has a module named cpu
-from baton_kernels.kv_write.cpu import Slots, write_kv_cpu
+from baton_kernels import cpu
 from baton_kernels.kv_write.reference import to_fp8
+from baton_kernels.kv_write.torch_cpu import Slots, write_kv_cpu
 
 
 def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
@@ -26,11 +30,7 @@ def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
     Returns:
         None for Triton and C++, which prepare nothing.
     """
-    return (
-        None
-        if slot_mapping.is_cuda or compiled.OPS is not None
-        else Slots(slot_mapping, block_size)
-    )
+    return None if slot_mapping.is_cuda or cpu.OPS is not None else Slots(slot_mapping, block_size)
 
 
 def write_kv(
@@ -64,8 +64,8 @@ def write_kv(
         from baton_kernels.kv_write.triton_kernel import write_kv_triton
 
         write_kv_triton(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-    elif compiled.OPS is not None and key_cache.dtype in compiled.DTYPES:
-        compiled.OPS.write_kv(key, value, key_cache, value_cache, slot_mapping)
+    elif cpu.OPS is not None and key_cache.dtype in cpu.DTYPES:
+        cpu.OPS.write_kv(key, value, key_cache, value_cache, slot_mapping)
     else:
         if key_cache.dtype == torch.float8_e4m3fn:
             key, value = to_fp8(key, key_scale), to_fp8(value, value_scale)

@@ -85,7 +85,6 @@ def write_kv_triton(
     slot_mapping: Tensor,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
-    config: Configuration | None = None,
 ) -> None:
     """Compute `baton_kernels.kv_write.write_kv`, with the same arguments.
 
@@ -108,12 +107,11 @@ def write_kv_triton(
     if scaled and (key_scale is None or value_scale is None):
         key_scale = value_scale = torch.ones(num_kv_heads, dtype=torch.float32, device=key.device)
     head_dim_padded = triton.next_power_of_2(head_dim)
-    if config is None:
-        heads = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim_padded, 1))
-        default = {"heads": heads, "num_warps": min(max(heads * head_dim_padded // 256, 1), 4)}
-        config = configuration(
-            "kv_write", shape_class(num_tokens, num_kv_heads, head_dim), key.device, default
-        )
+    heads = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim_padded, 1))
+    default = {"heads": heads, "num_warps": min(max(heads * head_dim_padded // 256, 1), 4)}
+    config = configuration(
+        "kv_write", shape_class(num_tokens, num_kv_heads, head_dim), key.device, default
+    )
     _write_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, config["heads"]))](
         key,
         value,

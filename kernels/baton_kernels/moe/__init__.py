@@ -7,14 +7,19 @@
 
 An id outside [0, num_experts), such as -1, is an expert of another rank. It contributes zeros,
 whatever its weight.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       weights of the chosen experts, and tokens in and out
+    operations  6 * hidden * intermediate per pair of a token and an expert
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from baton_kernels.moe.cpu import ExpertWeights, run_experts_cpu
 from baton_kernels.moe.reference import route_top_k_reference
+from baton_kernels.moe.torch_cpu import ExpertWeights, run_experts_cpu
 
 __all__ = ["ExpertWeights", "route_top_k", "run_experts"]
 

@@ -80,7 +80,7 @@ def routing_shape_class(num_experts: int, top_k: int) -> str:
 
 
 def route_top_k_triton(
-    router_logits: Tensor, top_k: int, renormalize: bool, config: Configuration | None = None
+    router_logits: Tensor, top_k: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute `baton_kernels.moe.route_top_k`. Among equal probabilities the lowest ids win."""
     num_tokens, num_experts = router_logits.shape
@@ -90,9 +90,8 @@ def route_top_k_triton(
     expert_ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=router_logits.device)
     if num_tokens == 0:
         return weights, expert_ids
-    if config is None:
-        shape_class = routing_shape_class(num_experts, top_k)
-        config = configuration("moe", shape_class, router_logits.device, ROUTING_DEFAULT)
+    shape_class = routing_shape_class(num_experts, top_k)
+    config = configuration("moe", shape_class, router_logits.device, ROUTING_DEFAULT)
     _route_kernel[(triton.cdiv(num_tokens, config["ROWS"]),)](
         weights,
         expert_ids,

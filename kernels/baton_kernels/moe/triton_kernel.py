@@ -149,15 +149,8 @@ def run_experts_triton(
     down: Tensor,
     weights: Tensor,
     expert_ids: Tensor,
-    *,
-    config: Configuration | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Compute `baton_kernels.moe.run_experts`, with the same arguments and result.
-
-    Args:
-        config: replaces the measured or default configuration.
-        out: receives the result, like x.
 
     Raises:
         ValueError: the experts' weights are not contiguous, or shapes do not match.
@@ -169,17 +162,15 @@ def run_experts_triton(
         raise ValueError(f"shapes of x, gate_up, down and expert ids do not match: {shapes}")
     if not gate_up.is_contiguous() or not down.is_contiguous():
         raise ValueError("the experts' stacked weights must be contiguous")
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
-    if config is None:
-        config = configuration(
-            "moe",
-            shape_class(num_tokens, num_experts, top_k, hidden, intermediate, x.dtype),
-            x.device,
-            default_configuration(num_tokens, num_experts, top_k, x.dtype),
-        )
+    config = configuration(
+        "moe",
+        shape_class(num_tokens, num_experts, top_k, hidden, intermediate, x.dtype),
+        x.device,
+        default_configuration(num_tokens, num_experts, top_k, x.dtype),
+    )
     run = run_experts_gemv if config["BLOCK_M"] == 1 else run_experts_gemm
     run(out, x.contiguous(), gate_up, down, weights.contiguous(), expert_ids.contiguous(), config)
     return out

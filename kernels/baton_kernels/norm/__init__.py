@@ -1,6 +1,10 @@
 """RMSNorm, with or without a residual: y = x / sqrt(mean(x^2) + eps) * weight.
 
 After Zhang and Sennrich 2019.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       rows and residuals, read and written
 """
 
 from __future__ import annotations

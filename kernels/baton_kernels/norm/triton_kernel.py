@@ -80,23 +80,21 @@ def _rms_norm_kernel(
             tl.store(out_ptr + row * dim + start + column, normed * weight, mask=mask)
 
 
-def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, config: Configuration | None = None
-) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `baton_kernels.norm.rms_norm`, with the same arguments and result."""
     rows = x.reshape(-1, x.shape[-1])
-    return _launch(rows, None, weight, eps, config)[0].view(x.shape)
+    return _launch(rows, None, weight, eps)[0].view(x.shape)
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, config: Configuration | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `baton_kernels.norm.add_rms_norm`, with the same arguments and result."""
-    return _launch(x, residual, weight, eps, config)
+    return _launch(x, residual, weight, eps)
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, config: Configuration | None
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     if residual is not None and residual.stride(-1) != 1:
@@ -107,9 +105,8 @@ def _launch(
     if num_rows == 0:
         return out, total
     tile = min(triton.next_power_of_2(dim), MAX_TILE)
-    if config is None:
-        default = {"elements": 2048, "num_warps": min(max(tile // 512, 4), 16)}
-        config = configuration("norm", shape_class(num_rows, dim), x.device, default)
+    default = {"elements": 2048, "num_warps": min(max(tile // 512, 4), 16)}
+    config = configuration("norm", shape_class(num_rows, dim), x.device, default)
     rows = max(config["elements"] // tile, 1) if num_rows > 256 else 1
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         out,

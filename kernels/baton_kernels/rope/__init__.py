@@ -5,6 +5,10 @@ p * inv_freq[i], as in Hugging Face checkpoints:
 
     y[i]       = x[i] * cos - x[i + d/2] * sin
     y[i + d/2] = x[i + d/2] * cos + x[i] * sin
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       queries and keys, read and written, and the angles
 """
 
 from __future__ import annotations

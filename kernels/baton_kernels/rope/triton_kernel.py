@@ -85,7 +85,6 @@ def rotate_qk_triton(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-    config: Configuration | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `baton_kernels.rope.rotate_qk`, with the same arguments and result.
 
@@ -100,9 +99,8 @@ def rotate_qk_triton(
     k = torch.empty(num_tokens, num_kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return q, k
-    if config is None:
-        default = {"heads": 4 if num_tokens <= 256 else 8, "num_warps": 2}
-        config = configuration("rope", shape_class(num_tokens, head_dim), qkv.device, default)
+    default = {"heads": 4 if num_tokens <= 256 else 8, "num_warps": 2}
+    config = configuration("rope", shape_class(num_tokens, head_dim), qkv.device, default)
     norm = q_weight is not None and k_weight is not None
     _rotate_qk_kernel[(num_tokens, triton.cdiv(num_heads + num_kv_heads, config["heads"]))](
         q,

@@ -7,10 +7,14 @@ there is no generator state. The filters apply in this order, each to the tokens
 one kept: min_p, top_k, top_p (the smallest set of best tokens that reaches it). Among ties the
 lower ids stay. The most likely token always stays.
 
-No implementation sorts a whole row: C++ (../cpu/source/sampling.h), torch (cpu.py), Triton
+No implementation sorts a whole row: C++ (../cpu/source/sampling.h), torch (torch_cpu.py), Triton
 (triton_kernel.py). Their random bits are the same. They compare logits in float32, sum
 probabilities in fixed point (exact in any order), and compute scores in float64. Their tokens can
 differ only if two scores, or a sum and top_p, agree up to the last bits of exp and log.
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       the logits, once
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ import numpy as np
 from torch import Tensor
 
 from baton_kernels.cpu import ops_for
-from baton_kernels.sampling.cpu import draw_tokens_cpu
 from baton_kernels.sampling.noise import signed
 from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
+from baton_kernels.sampling.torch_cpu import draw_tokens_cpu
 
 __all__ = ["DrawParams", "draw_tokens", "greedy"]
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.configurations import configuration
 from baton_kernels.sampling.triton_kernel import DEFAULT, shape_class
 
 
@@ -50,12 +50,11 @@ def _greedy_kernel(
     tl.store(out_ptr + row, tl.where(usual, winner, -1).to(tl.int64))
 
 
-def greedy_triton(logits: Tensor, config: Configuration | None = None) -> Tensor:
+def greedy_triton(logits: Tensor) -> Tensor:
     """Return the most likely token per row, the lowest id among ties.
 
     Args:
         logits: float32 of shape [rows, vocab_size].
-        config: replaces the measured or default configuration.
 
     Returns:
         int64 of shape [rows]; -1 for a row with a NaN or +inf, or with only -inf.
@@ -65,9 +64,7 @@ def greedy_triton(logits: Tensor, config: Configuration | None = None) -> Tensor
     if num_rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    config = config or configuration(
-        "sampling", shape_class(num_rows, vocab_size), logits.device, DEFAULT
-    )
+    config = configuration("sampling", shape_class(num_rows, vocab_size), logits.device, DEFAULT)
     num_tiles = triton.cdiv(vocab_size, config["tile"])
     best = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
     winner = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)

@@ -300,7 +300,6 @@ def draw_tokens_triton(
     logits: Tensor,
     params: Sequence[DrawParams],
     keys: Sequence[int],
-    config: Configuration | None = None,
 ) -> Tensor:
     """Compute `baton_kernels.sampling.draw_tokens`. A NaN counts as -inf.
 
@@ -317,7 +316,7 @@ def draw_tokens_triton(
     if num_rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    config = config or configuration("sampling", shape_class(num_rows, vocab_size), device, DEFAULT)
+    config = configuration("sampling", shape_class(num_rows, vocab_size), device, DEFAULT)
     tile, row_tile = config["tile"], config["row_tile"]
     num_blocks, num_tiles = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, tile)
 

@@ -21,8 +21,9 @@ from baton_local.preview.target import (
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.plan.plan_expert_group import ExpertGroupPlan, plan_members
-from baton_operator.plan.plan_group import GroupPlan, Member, update_of
+from baton_operator.plan.plan_expert_group import ExpertGroupPlan
+from baton_operator.plan.plan_group import GroupPlan, Member
+from baton_operator.plan.plan_members import plan_members, update_of
 from baton_operator.plan.topology_view import record
 from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
 
@@ -39,12 +40,12 @@ def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: 
     """
     wanted = new
     waiting: tuple[str, ...] = ()
-    if new.owner.spec.paused:
+    if new.resolved.spec.paused:
         if old is None:
             return Preview(waits_for=["spec.paused is true, and nothing was rolled out before"])
         waiting = held_back(old.spec, new.spec)
         new = target_of(
-            {"metadata": {"name": new.owner.name}, "spec": with_sizes(old.spec, new.spec)}
+            {"metadata": {"name": new.resolved.name}, "spec": with_sizes(old.spec, new.spec)}
         )
     rollout = _Rollout(old, new, conditions)
     waits_for = rollout.run(max_steps)
@@ -65,9 +66,9 @@ class _Rollout:
     def __init__(self, old: Target | None, new: Target, conditions: Conditions) -> None:
         self.steps: list[Step] = []
         self._now = START
-        self._owner, self._templates = new.owner, new.desired.members
+        self._owner, self._templates = new.resolved, new.desired.members
         self._previous = (
-            {} if old is None else previous_revisions_of(new.owner, old.spec, self._templates)
+            {} if old is None else previous_revisions_of(new.resolved, old.spec, self._templates)
         )
         self._recorded: llmservice.TopologyStatus | None = None
         self._never_ready = conditions.never_ready
@@ -81,7 +82,7 @@ class _Rollout:
     def _pods_of(self, old: Target) -> Iterator[Pod]:
         """Yield all members of `old`, ready."""
         for role, template in old.desired.members.items():
-            for ordinal in range(old.owner.replicas(role)):
+            for ordinal in range(old.resolved.replicas(role)):
                 pod = self._pod(role, template, ordinal)
                 yield msgspec.structs.replace(
                     pod, serving=True, ready=True, unready_since=None, ready_at=START

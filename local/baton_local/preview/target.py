@@ -11,9 +11,9 @@ from baton_kube.client import Object
 from baton_local.preview.steps import FieldChange, GroupChange
 from baton_operator.api.rules import valid_spec
 from baton_operator.autoscale.settings import settings_of
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.desired import Desired, compute_desired
-from baton_operator.plan.plan_group import update_of
+from baton_operator.plan.plan_members import update_of
 
 #: Address of the coordinator's Service, which rank templates need.
 COORDINATOR = "192.0.2.1"
@@ -23,7 +23,7 @@ class Target(msgspec.Struct, frozen=True):
     """One LLMService and its desired state."""
 
     spec: Object
-    owner: Owner
+    resolved: ResolvedService
     desired: Desired
 
 
@@ -34,7 +34,7 @@ def target_of(service: Object) -> Target:
         ValueError: the spec is invalid; the message names the field.
     """
     metadata, spec = service["metadata"], valid_spec(service["spec"])
-    owner = Owner(
+    resolved = ResolvedService(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),
         uid="preview",
@@ -42,23 +42,25 @@ def target_of(service: Object) -> Target:
         coordinator=COORDINATOR if spec.decode.parallelism.expert else None,
         sizes={role: settings.initial for role, settings in settings_of(spec).items()},
     )
-    return Target(service["spec"], owner, compute_desired(owner, "policy/v1", http_routes=True))
+    return Target(
+        service["spec"], resolved, compute_desired(resolved, "policy/v1", http_routes=True)
+    )
 
 
 def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:
     """Return the fields of the specs that differ, with defaults filled in."""
     return _differences(
-        msgspec.to_builtins(old.owner.spec), msgspec.to_builtins(new.owner.spec), "spec"
+        msgspec.to_builtins(old.resolved.spec), msgspec.to_builtins(new.resolved.spec), "spec"
     )
 
 
 def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
     groups = []
     for role, template in new.desired.members.items():
-        update = update_of(new.owner, role)
+        update = update_of(new.resolved, role)
         group = GroupChange(
             role=role,
-            sizes=(0 if old is None else old.owner.replicas(role), new.owner.replicas(role)),
+            sizes=(0 if old is None else old.resolved.replicas(role), new.resolved.replicas(role)),
             revisions=(
                 "" if old is None else old.desired.members[role].revision,
                 template.revision,

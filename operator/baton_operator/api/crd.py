@@ -183,14 +183,16 @@ def _column(
 _READY = '.status.conditions[?(@.type=="Ready")]'
 
 _COLUMNS = [
-    _column("Ready", "string", f"{_READY}.status", "Whether every group serves"),
-    _column("Reason", "string", f"{_READY}.reason", "Why, or why not"),
+    _column("Ready", "string", f"{_READY}.status", "Whether all groups serve"),
+    _column("Reason", "string", f"{_READY}.reason", "Reason of the condition Ready"),
     _column("Prefill", "integer", ".status.prefill.ready", "Prefill pods that are ready"),
     _column(
-        "Prefill-Desired", "integer", ".status.prefill.desired", "Prefill pods wanted", wide=True
+        "Prefill-Desired", "integer", ".status.prefill.desired", "Desired prefill pods", wide=True
     ),
     _column("Decode", "integer", ".status.decode.ready", "Decode pods that are ready"),
-    _column("Decode-Desired", "integer", ".status.decode.desired", "Decode pods wanted", wide=True),
+    _column(
+        "Decode-Desired", "integer", ".status.decode.desired", "Desired decode pods", wide=True
+    ),
     _column("Endpoint", "string", ".status.endpoint", "URL of the gateway"),
     _column("Age", "date", ".metadata.creationTimestamp", "Since creation"),
 ]

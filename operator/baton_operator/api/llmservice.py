@@ -28,42 +28,49 @@ MAX_NAME_LENGTH = 40
 class KVTransfer(ApiStruct, frozen=True):
     """How KV blocks travel from prefill to decode pods."""
 
-    #: ucx: UCX over TCP or RDMA. Its port has no authentication, so it needs an enforced
-    #: NetworkPolicy. tcp: authenticated sockets, for untrusted networks. shm: copies between
-    #: processes of one host and namespaces. nixl: the NIXL library (in the CUDA image), exposed as
-    #: ucx. auto: the first of shm, tcp and ucx that reaches the peer.
+    #: ucx: UCX over TCP or RDMA. Its port has no authentication, so the cluster must enforce
+    #: NetworkPolicies. tcp: authenticated sockets, for untrusted networks. shm: copies between
+    #: processes that share a host and its namespaces. nixl: the NIXL library of the CUDA image,
+    #: with the same exposure as ucx. auto: for each peer, the first of shm, tcp and ucx that both
+    #: sides have. With RDMA, ucx comes before tcp.
     transport: Literal["ucx", "tcp", "shm", "nixl", "auto"] = "ucx"
-    #: true: an engine without an RDMA device, or with a UCX that has no verbs, does not start. Its
-    #: message names what to change.
+    #: true: an engine refuses to start without an RDMA device or with a UCX without verbs. Its
+    #: message names what to change. false: RDMA is optional. Needs transport ucx or auto.
     rdma: bool = False
-    #: pull: decode pods read the blocks that prefill published. push: prefill writes blocks while
-    #: it computes the next ones.
+    #: pull: decode pods read the blocks from prefill pods. push: prefill pods write blocks to
+    #: decode pods while they compute the next ones.
     mode: Literal["pull", "push"] = "pull"
-    #: What a decode pod does about blocks that did not arrive intact: compute them, or fail the
-    #: request.
+    #: What a decode pod does if KV blocks do not arrive intact. recompute: it computes them. fail:
+    #: the request fails.
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
 
 
 class Engine(ApiStruct, frozen=True):
     """Tuning of every engine of the service. An unset field has the engine's default."""
 
-    #: auto: cuda where the pod has a device, else cpu.
+    #: auto: cuda if the pod has a GPU, else cpu. Unset: auto.
     device: Literal["auto", "cpu", "cuda"] | None = None
-    block_size: Literal[8, 16, 32, 64, 128] | None = None  #: Tokens per KV block.
-    #: KV blocks per engine; unset: what kvCacheMemory holds.
+    block_size: Literal[8, 16, 32, 64, 128] | None = None  #: Tokens per KV block. Unset: 16.
+    #: Number of KV blocks per engine. Unset: as many as kvCacheMemory holds on a CPU, or as fit
+    #: into the memory of the GPU.
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
-    kv_cache_memory: Quantity | None = None  #: KV memory of one engine on a CPU, for example 512Mi.
-    #: Host memory of one engine for prefix blocks that its cache evicts. They are copied back when
-    #: needed.
+    #: Memory for the KV blocks of one engine on a CPU, for example 512Mi. numBlocks overrides it.
+    #: Unset: 256Mi.
+    kv_cache_memory: Quantity | None = None
+    #: Host memory of one engine for blocks that its prefix cache evicts, for example 8Gi. They are
+    #: copied back when a prompt needs them. Unset: evicted blocks are computed again.
     offload_memory: Quantity | None = None
-    enable_prefix_caching: bool | None = None  #: Keep and share the blocks of equal prefixes.
-    #: Token budget of one step; longer prompts are chunked.
+    #: true: requests share the blocks of equal prefixes, and later requests use them. Unset: true.
+    enable_prefix_caching: bool | None = None
+    #: Maximum number of tokens of one step. A longer prompt is computed in chunks. Unset: 512.
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    #: Sequences that run at the same time.
+    #: Maximum number of sequences that one engine runs at the same time. Unset: 64.
     max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] | None = None
-    #: Waiting requests per engine; more are refused as overload.
+    #: Maximum number of waiting requests of one engine. Further requests get 429 with Retry-After,
+    #: unless another engine accepts them. Unset: 4096.
     max_queue: Annotated[int, Meta(ge=1, le=10**6)] | None = None
-    #: Compute threads per engine. Engines on one machine must divide its cores among them.
+    #: Compute threads of each worker of an engine. Set it if engines on one machine share its
+    #: cores. Unset: one per core that the container may use.
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
 
 
@@ -79,29 +86,29 @@ class Spec(ApiStruct, frozen=True):
     gateway: Gateway = Gateway()
     engine: Engine = Engine()
     security: Security = Security()
-    #: How long a draining pod may take to finish its requests before it is deleted.
+    #: Seconds for which a draining pod may finish its requests. Then it is deleted.
     drain_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] = 120
     update_strategy: UpdateStrategy = UpdateStrategy()
-    #: A pod of a new revision that is not ready for this long counts as stalled. Condition Updating
-    #: is then False with reason RolloutStalled, and the remaining pods of the earlier revision keep
-    #: serving.
+    #: Seconds within which a pod of a new revision must be ready. Otherwise the rollout stalls:
+    #: condition Updating is False with reason RolloutStalled, and the remaining pods of the earlier
+    #: revision keep serving.
     progress_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 600
-    #: true: edits wait, except those of replicas and autoscaling. Pods that die are replaced by
-    #: pods of the spec before the pause.
+    #: true: edits are held back, except those of replicas and autoscaling. A lost pod is replaced
+    #: by a pod of the spec before the pause.
     paused: bool = False
 
 
 class Condition(ApiStruct, frozen=True):
-    """One aspect of the state, in Kubernetes' usual form."""
+    """A condition in the standard form of Kubernetes."""
 
-    #: The aspect. Ready sums up the others.
+    #: Name of the condition. Ready summarizes the others.
     type: Annotated[str, Meta(min_length=1, max_length=316)]
     status: Literal["True", "False", "Unknown"]  #: Whether the condition holds.
     #: The cause in one word, for programs.
     reason: Annotated[str, Meta(min_length=1, max_length=1024)]
     #: The cause as a sentence: what happened, and to which object.
     message: Annotated[str, Meta(max_length=32768)]
-    last_transition_time: Time  #: When the status changed last.
+    last_transition_time: Time  #: Time of the last change of the status.
     observed_generation: Count  #: metadata.generation of the spec that the condition describes.
 
 
@@ -111,7 +118,7 @@ class GroupStatus(ApiStruct, frozen=True):
     desired: Count  #: Desired number of pods.
     ready: Count  #: Pods that serve, of any revision.
     updated: Count = 0  #: Pods of the newest revision, ready or not.
-    #: The newest revision: a hash over template and configuration of its pods.
+    #: The newest revision: a hash of the template and configuration of its pods.
     revision: str | None = None
 
 
@@ -125,37 +132,37 @@ class RankStatus(ApiStruct, frozen=True):
     """One rank of the current generation."""
 
     name: str  #: Name of the pod.
-    rank: Count  #: Its number in this generation.
+    rank: Count  #: Number of the rank in this generation.
     phase: str  #: loading, standby, serving or broken.
 
 
 class OperationSeconds(ApiStruct, frozen=True):
-    """How long each phase took. A phase that has not ended is missing."""
+    """Duration of each phase of an operation in seconds. Unset: the phase has not ended."""
 
-    #: Until its members existed and the operation before it ended.
+    #: The operation waited for its members to register and for the operation before it to end.
     waiting: Annotated[float, Meta(ge=0)] | None = None
-    #: Until the next generation was ready, beside the one that serves.
+    #: Its members prepared the next generation while the present one served.
     preparing: Annotated[float, Meta(ge=0)] | None = None
-    #: Until all members had committed the generation.
+    #: Its members committed the next generation.
     committing: Annotated[float, Meta(ge=0)] | None = None
 
 
 class OperationStatus(ApiStruct, frozen=True):
-    """The running or the last operation on the topology."""
+    """The running operation on the topology or, if none runs, the last one."""
 
-    id: str  #: Id of its request; - if the ranks started it themselves.
+    id: str  #: Id of the operator's request. -: the group started the operation itself.
     kind: str  #: form, scale, recover or rebalance.
     phase: str  #: waiting, preparing, committing, done, failed or superseded.
-    generation: Count  #: The generation that it prepares; 0: not assigned yet.
+    generation: Count  #: Generation that the operation prepares. 0: not assigned yet.
     seconds: OperationSeconds
-    reason: str | None = None  #: Why it failed, or what it waits for.
+    reason: str | None = None  #: Why the operation failed, or what it waits for.
 
 
 class TopologyStatus(ApiStruct, frozen=True):
     """The expert-parallel group as the coordinator last reported it."""
 
-    coordinator: str  #: Address that the ranks report to.
-    generation: Count  #: Number of the current topology; 0: none was formed yet.
+    coordinator: str  #: Address of the coordinator's Service.
+    generation: Count  #: Number of the current topology. 0: none was formed yet.
     ranks: list[RankStatus]  #: Members of that topology, and pods that will join.
     operation: OperationStatus | None = None
 
@@ -164,11 +171,12 @@ class DecodeStatus(ApiStruct, frozen=True):
     """Pods of the decode group, as the scale subresource reads them."""
 
     desired: Count  #: Desired number of pods.
-    ready: Count  #: With expert: ranks that serve in the current generation.
+    #: Pods that serve, of any revision. With expert: ranks that serve in the current generation.
+    ready: Count
     replicas: Count  #: Pods that exist, draining ones included.
     selector: str  #: Label selector of the decode pods, for autoscalers.
     updated: Count = 0  #: Pods of the newest revision, ready or not.
-    #: The newest revision: a hash over template and configuration of its pods.
+    #: The newest revision: a hash of the template and configuration of its pods.
     revision: str | None = None
     topology: TopologyStatus | None = None
     autoscaling: AutoscalingStatus | None = None
@@ -184,16 +192,16 @@ class Status(ApiStruct, frozen=True):
     observed_generation: Count | None = None
     endpoint: str | None = None  #: URL of the gateway inside the cluster.
     ingress_endpoint: str | None = None  #: URL of the Ingress, if the spec has one.
-    #: The state of each part; Ready sums up the others.
+    #: The state of each part of the service. Ready summarizes the others.
     conditions: Annotated[list[Condition], Meta(extra_json_schema=_BY_TYPE)] | None = None
     spec_revision: str | None = None  #: ControllerRevision with the spec that was rolled out last.
-    #: ControllerRevision with the last spec of which all pods were ready. Pods that die in a pause
-    #: or while a rollout stalls are created from it.
+    #: ControllerRevision with the last spec with which the whole service was ready. In a pause, and
+    #: while a rollout stalls, lost pods are created again from it.
     served_revision: str | None = None
     model: ModelStatus | None = None
     prefill: PrefillStatus | None = None
     decode: DecodeStatus | None = None
-    gateway: GroupStatus | None = None
+    gateway: GroupStatus | None = None  #: Pods of the gateway.
 
 
 class LLMService(ApiStruct, frozen=True):

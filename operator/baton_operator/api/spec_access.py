@@ -28,15 +28,15 @@ class TLS(ApiStruct, frozen=True):
 
 
 class Ingress(ApiStruct, frozen=True):
-    """Access by host name through an Ingress."""
+    """An Ingress for clients outside the cluster. It excludes httpRoute."""
 
     host: DNSName  #: Host name that clients use.
-    #: IngressClass; the cluster's default if unset.
+    #: Name of the IngressClass. Unset: the cluster's default class.
     class_name: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
-    #: Annotations of the Ingress, for its controller or cert-manager. With gateway.tls, for example
-    #: the annotation that the backend serves HTTPS.
+    #: Annotations of the Ingress, for its controller or cert-manager. With gateway.tls, many
+    #: controllers need an annotation that the backend serves HTTPS.
     annotations: dict[str, str] | None = None
-    #: The Ingress ends TLS for the host with the certificate of this Secret. Unset: HTTP.
+    #: The Ingress serves HTTPS with the certificate of this Secret. Unset: it serves HTTP.
     tls: TLS | None = None
 
 
@@ -44,81 +44,89 @@ class ParentReference(ApiStruct, frozen=True):
     """A Gateway of the Gateway API, or one listener of it."""
 
     name: DNSName  #: Name of the Gateway.
-    #: Namespace of the Gateway; the service's own if unset.
+    #: Namespace of the Gateway. Unset: the service's namespace.
     namespace: Annotated[str, Meta(pattern=DNS_NAME, max_length=63)] | None = None
-    section_name: DNSName | None = None  #: One listener; all that match if unset.
-    port: Annotated[int, Meta(ge=1, le=65535)] | None = None  #: Only listeners on this port.
+    section_name: DNSName | None = None  #: Name of one listener. Unset: all that match the route.
+    #: Port of the listeners. Unset: any port.
+    port: Annotated[int, Meta(ge=1, le=65535)] | None = None
 
 
 class HTTPRoute(ApiStruct, frozen=True):
-    """Access through a Gateway of the Gateway API (gateway.networking.k8s.io/v1)."""
+    """An HTTPRoute of gateway.networking.k8s.io/v1 for clients outside the cluster.
 
-    #: The Gateways that carry the route.
+    It excludes ingress.
+    """
+
+    #: The Gateways to which the route attaches.
     parent_refs: Annotated[list[ParentReference], Meta(min_length=1, max_length=32)]
-    #: Host names that clients use; those of the listener if unset.
+    #: Host names that clients use. Unset: all host names of the listeners.
     hostnames: Annotated[list[Hostname], Meta(max_length=16)] | None = None
 
 
 class APIKeys(ApiStruct, frozen=True):
-    """API keys of clients, sent as `Authorization: Bearer KEY`."""
+    """API keys, which clients send as `Authorization: Bearer KEY`. Unset: no key is required."""
 
-    #: Name of a Secret in the service's namespace. The value of every entry is a key, its name is
-    #: the client's name in logs and metrics. Changes apply while the gateway runs. Requests without
-    #: a key get 401, except on /health, /ready and /metrics. An empty Secret refuses every request.
+    #: Name of a Secret in the service's namespace, with one entry per client. The entry's value is
+    #: the API key, and its name is the client's name in logs and metrics. The gateway applies
+    #: changes while it runs. A request without a valid key gets 401, except on /health, /ready and
+    #: /metrics. If the Secret is empty, every request gets 401.
     secret_name: DNSName
 
 
 class Limits(ApiStruct, frozen=True):
-    """Limits of one client or one request."""
+    """Limits per client and per request."""
 
-    #: Sequences of one API key that a gateway pod serves at once; more are answered 429 with
-    #: Retry-After. Needs apiKeys.
+    #: Maximum number of sequences that one gateway pod serves at once for one API key. Further
+    #: requests get 429 with Retry-After. Needs apiKeys. Unset: no limit.
     max_concurrent_per_key: Requests | None = None
-    #: Longer prompts are answered 400; the model's limit if unset.
+    #: Maximum length of a prompt in tokens. A longer prompt gets 400. Unset: the model's limit.
     max_prompt_tokens: Tokens | None = None
-    #: Requests for a longer answer are answered 400. Requests without a length get at most this
-    #: many tokens. The model's limit if unset.
+    #: Maximum number of generated tokens. A request for more gets 400. A request without a length
+    #: gets at most this many. Unset: the model's limit.
     max_completion_tokens: Tokens | None = None
 
 
 class Routing(ApiStruct, frozen=True):
-    """Which engine a request goes to."""
+    """How the gateway selects the engine of a request."""
 
-    #: leastLoaded: the engine with the fewest requests, of several the one with the most free KV
-    #: memory. It is the only policy so far.
+    #: leastLoaded: the engine with the fewest requests. Among several, the one with the most free
+    #: KV memory. It is the only policy.
     policy: Literal["leastLoaded"] = "leastLoaded"
 
 
 class Gateway(ApiStruct, frozen=True):
-    """The OpenAI-compatible HTTP server in front."""
+    """The OpenAI-compatible HTTP server to which clients connect."""
 
-    replicas: Annotated[int, Meta(ge=1, le=64)] = 1  #: Pods of the gateway Deployment.
+    replicas: Annotated[int, Meta(ge=1, le=64)] = 1  #: Number of pods of the gateway Deployment.
     ingress: Ingress | None = None
     http_route: HTTPRoute | None = None
-    #: The gateway itself serves HTTPS, on port 443 of its Service, with the certificate of this
-    #: Secret. It reloads a renewed certificate while it runs. Unset: HTTP on port 80. While this is
-    #: switched, each port leads to the pods that serve its protocol, until the last old pod is
-    #: gone.
+    #: The gateway serves HTTPS on port 443 of its Service, with the certificate of this Secret. It
+    #: reloads a renewed certificate while it runs. Unset: it serves HTTP on port 80. A change is
+    #: rolled out. Until the last old pod is gone, both ports are open, and each leads to the pods
+    #: with its protocol.
     tls: TLS | None = None
     api_keys: APIKeys | None = None
     limits: Limits = Limits()
     routing: Routing = Routing()
-    #: Per gateway pod; more are answered 429 with Retry-After.
+    #: Maximum number of sequences that one gateway pod serves at once. Further requests get 429
+    #: with Retry-After. Unset: 1024.
     max_concurrent_requests: Requests | None = None
-    #: Decode pods prefill prompts shorter than this themselves.
+    #: Prompts with fewer tokens than this are computed by decode pods instead of prefill pods.
+    #: Unset: 0.
     prefill_threshold_tokens: Annotated[int, Meta(ge=0, le=2**24)] | None = None
     resources: Resources | None = None
     template: Template | None = None
 
 
 class Security(ApiStruct, frozen=True):
-    """Which peers may reach the pods of the service."""
+    """Which pods may connect to the pods of the service."""
 
-    #: true: NetworkPolicies admit only the service's own gateways, its engines and the operator to
-    #: engines, and only its ranks and the operator to the coordinator. The gateway is not
-    #: restricted. Needs a network plugin that enforces NetworkPolicies.
+    #: true: engines accept connections only from the service's gateways, from its engines and from
+    #: the operator. The coordinator accepts them only from the service's ranks and from the
+    #: operator. The gateway accepts all. The cluster's network plugin must enforce NetworkPolicies.
+    #: false: the service has no NetworkPolicies.
     network_policy: bool = True
-    #: Further peers that may reach the HTTP port of engines and coordinator, to collect metrics.
-    #: For example [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}].
-    #: Empty: none.
+    #: With networkPolicy: peers that may also connect to the HTTP port of engines and coordinator,
+    #: to collect metrics. Example:
+    #: [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}].
     metrics_from: Annotated[list[Peer], Meta(max_length=16)] = msgspec.field(default_factory=list)

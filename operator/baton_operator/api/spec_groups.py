@@ -21,84 +21,90 @@ StabilizationSeconds = Annotated[int, Meta(ge=0, le=3600)]
 
 
 class PrefillParallelism(ApiStruct, frozen=True):
-    """How one prefill rank is spread over devices."""
+    """How the model is split across the devices of one prefill pod."""
 
-    #: Tensor-parallel size: workers of one pod, one device each, over which every layer is spread.
-    #: Prefill and decode may differ. The model's KV heads must divide among the workers.
+    #: Tensor-parallel size: number of workers that share each layer, with one device each. Prefill
+    #: and decode may have different sizes. It must divide the number of the model's attention
+    #: heads. It must divide the number of KV heads, or be a multiple of it.
     tensor: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
 class DecodeParallelism(PrefillParallelism, frozen=True):
-    """How decode ranks are spread over devices."""
+    """How the model is split across the devices of one decode pod."""
 
-    #: Pipeline-parallel size: stages over which the layers are spread. A pod has tensor x pipeline
-    #: workers. Not with prefill, whose KV blocks only workers with all layers can take, and not
-    #: with expert.
+    #: Pipeline-parallel size: number of stages, each with a part of the layers. A pod has tensor x
+    #: pipeline workers. With prefill or with expert it must be 1, because every worker then needs
+    #: all layers.
     pipeline: Annotated[int, Meta(ge=1, le=64)] = 1
-    #: true: the ranks are one expert-parallel group, for a mixture-of-experts model, and editing
-    #: replicas is an elastic operation without a lost request. false: every rank is an independent
-    #: engine.
+    #: true: the pods are the ranks of one expert-parallel group, for a mixture-of-experts model.
+    #: The group changes its size while it serves, without a failed request. false: every pod is an
+    #: independent engine.
     expert: bool = False
-    #: With expert: additional copies of experts in each sparse layer of the group, for load balance
-    #: and for the death of a rank. They cost memory on every rank.
+    #: Number of additional expert copies in each sparse layer of the group. They balance the load
+    #: and replace the experts of a lost rank. They use memory on every rank. Needs expert.
     redundant_experts: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
     """Bounds and delays of autoscaling."""
 
-    #: 0: all pods of the group are removed after idleSeconds without a request.
+    #: Minimum number of pods. 0: the group is scaled to zero after idleSeconds without a request.
     min_replicas: Replicas = 1
-    max_replicas: Annotated[int, Meta(ge=1, le=256)]  #: The group never has more pods.
-    #: Percentile of the latencies of one minute that is compared with the targets.
+    max_replicas: Annotated[int, Meta(ge=1, le=256)]  #: Maximum number of pods.
+    #: Percentile of the latencies of the last minute that is compared with the targets.
     percentile: Annotated[int, Meta(ge=50, le=99)] = 95
-    #: A latency this far above a target misses it. One this far below meets it with a margin.
+    #: Tolerance in percent of a target. The group grows if a measurement is more than this above
+    #: its target. It shrinks only to a size whose predicted latency is this far below the target.
     tolerance_percent: Annotated[int, Meta(ge=0, le=50)] = 10
-    #: The group grows only to the smallest size that was recommended during this time.
+    #: The group grows only to the smallest size that was recommended within this many seconds.
     scale_up_stabilization_seconds: StabilizationSeconds = 30
-    #: The group shrinks only to the largest size that was recommended during this time.
+    #: The group shrinks only to the largest size that was recommended within this many seconds.
     scale_down_stabilization_seconds: StabilizationSeconds = 300
-    #: With minReplicas 0: all pods of the group are removed after this long without a request.
+    #: Seconds without a request after which the group is scaled to zero. Required if minReplicas is
+    #: 0, and refused otherwise.
     idle_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
 
 
 class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group by the time to the first token. replicas is the initial size."""
+    """The operator sizes the group by the time to first token. replicas is the initial size."""
 
-    #: Target: from the engine's receipt of a request to its first token.
+    #: Target for the time from an engine's receipt of a request to the first token.
     ttft_milliseconds: Milliseconds
-    #: The group does not shrink so far that its engines would be busier than this.
+    #: Percentage of time for which engines may be busy. The group does not shrink to a size at
+    #: which they would be busier.
     busy_percent: Percent = 80
 
 
 class DecodeAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group by the time between tokens. replicas is the initial size."""
+    """The operator sizes the group by the inter-token latency. replicas is the initial size."""
 
-    itl_milliseconds: Milliseconds  #: Target: from one token of a sequence to the next.
-    #: Target for the first token while there are no prefill pods; unset: it does not count.
+    itl_milliseconds: Milliseconds  #: Target for the time from one token of a sequence to the next.
+    #: Target for the time to first token while the service has no prefill pods. Unset: no target.
     ttft_milliseconds: Milliseconds | None = None
-    kv_usage_percent: Percent = 80  #: Target for the KV blocks in use, so that sequences can grow.
-    #: With minReplicas 0: the gateway holds a request for this long while the first pod starts, 300
-    #: if unset. Then it answers 503 with Retry-After. Set it longer than the model takes to load.
+    #: Target for the percentage of KV blocks in use. The other blocks let sequences grow.
+    kv_usage_percent: Percent = 80
+    #: Seconds for which the gateway holds a request while a group scaled to zero starts its first
+    #: pod. Then the request gets 503 with Retry-After. Set it longer than a pod takes to load the
+    #: model. Refused unless minReplicas is 0. Unset: 300.
     hold_seconds: Annotated[int, Meta(ge=1, le=3600)] | None = None
 
 
 class AutoscalingStatus(ApiStruct, frozen=True):
     """The last decision of the autoscaler for the group."""
 
-    size: Count  #: Size of the group. The spec's replicas does not apply.
-    #: Size that the measurements recommend, before stabilisation, step limits and bounds.
+    size: Count  #: Number of pods of the group. It is used instead of the spec's replicas.
+    #: Number of pods that the measurements recommend, before stabilization, step limits and bounds.
     recommended: Count
     #: The cause in one word, for programs.
     reason: Annotated[str, Meta(min_length=1, max_length=1024)]
-    message: Annotated[str, Meta(max_length=32768)]  #: The decision and its figures.
-    last_scale_time: Time | None = None  #: When the size changed last.
+    message: Annotated[str, Meta(max_length=32768)]  #: The decision and its measurements.
+    last_scale_time: Time | None = None  #: Time of the last change of the size.
 
 
 class Prefill(ApiStruct, frozen=True):
-    """The group that runs the prefill stage of requests."""
+    """The pods that compute prompts. Unset: decode pods compute the prompts."""
 
-    #: Data-parallel ranks, one pod each. 0: decode pods prefill for themselves.
+    #: Number of pods, with one data-parallel rank each. 0: decode pods compute the prompts.
     replicas: Replicas = 1
     autoscaling: PrefillAutoscaling | None = None
     parallelism: PrefillParallelism = PrefillParallelism()
@@ -107,9 +113,9 @@ class Prefill(ApiStruct, frozen=True):
 
 
 class Decode(ApiStruct, frozen=True):
-    """The group that generates tokens. The scale subresource sets its replicas."""
+    """The pods that generate tokens. The scale subresource sets their replicas."""
 
-    replicas: Replicas = 1  #: Data-parallel ranks, one pod each.
+    replicas: Replicas = 1  #: Number of pods, with one data-parallel rank each.
     autoscaling: DecodeAutoscaling | None = None
     parallelism: DecodeParallelism = DecodeParallelism()
     resources: Resources | None = None
@@ -117,24 +123,24 @@ class Decode(ApiStruct, frozen=True):
 
 
 class RollingUpdate(ApiStruct, frozen=True):
-    """How the pods of one group are replaced by those of a new revision."""
+    """How pods of a new revision replace the pods of one group."""
 
-    #: Pods beyond replicas that may exist during a rollout: a number, or a share of replicas such
-    #: as 25%, rounded up.
+    #: Number of pods beyond replicas that may exist during a rollout. A percentage of replicas,
+    #: such as 25%, is rounded up.
     max_surge: IntOrPercent = 1
-    #: How many fewer pods than replicas may serve during a rollout: a number, or a share of
-    #: replicas, rounded down. If maxSurge is zero too, it is at least one.
+    #: Number by which the serving pods may fall below replicas during a rollout. A percentage of
+    #: replicas is rounded down. If maxSurge is 0, it is at least 1.
     max_unavailable: IntOrPercent = 0
-    #: A new pod for which no node has had room for this long takes the place of an old one, which
-    #: drains first. One pod fewer serves until the new one is ready. Set it longer where new nodes
-    #: are started on demand.
+    #: Seconds for which a new pod waits while no node has room for it. Then an old pod drains and
+    #: the new pod takes its place. One pod fewer serves until the new one is ready. Set it longer
+    #: than the cluster takes to add a node.
     surge_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] = 30
 
 
 class UpdateStrategy(ApiStruct, frozen=True):
-    """How pods are replaced when their template or configuration changes.
+    """How the pods of a group are replaced when their template or configuration changes.
 
-    Other groups keep their pods.
+    A group without such a change keeps its pods.
     """
 
     prefill: RollingUpdate = RollingUpdate()

@@ -21,53 +21,53 @@ def is_fetched(uri: str) -> bool:
 
 
 class ModelCache(ApiStruct, frozen=True):
-    """Where models of a hub or object store are kept.
+    """Where models from a hub or an object store are kept.
 
-    Without hostPath or claim: in each pod, until it is deleted.
+    Without hostPath and claim, each pod downloads its own copy.
     """
 
-    #: Folder of every node, writable for user or group 65532, that its pods share: each node
-    #: fetches once.
+    #: Folder on every node. The pods of a node share it, so each node downloads the model once. It
+    #: must be writable for user or group 65532. It excludes claim.
     host_path: Annotated[str, Meta(pattern=r"^/.+", max_length=1024)] | None = None
-    #: PersistentVolumeClaim of the namespace that all pods share: the model is fetched once. On
-    #: several nodes it needs access mode ReadWriteMany.
+    #: PersistentVolumeClaim in the service's namespace. All pods share it, so the model is
+    #: downloaded once. Pods on several nodes need access mode ReadWriteMany. It excludes hostPath.
     claim: ObjectName | None = None
-    #: A larger model is not fetched. Without hostPath and claim it also limits the pod's own
-    #: volume.
+    #: Maximum size of the model, for example 200Gi. A larger model is not downloaded. Without
+    #: hostPath and claim, it also limits the pod's own volume. Unset: no limit.
     size_limit: Quantity | None = None
 
 
 class Model(ApiStruct, frozen=True):
     """The model that the service serves."""
 
-    #: Where config.json, safetensors and tokenizer.json lie: file:///DIR on every node;
-    #: pvc://CLAIM/DIR in a PersistentVolumeClaim of the namespace; hf://ORG/NAME[@REVISION] on a
-    #: Hugging Face hub; s3://BUCKET/PREFIX or gs://BUCKET/PREFIX in an object store;
-    #: image://REFERENCE[/DIR] in an image with a tag or digest (Kubernetes 1.31 and newer, where
-    #: image volumes are enabled).
+    #: Folder with config.json, safetensors and tokenizer.json. file:///DIR: on every node.
+    #: pvc://CLAIM/DIR: in a PersistentVolumeClaim of the service's namespace.
+    #: hf://ORG/NAME[@REVISION]: on a Hugging Face hub, by default revision main. s3://BUCKET/PREFIX
+    #: or gs://BUCKET/PREFIX: in an object store. image://REFERENCE[/DIR]: in an image with a tag or
+    #: digest, which needs image volumes (Kubernetes 1.31 or newer).
     uri: Annotated[str, Meta(pattern=MODEL_URI, max_length=2048)]
     cache: ModelCache | None = None
-    #: Secret of the namespace. Its entries are environment variables of the container that fetches
-    #: the model, and of no other: HF_TOKEN, HF_ENDPOINT, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-    #: AWS_ENDPOINT_URL, ...
+    #: Secret in the service's namespace. Its entries become environment variables of the container
+    #: that downloads the model, and of no other container. Examples: HF_TOKEN, HF_ENDPOINT,
+    #: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL.
     credentials_secret: ObjectName | None = None
-    #: Name clients use; the resource's own name if unset.
+    #: Model name that clients use. Unset: the name of the LLMService.
     served_name: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
-    #: Type of weights and KV cache. auto: the checkpoint's, but float32 on a CPU that does not
-    #: multiply in it natively. Engines of different dtypes exchange no KV blocks: set it where
-    #: their machines differ.
+    #: Data type of weights and KV cache. auto: that of the checkpoint, or float32 on a CPU without
+    #: native multiplication in it. Engines with different types cannot exchange KV blocks. So set
+    #: it if the pods run on different machines.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: int8: engines on CPUs multiply by weights rounded to eight bits; engines on GPUs refuse it.
-    #: Unset: weights stay as they are.
+    #: int8: weights are rounded to 8 bits. Only engines on CPUs support it. Unset: weights keep
+    #: their type.
     quantization: Literal["int8"] | None = None
-    #: Prompt plus generated tokens; the model's own maximum if unset.
+    #: Maximum number of tokens of a sequence, prompt included. Unset: the model's own maximum.
     max_model_len: Tokens | None = None
 
 
 class ModelStatus(ApiStruct, frozen=True):
-    """The model that pods had last; kept while none runs."""
+    """The model that the pods have, or had last."""
 
-    uri: str  #: As spec.model.uri named it.
-    #: Revision of a fetched model: the commit on the hub, or a hash over the metadata of its
+    uri: str  #: spec.model.uri of these pods.
+    #: Revision of a downloaded model: the commit on the hub, or a hash of the metadata of the
     #: objects in the store.
     revision: str | None = None

@@ -26,7 +26,7 @@ from baton_operator.autoscale.policy import Decision, Group, decide
 from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
 from baton_operator.autoscale.windows import Snapshot, window
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
 from baton_operator.status import report_group
 
@@ -95,22 +95,22 @@ class Autoscaler:
 
     # Called by reconciles
 
-    def apply_sizes(self, owner: Owner, service: dict[str, Any]) -> Owner:
-        """Return `owner` with the desired sizes of its groups.
+    def apply_sizes(self, resolved: ResolvedService, service: dict[str, Any]) -> ResolvedService:
+        """Return `resolved` with the desired sizes of its groups.
 
         Groups without `autoscaling` keep the replicas of the spec.
 
         Args:
             service: the LLMService as stored. Its status has the decisions of earlier processes.
         """
-        key, now = names.Key(owner.namespace, owner.name), self._clock()
-        settings = settings_of(owner.spec)
+        key, now = names.Key(resolved.namespace, resolved.name), self._clock()
+        settings = settings_of(resolved.spec)
         if not settings:
             self.forget(key)
-            return owner
+            return resolved
         known = self._services.get(key)
-        if known is None or known.uid != owner.uid:
-            known = self._services[key] = _Service(owner.uid, now)
+        if known is None or known.uid != resolved.uid:
+            known = self._services[key] = _Service(resolved.uid, now)
         for role in names.MEMBER_ROLES:
             if role not in settings:
                 known.roles.pop(role, None)
@@ -123,11 +123,11 @@ class Autoscaler:
                 )
             elif known.roles[role].settings != settings[role]:
                 self._change_settings(known, role, settings[role])
-        return msgspec.structs.replace(owner, sizes=known.sizes)
+        return msgspec.structs.replace(resolved, sizes=known.sizes)
 
     def observe(
         self,
-        owner: Owner,
+        resolved: ResolvedService,
         groups: Mapping[names.Role, report_group.Group],
         pods: list[dict[str, Any]],
     ) -> None:
@@ -137,21 +137,21 @@ class Autoscaler:
             groups: the groups that are known.
             pods: all pods of the service.
         """
-        known = self._services.get(names.Key(owner.namespace, owner.name))
+        known = self._services.get(names.Key(resolved.namespace, resolved.name))
         if known is not None:
             settings = {role: state.settings for role, state in known.roles.items()}
-            known.groups = groups_of(owner, groups, settings)
-            known.targets = targets_of(owner, pods)
+            known.groups = groups_of(resolved, groups, settings)
+            known.targets = targets_of(resolved, pods)
 
-    def status(self, owner: Owner, role: names.MemberRole) -> AutoscalingStatus | None:
+    def status(self, resolved: ResolvedService, role: names.MemberRole) -> AutoscalingStatus | None:
         """Return the status of a role; None if it has no autoscaling."""
-        known = self._services.get(names.Key(owner.namespace, owner.name))
+        known = self._services.get(names.Key(resolved.namespace, resolved.name))
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status
 
-    def take_events(self, owner: Owner) -> list[Event]:
+    def take_events(self, resolved: ResolvedService) -> list[Event]:
         """Return the pending Events, and clear them."""
-        known = self._services.get(names.Key(owner.namespace, owner.name))
+        known = self._services.get(names.Key(resolved.namespace, resolved.name))
         if known is None:
             return []
         events, known.events = known.events, []

@@ -10,7 +10,7 @@ from baton_operator import names
 from baton_operator.autoscale.policy import Group
 from baton_operator.autoscale.scrape import ScrapeTarget
 from baton_operator.autoscale.settings import Settings
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import is_ready
 from baton_operator.status import report_group
 from baton_operator.status.diagnose import is_leaving
@@ -19,19 +19,19 @@ from baton_protocol.topology import ACTIVE_PHASES
 
 
 def groups_of(
-    owner: Owner,
+    resolved: ResolvedService,
     seen: Mapping[names.Role, report_group.Group],
     settings: Mapping[names.MemberRole, Settings],
 ) -> dict[names.MemberRole, Group]:
     """Return the present state of the groups to size."""
-    alone = owner.replicas("prefill") == 0
+    alone = resolved.replicas("prefill") == 0
     return {
         role: Group(
             role=role,
-            size=owner.replicas(role),
+            size=resolved.replicas(role),
             pods=len(seen[role].pods),
             ready=seen[role].ready,
-            operation=_operation(owner, seen[role]),
+            operation=_operation(resolved, seen[role]),
             aggregated=role == "decode" and alone and isfinite(settings[role].targets.ttft_s),
         )
         for role in names.MEMBER_ROLES
@@ -39,7 +39,7 @@ def groups_of(
     }
 
 
-def _operation(owner: Owner, group: report_group.Group) -> str:
+def _operation(resolved: ResolvedService, group: report_group.Group) -> str:
     """Return what must end before the size changes again; empty if the size may change."""
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None
@@ -48,10 +48,10 @@ def _operation(owner: Owner, group: report_group.Group) -> str:
         return f"topology operation {operation.id} ({operation.kind})"
     if group.topology is not None and not group.topology.reachable and group.topology.has_ranks:
         return "a search for the coordinator, which does not answer,"
-    return "a rollout" if group.outdated and not owner.spec.paused else ""
+    return "a rollout" if group.outdated and not resolved.spec.paused else ""
 
 
-def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
+def targets_of(resolved: ResolvedService, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
     """Return the engines and gateways that serve or finish running requests."""
     targets = []
     for pod in pods:
@@ -73,7 +73,7 @@ def targets_of(owner: Owner, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
                 role=None if role == "gateway" else role,
                 host=address,
                 port=GATEWAY_PORT if role == "gateway" else ENGINE_HTTP_PORT,
-                tls=role == "gateway" and owner.spec.gateway.tls is not None,
+                tls=role == "gateway" and resolved.spec.gateway.tls is not None,
             )
         )
     return targets

@@ -1,6 +1,6 @@
-"""Builders of Kubernetes objects: pure functions from an `Owner`, one for each kind of object.
+"""Builders of Kubernetes objects: pure functions of a `ResolvedService`, one for each kind.
 
-- `owner`: the service that objects are built for.
+- `resolved_service`: the LLMService with all values that objects are built from.
 - `member`: member pods of prefill and decode, and their headless Service.
 - `gateway`, `coordinator`: Deployment and Service of each.
 - `ingress`, `http_route`: access to the gateway from outside the cluster.

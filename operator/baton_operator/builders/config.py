@@ -16,7 +16,7 @@ from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
 from baton_operator.builders import model, service_key
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.config import (
     AccessConfig,
     CacheConfig,
@@ -38,29 +38,31 @@ API_KEYS_PATH = "/etc/baton-api-keys"
 TLS_PATH = "/etc/baton-tls"
 
 
-def config_map(owner: Owner, role: names.ConfiguredRole) -> Object:
+def config_map(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
     """Return the ConfigMap of `role`, with one key `<role>.json`."""
-    config = gateway_config(owner) if role == "gateway" else engine_config(owner, role)
+    config = gateway_config(resolved) if role == "gateway" else engine_config(resolved, role)
     text = msgspec.json.format(msgspec.json.encode(_set_fields(config)), indent=2).decode() + "\n"
     data = {f"{role}.json": text}
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": owner.metadata(f"{owner.name}-{role}-config-{names.content_hash(data)}", role),
+        "metadata": resolved.metadata(
+            f"{resolved.name}-{role}-config-{names.content_hash(data)}", role
+        ),
         "data": data,
     }
 
 
-def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
+def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineConfig:
     """Return the configuration of `baton-engine`."""
-    spec, tuning = owner.spec, owner.spec.engine
+    spec, tuning = resolved.spec, resolved.spec.engine
     memory, offload = tuning.kv_cache_memory, tuning.offload_memory
-    if not owner.has_prefill:
+    if not resolved.has_prefill:
         kv_role = KVRole.NONE
     else:
         kv_role = KVRole.PRODUCER if role == "prefill" else KVRole.CONSUMER
     return EngineConfig(
-        model=_model_config(owner, role),
+        model=_model_config(resolved, role),
         cache=CacheConfig(
             **_given(
                 block_size=tuning.block_size,
@@ -84,14 +86,14 @@ def engine_config(owner: Owner, role: names.MemberRole) -> EngineConfig:
             load_failure_policy=spec.kv_transfer.load_failure_policy,
             mode=spec.kv_transfer.mode,
         ),
-        parallel=_parallel_config(owner, role),
+        parallel=_parallel_config(resolved, role),
         service_key_file=service_key.FILE,
         drain_timeout_s=float(spec.drain_timeout_seconds),
         **_given(device=tuning.device, num_threads=tuning.num_threads),
     )
 
 
-def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
+def _parallel_config(resolved: ResolvedService, role: names.MemberRole) -> ParallelConfig:
     """Return the parallelism of one engine.
 
     The coordinator is set by address and not by DNS name, because pods that run as processes of one
@@ -101,39 +103,39 @@ def _parallel_config(owner: Owner, role: names.MemberRole) -> ParallelConfig:
     Raises:
         ValueError: the coordinator's Service has no address yet.
     """
-    size = owner.tensor_parallel_size(role)
-    if role != "decode" or not owner.is_expert_parallel:
-        stages = owner.spec.decode.parallelism.pipeline if role == "decode" else 1
+    size = resolved.tensor_parallel_size(role)
+    if role != "decode" or not resolved.is_expert_parallel:
+        stages = resolved.spec.decode.parallelism.pipeline if role == "decode" else 1
         return ParallelConfig(tensor_parallel_size=size, pipeline_parallel_size=stages)
-    if owner.coordinator is None:
+    if resolved.coordinator is None:
         raise ValueError("the coordinator's Service has no address yet")
     return ParallelConfig(
         tensor_parallel_size=size,
         enable_expert_parallel=True,
-        coordinator=f"{names.url_host(owner.coordinator)}:{COORDINATOR_PORT}",
-        num_redundant_experts=owner.spec.decode.parallelism.redundant_experts,
+        coordinator=f"{names.url_host(resolved.coordinator)}:{COORDINATOR_PORT}",
+        num_redundant_experts=resolved.spec.decode.parallelism.redundant_experts,
     )
 
 
-def gateway_config(owner: Owner) -> GatewayConfig:
+def gateway_config(resolved: ResolvedService) -> GatewayConfig:
     """Return the configuration of `baton-gateway`."""
-    gateway = owner.spec.gateway
+    gateway = resolved.spec.gateway
     return GatewayConfig(
-        model=_model_config(owner, "gateway"),
-        discovery=DiscoveryConfig(namespace=owner.namespace, service=owner.name),
-        access=_access_config(owner),
+        model=_model_config(resolved, "gateway"),
+        discovery=DiscoveryConfig(namespace=resolved.namespace, service=resolved.name),
+        access=_access_config(resolved),
         service_key_file=service_key.FILE,
-        drain_timeout_s=float(owner.spec.drain_timeout_seconds),
+        drain_timeout_s=float(resolved.spec.drain_timeout_seconds),
         **_given(
             max_concurrent_requests=gateway.max_concurrent_requests,
             prefill_threshold_tokens=gateway.prefill_threshold_tokens,
-            hold_s=_hold_s(owner),
+            hold_s=_hold_s(resolved),
         ),
     )
 
 
-def _access_config(owner: Owner) -> AccessConfig:
-    gateway = owner.spec.gateway
+def _access_config(resolved: ResolvedService) -> AccessConfig:
+    gateway = resolved.spec.gateway
     return AccessConfig(
         api_keys_dir=API_KEYS_PATH if gateway.api_keys else "",
         tls_dir=TLS_PATH if gateway.tls else "",
@@ -143,19 +145,19 @@ def _access_config(owner: Owner) -> AccessConfig:
     )
 
 
-def _hold_s(owner: Owner) -> float | None:
+def _hold_s(resolved: ResolvedService) -> float | None:
     """Return how long the gateway holds requests; None if decode never scales to zero."""
-    autoscaling = owner.spec.decode.autoscaling
+    autoscaling = resolved.spec.decode.autoscaling
     if autoscaling is None or autoscaling.min_replicas > 0:
         return None
     return float(autoscaling.hold_seconds or DEFAULT_HOLD_SECONDS)
 
 
-def _model_config(owner: Owner, role: names.ConfiguredRole) -> ModelConfig:
-    source = owner.spec.model
+def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> ModelConfig:
+    source = resolved.spec.model
     return ModelConfig(
         path=model.source(source, role).path,
-        served_name=owner.served_name,
+        served_name=resolved.served_name,
         dtype=source.dtype,
         quantization=source.quantization,
         max_model_len=source.max_model_len,

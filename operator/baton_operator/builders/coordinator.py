@@ -8,13 +8,13 @@ from __future__ import annotations
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import pod, service_key
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 CONTAINER = "coordinator"
 
 
-def deployment(owner: Owner) -> Object:
+def deployment(resolved: ResolvedService) -> Object:
     """Return the Deployment of one pod.
 
     A new pod starts when the old one has ended, because ranks obey one coordinator. They keep
@@ -22,7 +22,7 @@ def deployment(owner: Owner) -> Object:
     """
     container = {
         "name": CONTAINER,
-        "image": owner.spec.image,
+        "image": resolved.spec.image,
         "command": ["baton-coordinator", "--service-key-file", service_key.FILE],
         "env": pod.identity_env(),
         "ports": [
@@ -40,38 +40,38 @@ def deployment(owner: Owner) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": owner.metadata(names.coordinator_name(owner.name), "coordinator"),
+        "metadata": resolved.metadata(names.coordinator_name(resolved.name), "coordinator"),
         "spec": {
             "replicas": 1,
             "strategy": {"type": "Recreate"},
-            "selector": {"matchLabels": names.selector(owner.name, "coordinator")},
+            "selector": {"matchLabels": names.selector(resolved.name, "coordinator")},
             "template": {
                 "metadata": {
-                    "labels": names.labels(owner.name, "coordinator"),
-                    "annotations": service_key.pod_annotations(owner),
+                    "labels": names.labels(resolved.name, "coordinator"),
+                    "annotations": service_key.pod_annotations(resolved),
                 },
                 "spec": {
-                    "serviceAccountName": names.engine_account_name(owner.name),
+                    "serviceAccountName": names.engine_account_name(resolved.name),
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
                     "securityContext": pod.pod_security(),
                     "containers": [container],
-                    "volumes": [service_key.volume(owner), {"name": "tmp", "emptyDir": {}}],
+                    "volumes": [service_key.volume(resolved), {"name": "tmp", "emptyDir": {}}],
                 },
             },
         },
     }
 
 
-def service(owner: Owner) -> Object:
+def service(resolved: ResolvedService) -> Object:
     """Return the Service. Ranks and the operator use its address."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": owner.metadata(names.coordinator_name(owner.name), "coordinator"),
+        "metadata": resolved.metadata(names.coordinator_name(resolved.name), "coordinator"),
         "spec": {
             "type": "ClusterIP",
-            "selector": names.selector(owner.name, "coordinator"),
+            "selector": names.selector(resolved.name, "coordinator"),
             "ports": [
                 {
                     "name": "ranks",

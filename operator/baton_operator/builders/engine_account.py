@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 
 
-def service_account(owner: Owner) -> Object:
+def service_account(resolved: ResolvedService) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
-        "metadata": owner.metadata(names.engine_account_name(owner.name)),
+        "metadata": resolved.metadata(names.engine_account_name(resolved.name)),
         "automountServiceAccountToken": False,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import config, pod
-from baton_operator.builders.owner import Owner, Scheme
+from baton_operator.builders.resolved_service import ResolvedService, Scheme
 from baton_protocol.config import GATEWAY_PORT
 
 CONTAINER = "gateway"
@@ -19,30 +19,30 @@ ANNOTATION_SCHEME = "prometheus.io/scheme"
 PORTS: dict[Scheme, int] = {"http": 80, "https": 443}
 
 
-def served_scheme(owner: Owner) -> Scheme:
+def served_scheme(resolved: ResolvedService) -> Scheme:
     """Return the scheme that new gateway pods serve."""
-    return "http" if owner.spec.gateway.tls is None else "https"
+    return "http" if resolved.spec.gateway.tls is None else "https"
 
 
-def scheme_in_use(owner: Owner) -> Scheme:
+def scheme_in_use(resolved: ResolvedService) -> Scheme:
     """Return a scheme that a ready gateway serves.
 
     While TLS is switched on or off, it is the old one until a new pod is ready.
     """
-    wanted, ready = served_scheme(owner), owner.gateway_schemes
+    wanted, ready = served_scheme(resolved), resolved.gateway_schemes
     return wanted if wanted in ready or not ready else ready[0]
 
 
-def deployment(owner: Owner) -> Object:
+def deployment(resolved: ResolvedService) -> Object:
     """Return the Deployment. A new pod is ready before an old one leaves.
 
     Raises:
         ValueError: the template overlay cannot be merged.
     """
-    gateway = owner.spec.gateway
-    scheme = served_scheme(owner)
+    gateway = resolved.spec.gateway
+    scheme = served_scheme(resolved)
     template = pod.pod_template(
-        owner,
+        resolved,
         "gateway",
         container={
             "name": CONTAINER,
@@ -53,10 +53,10 @@ def deployment(owner: Owner) -> Object:
             "livenessProbe": pod.http_probe("/health", period_s=10, failures=6, scheme=scheme),
             "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3, scheme=scheme),
         },
-        pod={"serviceAccountName": names.gateway_name(owner.name), "enableServiceLinks": False},
+        pod={"serviceAccountName": names.gateway_name(resolved.name), "enableServiceLinks": False},
         template=gateway.template,
         resources=gateway.resources,
-        extra=_secret_mounts(owner),
+        extra=_secret_mounts(resolved),
     )
     if scheme == "https":
         template["metadata"].setdefault("annotations", {})[ANNOTATION_SCHEME] = scheme
@@ -64,10 +64,10 @@ def deployment(owner: Owner) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
         "spec": {
             "replicas": gateway.replicas,
-            "selector": {"matchLabels": names.selector(owner.name, "gateway")},
+            "selector": {"matchLabels": names.selector(resolved.name, "gateway")},
             "strategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
@@ -77,7 +77,7 @@ def deployment(owner: Owner) -> Object:
     }
 
 
-def service(owner: Owner) -> Object:
+def service(resolved: ResolvedService) -> Object:
     """Return the Service, which is the endpoint in the status.
 
     It has both ports while TLS is switched on or off.
@@ -85,10 +85,10 @@ def service(owner: Owner) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
         "spec": {
             "type": "ClusterIP",
-            "selector": names.selector(owner.name, "gateway"),
+            "selector": names.selector(resolved.name, "gateway"),
             "ports": [
                 {
                     "name": scheme,
@@ -96,47 +96,47 @@ def service(owner: Owner) -> Object:
                     "targetPort": scheme,
                     "protocol": "TCP",
                 }
-                for scheme in sorted({served_scheme(owner), *owner.gateway_schemes})
+                for scheme in sorted({served_scheme(resolved), *resolved.gateway_schemes})
             ],
         },
     }
 
 
-def service_account(owner: Owner) -> Object:
+def service_account(resolved: ResolvedService) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
-        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
     }
 
 
-def role(owner: Owner) -> Object:
+def role(resolved: ResolvedService) -> Object:
     """Return the right to watch pods, by which the gateway discovers engines."""
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
-        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
         "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}],
     }
 
 
-def role_binding(owner: Owner) -> Object:
-    name = names.gateway_name(owner.name)
+def role_binding(resolved: ResolvedService) -> Object:
+    name = names.gateway_name(resolved.name)
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "RoleBinding",
-        "metadata": owner.metadata(name, "gateway"),
+        "metadata": resolved.metadata(name, "gateway"),
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": owner.namespace}],
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": resolved.namespace}],
     }
 
 
-def _secret_mounts(owner: Owner) -> list[tuple[Object, Object]]:
+def _secret_mounts(resolved: ResolvedService) -> list[tuple[Object, Object]]:
     """Return (volume, mount) of each Secret that the gateway reads.
 
     The kubelet starts the pod when the Secrets exist.
     """
-    gateway = owner.spec.gateway
+    gateway = resolved.spec.gateway
     secrets = []
     if gateway.api_keys:
         secrets.append(("api-keys", gateway.api_keys.secret_name, config.API_KEYS_PATH))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import gateway
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 
 ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
-def http_route(owner: Owner) -> Object | None:
+def http_route(resolved: ResolvedService) -> Object | None:
     """Return the HTTPRoute; None if the spec has none."""
-    wanted = owner.spec.gateway.http_route
+    wanted = resolved.spec.gateway.http_route
     if wanted is None:
         return None
     parents = []
@@ -26,13 +26,18 @@ def http_route(owner: Owner) -> Object | None:
         parents.append(
             reference | {field: value for field, value in optional.items() if value is not None}
         )
-    port = gateway.PORTS[gateway.scheme_in_use(owner)]
-    backend = {"group": "", "kind": "Service", "name": names.gateway_name(owner.name), "port": port}
+    port = gateway.PORTS[gateway.scheme_in_use(resolved)]
+    backend = {
+        "group": "",
+        "kind": "Service",
+        "name": names.gateway_name(resolved.name),
+        "port": port,
+    }
     matches = [{"path": {"type": "PathPrefix", "value": "/"}}]
     return {
         "apiVersion": ROUTE_API,
         "kind": "HTTPRoute",
-        "metadata": owner.metadata(names.gateway_name(owner.name), "gateway"),
+        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
         "spec": {
             "parentRefs": parents,
             **({"hostnames": list(wanted.hostnames)} if wanted.hostnames else {}),

@@ -5,21 +5,21 @@ from __future__ import annotations
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import gateway
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 
 
-def ingress(owner: Owner) -> Object | None:
+def ingress(resolved: ResolvedService) -> Object | None:
     """Return the Ingress; None if the spec has none."""
-    wanted = owner.spec.gateway.ingress
+    wanted = resolved.spec.gateway.ingress
     if wanted is None:
         return None
-    metadata = owner.metadata(names.gateway_name(owner.name), "gateway")
+    metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
     if wanted.annotations:
         metadata["annotations"] = dict(wanted.annotations)
     backend = {
         "service": {
-            "name": names.gateway_name(owner.name),
-            "port": {"name": gateway.scheme_in_use(owner)},
+            "name": names.gateway_name(resolved.name),
+            "port": {"name": gateway.scheme_in_use(resolved)},
         }
     }
     rule = {

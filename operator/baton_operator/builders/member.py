@@ -7,7 +7,7 @@ import copy
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import config, pod
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 
 CONTAINER = "engine"
@@ -24,20 +24,20 @@ class MemberTemplate:
         ValueError: the template overlay cannot be merged, or the coordinator has no address yet.
     """
 
-    def __init__(self, owner: Owner, role: names.MemberRole) -> None:
-        self._owner = owner
+    def __init__(self, resolved: ResolvedService, role: names.MemberRole) -> None:
+        self._owner = resolved
         self._role = role
-        group = owner.spec.decode if role == "decode" else owner.spec.prefill
+        group = resolved.group(role)
         self._template = pod.pod_template(
-            owner,
+            resolved,
             role,
-            container=_container(owner, role),
+            container=_container(resolved, role),
             pod={
                 "restartPolicy": "Always",
-                "serviceAccountName": names.engine_account_name(owner.name),
+                "serviceAccountName": names.engine_account_name(resolved.name),
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,
-                "subdomain": names.members_service_name(owner.name),
+                "subdomain": names.members_service_name(resolved.name),
             },
             template=group.template if group else None,
             resources=group.resources if group else None,
@@ -46,7 +46,7 @@ class MemberTemplate:
         self.revision = names.content_hash(self._template)
         #: Pods with the same value can be ranks of one topology. Empty: the pods are independent
         #: engines.
-        self.expert_group = owner.expert_group(role)
+        self.expert_group = resolved.expert_group(role)
 
     def pod(self, ordinal: int) -> Object:
         """Return the member with this ordinal."""
@@ -68,7 +68,7 @@ class MemberTemplate:
         }
 
 
-def headless_service(owner: Owner) -> Object:
+def headless_service(resolved: ResolvedService) -> Object:
     """Return the headless Service that gives member pods their DNS names.
 
     It includes pods that are not ready, because peers must find each other while they start.
@@ -77,12 +77,12 @@ def headless_service(owner: Owner) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": owner.metadata(names.members_service_name(owner.name)),
+        "metadata": resolved.metadata(names.members_service_name(resolved.name)),
         "spec": {
             "type": "ClusterIP",
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {names.LABEL_SERVICE: owner.name, names.LABEL_MEMBER: "true"},
+            "selector": {names.LABEL_SERVICE: resolved.name, names.LABEL_MEMBER: "true"},
             "ports": [
                 {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
                 for name, port in ports.items()
@@ -91,8 +91,8 @@ def headless_service(owner: Owner) -> Object:
     }
 
 
-def _container(owner: Owner, role: names.MemberRole) -> Object:
-    threads = owner.spec.engine.num_threads
+def _container(resolved: ResolvedService, role: names.MemberRole) -> Object:
+    threads = resolved.spec.engine.num_threads
     return {
         "name": CONTAINER,
         "command": ["baton-engine", "--config", f"{config.MOUNT_PATH}/{role}.json"],

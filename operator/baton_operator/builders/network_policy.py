@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
@@ -20,36 +20,36 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/compone
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
-def members_policy(owner: Owner, operator_namespace: str | None) -> Object:
+def members_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object:
     """Return the policy of engines.
 
     It admits requests of the service's gateways, connections between members, and HTTP requests of
     the operator and of metrics collectors.
     """
-    members = {names.LABEL_SERVICE: owner.name, names.LABEL_MEMBER: "true"}
+    members = {names.LABEL_SERVICE: resolved.name, names.LABEL_MEMBER: "true"}
     rules = [
         {"from": [_pods(members)]},
-        {"from": [_pods(names.selector(owner.name, "gateway"))], "ports": _ports(ENGINE_PORT)},
-        _http(owner, ENGINE_HTTP_PORT, operator_namespace),
+        {"from": [_pods(names.selector(resolved.name, "gateway"))], "ports": _ports(ENGINE_PORT)},
+        _http(resolved, ENGINE_HTTP_PORT, operator_namespace),
     ]
-    return _policy(owner, names.members_service_name(owner.name), members, rules)
+    return _policy(resolved, names.members_service_name(resolved.name), members, rules)
 
 
-def coordinator_policy(owner: Owner, operator_namespace: str | None) -> Object:
+def coordinator_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object:
     """Return the policy of the coordinator.
 
     It admits ranks, and HTTP requests of the operator and of metrics collectors.
     """
-    ranks = _pods(names.selector(owner.name, "decode"))
+    ranks = _pods(names.selector(resolved.name, "decode"))
     rules = [
         {"from": [ranks], "ports": _ports(COORDINATOR_PORT)},
-        _http(owner, COORDINATOR_HTTP_PORT, operator_namespace),
+        _http(resolved, COORDINATOR_HTTP_PORT, operator_namespace),
     ]
-    selector = names.selector(owner.name, "coordinator")
-    return _policy(owner, names.coordinator_name(owner.name), selector, rules)
+    selector = names.selector(resolved.name, "coordinator")
+    return _policy(resolved, names.coordinator_name(resolved.name), selector, rules)
 
 
-def _http(owner: Owner, port: int, operator_namespace: str | None) -> Object:
+def _http(resolved: ResolvedService, port: int, operator_namespace: str | None) -> Object:
     """Return the rule for HTTP. Requests that change something also need the service's key.
 
     Args:
@@ -62,7 +62,7 @@ def _http(owner: Owner, port: int, operator_namespace: str | None) -> Object:
         "namespaceSelector": {"matchLabels": {NAMESPACE_LABEL: operator_namespace}},
         **_pods(OPERATOR_LABELS),
     }
-    return {"from": [operator, *owner.spec.security.metrics_from], "ports": _ports(port)}
+    return {"from": [operator, *resolved.spec.security.metrics_from], "ports": _ports(port)}
 
 
 def _pods(labels: dict[str, str]) -> Object:
@@ -77,11 +77,13 @@ def _ports(*ports: int) -> list[Object]:
     return [{"port": port, "protocol": "TCP"} for port in ports]
 
 
-def _policy(owner: Owner, name: str, selector: dict[str, str], ingress: list[Object]) -> Object:
+def _policy(
+    resolved: ResolvedService, name: str, selector: dict[str, str], ingress: list[Object]
+) -> Object:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": owner.metadata(name),
+        "metadata": resolved.metadata(name),
         "spec": {
             "podSelector": {"matchLabels": selector},
             "policyTypes": ["Ingress"],

@@ -9,7 +9,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import Template
 from baton_operator.builders import config, free_form_fields, model, overlay, service_key
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 
 #: User and group of all images (see docker/).
 USER_ID = 65532
@@ -18,7 +18,7 @@ TERMINATION_MARGIN_S = 15
 
 
 def pod_template(
-    owner: Owner,
+    resolved: ResolvedService,
     role: names.ConfiguredRole,
     *,
     container: Object,
@@ -40,8 +40,8 @@ def pod_template(
             invalid. The message names the field.
     """
     free_form_fields.check_resources(resources, f"{role}.resources")
-    own = _own_template(owner, role, container, pod, resources, extra)
-    return _merge_overlay(own, owner, role, template)
+    own = _own_template(resolved, role, container, pod, resources, extra)
+    return _merge_overlay(own, resolved, role, template)
 
 
 def pod_security() -> Object:
@@ -99,7 +99,7 @@ def http_probe(
 
 
 def _own_template(
-    owner: Owner,
+    resolved: ResolvedService,
     role: names.ConfiguredRole,
     container: Object,
     pod: Object,
@@ -107,20 +107,20 @@ def _own_template(
     extra: Sequence[tuple[Object, Object]],
 ) -> Object:
     """Return the pod template without the user's overlay. Arguments as in `pod_template`."""
-    source = model.source(owner.spec.model, role)
-    config_map = config.config_map(owner, role)["metadata"]["name"]
+    source = model.source(resolved.spec.model, role)
+    config_map = config.config_map(resolved, role)["metadata"]["name"]
     mounted = [
         (
             {"name": "config", "configMap": {"name": config_map}},
             {"name": "config", "mountPath": config.MOUNT_PATH, "readOnly": True},
         ),
         (source.volume, source.mount),
-        (service_key.volume(owner), service_key.mount()),
+        (service_key.volume(resolved), service_key.mount()),
         *extra,
         ({"name": "tmp", "emptyDir": {}}, {"name": "tmp", "mountPath": "/tmp"}),
     ]
     container = {
-        "image": owner.spec.image,
+        "image": resolved.spec.image,
         "volumeMounts": [mount for _, mount in mounted],
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": restricted(),
@@ -128,7 +128,7 @@ def _own_template(
     }
     if resources:
         container["resources"] = resources
-    drain_timeout_s = owner.spec.drain_timeout_seconds
+    drain_timeout_s = resolved.spec.drain_timeout_seconds
     spec: Object = {
         "containers": [container],
         "volumes": [volume for volume, _ in mounted],
@@ -137,19 +137,19 @@ def _own_template(
         **pod,
     }
     if fetcher := model.fetcher(
-        owner.spec.model,
+        resolved.spec.model,
         role,
-        image=owner.spec.image,
+        image=resolved.spec.image,
         env=identity_env(),
         security=restricted(),
         resources=resources,
     ):
         spec["initContainers"] = [fetcher]
-    return {"metadata": {"labels": names.labels(owner.name, role)}, "spec": spec}
+    return {"metadata": {"labels": names.labels(resolved.name, role)}, "spec": spec}
 
 
 def _merge_overlay(
-    own: Object, owner: Owner, role: names.ConfiguredRole, template: Template | None
+    own: Object, resolved: ResolvedService, role: names.ConfiguredRole, template: Template | None
 ) -> Object:
     """Return the operator's own template with the user's overlay merged over it.
 
@@ -161,12 +161,12 @@ def _merge_overlay(
     merged = overlay.merge(own, template or {}, path)
     metadata, spec = (_object(merged, field, path) for field in ("metadata", "spec"))
     labels = free_form_fields.strings(metadata.get("labels"), f"{path}.metadata.labels")
-    kept: Object = {"labels": labels | names.labels(owner.name, role)}
+    kept: Object = {"labels": labels | names.labels(resolved.name, role)}
     if "annotations" in metadata:
         kept["annotations"] = free_form_fields.strings(
             metadata["annotations"], f"{path}.metadata.annotations"
         )
-    if key := service_key.pod_annotations(owner):
+    if key := service_key.pod_annotations(resolved):
         kept["annotations"] = kept.get("annotations", {}) | key
     name = own["spec"]["containers"][0]["name"]
     container = _container(spec, name, f"{path}.spec.containers")

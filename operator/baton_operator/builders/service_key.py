@@ -16,7 +16,7 @@ import secrets
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.service_key import ServiceKey
 
 ENTRY = "key"
@@ -30,11 +30,11 @@ def generate() -> bytes:
     return secrets.token_hex(32).encode()
 
 
-def secret(owner: Owner, key: bytes) -> Object:
+def secret(resolved: ResolvedService, key: bytes) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": owner.metadata(names.service_key_name(owner.name)),
+        "metadata": resolved.metadata(names.service_key_name(resolved.name)),
         "type": "Opaque",
         "immutable": True,
         "data": {ENTRY: base64.b64encode(key).decode()},
@@ -61,14 +61,14 @@ def name_of(key: ServiceKey) -> str:
     return key.secret("name").hex()[:10]
 
 
-def volume(owner: Owner) -> Object:
+def volume(resolved: ResolvedService) -> Object:
     """Return the volume.
 
     Every user can read it, because an overlay may change the container's user.
     """
     return {
         "name": VOLUME,
-        "secret": {"secretName": names.service_key_name(owner.name), "defaultMode": 0o444},
+        "secret": {"secretName": names.service_key_name(resolved.name), "defaultMode": 0o444},
     }
 
 
@@ -76,6 +76,6 @@ def mount() -> Object:
     return {"name": VOLUME, "mountPath": MOUNT_PATH, "readOnly": True}
 
 
-def pod_annotations(owner: Owner) -> dict[str, str]:
+def pod_annotations(resolved: ResolvedService) -> dict[str, str]:
     """Return the annotations of pod templates. A new key makes a new revision."""
-    return {names.ANNOTATION_SERVICE_KEY: owner.key_name} if owner.key_name else {}
+    return {names.ANNOTATION_SERVICE_KEY: resolved.key_name} if resolved.key_name else {}

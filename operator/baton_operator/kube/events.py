@@ -61,5 +61,8 @@ class Events:
                 await self._kube.merge("Event", metadata["namespace"], name, again)
         except (KubeError, OSError) as error:
             logger.warning(
-                "event %s of %s could not be written: %s", reason, metadata["name"], error
+                "the Event %s of LLMService %s could not be written: %s",
+                reason,
+                metadata["name"],
+                error,
             )

@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from baton_kube.client import KubeError, Object
+from baton_kube.client import KubeError, Object, error_text
 from baton_operator.kube.kinds import Kube
 
 logger = logging.getLogger(__name__)
@@ -139,15 +139,11 @@ class Elector:
                     )
                     return
                 other = self._election.other
-                state = (
-                    f"{other} holds the Lease"
-                    if other
-                    else "another process has just written the Lease"
-                )
+                state = f"{other} holds it" if other else "another process has just written it"
             except (KubeError, OSError) as error:
-                state = f"the Lease cannot be read or written: {str(error) or type(error).__name__}"
+                state = f"it cannot be read or written: {error_text(error)}"
             if state != logged:
-                logger.info("waiting: %s", state)
+                logger.info("waiting for the Lease %s/%s: %s", self._namespace, self._name, state)
                 logged = state
             await self._pause()
 
@@ -164,8 +160,11 @@ class Elector:
                 if not await self._write():
                     await self._read()
             except (KubeError, OSError) as error:
-                why = str(error) or type(error).__name__
-                logger.warning("the Lease was not renewed, %.1f s left: %s", election.held_s, why)
+                logger.warning(
+                    "the Lease was not renewed, and the operator exits in %.1f s without it: %s",
+                    election.held_s,
+                    error_text(error),
+                )
         other = election.other
         raise LeaseLostError(
             f"{other} holds the Lease" if other else "the Lease could not be renewed in time"
@@ -179,7 +178,9 @@ class Elector:
         try:
             await self._write(release=True)
         except (KubeError, OSError) as error:
-            logger.warning("the Lease was not released: %s", str(error) or type(error).__name__)
+            logger.warning(
+                "the Lease was not released, so it has to expire first: %s", error_text(error)
+            )
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._election.lease_s * RETRY_SHARE * random.uniform(1.0, 1.2))

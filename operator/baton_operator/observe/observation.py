@@ -15,7 +15,7 @@ from baton_operator import names
 from baton_operator.builders import service_key
 from baton_operator.builders.gateway import PORTS
 from baton_operator.builders.member import CONTAINER
-from baton_operator.builders.owner import Scheme, controlled_by
+from baton_operator.builders.resolved_service import Scheme, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer

@@ -10,6 +10,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from baton_kube.client import error_text
 from baton_operator import names
 from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.service_key import ServiceKey
@@ -67,16 +68,16 @@ class _PodClient:
                 if response.status == 200:
                     return msgspec.json.decode(data, type=reply)
                 why = f"HTTP {response.status}: {data[:1000].decode(errors='replace')}"
-                logger.warning("%s refused %s %s: %s", authority, method, path, why)
+                logger.warning("the pod at %s refused %s %s: %s", authority, method, path, why)
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             if isinstance(error, TimeoutError):
                 self._silent_until[authority] = monotonic() + SILENT_S
             logger.warning(
-                "%s did not answer %s %s: %s",
+                "the pod at %s did not answer %s %s: %s",
                 authority,
                 method,
                 path,
-                str(error) or type(error).__name__,
+                error_text(error),
             )
         return None
 

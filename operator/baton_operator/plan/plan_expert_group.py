@@ -32,8 +32,6 @@ import msgspec
 
 from baton_operator import names
 from baton_operator.api import llmservice
-from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
 from baton_operator.plan.plan_group import (
     POLL_DRAIN_S,
     Delete,
@@ -43,10 +41,8 @@ from baton_operator.plan.plan_group import (
     deletion_reason,
     free_ordinals,
     plan_failed,
-    plan_group,
     present_members,
-    room_timeout,
-    update_of,
+    surge_timeout_of,
 )
 from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStatus
@@ -97,66 +93,22 @@ class _Division(NamedTuple):
         return [*self.current, *self.kept]
 
 
-def plan_members(
-    owner: Owner,
-    role: names.MemberRole,
-    template: MemberTemplate,
-    members: list[Member],
-    now: datetime,
-    *,
-    topology: TopologyStatus | None,
-    recorded: llmservice.TopologyStatus | None,
-    has_coordinator: bool,
-    has_previous_revision: bool,
-) -> GroupPlan:
-    """Return the next step of a group, of dense engines or of ranks.
-
-    A group that is no longer expert-parallel is planned as ranks while it has ranks and a
-    coordinator.
-
-    Args:
-        topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
-    """
-    size, drain_timeout_s = owner.replicas(role), float(owner.spec.drain_timeout_seconds)
-    update = update_of(owner, role)
-    if not (template.expert_group or (has_coordinator and any(m.expert_group for m in members))):
-        return plan_group(
-            members,
-            desired=size,
-            revision=template.revision,
-            update=update,
-            drain_timeout_s=drain_timeout_s,
-            now=now,
-            has_previous_revision=has_previous_revision,
-        )
-    group = ExpertGroup(
-        service_uid=owner.uid,
-        name=template.expert_group,
-        desired=size,
-        revision=template.revision,
-        topology=topology,
-        recorded=recorded,
-        drain_timeout_s=drain_timeout_s,
-        update=update,
-    )
-    return plan_expert_group(members, group, now)
-
-
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
     """Return the next step towards `group.desired` members of `group.revision`."""
     present = present_members(members, now)
-    delete, waits = plan_failed(present, now)
+    delete, revisits_s = plan_failed(present, now)
     num_failed = sum(m.failed and m.deletion is None for m in present) - len(delete)
     view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
-    room = room_timeout([m for m in present if _is_newest(m, group)], group.update, now)
-    max_unavailable = max(group.update.max_unavailable, 1 if room.has_passed else 0)
+    newest = [m for m in present if _is_newest(m, group)]
+    surge_timeout = surge_timeout_of(newest, group.update, now)
+    max_unavailable = max(group.update.max_unavailable, 1 if surge_timeout.has_passed else 0)
     division = _divide(present, group, view, max_unavailable)
     staying, leaving = division.staying, division.leaving
 
     create = _create(members, present, staying, len(division.current) + num_failed, group)
-    waits += room.waits_s
+    revisits_s += surge_timeout.left_s
     if leaving:
-        waits.append(REVISIT_S)
+        revisits_s.append(REVISIT_S)
     if view is None:
         if not group.name:
             delete += [
@@ -178,15 +130,15 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
         elif (member.serving or member in last) and member.drain_started is None:
             drain.append(member.name)
         if member.draining or member.name in drain:
-            waits.append(POLL_DRAIN_S)
+            revisits_s.append(POLL_DRAIN_S)
     if present and (desired != view.desired or _is_under_way(view, staying, group.name)):
-        waits.append(REVISIT_S)
+        revisits_s.append(REVISIT_S)
     return ExpertGroupPlan(
         create=create,
         drain=drain,
         delete=delete,
         request=request,
-        revisit_s=min(waits, default=None),
+        revisit_s=min(revisits_s, default=None),
     )
 
 

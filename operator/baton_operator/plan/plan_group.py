@@ -27,10 +27,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton_operator import names
-from baton_operator.api.spec_groups import surge_and_unavailable
-from baton_operator.builders.owner import Owner
-
 #: A pod that still exists this long after its grace period is on a lost node and does not count any
 #: more.
 STUCK_TERMINATING = timedelta(seconds=30)
@@ -102,8 +98,8 @@ class Timeout(NamedTuple):
     """A timeout of members that wait. It does not run if no member waits."""
 
     has_passed: bool = False
-    #: Seconds until it passes. Empty: it has passed, or does not run.
-    waits_s: tuple[float, ...] = ()
+    #: The seconds until it passes. Empty: it has passed, or does not run.
+    left_s: tuple[float, ...] = ()
 
 
 class _Group(NamedTuple):
@@ -115,25 +111,8 @@ class _Group(NamedTuple):
     present: list[Member]
     newest: list[Member]  # up to date, neither failed nor leaving
     outdated: list[Member]  # of another revision, neither failed nor leaving
-    stall: Timeout  # progress deadline of the newest members
-    room: Timeout  # time for which a newest member without room waits
-
-
-def update_of(owner: Owner, role: names.MemberRole) -> Update:
-    """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
-    strategy = (
-        owner.spec.update_strategy.decode
-        if role == "decode"
-        else owner.spec.update_strategy.prefill
-    )
-    max_surge, max_unavailable = surge_and_unavailable(strategy, owner.replicas(role))
-    return Update(
-        max_surge=max_surge,
-        max_unavailable=max_unavailable,
-        surge_timeout_s=float(strategy.surge_timeout_seconds),
-        progress_deadline_s=float(owner.spec.progress_deadline_seconds),
-        paused=owner.spec.paused,
-    )
+    progress_deadline: Timeout  # of the newest members that are not ready
+    surge_timeout: Timeout  # of the newest members without room
 
 
 def plan_group(
@@ -157,34 +136,36 @@ def plan_group(
     draining = [m for m in usable if m.draining]
     newest = [m for m in usable if not m.draining and (update.paused or m.revision == revision)]
     outdated = [m for m in usable if not m.draining and m not in newest]
-    stall = room = Timeout()
+    progress_deadline = surge_timeout = Timeout()
     if has_previous_revision and not update.paused:
-        stall = _stall_timeout(newest, update, now)
-    if outdated and not stall.has_passed:
-        room = room_timeout(newest, update, now)
-    group = _Group(desired, revision, update, present, newest, outdated, stall, room)
+        progress_deadline = _progress_deadline_of(newest, update, now)
+    if outdated and not progress_deadline.has_passed:
+        surge_timeout = surge_timeout_of(newest, update, now)
+    group = _Group(
+        desired, revision, update, present, newest, outdated, progress_deadline, surge_timeout
+    )
 
-    leavers = _leavers(group)
+    to_remove = _members_to_remove(group)
     # A member that another client marked has no drain_started: it is marked again.
     unmarked = [m for m in draining if m.drain_started is None]
-    drain = [m.name for m in [*unmarked, *leavers] if m.serving]
-    delete, waits = plan_failed(present, now)
+    drain = [m.name for m in [*unmarked, *to_remove] if m.serving]
+    delete, revisits_s = plan_failed(present, now)
     delete += [
         Delete(m.name, why) for m in draining if (why := deletion_reason(m, drain_timeout_s, now))
     ]
-    delete += [Delete(m.name, "it had not started") for m in leavers if not m.serving]
-    waits += [*stall.waits_s, *room.waits_s]
+    delete += [Delete(m.name, "it had not started") for m in to_remove if not m.serving]
+    revisits_s += [*progress_deadline.left_s, *surge_timeout.left_s]
     if draining or drain:
-        waits.append(POLL_DRAIN_S)
+        revisits_s.append(POLL_DRAIN_S)
 
-    restores = has_previous_revision and (update.paused or stall.has_passed)
-    ordinals = free_ordinals(members, _num_new(group, restores=restores))
+    use_previous = has_previous_revision and (update.paused or progress_deadline.has_passed)
+    ordinals = free_ordinals(members, _num_to_create(group, use_previous=use_previous))
     return GroupPlan(
-        create=[] if restores else ordinals,
-        restore=ordinals if restores else [],
+        create=[] if use_previous else ordinals,
+        restore=ordinals if use_previous else [],
         drain=drain,
         delete=delete,
-        revisit_s=min(waits, default=None),
+        revisit_s=min(revisits_s, default=None),
     )
 
 
@@ -197,8 +178,8 @@ def plan_failed(present: list[Member], now: datetime) -> tuple[list[Delete], lis
     """Return the failed members to delete, and seconds after which to plan for the others."""
     failed = [m for m in present if m.failed and m.deletion is None]
     old = [m for m in failed if m.created is None or now >= m.created + FAILED_HOLD]
-    waits = [FAILED_HOLD.total_seconds()] if len(old) < len(failed) else []
-    return [Delete(m.name, "it failed") for m in old], waits
+    revisits_s = [FAILED_HOLD.total_seconds()] if len(old) < len(failed) else []
+    return [Delete(m.name, "it failed") for m in old], revisits_s
 
 
 def free_ordinals(members: list[Member], num: int) -> list[int]:
@@ -207,9 +188,27 @@ def free_ordinals(members: list[Member], num: int) -> list[int]:
     return list(islice((ordinal for ordinal in count() if ordinal not in in_use), max(0, num)))
 
 
-def room_timeout(newest: list[Member], update: Update, now: datetime) -> Timeout:
+def surge_timeout_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
     """Return the timeout after which a new member without room takes the place of an old one."""
     return _timeout((m.no_room_since for m in newest), update.surge_timeout_s, now)
+
+
+def _progress_deadline_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
+    """Return the timeout after which new members that are not ready stall the rollout.
+
+    It does not run for members without room.
+    """
+    unready = (m.unready_since for m in newest if m.no_room_since is None)
+    return _timeout(unready, update.progress_deadline_s, now)
+
+
+def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> Timeout:
+    """Return the timeout that began at the earliest of `times`; without times, it does not run."""
+    since = min((time for time in times if time is not None), default=None)
+    if since is None:
+        return Timeout()
+    left_s = timeout_s - (now - since).total_seconds()
+    return Timeout(left_s=(left_s,)) if left_s > 0 else Timeout(has_passed=True)
 
 
 def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:
@@ -225,67 +224,62 @@ def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> st
     return ""
 
 
-def _stall_timeout(newest: list[Member], update: Update, now: datetime) -> Timeout:
-    """Return the progress deadline of the new members that start. The rollout stalls after it.
-
-    It does not run for members that wait for room.
-    """
-    unready = (m.unready_since for m in newest if m.no_room_since is None)
-    return _timeout(unready, update.progress_deadline_s, now)
-
-
-def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> Timeout:
-    """Return the timeout that began at the earliest of `times`; without times, it does not run."""
-    since = min((time for time in times if time is not None), default=None)
-    if since is None:
-        return Timeout()
-    left_s = timeout_s - (now - since).total_seconds()
-    return Timeout(waits_s=(left_s,)) if left_s > 0 else Timeout(has_passed=True)
-
-
-def _leavers(group: _Group) -> list[Member]:
+def _members_to_remove(group: _Group) -> list[Member]:
     """Return the members to drain or delete: the surplus, and the outdated ones to replace."""
-    update, stall = group.update, group.stall
+    update = group.update
     # A pause keeps even the members that were created to surge.
     keeps_surge = update.paused and len({m.revision for m in group.present}) > 1
     max_newest = group.desired + (update.max_surge if keeps_surge else 0)
-    # Unready members leave first, then old revisions, then the highest ordinals.
-    ranked = sorted(group.newest, key=lambda m: (m.ready, m.revision == group.revision, -m.ordinal))
-    num_surplus = max(0, len(ranked) - max_newest)
-    # While the rollout stalls, members of the previous revision that start are not replaced.
-    replaceable = [m for m in group.outdated if m.ready or not stall.has_passed]
-    max_unavailable = max(update.max_unavailable, 1 if group.room.has_passed else 0)
-    min_ready = group.desired - max_unavailable
-    return ranked[:num_surplus] + _replaced(ranked[num_surplus:], replaceable, min_ready)
-
-
-def _num_new(group: _Group, *, restores: bool) -> int:
-    """Return how many members to create. A negative number means none.
-
-    Args:
-        restores: they are of the previous revision, and replace new members that do not serve.
-    """
-    paused = group.update.paused
-    is_rollout = not paused and (
-        group.stall.has_passed or any(m.revision != group.revision for m in group.present)
+    # Unready members are removed first, then old revisions, then the highest ordinals.
+    removal_order = sorted(
+        group.newest, key=lambda m: (m.ready, m.revision == group.revision, -m.ordinal)
     )
-    is_deleted_by_others = any(m.deletion is not None and not m.draining for m in group.present)
-    max_surge = group.update.max_surge if is_rollout or is_deleted_by_others else 0
-    counted = group.newest
-    if restores:
-        counted = [m for m in group.newest if m.ready or paused] + group.outdated
-    return min(group.desired - len(counted), group.desired + max_surge - len(group.present))
+    num_surplus = max(0, len(removal_order) - max_newest)
+    # While the rollout stalls, members of the previous revision that start are not replaced.
+    replaceable = [m for m in group.outdated if m.ready or not group.progress_deadline.has_passed]
+    max_unavailable = max(update.max_unavailable, 1 if group.surge_timeout.has_passed else 0)
+    return removal_order[:num_surplus] + _outdated_to_replace(
+        removal_order[num_surplus:], replaceable, group.desired - max_unavailable
+    )
 
 
-def _replaced(newest: list[Member], outdated: list[Member], wanted_ready: int) -> list[Member]:
-    """Return the outdated members to replace now: unready ones, then those that can be spared."""
+def _outdated_to_replace(
+    newest: list[Member], outdated: list[Member], min_ready: int
+) -> list[Member]:
+    """Return the outdated members to replace now, unready ones first.
+
+    At least `min_ready` members stay ready, if that many are.
+    """
     num_ready = sum(m.ready for m in [*newest, *outdated])
     if not num_ready and not newest:
         return outdated  # no member serves, so no capacity can be lost
-    # New members that are not ready may never be: each keeps an outdated member in place, even an
+    # A new member that is not ready may never be. So it keeps an outdated member in place, even an
     # unready one.
-    budget = len(newest) + len(outdated) - wanted_ready - sum(not m.ready for m in newest)
+    num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in newest))
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
-    idle = [m for m in highest_first if not m.ready][: max(0, budget)]
-    spared = min(budget - len(idle), num_ready - wanted_ready)
-    return idle + [m for m in highest_first if m.ready][: max(0, spared)]
+    unready = [m for m in highest_first if not m.ready][: max(0, num_replaceable)]
+    num_spare = min(num_replaceable - len(unready), num_ready - min_ready)
+    return unready + [m for m in highest_first if m.ready][: max(0, num_spare)]
+
+
+def _num_to_create(group: _Group, *, use_previous: bool) -> int:
+    """Return how many members to create; 0 or a negative number: none.
+
+    A rollout may exceed `desired` by `max_surge`, and so may the replacement of a member that
+    another client deletes.
+
+    Args:
+        use_previous: create members of the previous revision, in place of newest members that are
+            not ready.
+    """
+    paused = group.update.paused
+    is_rollout = not paused and (
+        group.progress_deadline.has_passed
+        or any(m.revision != group.revision for m in group.present)
+    )
+    is_deleted_by_others = any(m.deletion is not None and not m.draining for m in group.present)
+    max_surge = group.update.max_surge if is_rollout or is_deleted_by_others else 0
+    in_place = group.newest
+    if use_previous:
+        in_place = [m for m in group.newest if m.ready or paused] + group.outdated
+    return min(group.desired - len(in_place), group.desired + max_surge - len(group.present))

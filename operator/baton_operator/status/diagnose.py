@@ -73,7 +73,7 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
     for reference, where in references(pod).items():
         if reference in missing:
             what = f"pod {pod['metadata']['name']}: {reference.kind} {reference.name}"
-            text = f"{what} does not exist in the pod's namespace ({where}); the pod waits for it"
+            text = f"{what} does not exist in the pod's namespace ({where}); create it"
             return Diagnosis(f"{reference.kind}NotFound", text)
     return None
 
@@ -291,3 +291,9 @@ def is_leaving(pod: Object) -> bool:
 def by_name(pods: Iterable[Object]) -> list[Object]:
     """Return the pods in the order of their names."""
     return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
+
+
+def named(pods: list[Object]) -> str:
+    """Return `pod a` or `pods a, b`, for messages."""
+    names = ", ".join(pod["metadata"]["name"] for pod in by_name(pods))
+    return f"pod{'s' if len(pods) > 1 else ''} {names}"

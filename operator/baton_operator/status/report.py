@@ -16,7 +16,7 @@ from baton_operator.api.llmservice import (
     Status,
 )
 from baton_operator.builders.gateway import scheme_in_use
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import conditions
 from baton_operator.reconcile_problems import Problem
 from baton_operator.status.diagnose import PROGRESS_REASONS, Verdict
@@ -33,7 +33,7 @@ BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # of an autoscaler without m
 
 def report(
     service: Object,
-    owner: Owner | None,
+    resolved: ResolvedService | None,
     groups: dict[names.Role, Group],
     *,
     cluster_ip: str | None,
@@ -46,7 +46,7 @@ def report(
     """Return the status to write.
 
     Args:
-        owner: None if the spec could not be read.
+        resolved: None if the spec could not be read.
         groups: those that are known; a missing one has an Unknown condition.
         problem: of this reconcile. It decides `Ready`.
         kv: KV compatibility that engines reported, by pod name.
@@ -55,30 +55,30 @@ def report(
     before = service.get("status") or {}
     members = [groups[role] for role in names.MEMBER_ROLES if role in groups]
     updating = Verdict("Unknown", "NotObserved", "pods were not observed yet")
-    if owner is not None and groups:
-        updating = updating_verdict(owner.spec, groups.values(), held_back, now)
+    if resolved is not None and groups:
+        updating = updating_verdict(resolved.spec, groups.values(), held_back, now)
     ready = _ready_verdicts(groups, updating, kv)
     verdicts = {"Ready": _summary(ready, problem, updating), **ready, "Updating": updating}
     if scaling := _scaling(members):
         verdicts["Scaling"] = scaling
-    if owner is None:
+    if resolved is None:
         unknown = "no spec is rolled out, so the model is not known"
         verdicts[MODEL_AVAILABLE] = Verdict("Unknown", "NotObserved", unknown)
     else:
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
-        verdicts[MODEL_AVAILABLE] = model_verdict(owner.spec.model, members, why, before)
-        if exposed := _kv_transfer_exposed(owner):
+        verdicts[MODEL_AVAILABLE] = model_verdict(resolved.spec.model, members, why, before)
+        if exposed := _kv_transfer_exposed(resolved):
             verdicts["KVTransferProtected"] = exposed
     is_ready = verdicts["Ready"].status == "True"
     return Status(
         observed_generation=service["metadata"]["generation"],
         spec_revision=spec_revision,
         served_revision=spec_revision if is_ready else before.get("servedRevision"),
-        endpoint=_endpoint(owner, cluster_ip),
-        ingress_endpoint=_ingress_endpoint(owner),
+        endpoint=_endpoint(resolved, cluster_ip),
+        ingress_endpoint=_ingress_endpoint(resolved),
         conditions=_conditions(service, verdicts, now),
-        model=model_status(owner.spec.model, members, before.get("model")) if owner else None,
+        model=model_status(resolved.spec.model, members, before.get("model")) if resolved else None,
         prefill=_prefill_status(groups.get("prefill")),
         decode=_decode_status(groups.get("decode"), service),
         gateway=_gateway_status(groups.get("gateway")),
@@ -124,13 +124,17 @@ def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdi
     return updating if is_stalled else first
 
 
-def _kv_transfer_exposed(owner: Owner) -> Verdict | None:
+def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
     """Return KVTransferProtected of a service whose KV transfers are unprotected, else None.
 
     Whether the cluster enforces NetworkPolicies cannot be read from its API.
     """
-    transport = owner.spec.kv_transfer.transport
-    if owner.spec.security.network_policy or not owner.has_prefill or transport in ("tcp", "shm"):
+    transport = resolved.spec.kv_transfer.transport
+    if (
+        resolved.spec.security.network_policy
+        or not resolved.has_prefill
+        or transport in ("tcp", "shm")
+    ):
         return None
     message = (
         f"security.networkPolicy is off, and kvTransfer.transport {transport} listens on TCP ports "
@@ -197,7 +201,7 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
 
     `Ready` is False, and the other conditions are Unknown.
     """
-    unknown = Verdict("Unknown", problem.reason, "not determined, because the reconcile failed")
+    unknown = Verdict("Unknown", problem.reason, "not determined; see condition Ready")
     verdicts = {
         **dict.fromkeys(conditions(service), unknown),
         "Ready": Verdict("False", problem.reason, str(problem)),
@@ -231,14 +235,14 @@ def _gateway_status(group: Group | None) -> GroupStatus | None:
     return GroupStatus(**_counts(group)) if group else None
 
 
-def _endpoint(owner: Owner | None, cluster_ip: str | None) -> str | None:
+def _endpoint(resolved: ResolvedService | None, cluster_ip: str | None) -> str | None:
     """Return the URL of the gateway's Service; None while it has no address."""
-    return _url(scheme_in_use(owner), cluster_ip) if owner and cluster_ip else None
+    return _url(scheme_in_use(resolved), cluster_ip) if resolved and cluster_ip else None
 
 
-def _ingress_endpoint(owner: Owner | None) -> str | None:
+def _ingress_endpoint(resolved: ResolvedService | None) -> str | None:
     """Return the URL of the Ingress; None if the spec has none."""
-    ingress = owner.spec.gateway.ingress if owner else None
+    ingress = resolved.spec.gateway.ingress if resolved else None
     return _url("https" if ingress.tls else "http", ingress.host) if ingress else None
 
 

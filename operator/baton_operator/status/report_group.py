@@ -10,7 +10,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.desired import Desired
 from baton_operator.observe.observation import Observation, Reference, condition, is_ready
 from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
@@ -21,6 +21,7 @@ from baton_operator.status.diagnose import (
     Verdict,
     diagnose,
     is_leaving,
+    named,
     still_loading,
     tries_again,
 )
@@ -108,7 +109,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def member_group(
-    owner: Owner,
+    resolved: ResolvedService,
     role: names.MemberRole,
     template: MemberTemplate,
     observed: Observation,
@@ -123,14 +124,14 @@ def member_group(
     coordinators: list[Object] = []
     if template.expert_group:
         coordinators = observed.role_pods("coordinator")
-        deployment = observed.owned("Deployment", names.coordinator_name(owner.name))
+        deployment = observed.owned("Deployment", names.coordinator_name(resolved.name))
         refusal = refusal or (refusal_of_deployment(deployment) if deployment else None)
     return Group(
         role=role,
-        desired=owner.replicas(role),
+        desired=resolved.replicas(role),
         pods=observed.role_pods(role),
         revision=template.revision,
-        topology=_topology(observed, owner) if template.expert_group else None,
+        topology=_topology(observed, resolved) if template.expert_group else None,
         autoscaling=autoscaling,
         loading=observed.loading,
         refusal=refusal,
@@ -140,19 +141,19 @@ def member_group(
 
 
 def gateway_group(
-    owner: Owner, desired: Desired, observed: Observation, *, has_route: bool
+    resolved: ResolvedService, desired: Desired, observed: Observation, *, has_route: bool
 ) -> Group:
     """Return the group of gateways.
 
     Args:
         has_route: the spec has an HTTPRoute, and the API server has the kind.
     """
-    name = names.gateway_name(owner.name)
+    name = names.gateway_name(resolved.name)
     deployment = observed.owned("Deployment", name)
     route = observed.owned("HTTPRoute", name) if has_route else None
     return Group(
         role="gateway",
-        desired=owner.spec.gateway.replicas,
+        desired=resolved.spec.gateway.replicas,
         pods=observed.role_pods("gateway"),
         updated=deployment is not None and _is_rolled_out(deployment),
         template_revision=_revision(desired),
@@ -172,14 +173,14 @@ def refusal_of_deployment(deployment: Object) -> Refusal | None:
     return Refusal(refusal_reason(text) or POD_REFUSED, f"{what}: {text}")
 
 
-def _topology(observed: Observation, owner: Owner) -> GroupTopology:
+def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology:
     """Return the topology for the status, after this step."""
-    assert owner.coordinator is not None, "a template of ranks needs it"
+    assert resolved.coordinator is not None, "a template of ranks needs it"
     pods = {pod["metadata"]["name"] for pod in observed.pods}
-    topology, recorded = observed.topology, recorded_for(observed.service, owner.coordinator)
-    status = record(topology, recorded, pods, owner.coordinator)
+    topology, recorded = observed.topology, recorded_for(observed.service, resolved.coordinator)
+    status = record(topology, recorded, pods, resolved.coordinator)
     return GroupTopology(
-        status=status if owner.replicas("decode") else asleep(status),
+        status=status if resolved.replicas("decode") else asleep(status),
         reachable=topology is not None,
         requested=frozenset(topology.desired) if topology else frozenset(),
     )
@@ -226,15 +227,16 @@ def _verdict_without_pods(group: Group) -> Verdict:
         return Verdict(
             "True",
             "NotRequested",
-            "no prefill pods are wanted: decode pods prefill for themselves",
+            "no prefill pods are desired: decode pods compute the prompts",
         )
     if group.autoscaling is not None:
         return Verdict(
             "True",
             "ScaledToZero",
-            f"no {group.role} pods are wanted: the next request starts one",
+            f"{group.role} is scaled to zero: the next request starts a pod",
         )
-    return Verdict("False", "ScaledToZero", f"no {group.role} pods are wanted; scale up to serve")
+    hint = f"set spec.{group.role}.replicas to 1 or more"
+    return Verdict("False", "ScaledToZero", f"{group.role} is scaled to zero; {hint}")
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
@@ -256,11 +258,12 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
         is_lost = scaling.reason == UNREACHABLE and group.topology.has_ranks
         if scaling.status == "True" or scaling.reason == SCALE_FAILED or is_lost:
             yield Diagnosis(scaling.reason, scaling.message)
-    if going := len(group.pods) - len(group.current):
-        yield Diagnosis("Draining", f"pods that leave: {going}")
+    current = group.current
+    if going := [pod for pod in group.pods if pod not in current]:
+        yield Diagnosis("Draining", f"waiting for {named(going)} to end")
     if group.outdated:
         yield Diagnosis("Progressing", "pods of an earlier revision are being replaced")
-    if under_way := still_loading(group.current, group.loading):
+    if under_way := still_loading(current, group.loading):
         yield under_way
 
 
@@ -309,7 +312,7 @@ def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibilit
         if alone:
             why = differences(kv[alone[0]], kv[theirs[0]], alone[0], theirs[0])
             counts = f"{len(alone)} of {len(ours)} {can_not}"
-            return f"{counts}, so decode pods prefill for themselves: {why}"
+            return f"{counts}, so decode pods compute the prompts: {why}"
     return ""
 
 
@@ -336,7 +339,8 @@ def diagnose_route(route: Object) -> Diagnosis | None:
         return Diagnosis("RouteNotAccepted", text)
     wanted = ", ".join(map(_parent_name, (route.get("spec") or {}).get("parentRefs") or []))
     return Diagnosis(
-        "RoutePending", f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}"
+        "RoutePending",
+        f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}; check its controller",
     )
 
 

@@ -79,7 +79,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
         text = f"{counts}; {under_way.message}" if under_way else counts
         return Verdict("True", AVAILABLE, text)
     if had_before and not is_fetched(model.uri):
-        text = under_way.message if under_way else "earlier pods had the model; new pods start"
+        text = under_way.message if under_way else "earlier pods had the model; new pods load it"
         return Verdict("True", AVAILABLE, text)
     if under_way:
         return Verdict(
@@ -94,7 +94,7 @@ def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
         text = "earlier pods had the model; no pod of the newest revision runs yet"
         return Verdict("True", AVAILABLE, text)
     is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)
-    again = "; the next one fetches it again" if is_fetched(model.uri) and not is_kept else ""
+    again = "; the next pod downloads it again" if is_fetched(model.uri) and not is_kept else ""
     return Verdict("True", AVAILABLE, f"earlier pods had the model; no pod runs now{again}")
 
 

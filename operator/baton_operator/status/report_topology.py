@@ -40,30 +40,34 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
         return Verdict(
             "Unknown",
             UNREACHABLE,
-            "the coordinator does not answer; ranks keep serving, and no member is removed",
+            "the coordinator does not answer; ranks keep serving, and no member is removed; "
+            "check the coordinator's pod",
         )
     status = topology.status
     operation, generation = (status.operation, status.generation) if status else (None, 0)
     ranks = {rank.name for rank in status.ranks} if status else set()
     if not desired and not ranks:
-        return Verdict("False", AT_REST, "no ranks are wanted")
+        return Verdict("False", AT_REST, "the group is scaled to zero")
     if operation and operation.phase in ACTIVE_PHASES:
         members = ", ".join(sorted(topology.requested))
-        message = f"{operation.phase}{_after(' generation ', operation.generation)} with {members}"
+        what = f"{operation.phase}{_after(' generation ', operation.generation)}"
+        message = f"operation {operation.kind}: {what}, members {members}"
         return Verdict(
             "True",
             _reason(operation, ranks, topology.requested),
             message + _after(": ", operation.reason),
         )
     if operation and operation.phase == OperationPhase.FAILED:
-        why = f"{operation.kind}: {operation.reason or 'no reason was given'}"
+        why = f"operation {operation.kind} failed: {operation.reason or 'no reason was given'}"
         serving = f"generation {generation} keeps serving with {len(ranks)} ranks"
         return Verdict("False", SCALE_FAILED, f"{why}; {serving}; the operation is retried")
     if len(ranks) < desired:
         reason = "ScalingUp" if ranks else "Forming"
-        return Verdict("True", reason, f"waits for pods: {len(ranks)} of {desired} are ranks")
+        return Verdict(
+            "True", reason, f"waiting for pods to join: {len(ranks)} of {desired} are ranks"
+        )
     if len(ranks) > desired:
-        return Verdict("True", "ScalingDown", f"{len(ranks)} are ranks, {desired} are wanted")
+        return Verdict("True", "ScalingDown", f"ranks: {len(ranks)} exist, {desired} desired")
     return Verdict("False", AT_REST, f"generation {generation} with {len(ranks)} ranks")
 
 

@@ -16,7 +16,7 @@ from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
 from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
-from baton_operator.status.diagnose import Diagnosis, Verdict, by_name, diagnose, is_leaving
+from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, named
 from baton_operator.status.report_group import Group
 
 UP_TO_DATE = "UpToDate"
@@ -45,7 +45,7 @@ def updating_verdict(
         edits = (
             f"edits of {', '.join(held_back)} wait"
             if held_back
-            else "no edit waits; new edits wait"
+            else "no edit waits; later edits wait"
         )
         return Verdict(
             "False",
@@ -83,29 +83,31 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)
     ]
     if late:
-        which = found.message if found else f"pod {_names(late)}"
-        why = f"not ready within {progress_deadline_s} s: {which}"
-        return Diagnosis(STALLED, f"{why}; pods of the earlier revision keep serving")
+        why = f"{named(late)} not ready within {progress_deadline_s} s"
+        cause = f": {found.message}" if found else ""
+        hint = "pods of the earlier revision keep serving; correct the spec or undo the edit"
+        return Diagnosis(STALLED, f"{why}{cause}; {hint}")
     if any(map(no_room_since, unready)):
-        return Diagnosis(NO_ROOM, f"no node has room for pod {_names(unready)}")
+        return Diagnosis(NO_ROOM, f"no node has room for {named(unready)}; add or free capacity")
     if group.refusal is not None:
         is_full = group.refusal.reason == QUOTA_EXCEEDED
         return Diagnosis(NO_ROOM if is_full else POD_REFUSED, group.refusal.message)
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
-        return Diagnosis("Draining", f"waits for {_names(going)} to drain and end")
+        return Diagnosis("Draining", f"waiting for {named(going)} to drain and end")
     if unready:
         return Diagnosis(
-            "Starting", found.message if found else f"waits for {_names(unready)} to be ready"
+            "Starting", found.message if found else f"waiting for {named(unready)} to be ready"
         )
-    return Diagnosis("Replacing", f"{_names(rollout.old)} is to be replaced")
+    return Diagnosis("Replacing", f"still to be replaced: {named(rollout.old)}")
 
 
 def _counts(rollout: _Rollout) -> str:
+    """Return the numbers of pods, in a form that is correct for one pod and for several."""
     newest, group = rollout.newest, rollout.group
     num_old_ready = sum(is_ready(pod) and not is_leaving(pod) for pod in rollout.old)
     return (
-        f"{group.role} wants {group.desired} pods and has {len(newest)} of the newest revision "
-        f"({sum(map(is_ready, newest))} ready) and {len(rollout.old)} of earlier ones "
+        f"{group.role} pods: {group.desired} desired, {len(newest)} of the newest revision "
+        f"({sum(map(is_ready, newest))} ready), {len(rollout.old)} of earlier revisions "
         f"({num_old_ready} ready)"
     )
 
@@ -116,7 +118,3 @@ def _exists(pod: Object, now: datetime) -> bool:
         return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))
     return deletion is None or now < deletion + STUCK_TERMINATING
-
-
-def _names(pods: list[Object]) -> str:
-    return ", ".join(pod["metadata"]["name"] for pod in by_name(pods))

@@ -15,7 +15,7 @@ import msgspec
 from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders.member import CONTAINER
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation, Reference, is_ready
 from baton_operator.observe.pod_clients import read_body
@@ -48,17 +48,17 @@ class StatusProbes:
         #: None: no KV role.
         self._known: dict[names.Key, dict[str, KVCompatibility | None]] = {}
 
-    async def fill_in(self, kube: Kube, observed: Observation, owner: Owner) -> None:
+    async def fill_in(self, kube: Kube, observed: Observation, resolved: ResolvedService) -> None:
         """Fill in `loading`, `missing` and `kv` of the observation."""
         observed.loading = await self.loading(observed.pods)
         # Objects that the operator creates are not requested.
         known = {
             Reference("ConfigMap", name) for kind, name in observed.objects if kind == "ConfigMap"
         }
-        known.add(Reference("Secret", names.service_key_name(owner.name)))
+        known.add(Reference("Secret", names.service_key_name(resolved.name)))
         unready = [pod for pod in observed.pods if not is_ready(pod)]
-        observed.missing = await find_missing(kube, owner.namespace, unready, known)
-        if owner.replicas("prefill"):
+        observed.missing = await find_missing(kube, resolved.namespace, unready, known)
+        if resolved.replicas("prefill"):
             observed.kv = await self.kv(observed.key, observed.pods)
         else:
             self.forget(observed.key)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton_kernels.attention import AttentionPlan, plan_attention
-from baton_kernels.attention.reference import paged_attention_reference
+from baton_kernels.attention import (
+    AttentionPlan,
+    Implementation,
+    paged_attention,
+    plan_attention,
+)
 from baton_kernels.configurations import Configuration
+from support.kernels.launch_constants import launch_constants
 
 # (query length, total length) per sequence
 DECODE = [(1, 1), (1, 17), (1, 16), (1, 63)]
@@ -42,8 +46,9 @@ class PagedCase:
     seq_lens: Tensor
     scale: float
     window: int | None = None
-    #: Keyword arguments of paged_attention: soft_cap, key_scale, value_scale.
-    options: dict[str, Any] = field(default_factory=dict)
+    soft_cap: float | None = None
+    #: Keyword arguments of paged_attention: key_scale, value_scale.
+    options: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: str) -> PagedCase:
         # The whole allocation moves, so that views keep their strides.
@@ -51,9 +56,7 @@ class PagedCase:
         moved = kv_cache.to(device)
         key_cache, value_cache = layer_views(moved, layer=1)
         tensors = [t.to(device) for t in (self.block_tables, self.cu_seqlens_q, self.seq_lens)]
-        options = {
-            name: o.to(device) if isinstance(o, Tensor) else o for name, o in self.options.items()
-        }
+        options = {name: scale.to(device) for name, scale in self.options.items()}
         return PagedCase(
             self.query.to(device),
             key_cache,
@@ -61,15 +64,25 @@ class PagedCase:
             *tensors,
             self.scale,
             self.window,
+            self.soft_cap,
             options,
         )
 
     def arguments(
-        self, max_seqlen_q: int | None = None
+        self, max_seqlen_q: int | None = None, implementation: Implementation | None = None
     ) -> tuple[Tensor, Tensor, Tensor, AttentionPlan, float]:
         """Return the arguments of paged_attention, with a new plan."""
-        sequences = (self.block_tables, self.cu_seqlens_q, self.seq_lens)
-        plan = plan_attention(self.key_cache, *sequences, self.window, max_seqlen_q)
+        plan = plan_attention(
+            self.query,
+            self.key_cache,
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.seq_lens,
+            self.window,
+            max_seqlen_q,
+            self.soft_cap,
+            implementation,
+        )
         return self.query, self.key_cache, self.value_cache, plan, self.scale
 
 
@@ -117,9 +130,7 @@ def paged_case(
     key_cache, value_cache = layer_views(
         kv_cache.to(torch.float8_e4m3fn if fp8 else dtype), layer=1
     )
-    options: dict[str, Any] = {}
-    if soft_cap is not None:
-        options["soft_cap"] = soft_cap
+    options: dict[str, Tensor] = {}
     if fp8:
         options["key_scale"], options["value_scale"] = torch.rand(2, num_kv_heads) + 0.5
     return PagedCase(
@@ -131,6 +142,7 @@ def paged_case(
         seq_lens=torch.tensor([total for _, total in lengths], dtype=torch.int32),
         scale=head_dim**-0.5,
         window=window,
+        soft_cap=soft_cap,
         options=options,
     )
 
@@ -145,10 +157,11 @@ def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 
 def assert_attends(actual: Tensor, case: PagedCase) -> None:
-    expected = paged_attention_reference(*case.arguments(), **case.options)
+    arguments = case.arguments(implementation="reference")
+    expected = paged_attention(*arguments, **case.options)
     assert not expected.isnan().any(), "the case itself is broken"
     tolerance = TOLERANCE[case.query.dtype]
-    torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), atol=tolerance, rtol=tolerance)
 
 
 def poison_what_no_query_sees(case: PagedCase) -> None:
@@ -168,10 +181,13 @@ def triton_output(
     max_seqlen_q: int | None = None,
     config: Configuration | None = None,
 ) -> Tensor:
-    """Return the output of the Triton kernel, written over NaN."""
-    from baton_kernels.attention.triton_kernel import paged_attention_triton
+    """Return the output of the Triton kernel, written over NaN.
 
+    Args:
+        config: overrides single constants of the default configuration.
+    """
     moved = case.to(device)
     poisoned = torch.full_like(moved.query, float("nan"))
-    arguments = moved.arguments(max_seqlen_q)
-    return paged_attention_triton(*arguments, **moved.options, out=poisoned, config=config)
+    with launch_constants(config):
+        arguments = moved.arguments(max_seqlen_q, "triton")
+    return paged_attention(*arguments, **moved.options, out=poisoned)

@@ -12,7 +12,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.llmservice import Spec, decode_spec
 from baton_operator.api.spec_groups import surge_and_unavailable
-from baton_operator.builders.owner import controlled_by
+from baton_operator.builders.resolved_service import controlled_by
 from baton_operator.observe.observation import member
 from baton_operator.plan.plan_group import STUCK_TERMINATING, Member
 from support.operator.simulated_api_server import ApiServer, SimulatedClient

@@ -18,7 +18,7 @@ from baton_kube.client import KubeError, Object
 from baton_operator import handlers as handlers  # registers them
 from baton_operator import names
 from baton_operator.api.llmservice import decode_spec
-from baton_operator.builders.owner import controlled_by
+from baton_operator.builders.resolved_service import controlled_by
 from baton_operator.controller import Outcome
 from baton_operator.kube.kinds import Kube
 from baton_operator.metrics import Metrics

@@ -10,18 +10,18 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders import config
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import GROUP, ConfiguredRole
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def owner(
+def resolved(
     name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any
-) -> Owner:
+) -> ResolvedService:
     """Return a service with this spec."""
     body = {"model": {"uri": "file:///models/x"}, **spec}
-    return Owner(
+    return ResolvedService(
         name=name,
         namespace="default",
         uid="uid-1",
@@ -78,5 +78,5 @@ def pod(
 
 def decoded_config(role: ConfiguredRole, type_: type[Any], **spec: Any) -> Any:
     """Return the configuration of a role as the component decodes it."""
-    config_map = config.config_map(owner(**spec), role)
+    config_map = config.config_map(resolved(**spec), role)
     return msgspec.json.decode(config_map["data"][f"{role}.json"], type=type_)

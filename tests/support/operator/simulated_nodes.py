@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders.owner import controlled_by
+from baton_operator.builders.resolved_service import controlled_by
 from baton_operator.observe.observation import member
 from support.operator.simulated_api_server import NAMESPACE, ApiServer
 

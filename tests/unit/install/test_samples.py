@@ -12,7 +12,7 @@ from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders import config, coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from pocketkube.apiserver.schema.structural import StructuralSchema
 from support.install.rendered_chart import ROOT
 
@@ -26,11 +26,11 @@ def sample(name: str) -> Object:
     return document
 
 
-def owner(name: str) -> Owner:
+def resolved(name: str) -> ResolvedService:
     """Return the service as the API server would store it."""
     document = SCHEMA.default(sample(name))
     spec = llmservice.decode_spec(document["spec"])
-    return Owner(
+    return ResolvedService(
         name=document["metadata"]["name"],
         namespace="default",
         uid="u",
@@ -41,7 +41,7 @@ def owner(name: str) -> Owner:
 
 def member(name: str, role: names.MemberRole) -> Object:
     """Return the first pod of the role. Its only container is `engine`."""
-    pod = MemberTemplate(owner(name), role).pod(0)
+    pod = MemberTemplate(resolved(name), role).pod(0)
     (container,) = pod["spec"]["containers"]
     assert container["name"] == "engine"
     return pod
@@ -63,7 +63,7 @@ def test_the_samples_have_different_service_names() -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_operator_builds_all_objects_of_a_sample(name: str) -> None:
-    service = owner(name)
+    service = resolved(name)
     roles: list[names.MemberRole] = ["decode", "prefill"] if service.has_prefill else ["decode"]
     for role in roles:
         assert member(name, role)["spec"]["containers"][0]["image"] == service.spec.image
@@ -76,7 +76,7 @@ def test_the_operator_builds_all_objects_of_a_sample(name: str) -> None:
 
 
 def test_the_sample_one_gpu_uses_one_gpu() -> None:
-    service = owner("one-gpu")
+    service = resolved("one-gpu")
     assert (service.has_prefill, service.replicas("decode"), gpus(member("one-gpu", "decode"))) == (
         False,
         1,
@@ -85,7 +85,7 @@ def test_the_sample_one_gpu_uses_one_gpu() -> None:
 
 
 def test_the_sample_one_node_uses_the_eight_gpus_of_one_host() -> None:
-    service = owner("one-node")
+    service = resolved("one-node")
     roles: tuple[names.MemberRole, ...] = ("prefill", "decode")
     assert sum(service.replicas(role) * gpus(member("one-node", role)) for role in roles) == 8
     for role in roles:
@@ -110,7 +110,7 @@ def test_the_sample_one_node_uses_the_eight_gpus_of_one_host() -> None:
 
 
 def test_the_sample_many_nodes_is_one_group_spread_over_hosts() -> None:
-    service, pod = owner("many-nodes"), member("many-nodes", "decode")
+    service, pod = resolved("many-nodes"), member("many-nodes", "decode")
     assert (service.is_expert_parallel, service.replicas("decode")) == (True, 16)
     (spread,) = pod["spec"]["topologySpreadConstraints"]
     assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
@@ -119,7 +119,7 @@ def test_the_sample_many_nodes_is_one_group_spread_over_hosts() -> None:
 
 
 def test_the_sample_cpu_requests_a_cpu_per_thread() -> None:
-    service = owner("cpu")
+    service = resolved("cpu")
     for role in ("prefill", "decode"):
         resources = member("cpu", role)["spec"]["containers"][0]["resources"]
         assert int(resources["requests"]["cpu"]) == service.spec.engine.num_threads

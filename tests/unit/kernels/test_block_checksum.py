@@ -16,6 +16,7 @@ from baton_kernels import cpu
 from baton_kernels.block_checksum import block_sums, sum_runs
 from baton_kernels.block_checksum.reference import PERIOD, sum_runs_reference, word_sums_reference
 from baton_kernels.block_checksum.triton_kernel import block_sums_triton
+from support.kernels.launch_constants import launch_constants
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -144,10 +145,11 @@ def test_sums_of_head_ranges_match_the_reference_on_every_device(
         for num_heads in range(1, shape[1] - first_head + 1):
             expected = expected_sums(cache, block_ids, first_head, num_heads)
             assert block_sums(cache, block_ids, first_head, num_heads).tolist() == expected.tolist()
-            for config in (None, {"tile": 64, "tiles": 2, "num_warps": 4}):
-                actual = block_sums_triton(
-                    cache.to(triton_device), block_ids, first_head, num_heads, config
-                )
+            for config in (None, {"tile": 64, "tiles": 2}):
+                with launch_constants(config):
+                    actual = block_sums_triton(
+                        cache.to(triton_device), block_ids, first_head, num_heads
+                    )
                 assert actual.tolist() == expected.tolist()
 
 

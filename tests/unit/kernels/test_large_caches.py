@@ -6,13 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.triton_kernel import paged_attention_triton
+from baton_kernels.attention import paged_attention
 from baton_kernels.block_checksum.reference import word_sums_reference
 from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
 from baton_kernels.configurations import Configuration
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
-from support.kernels.paged_cases import assert_attends, large_memory, layer_views, paged_case
+from support.kernels.launch_constants import launch_constants
+from support.kernels.paged_cases import (
+    assert_attends,
+    large_memory,
+    layer_views,
+    paged_case,
+)
 
 SPLIT: Configuration = {"KV_TILE": 16, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
 
@@ -42,7 +48,9 @@ def test_attention(
     moved = case.to(triton_device)
     moved.key_cache, moved.value_cache = layer_views(cache, layer=0)
     moved.block_tables = table.to(triton_device)
-    assert_attends(paged_attention_triton(*moved.arguments(max_seqlen_q), config=config), case)
+    with launch_constants(config):
+        arguments = moved.arguments(max_seqlen_q, "triton")
+    assert_attends(paged_attention(*arguments), case)
 
 
 def test_kv_write(triton_device: str) -> None:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from baton_kernels import cpu
 from baton_kernels.sampling import draw_tokens, greedy, triton_kernel
-from baton_kernels.sampling.cpu import draw_tokens_cpu
 from baton_kernels.sampling.noise import gumbel_noise, noise_key
 from baton_kernels.sampling.reference import draw_tokens_reference
+from baton_kernels.sampling.torch_cpu import draw_tokens_cpu
 from baton_kernels.sampling.triton_greedy import greedy_triton
 from baton_kernels.sampling.triton_kernel import draw_tokens_triton
 from baton_kernels.sampling.triton_search import gumbel_of
+from support.kernels.launch_constants import launch_constants
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -65,7 +66,8 @@ def assert_draws_agree(logits: Tensor, params: list[Params], device: str) -> Non
     assert (
         draw_tokens(logits, params, keys).tolist() == expected
     )  # the C++ operation where it was compiled
-    assert draw_tokens_triton(logits.to(device), params, keys, CONFIG).tolist() == expected
+    with launch_constants(CONFIG):
+        assert draw_tokens_triton(logits.to(device), params, keys).tolist() == expected
 
 
 def test_a_batch_of_different_parameters_matches_a_full_sort(triton_device: str) -> None:
@@ -112,7 +114,8 @@ def test_nan_is_not_drawn_and_rows_without_a_finite_logit_end(triton_device: str
     logits[1:] = torch.tensor([[-math.inf], [math.nan]])
     params = [Params(top_p=0.9), Params(top_k=3, top_p=0.5), Params()]
     expected = draw_tokens_reference(logits[:1].nan_to_num(-math.inf), params[:1], keys_of(1))
-    draws = [draw_tokens_triton(logits.to(triton_device), params, keys_of(3), CONFIG).tolist()]
+    with launch_constants(CONFIG):
+        draws = [draw_tokens_triton(logits.to(triton_device), params, keys_of(3)).tolist()]
     if cpu.OPS is not None:
         draws.append(draw_tokens(logits, params, keys_of(3)).tolist())
     for drawn in draws:
@@ -189,7 +192,8 @@ def test_greedy_takes_the_lowest_id_of_the_best(vocab_size: int, triton_device: 
     logits[1, vocab_size // 2 :] = -math.inf if vocab_size > 1 else 0.0
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert greedy(logits) == expected
-    assert greedy_triton(logits.to(triton_device), CONFIG).tolist() == expected
+    with launch_constants(CONFIG):
+        assert greedy_triton(logits.to(triton_device)).tolist() == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -198,5 +202,6 @@ def test_greedy_reports_rows_without_a_finite_maximum(bad: float, triton_device:
     logits[1] = -math.inf
     logits[1, 170] = bad
     assert greedy(logits) is None
-    result = greedy_triton(logits.to(triton_device), CONFIG)
+    with launch_constants(CONFIG):
+        result = greedy_triton(logits.to(triton_device))
     assert result.tolist() == [int(logits[0].argmax()), -1, int(logits[2].argmax())]

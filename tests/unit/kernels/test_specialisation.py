@@ -24,6 +24,7 @@ from baton_kernels.moe.triton_kernel import run_experts_triton
 from baton_kernels.norm.triton_kernel import _rms_norm_kernel, add_rms_norm_triton
 from baton_kernels.sampling import triton_kernel as sampling
 from baton_kernels.sampling.triton_greedy import _greedy_kernel, _greedy_tiles_kernel, greedy_triton
+from support.kernels.launch_constants import launch_constants
 from support.kernels.paged_cases import paged_case, triton_output
 
 pytestmark = [
@@ -71,9 +72,8 @@ def experts(size: int) -> None:
         "num_stages": 2,
     }
     routed = route_top_k_triton(random(size, 4), 2, True)
-    run_experts_triton(
-        random(size, 32), random(4, 64, 32), random(4, 32, 32), *routed, config=config
-    )
+    with launch_constants(config):
+        run_experts_triton(random(size, 32), random(4, 64, 32), random(4, 32, 32), *routed)
 
 
 def attend(size: int) -> None:

@@ -111,13 +111,13 @@ def test_a_preview_settles_with_the_members_of_the_new_spec(
             assert [(row.revision, row.state) for row in rows] == [
                 (group.revisions[1], "ready")
             ] * group.sizes[1]
-    is_group = target_of(new).owner.is_expert_parallel
+    is_group = target_of(new).resolved.is_expert_parallel
     ranks = (
         sorted(row.rank for row in result.steps[-1].members if row.rank is not None)
         if result.steps
         else []
     )
-    assert ranks == list(range(target_of(new).owner.replicas("decode") if is_group else 0))
+    assert ranks == list(range(target_of(new).resolved.replicas("decode") if is_group else 0))
     assert [step.number for step in result.steps] == list(range(1, len(result.steps) + 1))
 
 

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
+from baton_engine.models import forward_context as forward_context_file
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.forward_context import forward_context
+from baton_kernels.attention import plan_attention
 from support.engine.model_cases import (
     chunk_batch,
     edit_config,
@@ -75,6 +77,24 @@ def test_logits_match_transformers_with_a_window_smaller_than_the_prompt(
     assert not torch.allclose(windowed, assert_parity(without, 33, ()), atol=0.1), (
         "the window changes nothing"
     )
+
+
+def test_attention_is_planned_once_per_step_and_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers 0 and 1 attend to all tokens, layers 2 and 3 to a window."""
+    layers = {**SMALL, "num_layers": 4}
+    path = create_checkpoint(tmp_path / "model", "qwen3", sliding_window=5, **layers)
+    edit_config(path, layer_types=["full_attention"] * 2 + ["sliding_attention"] * 2)
+    windows: list[int | None] = []
+
+    def counted(*arguments: Any) -> object:
+        windows.append(arguments[5])
+        return plan_attention(*arguments)
+
+    monkeypatch.setattr(forward_context_file, "plan_attention", counted)
+    run_model(load(path), sequences(3, 8), chunk=4)
+    assert windows == [None, 5] * 2  # two steps
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])

@@ -7,7 +7,6 @@ import torch
 
 from baton_kernels import cpu
 from baton_kernels.attention import paged_attention
-from baton_kernels.attention.reference import paged_attention_reference
 from support.kernels.paged_cases import (
     DECODE,
     HEADS,
@@ -84,7 +83,7 @@ def test_a_sequence_without_tokens_gives_zeros(window: int | None) -> None:
 
 def test_cpu_attention_is_precise_in_float32() -> None:
     case = paged_case([(1, 900), (1, 700), (33, 600)], 6, 2, 64)
-    expected = paged_attention_reference(*case.arguments())
+    expected = paged_attention(*case.arguments(implementation="reference"))
     torch.testing.assert_close(paged_attention(*case.arguments()), expected, atol=1e-5, rtol=0)
 
 

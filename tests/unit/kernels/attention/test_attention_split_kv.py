@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.attention import AttentionPlan, split_kv, split_kv_triton
+from baton_kernels.attention import paged_attention, split_kv, split_kv_triton
 from baton_kernels.attention import triton_kernel as kernel_file
 from baton_kernels.attention.kernel_arguments import Heads, Partials
 from baton_kernels.configurations import Configuration, answering
@@ -76,12 +76,12 @@ def test_the_target_number_of_segments_fills_the_gpu(
     assert split_kv.target_segments(num_seqs, num_kv_heads, max_tiles, **H100) == segments
 
 
-def launch_of(lengths: list[tuple[int, int]], max_seqlen_q: int | None) -> kernel_file._Launch:
+def launch_of(lengths: list[tuple[int, int]], max_seqlen_q: int | None) -> kernel_file.Launch:
     """Plan a launch on the meta device, whose tensors have no values."""
     case = paged_case(lengths, 8, 2, 64).to("meta")
-    sequences = (case.block_tables, case.cu_seqlens_q, case.seq_lens)
-    plan = AttentionPlan(*sequences, max_seqlen_q=max_seqlen_q)
-    return kernel_file._plan_launch(case.query, case.key_cache, plan, None)
+    plan = case.arguments(max_seqlen_q, "triton")[3]
+    assert plan.launch is not None
+    return plan.launch
 
 
 def test_a_prefill_has_an_item_per_query_block_and_sequence() -> None:
@@ -91,6 +91,7 @@ def test_a_prefill_has_an_item_per_query_block_and_sequence() -> None:
     assert launch.items == 2 + 77 // block_q
     assert not launch.constants["ONE_BLOCK"]
     assert launch.target_segments == 0
+    assert launch.partials is None
 
 
 def test_a_decode_has_an_item_per_segment() -> None:
@@ -99,6 +100,7 @@ def test_a_decode_has_an_item_per_segment() -> None:
     assert launch.target_segments > 0
     assert launch.items == 2 + launch.target_segments
     assert launch.max_queries == 3
+    assert launch.partials.out_ptr.shape == (launch.items, 2, launch.shared["BLOCK_M"], 64)
     assert launch_of([(1, 60)], 1).items == 1
 
 
@@ -236,7 +238,7 @@ def test_a_captured_graph_follows_lengths_and_block_tables() -> None:
     out = torch.full_like(device.query, float("nan"))
 
     def attend() -> None:
-        kernel_file.paged_attention_triton(*device.arguments(max_seqlen_q=1), out=out)
+        paged_attention(*device.arguments(max_seqlen_q=1), out=out)
 
     attend()
     torch.cuda.synchronize()

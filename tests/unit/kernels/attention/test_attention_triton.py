@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from baton_kernels.attention import paged_attention
-from baton_kernels.attention.triton_kernel import paged_attention_triton
 from support.kernels.paged_cases import (
     DECODE,
     HEADS,
@@ -141,7 +140,8 @@ def test_attention_writes_into_a_tensor_of_other_strides(triton_device: str) -> 
     assert paged_attention(*moved.arguments(), out=out) is out
     assert_attends(out, case)
     out.fill_(float("nan"))
-    assert_attends(paged_attention_triton(*moved.arguments(), out=out), case)
+    paged_attention(*moved.arguments(implementation="triton"), out=out)
+    assert_attends(out, case)
     assert buffer[:, 0].isnan().all()
     assert buffer[..., 16:].isnan().all()
 
@@ -165,10 +165,11 @@ def test_attention_refuses_unsupported_strides() -> None:
     case = paged_case(DECODE, 4, 4, 16)
     case.value_cache = case.value_cache.contiguous()
     with pytest.raises(ValueError, match="equal strides"):
-        paged_attention_triton(*case.arguments())
+        paged_attention(*case.arguments(implementation="triton"))
     case = paged_case(DECODE, 4, 4, 16)
+    arguments = case.arguments(implementation="triton")
     with pytest.raises(ValueError, match="and out stride 1"):
-        paged_attention_triton(*case.arguments(), out=torch.empty(len(case.query), 4, 32)[..., ::2])
+        paged_attention(*arguments, out=torch.empty(len(case.query), 4, 32)[..., ::2])
 
 
 @pytest.mark.parametrize("device", ["cpu", "triton"])
@@ -193,7 +194,9 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         paged_attention(*case.arguments(), key_scale=torch.ones(2), value_scale=torch.ones(2))
     with pytest.raises(ValueError, match="must be positive"):
-        paged_attention(*case.arguments(), soft_cap=0.0)
+        paged_case(MIXED, 4, 2, 16, soft_cap=0.0).arguments()
+    with pytest.raises(ValueError, match=r"planned for queries of shape \[43, 4, 16\], not \[42,"):
+        paged_attention(case.query[1:], *case.arguments()[1:])
     fp8 = paged_case(MIXED, 4, 2, 16, fp8=True)
     with pytest.raises(ValueError, match="key_scale and value_scale go with"):
         paged_attention(*fp8.arguments(), key_scale=torch.ones(2))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton_kernels import cpu
 from baton_kernels.activation.reference import silu_and_mul_reference
-from baton_kernels.attention import AttentionPlan, paged_attention
+from baton_kernels.attention import paged_attention, plan_attention
 from baton_kernels.kv_write import plan_write
 from baton_kernels.norm.reference import add_rms_norm_reference, rms_norm_reference
 from baton_kernels.rope import rotary_angles
@@ -171,10 +171,11 @@ def test_results_do_not_depend_on_threads_or_the_batch(dtype: torch.dtype) -> No
         torch.testing.assert_close(paged_attention(*case.arguments()), together, atol=0, rtol=0)
     finally:
         torch.set_num_threads(threads)
-    alone = AttentionPlan(
-        case.block_tables[1:2], torch.tensor([0, 1], dtype=torch.int32), case.seq_lens[1:2]
+    query, starts = case.query[4:5], torch.tensor([0, 1], dtype=torch.int32)
+    alone = plan_attention(
+        query, case.key_cache, case.block_tables[1:2], starts, case.seq_lens[1:2]
     )
-    last = paged_attention(case.query[4:5], case.key_cache, case.value_cache, alone, case.scale)
+    last = paged_attention(query, case.key_cache, case.value_cache, alone, case.scale)
     torch.testing.assert_close(last, together[4:5], atol=0, rtol=0)
 
 
@@ -190,7 +191,7 @@ def test_offsets_exceed_32_bits() -> None:
     query = torch.randn(1, 4, head_dim)
     starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1], [16]))
     block_0, block_1 = (
-        AttentionPlan(torch.tensor([[block]], dtype=torch.int32), starts, lengths)
+        plan_attention(query, keys, torch.tensor([[block]], dtype=torch.int32), starts, lengths)
         for block in range(2)
     )
     near = paged_attention(query, keys[1:].clone(), values[1:].clone(), block_0, 0.125)
@@ -228,13 +229,18 @@ def test_empty_caches_are_refused() -> None:
 
 def test_attention_without_sequences_returns_an_empty_tensor() -> None:
     case = paged_case([(1, 5)], 2, 1, 16)
-    none = AttentionPlan(case.block_tables[:0], case.cu_seqlens_q[:1], case.seq_lens[:0])
-    out = paged_attention(case.query[:0], case.key_cache, case.value_cache, none, 1.0)
+    query, sequences = (
+        case.query[:0],
+        (case.block_tables[:0], case.cu_seqlens_q[:1], case.seq_lens[:0]),
+    )
+    none = plan_attention(query, case.key_cache, *sequences)
+    out = paged_attention(query, case.key_cache, case.value_cache, none, 1.0)
     assert out.shape == (0, 2, 16)
 
 
 def test_compiled_operations_need_no_gather_or_write_plan() -> None:
     plan = paged_case([(1, 5)], 2, 1, 16).arguments()[3]
+    assert plan.implementation == "cpp"
     assert plan.gather is None
     assert plan_write(torch.tensor([3]), 16) is None
 

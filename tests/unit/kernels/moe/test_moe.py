@@ -11,14 +11,15 @@ from torch import Tensor
 from baton_kernels.configurations import Configuration
 from baton_kernels.linear import can_pack, pack_weight
 from baton_kernels.moe import route_top_k, run_experts
-from baton_kernels.moe.cpu import run_experts_cpu
 from baton_kernels.moe.reference import run_experts_reference
+from baton_kernels.moe.torch_cpu import run_experts_cpu
 from baton_kernels.moe.triton_kernel import (
     CANDIDATES,
     default_configuration,
     run_experts_triton,
     shape_class,
 )
+from support.kernels.launch_constants import launch_constants
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -36,15 +37,18 @@ NUM_EXPERTS = 5
 
 
 def gemv(*arguments: Tensor) -> Tensor:
-    return run_experts_triton(*arguments, config=GEMV)
+    with launch_constants(GEMV):
+        return run_experts_triton(*arguments)
 
 
 def gemm(*arguments: Tensor) -> Tensor:
-    return run_experts_triton(*arguments, config=GEMM)
+    with launch_constants(GEMM):
+        return run_experts_triton(*arguments)
 
 
 def swapped_gemm(*arguments: Tensor) -> Tensor:
-    return run_experts_triton(*arguments, config=SWAPPED)
+    with launch_constants(SWAPPED):
+        return run_experts_triton(*arguments)
 
 
 def packed(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -201,15 +205,12 @@ def test_weights_of_idle_experts_are_not_read(
     check(run, (x, gate_up, down, weights, expert_ids), triton_device)
 
 
-@pytest.mark.parametrize("config", [GEMV, GEMM, SWAPPED], ids=["gemv", "gemm", "swapped"])
-def test_every_output_is_written(config: Configuration, triton_device: str) -> None:
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("run", [gemv, gemm, swapped_gemm])
+def test_every_output_is_written(run: Callable[..., Tensor], triton_device: str) -> None:
     case = make_case(5, hidden=37, intermediate=19)
     case[4][::4, 1] = -1
-    out = torch.full_like(case[0], float("nan"), device=triton_device)
-    result = run_experts_triton(
-        *(tensor.to(triton_device) for tensor in case), config=config, out=out
-    )
-    assert result is out
+    out = run(*(tensor.to(triton_device) for tensor in case))
     torch.testing.assert_close(out.cpu(), run_experts_reference(*case), atol=1e-4, rtol=1e-4)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from baton_kernels.moe.reference import route_top_k_reference
 from baton_kernels.moe.routing_triton import align_pairs, max_num_tiles, route_top_k_triton
+from support.kernels.launch_constants import launch_constants
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -24,9 +25,8 @@ def test_routing_is_the_top_k_of_the_softmax(
     logits = torch.randn(num_tokens, num_experts)
     expected_weights, expected_ids = route_top_k_reference(logits, top_k, renormalize)
     for config in (None, ROWS):
-        weights, expert_ids = route_top_k_triton(
-            logits.to(triton_device), top_k, renormalize, config
-        )
+        with launch_constants(config):
+            weights, expert_ids = route_top_k_triton(logits.to(triton_device), top_k, renormalize)
         torch.testing.assert_close(weights.cpu(), expected_weights)
         assert torch.equal(expert_ids.cpu(), expected_ids)
 
@@ -61,7 +61,8 @@ def test_a_nan_or_infinite_logit_affects_only_its_token(
 ) -> None:
     logits = torch.randn(3, 6)
     logits[1, 4] = bad
-    weights, expert_ids = route_top_k_triton(logits.to(triton_device), 2, renormalize, ROWS)
+    with launch_constants(ROWS):
+        weights, expert_ids = route_top_k_triton(logits.to(triton_device), 2, renormalize)
     assert weights.isnan().any(dim=1).tolist() == [False, True, False]
     assert bool(((expert_ids >= 0) & (expert_ids < 6)).all())
 

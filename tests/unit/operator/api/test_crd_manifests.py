@@ -15,7 +15,9 @@ import pytest
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import RULES
+from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
 from baton_operator.manifests import main
+from baton_protocol.config import CacheConfig, GatewayConfig, SchedulerConfig
 
 MANIFESTS = Path(__file__).parents[4] / "manifests"
 SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -47,6 +49,24 @@ def test_every_field_is_described_in_its_struct() -> None:
         for path, node in nodes(node)
         if not node.get("description")
     ] == []
+
+
+def test_descriptions_name_the_defaults_of_engine_and_gateway() -> None:
+    gateway = {field.name: field.default for field in msgspec.structs.fields(GatewayConfig)}
+    defaults = {
+        "engine.blockSize": CacheConfig().block_size,
+        "engine.kvCacheMemory": f"{CacheConfig().memory_bytes // 2**20}Mi",
+        "engine.enablePrefixCaching": str(CacheConfig().enable_prefix_caching).lower(),
+        "engine.maxNumBatchedTokens": SchedulerConfig().max_num_batched_tokens,
+        "engine.maxNumSeqs": SchedulerConfig().max_num_seqs,
+        "engine.maxQueue": SchedulerConfig().max_queue,
+        "gateway.maxConcurrentRequests": gateway["max_concurrent_requests"],
+        "gateway.prefillThresholdTokens": gateway["prefill_threshold_tokens"],
+        "decode.autoscaling.holdSeconds": DEFAULT_HOLD_SECONDS,
+    }
+    fields = {path.removeprefix("."): node for path, node in nodes(SPEC)}
+    for path, default in defaults.items():
+        assert fields[path]["description"].endswith(f" Unset: {default}."), path
 
 
 def test_the_reference_has_every_field_and_every_rule() -> None:

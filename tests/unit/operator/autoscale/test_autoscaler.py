@@ -21,7 +21,7 @@ from baton_operator.autoscale.settings import (
     settings_of,
 )
 from baton_operator.builders.config import gateway_config
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
 from baton_operator.names import ANNOTATION_DRAINING, Key
 from baton_operator.status.diagnose import Verdict
@@ -29,7 +29,7 @@ from baton_operator.status.report import autoscaling_verdict
 from baton_operator.status.report_group import Group, group_verdict
 from baton_operator.status.report_topology import GroupTopology
 from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
-from support.operator.services import owner, service
+from support.operator.services import resolved, service
 from support.waiting import until
 
 KEY = Key("default", "demo")
@@ -63,8 +63,8 @@ class Stand:
         self.autoscaler = Autoscaler(self.clock, lambda: WALL)
         self.reconcile()
 
-    def reconcile(self) -> Owner:
-        sized = self.autoscaler.apply_sizes(owner(decode=self.spec), self.stored)
+    def reconcile(self) -> ResolvedService:
+        sized = self.autoscaler.apply_sizes(resolved(decode=self.spec), self.stored)
         pods = [pod.object for pod in (self.gateway, *self.engines)]
         group = Group(
             role="decode",
@@ -90,7 +90,7 @@ class Stand:
 
     @property
     def news(self) -> list[Event]:
-        return self.autoscaler.take_events(owner(decode=self.spec))
+        return self.autoscaler.take_events(resolved(decode=self.spec))
 
     async def load(self, itl_s: float, rounds: int) -> None:
         """Let every engine generate tokens of this latency between scrapes."""
@@ -108,7 +108,9 @@ async def test_a_fault_of_a_pod_is_reported_with_its_name_and_affects_no_other()
     for pod, fault in zip(pods, faults, strict=True):
         pod.fault = fault
     async with scraper(timeout_s=1.0, max_bytes=2**19) as (scraping, results), serving(*pods):
-        scraped = await scraping.scrape(targets_of(owner(), [pod.object for pod in (*pods, gone)]))
+        scraped = await scraping.scrape(
+            targets_of(resolved(), [pod.object for pod in (*pods, gone)])
+        )
     assert list(scraped.samples) == ["uid-demo-decode-4/0"]
     for number, said in enumerate(
         ("HTTP 500", "no metric of an engine", "more than 524288 bytes", "within 1 s")
@@ -190,7 +192,7 @@ def test_a_size_in_the_status_is_limited_to_the_bounds(stored_size: int, size: i
     )
     autoscaler = Autoscaler()
     sized = autoscaler.apply_sizes(
-        owner(decode={"replicas": 2, "autoscaling": autoscaling}), written
+        resolved(decode={"replicas": 2, "autoscaling": autoscaling}), written
     )
     assert sized.replicas("decode") == size
     status = autoscaler.status(sized, "decode")
@@ -264,7 +266,7 @@ async def test_the_autoscaler_runs_by_itself_and_stops_with_the_service() -> Non
             due = asyncio.Queue[Key]()
             autoscaler = Autoscaler()
             autoscaler.observe(
-                autoscaler.apply_sizes(owner(decode=stand.spec), stored()),
+                autoscaler.apply_sizes(resolved(decode=stand.spec), stored()),
                 {"decode": Group(role="decode", desired=0, pods=[])},
                 [stand.gateway.object],
             )
@@ -274,7 +276,7 @@ async def test_the_autoscaler_runs_by_itself_and_stops_with_the_service() -> Non
                 stand.gateway.gateway.held.set_function(lambda: 1)
                 assert await asyncio.wait_for(due.get(), 30) == KEY
                 assert (
-                    autoscaler.apply_sizes(owner(decode=stand.spec), stored()).replicas("decode")
+                    autoscaler.apply_sizes(resolved(decode=stand.spec), stored()).replicas("decode")
                     == 1
                 )
                 autoscaler.forget(KEY)
@@ -290,35 +292,35 @@ def test_an_edit_of_replicas_is_ignored_with_a_warning() -> None:
 
     def size(replicas: int, autoscaling: dict[str, Any] | None) -> int:
         spec = {"replicas": replicas, **({"autoscaling": autoscaling} if autoscaling else {})}
-        return autoscaler.apply_sizes(owner(decode=spec), stored()).replicas("decode")
+        return autoscaler.apply_sizes(resolved(decode=spec), stored()).replicas("decode")
 
     assert size(5, {**DECODE, "maxReplicas": 3}) == 3, "the size is not within the bounds"
     assert size(3, {**DECODE, "maxReplicas": 3}) == 3
-    [news] = autoscaler.take_events(owner())
+    [news] = autoscaler.take_events(resolved())
     assert (news.reason, news.warning) == ("ReplicasIgnored", True)
     assert "stays at 3" in news.message
     assert size(1, {**DECODE, "maxReplicas": 3}) == 3
     assert size(1, None) == 1, "without autoscaling the size must be the spec's replicas"
-    assert autoscaler.status(owner(), "decode") is None
+    assert autoscaler.status(resolved(), "decode") is None
 
 
 def test_a_new_service_of_the_same_name_has_no_history() -> None:
     autoscaler = Autoscaler()
-    first = owner(decode={"replicas": 4, "autoscaling": DECODE})
+    first = resolved(decode={"replicas": 4, "autoscaling": DECODE})
     assert autoscaler.apply_sizes(first, stored()).replicas("decode") == 4
     successor = msgspec.structs.replace(
-        owner(decode={"replicas": 2, "autoscaling": DECODE}), uid="uid-2"
+        resolved(decode={"replicas": 2, "autoscaling": DECODE}), uid="uid-2"
     )
     assert autoscaler.apply_sizes(successor, stored()).replicas("decode") == 2
 
 
 def test_running_changes_are_passed_to_the_policy() -> None:
     spec = {"autoscaling": DECODE, "parallelism": {"expert": True}}
-    settings = settings_of(owner(decode=spec).spec)
+    settings = settings_of(resolved(decode=spec).spec)
 
     def operation(**fields: Any) -> str:
         group = Group(role="decode", desired=1, pods=[], **fields)
-        return groups_of(owner(decode=spec), {"decode": group}, settings)["decode"].operation
+        return groups_of(resolved(decode=spec), {"decode": group}, settings)["decode"].operation
 
     topology = {
         "coordinator": "10.0.0.1",
@@ -345,7 +347,7 @@ def test_only_serving_and_draining_containers_are_scraped() -> None:
     leaving = draining.object
     leaving["metadata"]["annotations"] = {ANNOTATION_DRAINING: "true"}
     gateway = FakePod("demo-gateway-x", None)
-    targets = targets_of(owner(), [ready.object, loading.object, leaving, gateway.object])
+    targets = targets_of(resolved(), [ready.object, loading.object, leaving, gateway.object])
     assert [(target.pod, target.role) for target in targets] == [
         ("demo-decode-0", "decode"),
         ("demo-decode-2", "decode"),
@@ -353,7 +355,7 @@ def test_only_serving_and_draining_containers_are_scraped() -> None:
     ]
     assert targets[0].container == "uid-demo-decode-0/2"
     assert targets[0].url == f"http://{ready.host}:8000/metrics"
-    secure = owner(gateway={"tls": {"secretName": "certificate"}})
+    secure = resolved(gateway={"tls": {"secretName": "certificate"}})
     assert [target.url[:8] for target in targets_of(secure, [ready.object, gateway.object])] == [
         "http://1",
         "https://",
@@ -372,15 +374,16 @@ def test_only_serving_and_draining_containers_are_scraped() -> None:
 def test_services_near_zero_are_checked_more_often(
     autoscaling: dict[str, Any], size: int, period_s: float
 ) -> None:
-    settings = settings_of(owner(decode={"autoscaling": autoscaling}).spec)
+    settings = settings_of(resolved(decode={"autoscaling": autoscaling}).spec)
     assert scrape_period_s(settings, {"decode": size}) == period_s
 
 
 def test_the_gateway_holds_requests_only_if_decode_may_scale_to_zero() -> None:
-    assert gateway_config(owner(decode={"autoscaling": DECODE})).hold_s == 0
-    assert gateway_config(owner(decode={"autoscaling": TO_ZERO})).hold_s == 300
+    assert gateway_config(resolved(decode={"autoscaling": DECODE})).hold_s == 0
+    assert gateway_config(resolved(decode={"autoscaling": TO_ZERO})).hold_s == 300
     assert (
-        gateway_config(owner(decode={"autoscaling": {**TO_ZERO, "holdSeconds": 30}})).hold_s == 30
+        gateway_config(resolved(decode={"autoscaling": {**TO_ZERO, "holdSeconds": 30}})).hold_s
+        == 30
     )
 
 

@@ -11,7 +11,7 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
 from baton_operator.names import GROUP
 from baton_protocol.config import EngineConfig
-from support.operator.services import decoded_config, owner
+from support.operator.services import decoded_config, resolved
 
 RANKS: dict[str, Any] = {
     "decode": {"replicas": 2, "parallelism": {"expert": True, "tensor": 2, "redundantExperts": 3}}
@@ -31,7 +31,7 @@ def test_ranks_get_the_address_of_their_coordinator_and_their_name(
         parallel.num_redundant_experts,
     ) == (True, endpoint, 3)
     assert (parallel.tensor_parallel_size, parallel.rank_name) == (2, "")
-    (container,) = MemberTemplate(owner(coordinator=address, **RANKS), "decode").pod(0)["spec"][
+    (container,) = MemberTemplate(resolved(coordinator=address, **RANKS), "decode").pod(0)["spec"][
         "containers"
     ]
     (name,) = [item for item in container["env"] if item["name"] == "POD_NAME"]
@@ -44,8 +44,8 @@ def test_ranks_get_the_address_of_their_coordinator_and_their_name(
 
 def test_ranks_are_created_when_the_coordinator_has_an_address() -> None:
     before, after = (
-        compute_desired(owner(prefill={}, **RANKS), None),
-        compute_desired(owner(prefill={}, coordinator="10.0.0.1", **RANKS), None),
+        compute_desired(resolved(prefill={}, **RANKS), None),
+        compute_desired(resolved(prefill={}, coordinator="10.0.0.1", **RANKS), None),
     )
     assert set(before.members) == {"prefill"}
     assert set(after.members) == {"prefill", "decode"}
@@ -58,13 +58,13 @@ def test_ranks_are_created_when_the_coordinator_has_an_address() -> None:
 
 def test_the_coordinator_is_kept_while_ranks_need_it() -> None:
     objects = [("Deployment", "demo-coordinator"), ("Service", "demo-coordinator")]
-    assert set(objects) <= set(compute_desired(owner(), None).absent)
-    assert not set(objects) & set(compute_desired(owner(), None, keep_coordinator=True).absent)
+    assert set(objects) <= set(compute_desired(resolved(), None).absent)
+    assert not set(objects) & set(compute_desired(resolved(), None, keep_coordinator=True).absent)
 
 
 def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:
     def template(address: str = "10.0.0.1", **spec: Any) -> MemberTemplate:
-        return MemberTemplate(owner(coordinator=address, **{**RANKS, **spec}), "decode")
+        return MemberTemplate(resolved(coordinator=address, **{**RANKS, **spec}), "decode")
 
     ranks = template()
     annotation = ranks.pod(0)["metadata"]["annotations"][f"{GROUP}/expert-group"]
@@ -81,13 +81,13 @@ def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:
     ):
         assert other.revision != ranks.revision
         assert other.expert_group != ranks.expert_group
-    alone = MemberTemplate(owner(), "decode")
+    alone = MemberTemplate(resolved(), "decode")
     assert alone.expert_group == ""
     assert "annotations" not in alone.pod(0)["metadata"]
 
 
 def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
-    deployment = coordinator.deployment(owner(coordinator="10.0.0.1", **RANKS))
+    deployment = coordinator.deployment(resolved(coordinator="10.0.0.1", **RANKS))
     spec = deployment["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
     assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
@@ -109,11 +109,11 @@ def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
     security = container["securityContext"]
     assert security["readOnlyRootFilesystem"]
     assert not security["allowPrivilegeEscalation"]
-    service = coordinator.service(owner(**RANKS))["spec"]
+    service = coordinator.service(resolved(**RANKS))["spec"]
     assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [
         (5560, "ranks"),
         (8001, "http"),
     ]
-    members = MemberTemplate(owner(), "decode").pod(0)["metadata"]["labels"]
+    members = MemberTemplate(resolved(), "decode").pod(0)["metadata"]["labels"]
     assert not service["selector"].items() <= members.items()

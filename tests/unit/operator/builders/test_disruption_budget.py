@@ -9,14 +9,14 @@ import pytest
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.desired import compute_desired
 from baton_operator.names import GROUP, ConfiguredRole
-from support.operator.services import owner
+from support.operator.services import resolved
 
 
 def test_disruption_budgets_need_several_pods_and_a_server_with_the_api() -> None:
-    assert disruption_budget(owner(), "decode", "policy/v1") is None
-    budget = disruption_budget(owner(decode={"replicas": 3}), "decode", "policy/v1beta1")
+    assert disruption_budget(resolved(), "decode", "policy/v1") is None
+    budget = disruption_budget(resolved(decode={"replicas": 3}), "decode", "policy/v1beta1")
     assert (budget["apiVersion"], budget["spec"]["minAvailable"]) == ("policy/v1beta1", 2)
-    kinds = {obj["kind"] for obj in compute_desired(owner(decode={"replicas": 3}), None).objects}
+    kinds = {obj["kind"] for obj in compute_desired(resolved(decode={"replicas": 3}), None).objects}
     assert "PodDisruptionBudget" not in kinds
 
 
@@ -26,7 +26,7 @@ def test_a_budget_allows_one_disruption_and_single_pods_have_none(
 ) -> None:
     def budgets(replicas: int) -> tuple[list[Any], list[tuple[str, str]]]:
         wanted = compute_desired(
-            owner(**({"prefill": {}} | {role: {"replicas": replicas}})), "policy/v1"
+            resolved(**({"prefill": {}} | {role: {"replicas": replicas}})), "policy/v1"
         )
         found = [obj for obj in wanted.objects if obj["metadata"]["name"] == f"demo-{role}"]
         return [obj["spec"] for obj in found if obj["kind"] == "PodDisruptionBudget"], wanted.absent

@@ -14,7 +14,7 @@ from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.observe.observation import gateway_schemes
 from baton_protocol.config import GatewayConfig
-from support.operator.services import decoded_config, owner
+from support.operator.services import decoded_config, resolved
 
 TLS = {"tls": {"secretName": "cert"}}
 KEYS = {"apiKeys": {"secretName": "clients"}}
@@ -31,7 +31,7 @@ def mounted(pod: Object) -> dict[str, str]:
 
 
 def pod_template(**spec: Any) -> Object:
-    template: Object = gateway.deployment(owner(gateway=spec))["spec"]["template"]
+    template: Object = gateway.deployment(resolved(gateway=spec))["spec"]["template"]
     return template
 
 
@@ -47,7 +47,7 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
     )
     assert "clients" not in mounted(pod_template())
     assert decoded_config("gateway", GatewayConfig).access.api_keys_dir == ""
-    assert "clients" not in mounted(MemberTemplate(owner(gateway=KEYS), "decode").pod(0)), (
+    assert "clients" not in mounted(MemberTemplate(resolved(gateway=KEYS), "decode").pod(0)), (
         "API keys in the configuration of an engine"
     )
 
@@ -65,16 +65,16 @@ def test_tls_changes_probes_ports_and_the_service() -> None:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"]["scheme"] == scheme.upper()
             assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
-        (found,) = gateway.service(owner(gateway=spec))["spec"]["ports"]
+        (found,) = gateway.service(resolved(gateway=spec))["spec"]["ports"]
         assert (found["name"], found["port"], found["targetPort"]) == (
             scheme,
             port,
             container["ports"][0]["name"],
         )
-        built = ingress(owner(gateway={**spec, "ingress": {"host": "h"}}))
+        built = ingress(resolved(gateway={**spec, "ingress": {"host": "h"}}))
         backend = built["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
         assert backend["port"] == {"name": scheme}
-        route = http_route(owner(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}}))
+        route = http_route(resolved(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}}))
         assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == port
 
 
@@ -103,7 +103,7 @@ def test_during_the_switch_to_tls_each_port_selects_matching_pods(
         "ingress": {"host": "h"},
         "httpRoute": {"parentRefs": [{"name": "g"}]},
     }
-    service = msgspec.structs.replace(owner(gateway=access_settings), gateway_schemes=schemes)
+    service = msgspec.structs.replace(resolved(gateway=access_settings), gateway_schemes=schemes)
     assert [port["name"] for port in gateway.service(service)["spec"]["ports"]] == ports
     built, route = ingress(service), http_route(service)
     (path,) = built["spec"]["rules"][0]["http"]["paths"]

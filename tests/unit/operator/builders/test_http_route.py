@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_operator.builders import gateway
 from baton_operator.desired import compute_desired
-from support.operator.services import owner
+from support.operator.services import resolved
 
 
 def test_a_route_is_built_if_the_cluster_has_the_kind() -> None:
@@ -12,7 +12,7 @@ def test_a_route_is_built_if_the_cluster_has_the_kind() -> None:
         {"name": "public", "namespace": "infra", "sectionName": "https"},
         {"name": "inner", "port": 8443},
     ]
-    service = owner(gateway={"httpRoute": {"parentRefs": parents, "hostnames": ["h.example"]}})
+    service = resolved(gateway={"httpRoute": {"parentRefs": parents, "hostnames": ["h.example"]}})
     (route,) = [
         obj
         for obj in compute_desired(service, None, http_routes=True).objects
@@ -29,4 +29,6 @@ def test_a_route_is_built_if_the_cluster_has_the_kind() -> None:
     assert "HTTPRoute" not in {obj["kind"] for obj in unknown.objects} | {
         kind for kind, _ in unknown.absent
     }
-    assert ("HTTPRoute", "demo-gateway") in compute_desired(owner(), None, http_routes=True).absent
+    assert ("HTTPRoute", "demo-gateway") in compute_desired(
+        resolved(), None, http_routes=True
+    ).absent

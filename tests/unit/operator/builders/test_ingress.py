@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from baton_operator.builders.ingress import ingress
 from baton_operator.desired import compute_desired
-from support.operator.services import owner
+from support.operator.services import resolved
 
 
 def test_an_ingress_is_built_only_on_request() -> None:
-    assert ingress(owner()) is None
-    assert ("Ingress", "demo-gateway") in compute_desired(owner(), None).absent
+    assert ingress(resolved()) is None
+    assert ("Ingress", "demo-gateway") in compute_desired(resolved(), None).absent
     asked = {
         "host": "h.example",
         "className": "nginx",
         "annotations": {"a/b": "c"},
         "tls": {"secretName": "s"},
     }
-    built = ingress(owner(gateway={"ingress": asked}))
+    built = ingress(resolved(gateway={"ingress": asked}))
     assert built["spec"]["rules"][0]["host"] == "h.example"
     assert built["spec"]["ingressClassName"] == "nginx"
     assert built["spec"]["tls"] == [{"hosts": ["h.example"], "secretName": "s"}]

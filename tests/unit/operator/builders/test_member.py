@@ -5,11 +5,11 @@ from __future__ import annotations
 from baton_operator.builders import config, gateway
 from baton_operator.builders.member import MemberTemplate, headless_service
 from baton_operator.names import GROUP
-from support.operator.services import owner
+from support.operator.services import resolved
 
 
 def test_a_member_pod() -> None:
-    pod = MemberTemplate(owner(engine={"numThreads": 2}), "decode").pod(3)
+    pod = MemberTemplate(resolved(engine={"numThreads": 2}), "decode").pod(3)
     assert pod["metadata"]["name"] == "demo-decode-3"
     assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
     labels = pod["metadata"]["labels"]
@@ -31,21 +31,21 @@ def test_a_member_pod() -> None:
     }
     assert engine["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert engine["securityContext"]["readOnlyRootFilesystem"]
-    assert pod["spec"]["terminationGracePeriodSeconds"] > owner().spec.drain_timeout_seconds
+    assert pod["spec"]["terminationGracePeriodSeconds"] > resolved().spec.drain_timeout_seconds
     mounted = [
         volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume
     ]
     assert mounted == [
-        config.config_map(owner(engine={"numThreads": 2}), "decode")["metadata"]["name"]
+        config.config_map(resolved(engine={"numThreads": 2}), "decode")["metadata"]["name"]
     ]
 
 
 def test_services_select_their_own_pods() -> None:
-    member = MemberTemplate(owner(), "decode").pod(0)["metadata"]["labels"]
-    front = gateway.deployment(owner())["spec"]["template"]["metadata"]["labels"]
+    member = MemberTemplate(resolved(), "decode").pod(0)["metadata"]["labels"]
+    front = gateway.deployment(resolved())["spec"]["template"]["metadata"]["labels"]
     headless, plain = (
-        headless_service(owner())["spec"]["selector"],
-        gateway.service(owner())["spec"]["selector"],
+        headless_service(resolved())["spec"]["selector"],
+        gateway.service(resolved())["spec"]["selector"],
     )
     assert headless.items() <= member.items()
     assert not headless.items() <= front.items()

@@ -13,7 +13,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import gateway
 from baton_operator.builders.member import MemberTemplate
-from support.operator.services import owner
+from support.operator.services import resolved
 
 BASE: Object = {
     "model": {"uri": "file:///models/x"}, "image": "baton:1", "prefill": {"replicas": 1},
@@ -24,7 +24,7 @@ BASE: Object = {
 
 def revisions(spec: Object) -> dict[str, str]:
     """Return the revisions by role."""
-    made = owner(coordinator="10.96.0.9", **spec)
+    made = resolved(coordinator="10.96.0.9", **spec)
     deployment = gateway.deployment(made)
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     return {
@@ -112,10 +112,10 @@ def test_settings_of_a_group_do_not_change_other_revisions(
 
 
 def test_a_change_of_one_role_keeps_the_revisions_of_the_others() -> None:
-    before, after = owner(prefill={}), owner(prefill={}, gateway={"maxConcurrentRequests": 5})
+    before, after = resolved(prefill={}), resolved(prefill={}, gateway={"maxConcurrentRequests": 5})
     for role in ("prefill", "decode"):
         assert MemberTemplate(before, role).revision == MemberTemplate(after, role).revision
-    resized = owner(
+    resized = resolved(
         prefill={"replicas": 0, "template": {"metadata": {"labels": {"a": "b"}}}},
         decode={"replicas": 9},
     )
@@ -125,10 +125,10 @@ def test_a_change_of_one_role_keeps_the_revisions_of_the_others() -> None:
 
 def test_the_engine_configuration_is_part_of_the_revision() -> None:
     assert (
-        MemberTemplate(owner(), "decode").revision
-        != MemberTemplate(owner(engine={"maxNumSeqs": 5}), "decode").revision
+        MemberTemplate(resolved(), "decode").revision
+        != MemberTemplate(resolved(engine={"maxNumSeqs": 5}), "decode").revision
     )
     assert (
-        MemberTemplate(owner(), "decode").revision
-        != MemberTemplate(owner(image="other:1"), "decode").revision
+        MemberTemplate(resolved(), "decode").revision
+        != MemberTemplate(resolved(image="other:1"), "decode").revision
     )

@@ -12,7 +12,7 @@ from baton_operator.api.spec_model import MODEL_URI, Model
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_protocol.config import EngineConfig, GatewayConfig
-from support.operator.services import owner
+from support.operator.services import resolved
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30
@@ -20,7 +20,7 @@ GIB = 2**30
 
 def member_spec(**fields: Any) -> Object:
     spec: Object = MemberTemplate(
-        owner(model=fields, decode={"resources": RESOURCES}), "decode"
+        resolved(model=fields, decode={"resources": RESOURCES}), "decode"
     ).pod(0)["spec"]
     return spec
 
@@ -98,7 +98,7 @@ def test_a_model_of_a_hub_is_fetched_into_the_engines_model_folder() -> None:
     flags = dict(zip(container["command"][2::2], container["command"][3::2], strict=True))
     assert container["command"][:2] == ["baton-model", "fetch"]
     assert flags["--uri"] == HUB["uri"]
-    read: EngineConfig = config.engine_config(owner(model=HUB), "decode")
+    read: EngineConfig = config.engine_config(resolved(model=HUB), "decode")
     assert flags["--to"] == read.model.path
     assert flags["--http-port"] == "8000"
     assert "--only" not in flags
@@ -113,7 +113,7 @@ def test_a_model_of_a_hub_is_fetched_into_the_engines_model_folder() -> None:
 
 
 def test_a_gateway_fetches_no_weights_and_has_its_own_folder() -> None:
-    wanted = owner(model=HUB)
+    wanted = resolved(model=HUB)
     spec = gateway.deployment(wanted)["spec"]["template"]["spec"]
     command = fetcher_of(spec)["command"]
     assert command[command.index("--only") + 1] == "tokenizer"

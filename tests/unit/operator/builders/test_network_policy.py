@@ -11,12 +11,12 @@ import yaml
 from baton_kube.client import Object
 from baton_operator.builders import coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.desired import compute_desired
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 from support.operator.network_policies import Pod, admits
-from support.operator.services import owner
+from support.operator.services import resolved
 
 ROOT = Path(__file__).parents[4]
 #: A random port of a rank store, of gloo or of a KV transport.
@@ -32,14 +32,16 @@ SPEC: dict[str, Any] = {"prefill": {}, "decode": {"replicas": 2, "parallelism": 
 MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 
 
-def policies(service: Owner, operator_namespace: str | None = OPERATOR_NAMESPACE) -> list[Object]:
+def policies(
+    service: ResolvedService, operator_namespace: str | None = OPERATOR_NAMESPACE
+) -> list[Object]:
     objects = compute_desired(service, None, operator_namespace=operator_namespace).objects
     return [obj for obj in objects if obj["kind"] == "NetworkPolicy"]
 
 
 def pods(name: str, namespace: str = "default") -> dict[str, Pod]:
     """Return a pod of each role of a service."""
-    service = owner(name, coordinator="10.0.0.1", **SPEC)
+    service = resolved(name, coordinator="10.0.0.1", **SPEC)
     labels = {
         role: MemberTemplate(service, role).pod(0)["metadata"]["labels"]
         for role in ("prefill", "decode")
@@ -95,8 +97,8 @@ def test_engines_and_coordinator_are_reachable_by_the_service_and_the_operator_o
     target: str,
 ) -> None:
     applied = [
-        *policies(owner(coordinator="10.0.0.1", **SPEC)),
-        *policies(owner("alien", coordinator="10.0.0.1", **SPEC)),
+        *policies(resolved(coordinator="10.0.0.1", **SPEC)),
+        *policies(resolved("alien", coordinator="10.0.0.1", **SPEC)),
     ]
     ports = COORDINATOR_PORTS if target == "coordinator" else ENGINE_PORTS
     reached = {
@@ -109,14 +111,14 @@ def test_engines_and_coordinator_are_reachable_by_the_service_and_the_operator_o
 
 
 def test_the_gateway_is_reachable_by_all_pods() -> None:
-    applied = policies(owner(coordinator="10.0.0.1", **SPEC))
+    applied = policies(resolved(coordinator="10.0.0.1", **SPEC))
     for name, source in sources().items():
         assert admits(applied, NAMESPACES, source, pods("demo")["gateway"], GATEWAY_PORT), name
 
 
 def test_scrapers_reach_only_the_http_ports() -> None:
     applied = policies(
-        owner(coordinator="10.0.0.1", security={"metricsFrom": [MONITORING]}, **SPEC)
+        resolved(coordinator="10.0.0.1", security={"metricsFrom": [MONITORING]}, **SPEC)
     )
     prometheus, web = sources()["prometheus"], sources()["a pod of the namespace"]
     for role, http in (
@@ -133,7 +135,7 @@ def test_scrapers_reach_only_the_http_ports() -> None:
 
 
 def test_an_operator_outside_of_the_cluster_is_not_blocked() -> None:
-    applied = policies(owner(coordinator="10.0.0.1", **SPEC), operator_namespace=None)
+    applied = policies(resolved(coordinator="10.0.0.1", **SPEC), operator_namespace=None)
     elsewhere = sources()["a pod of another namespace"]
     target = pods("demo")["decode"]
     assert [
@@ -144,19 +146,20 @@ def test_an_operator_outside_of_the_cluster_is_not_blocked() -> None:
 def test_policies_can_be_disabled_and_are_deleted_with_the_coordinator() -> None:
     names = ("demo-members", "demo-coordinator")
     off = compute_desired(
-        owner(coordinator="10.0.0.1", security={"networkPolicy": False}, **SPEC), None
+        resolved(coordinator="10.0.0.1", security={"networkPolicy": False}, **SPEC), None
     )
     assert {("NetworkPolicy", name) for name in names} <= set(off.absent)
     assert not [obj for obj in off.objects if obj["kind"] == "NetworkPolicy"]
-    assert [policy["metadata"]["name"] for policy in policies(owner())] == ["demo-members"]
-    assert ("NetworkPolicy", "demo-coordinator") in compute_desired(owner(), None).absent
-    kept = compute_desired(owner(), None, keep_coordinator=True)
+    assert [policy["metadata"]["name"] for policy in policies(resolved())] == ["demo-members"]
+    assert ("NetworkPolicy", "demo-coordinator") in compute_desired(resolved(), None).absent
+    kept = compute_desired(resolved(), None, keep_coordinator=True)
     assert ("NetworkPolicy", "demo-coordinator") not in kept.absent
 
 
 def test_policies_are_created_before_the_pods() -> None:
     kinds = [
-        obj["kind"] for obj in compute_desired(owner(coordinator="10.0.0.1", **SPEC), None).objects
+        obj["kind"]
+        for obj in compute_desired(resolved(coordinator="10.0.0.1", **SPEC), None).objects
     ]
     assert max(i for i, kind in enumerate(kinds) if kind == "NetworkPolicy") < kinds.index(
         "Deployment"

@@ -11,7 +11,7 @@ from baton_operator.builders import gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.overlay import merge
 from baton_operator.names import GROUP, ConfiguredRole
-from support.operator.services import owner
+from support.operator.services import resolved
 
 ROLES: list[tuple[ConfiguredRole, str]] = [
     ("prefill", "engine"),
@@ -22,7 +22,7 @@ GPU = {"limits": {"nvidia.com/gpu": 8, "memory": "64Gi"}, "requests": {"cpu": "4
 
 
 def pod_spec(role: ConfiguredRole, **group: Any) -> Object:
-    service = owner(**{role: group})
+    service = resolved(**{role: group})
     if role == "gateway":
         spec: Object = gateway.deployment(service)["spec"]["template"]["spec"]
         return spec
@@ -141,7 +141,7 @@ def test_a_template_changes_fields_but_not_the_labels_of_selectors() -> None:
     }
     resources = {"limits": {"memory": "1Gi"}}
     pod = MemberTemplate(
-        owner(decode={"template": template, "resources": resources}), "decode"
+        resolved(decode={"template": template, "resources": resources}), "decode"
     ).pod(0)
     assert pod["metadata"]["labels"]["team"] == "a"
     assert pod["metadata"]["labels"][f"{GROUP}/role"] == "decode"
@@ -170,7 +170,7 @@ def test_a_template_that_removes_required_fields_is_refused_with_the_field(
     template: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"^decode\.template\.{field}\b"):
-        MemberTemplate(owner(decode={"template": template}), "decode")
+        MemberTemplate(resolved(decode={"template": template}), "decode")
 
 
 def test_merge_of_templates() -> None:

@@ -12,9 +12,9 @@ import pytest
 from baton_kube.client import Object
 from baton_operator.builders import coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import MEMBER_ROLES
-from support.operator.services import owner
+from support.operator.services import resolved
 from support.pod_security import violations
 
 ROOT = Path(__file__).parents[4]
@@ -62,14 +62,14 @@ SPECS: dict[str, Object] = {
 }
 
 
-def templates(service: Owner) -> dict[str, Object]:
+def templates(service: ResolvedService) -> dict[str, Object]:
     """Return the pod templates by role, including the coordinator's."""
     found = {
         role: MemberTemplate(service, role).pod(0)
         for role in MEMBER_ROLES
         if role != "prefill" or service.has_prefill
     }
-    deployments: dict[str, Callable[[Owner], Object]] = {
+    deployments: dict[str, Callable[[ResolvedService], Object]] = {
         "gateway": gateway.deployment,
         "coordinator": coordinator.deployment,
     }
@@ -79,7 +79,7 @@ def templates(service: Owner) -> dict[str, Object]:
 @pytest.mark.parametrize("name", SPECS)
 def test_every_pod_complies_with_the_restricted_profile(name: str) -> None:
     for role, pod in templates(
-        owner(coordinator="10.0.0.1", key_name="k", **{"model": CLAIM, **SPECS[name]})
+        resolved(coordinator="10.0.0.1", key_name="k", **{"model": CLAIM, **SPECS[name]})
     ).items():
         assert violations(pod["metadata"], pod["spec"]) == [], role
         for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
@@ -89,21 +89,25 @@ def test_every_pod_complies_with_the_restricted_profile(name: str) -> None:
 
 
 def test_a_host_path_model_is_the_only_violation() -> None:
-    for role, pod in templates(owner(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)).items():
+    for role, pod in templates(
+        resolved(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)
+    ).items():
         expected = [] if role == "coordinator" else ["volume model is a hostPath"]
         assert violations(pod["metadata"], pod["spec"]) == expected, role
 
 
 def test_only_the_gateway_has_access_to_the_api() -> None:
-    for role, pod in templates(owner(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)).items():
+    for role, pod in templates(
+        resolved(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)
+    ).items():
         mounted = pod["spec"].get("automountServiceAccountToken", True)
         account = pod["spec"]["serviceAccountName"]
         assert (mounted, account) == (
             (True, "demo-gateway") if role == "gateway" else (False, "demo-engine")
         ), role
-    subjects = gateway.role_binding(owner())["subjects"]
+    subjects = gateway.role_binding(resolved())["subjects"]
     assert [subject["name"] for subject in subjects] == ["demo-gateway"]
-    assert gateway.role(owner())["rules"] == [
+    assert gateway.role(resolved())["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
     ]
 
@@ -157,7 +161,7 @@ def _set(path: str, value: Any) -> Callable[[Object], None]:
     ],
 )
 def test_the_checker_finds_every_violation(path: str, value: Any) -> None:
-    pod = copy.deepcopy(MemberTemplate(owner(model=CLAIM), "decode").pod(0))
+    pod = copy.deepcopy(MemberTemplate(resolved(model=CLAIM), "decode").pod(0))
     assert violations(pod["metadata"], pod["spec"]) == []
     _set(path, value)(pod)
     assert violations(pod["metadata"], pod["spec"])

@@ -8,16 +8,16 @@ import pytest
 
 from baton_operator.builders import coordinator, gateway, service_key
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.owner import Owner
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import GROUP, MEMBER_ROLES
 from baton_protocol.config import EngineConfig, GatewayConfig
 from baton_protocol.service_key import ServiceKey
-from support.operator.services import decoded_config, owner
+from support.operator.services import decoded_config, resolved
 
 EXPERTS: dict[str, Any] = {"prefill": {}, "decode": {"parallelism": {"expert": True}}}
 
 
-def pod_specs(service: Owner) -> dict[str, dict[str, Any]]:
+def pod_specs(service: ResolvedService) -> dict[str, dict[str, Any]]:
     """Return the pod templates of an expert-parallel service by role."""
     templates = {role: MemberTemplate(service, role).pod(0) for role in MEMBER_ROLES}
     for role, build in (("gateway", gateway.deployment), ("coordinator", coordinator.deployment)):
@@ -28,7 +28,7 @@ def pod_specs(service: Owner) -> dict[str, dict[str, Any]]:
 def test_every_pod_of_a_service_mounts_the_service_key() -> None:
     for spec in (EXPERTS, {}):
         for role, template in pod_specs(
-            owner(coordinator="10.0.0.1", key_name="k1", **spec)
+            resolved(coordinator="10.0.0.1", key_name="k1", **spec)
         ).items():
             (volume,) = [volume for volume in template["spec"]["volumes"] if "secret" in volume]
             assert volume["secret"]["secretName"] == "demo-key"
@@ -46,7 +46,7 @@ def test_every_pod_of_a_service_mounts_the_service_key() -> None:
         == "/etc/baton/service-key/key"
     )
     assert decoded_config("gateway", GatewayConfig).service_key_file == "/etc/baton/service-key/key"
-    (container,) = pod_specs(owner(coordinator="10.0.0.1", **EXPERTS))["coordinator"]["spec"][
+    (container,) = pod_specs(resolved(coordinator="10.0.0.1", **EXPERTS))["coordinator"]["spec"][
         "containers"
     ]
     assert container["command"] == [
@@ -57,7 +57,9 @@ def test_every_pod_of_a_service_mounts_the_service_key() -> None:
 
 
 def test_a_new_key_changes_the_revision_of_every_pod_and_the_expert_group() -> None:
-    before, after = (owner(coordinator="10.0.0.1", key_name=key, **EXPERTS) for key in ("k1", "k2"))
+    before, after = (
+        resolved(coordinator="10.0.0.1", key_name=key, **EXPERTS) for key in ("k1", "k2")
+    )
     for role, template in pod_specs(before).items():
         assert template["metadata"]["annotations"][f"{GROUP}/service-key"] == "k1"
         assert pod_specs(after)[role]["metadata"]["annotations"][f"{GROUP}/service-key"] == "k2"
@@ -75,7 +77,7 @@ def test_a_template_cannot_change_the_key_annotation() -> None:
         {"annotations": {f"{GROUP}/service-key": "mine", "note": "x"}},
     ):
         pod = MemberTemplate(
-            owner(key_name="k1", decode={"template": {"metadata": overlay}}), "decode"
+            resolved(key_name="k1", decode={"template": {"metadata": overlay}}), "decode"
         ).pod(0)
         assert pod["metadata"]["annotations"][f"{GROUP}/service-key"] == "k1"
 
@@ -84,7 +86,7 @@ def test_the_key_is_random_and_immutable_and_its_name_does_not_reveal_it() -> No
     first, second = service_key.generate(), service_key.generate()
     assert (len(first), len(bytes.fromhex(first.decode()))) == (64, 32)
     assert first != second
-    secret = service_key.secret(owner(), first)
+    secret = service_key.secret(resolved(), first)
     assert (secret["metadata"]["name"], secret["immutable"]) == ("demo-key", True)
     key = service_key.read(secret)
     assert key.bearer == ServiceKey(first).bearer

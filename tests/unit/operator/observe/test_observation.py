@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from baton_kube.client import Object
-from baton_operator.builders.owner import controlled_by
+from baton_operator.builders.resolved_service import controlled_by
 from baton_operator.names import ANNOTATION_DRAIN_STARTED
 from baton_operator.observe import pod_clients
 from baton_operator.observe.observation import member

@@ -111,7 +111,7 @@ async def test_services_from_before_the_start_are_reconciled_and_deleted_ones_dr
 
 
 async def test_a_reconcile_that_hangs_times_out_and_others_continue(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "CONCURRENCY", 1)
@@ -127,6 +127,8 @@ async def test_a_reconcile_that_hangs_times_out_and_others_continue(
         controller.add(A)
         controller.add(B)
         await until(lambda: len(visits) >= 4, "both services to be reconciled again")
+    assert "reconcile of ns/a failed" in caplog.text
+    assert ": TimeoutError" in caplog.text
 
 
 async def freshness_after(*events: Callable[[Controller], None]) -> list[Freshness]:

@@ -20,9 +20,9 @@ from baton_operator.builders import gateway
 from baton_operator.builders.free_form_fields import MAX_DEPTH
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
-from baton_operator.plan.plan_expert_group import plan_members
+from baton_operator.plan.plan_members import plan_members
 from support.operator.service_simulation import KEY, NAME, Service
-from support.operator.services import owner
+from support.operator.services import resolved
 from support.operator.simulated_api_server import service_path
 
 SPEC: Object = {
@@ -262,7 +262,7 @@ def test_any_json_leads_to_objects_or_to_an_error_with_the_field(
     uri = {"hf": "hf://o/m", "file": "file:///m"}[scheme]
     groups: Object = {"prefill": {}, "decode": {}, "gateway": {"tls": {"secretName": "s"}}}
     groups[role] |= {"template": template, "resources": resources}
-    wanted = owner(model={"uri": uri}, key_name="k1", **groups)
+    wanted = resolved(model={"uri": uri}, key_name="k1", **groups)
     try:
         found = compute_desired(wanted, "policy/v1", operator_namespace="ns", http_routes=True)
     except ValueError as error:
@@ -284,10 +284,10 @@ def test_any_json_leads_to_objects_or_to_an_error_with_the_field(
 
 def test_templates_as_deep_as_pods_are_accepted() -> None:
     assert MemberTemplate(
-        owner(decode={"template": {"spec": {"affinity": deep(MAX_DEPTH - 10)}}}), "decode"
+        resolved(decode={"template": {"spec": {"affinity": deep(MAX_DEPTH - 10)}}}), "decode"
     ).pod(0)
     assert gateway.deployment(
-        owner(gateway={"template": {"metadata": {"annotations": {"a": None}}}})
+        resolved(gateway={"template": {"metadata": {"annotations": {"a": None}}}})
     )
 
 
@@ -447,8 +447,8 @@ def test_a_defect_in_one_group_does_not_delay_the_other(
     simulated.create(SPEC)
     simulated.settle()
 
-    def defect(owner: Any, role: str, *args: Any, **options: Any) -> Any:
-        return fails() if role == "prefill" else plan_members(owner, role, *args, **options)
+    def defect(resolved: Any, role: str, *args: Any, **options: Any) -> Any:
+        return fails() if role == "prefill" else plan_members(resolved, role, *args, **options)
 
     monkeypatch.setattr(reconcile, "plan_members", defect)
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")

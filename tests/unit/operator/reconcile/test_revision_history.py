@@ -74,9 +74,9 @@ def test_a_pause_names_the_waiting_edits(service: Service) -> None:
         return str(found["message"])
 
     service.patch({"paused": True})
-    assert updating() == "no edit waits; new edits wait until spec.paused is false"
+    assert updating() == "no edit waits; later edits wait until spec.paused is false"
     service.patch({"decode": {"replicas": 3}, "progressDeadlineSeconds": 60})
-    assert updating() == "no edit waits; new edits wait until spec.paused is false", (
+    assert updating() == "no edit waits; later edits wait until spec.paused is false", (
         "a pause must not delay these edits"
     )
     service.patch(
@@ -88,7 +88,7 @@ def test_a_pause_names_the_waiting_edits(service: Service) -> None:
     )
     assert updating() == "edits of decode.parallelism, image wait until spec.paused is false"
     service.patch({"image": None, "decode": {"parallelism": None}})
-    assert updating() == "no edit waits; new edits wait until spec.paused is false"
+    assert updating() == "no edit waits; later edits wait until spec.paused is false"
 
 
 @pytest.mark.parametrize("size", [0, 2])

@@ -14,7 +14,7 @@ from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_group import Group
 from baton_protocol.progress import Health, LoadProgress
-from support.operator.services import NOW, owner, pod, service
+from support.operator.services import NOW, pod, resolved, service
 
 TYPO = "file:///models/typo"
 BACK_OFF = {
@@ -72,7 +72,7 @@ class Reported:
         group = Group(role="decode", desired=2, pods=pods, revision="new", loading=loading or {})
         status = report(
             self.before,
-            owner(model=self.model),
+            resolved(model=self.model),
             {"decode": group},
             cluster_ip=None,
             problem=None,

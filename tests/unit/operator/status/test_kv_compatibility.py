@@ -19,7 +19,7 @@ from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.progress import Health
 from support.http_server import serving
-from support.operator.services import NOW, owner, pod, service
+from support.operator.services import NOW, pod, resolved, service
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(
@@ -46,7 +46,9 @@ def of(role: str, ordinal: int, **options: Any) -> Object:
 def reported(prefill: Group, decode: Group, kv: dict[str, KVCompatibility], **spec: Any) -> Any:
     gateway = Group(role="gateway", desired=1, pods=[pod("demo-gateway", ready=True)])
     groups: dict[Any, Group] = {"prefill": prefill, "decode": decode, "gateway": gateway}
-    return report(service(), owner(**spec), groups, cluster_ip=None, problem=None, now=NOW, kv=kv)
+    return report(
+        service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW, kv=kv
+    )
 
 
 def condition(status: Any, type_: str) -> tuple[str, str, str]:
@@ -84,7 +86,7 @@ def test_prefill_is_not_ready_when_decode_cannot_take_its_blocks(
     for type_ in ("PrefillReady", "Ready"):
         assert condition(status, type_)[:2] == ("False", "IncompatiblePeers")
         assert text in condition(status, type_)[2]
-    assert "decode pods prefill for themselves" in condition(status, "PrefillReady")[2]
+    assert "decode pods compute the prompts" in condition(status, "PrefillReady")[2]
     assert "1 of 1 prefill pods are ready" in condition(status, "PrefillReady")[2]
     assert condition(status, "DecodeReady")[:2] == ("True", "PodsReady"), (
         "decode must be ready, because requests succeed"

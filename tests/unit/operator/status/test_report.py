@@ -14,7 +14,7 @@ from baton_operator.reconcile_problems import InvalidSpec, Problem
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group, group_verdict, refusal_of_deployment
-from support.operator.services import NOW, owner, pod, service
+from support.operator.services import NOW, pod, resolved, service
 
 FATAL = {
     "exitCode": 78,
@@ -94,7 +94,8 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1",
     ),
     "a draining pod does not count": (
-        decode([pod(ready=True, draining=True)]), "False", "Draining", "0 of 1",
+        decode([pod(ready=True, draining=True)]), "False", "Draining",
+        "waiting for pod demo-decode-0 to end; 0 of 1",
     ),
     "an evicted pod beside enough ready ones": (
         decode([pod(ready=True), pod("demo-decode-1", phase="Failed")]), "True", "PodsReady",
@@ -104,9 +105,9 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)]), "True",
         "PodsReady", "1 of 1",
     ),
-    "scaled to zero": (decode([], 0), "False", "ScaledToZero", "scale up"),
+    "scaled to zero": (decode([], 0), "False", "ScaledToZero", "set spec.decode.replicas"),
     "no prefill": (
-        Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods prefill",
+        Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods compute",
     ),
     "a gateway that starts": (
         Group(role="gateway", desired=1, pods=[], updated=False), "False", "Starting", "0 of 1",
@@ -130,7 +131,7 @@ def test_conditions_of_a_group(group: Group, status: str, reason: str, text: str
 def conditions(
     before: Object, groups: dict[Any, Group], problem: Problem | None = None
 ) -> dict[str, Condition]:
-    status = report(before, owner(), groups, cluster_ip="10.0.0.7", problem=problem, now=NOW)
+    status = report(before, resolved(), groups, cluster_ip="10.0.0.7", problem=problem, now=NOW)
     return {condition.type: condition for condition in status.conditions or []}
 
 
@@ -189,7 +190,7 @@ def test_the_transition_time_changes_only_with_the_status() -> None:
 
 def test_a_failure_causes_one_event() -> None:
     groups = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
-    status = report(service(), owner(), groups, cluster_ip=None, problem=None, now=NOW)
+    status = report(service(), resolved(), groups, cluster_ip=None, problem=None, now=NOW)
     assert [c.reason for c in new_failures(service(), status)] == ["ModelNotFound"]
     known = service(
         [
@@ -210,7 +211,7 @@ def test_a_failure_causes_one_event() -> None:
 def test_one_event_warns_of_kv_transfers_without_authentication(
     transport: str, has_policy: bool, has_prefill: bool
 ) -> None:
-    wanted = owner(
+    wanted = resolved(
         security={"networkPolicy": has_policy},
         kvTransfer={"transport": transport},
         **({"prefill": {}} if has_prefill else {}),
@@ -242,7 +243,7 @@ def test_counts_and_endpoints() -> None:
     groups = ALL_READY | {
         "decode": decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)])
     }
-    wanted = owner(gateway={"ingress": {"host": "demo.localhost"}})
+    wanted = resolved(gateway={"ingress": {"host": "demo.localhost"}})
     status = report(service(), wanted, groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
     assert (status.decode.desired, status.decode.ready, status.decode.replicas) == (1, 1, 2)
     assert (status.endpoint, status.ingress_endpoint) == (
@@ -264,7 +265,7 @@ def test_a_refused_pod_of_a_deployment_is_the_reason_of_its_group() -> None:
     assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
     gateway = Group(role="gateway", desired=1, pods=[], updated=False, refusal=found)
     status = report(
-        service(), owner(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
+        service(), resolved(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
     )
     (ready,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     assert (ready.status, ready.reason) == ("False", "QuotaExceeded")

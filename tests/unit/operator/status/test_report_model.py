@@ -18,7 +18,7 @@ from baton_operator.status.report_group import Group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.progress import Health, LoadProgress
 from support.http_server import serving
-from support.operator.services import NOW, owner, pod, service
+from support.operator.services import NOW, pod, resolved, service
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30
@@ -51,7 +51,7 @@ def status_of(
     **spec: Any,
 ) -> Any:
     group = Group(role="decode", desired=1, pods=pods, revision="new", loading=loading or {})
-    wanted = owner(model=spec or HUB)
+    wanted = resolved(model=spec or HUB)
     return report(service(), wanted, {"decode": group}, cluster_ip=None, problem=problem, now=NOW)
 
 
@@ -107,7 +107,7 @@ def test_the_model_is_available_after_the_first_fetch_with_its_revision() -> Non
     assert (status.model.uri, status.model.revision) == (HUB["uri"], "c0ffee")
     later = report(
         {**service(), "status": {"model": {"uri": HUB["uri"], "revision": "c0ffee"}}},
-        owner(model=HUB),
+        resolved(model=HUB),
         {"decode": Group(role="decode", desired=1, pods=[], revision="new")},
         cluster_ip=None,
         problem=None,
@@ -117,7 +117,7 @@ def test_the_model_is_available_after_the_first_fetch_with_its_revision() -> Non
     assert (
         report(
             {**service(), "status": {"model": {"uri": "hf://org/other", "revision": "c0ffee"}}},
-            owner(model=HUB),
+            resolved(model=HUB),
             {},
             cluster_ip=None,
             problem=None,
@@ -134,7 +134,7 @@ def after(
     stored = {**service(), "status": msgspec.to_builtins(before)}
     group = Group(role="decode", desired=0, pods=pods, revision="new", loading=loading or {})
     status = report(
-        stored, owner(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
+        stored, resolved(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
     )
     found = condition(status)
     return found.status, found.message
@@ -153,7 +153,7 @@ def test_a_service_at_zero_keeps_its_available_model() -> None:
     fetched = status_of([fetching_pod(DONE)])
     assert after(fetched, [], **HUB) == (
         "True",
-        "earlier pods had the model; no pod runs now; the next one fetches it again",
+        "earlier pods had the model; no pod runs now; the next pod downloads it again",
     )
     kept = {**HUB, "cache": {"claim": "models"}}
     assert (
@@ -174,7 +174,7 @@ def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
     had = {"conditions": [], "model": {"uri": FILE["uri"]}}
     lost = report(
         {**service(), "status": had},
-        owner(model=FILE),
+        resolved(model=FILE),
         {"decode": Group(role="decode", desired=1, pods=[missing], revision="new")},
         cluster_ip=None,
         problem=None,
@@ -188,7 +188,7 @@ def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
 def test_a_service_that_scales_up_keeps_a_model_that_is_not_fetched_again() -> None:
     loading = {"demo-decode-0": Health("Loading", "loading /models/x")}
     awake = status_of([pod(ready=True)], **FILE)
-    assert after(awake, [pod()], **FILE) == ("True", "earlier pods had the model; new pods start")
+    assert after(awake, [pod()], **FILE) == ("True", "earlier pods had the model; new pods load it")
     assert after(awake, [pod()], loading, **FILE) == (
         "True",
         "pod demo-decode-0: loading /models/x",

@@ -10,7 +10,7 @@ from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group, diagnose_route
-from support.operator.services import NOW, owner, pod, service
+from support.operator.services import NOW, pod, resolved, service
 
 
 def condition(type_: str, status: str, reason: str = "Because", **more: Any) -> Object:
@@ -81,7 +81,9 @@ def gateway_ready(given: Object, ready: bool = True) -> tuple[Any, Any]:
     group = Group(
         role="gateway", desired=1, pods=[pod("g", ready=ready)], route=diagnose_route(given)
     )
-    status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
+    status = report(
+        service(), resolved(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW
+    )
     (found,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     return found, [each.reason for each in new_failures(service(), status)]
 

@@ -168,7 +168,7 @@ VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
     "at rest": (status("a", "b"), {"a", "b"}, 2, ("False", "AtRest", "generation 3 with 2 ranks")),
     "scaled to zero": (
         status(last=operation("waiting", "form")), {"a"}, 0,
-        ("False", "AtRest", "no ranks are wanted"),
+        ("False", "AtRest", "the group is scaled to zero"),
     ),
     "before the first status": (None, set(), 2, ("True", "Forming", "0 of 2")),
     "forming": (
@@ -180,7 +180,7 @@ VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
         ("True", "ScalingUp", "preparing generation 4"),
     ),
     "growing, and pods load": (
-        status("a"), {"a"}, 2, ("True", "ScalingUp", "waits for pods: 1 of 2"),
+        status("a"), {"a"}, 2, ("True", "ScalingUp", "waiting for pods to join: 1 of 2"),
     ),
     "shrinking": (
         status("a", "b", last=operation("committing")), {"a"}, 1,

@@ -11,7 +11,7 @@ from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import Group
-from support.operator.services import NOW, owner, pod, service
+from support.operator.services import NOW, pod, resolved, service
 
 DEADLINE_S = 600
 LATE = {"creationTimestamp": (NOW - timedelta(seconds=DEADLINE_S + 1)).isoformat()}
@@ -53,10 +53,10 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
     ),
     "before the first new pod": (
         [old(0), old(1)], "True", "Replacing",
-        "decode wants 2 pods and has 0 of the newest revision (0 ready)",
+        "decode pods: 2 desired, 0 of the newest revision (0 ready)",
     ),
     "the new pod starts": (
-        [old(0), old(1), new(2)], "True", "Starting", "waits for demo-decode-2 to be ready",
+        [old(0), old(1), new(2)], "True", "Starting", "waiting for pod demo-decode-2 to be",
     ),
     "the new pod fails before the deadline": (
         [old(0), old(1), new(2, state=BACK_OFF, last=FATAL)], "True", "Starting",
@@ -64,7 +64,7 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
     ),
     "the old pod drains": (
         [old(0), old(1, draining=True), new(2, ready=True)], "True", "Draining",
-        "waits for demo-decode-1 to drain",
+        "waiting for pod demo-decode-1 to drain",
     ),
     "the old pod is being deleted": (
         [old(0), made(old(1), deletionTimestamp=NOW.isoformat()), new(2, ready=True)], "True",
@@ -76,7 +76,7 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
     ),
     "the new pod is not ready at the deadline": (
         [old(0), old(1), made(new(2), **LATE)], "False", "RolloutStalled",
-        "2 of earlier ones (2 ready)",
+        "2 of earlier revisions (2 ready)",
     ),
     "the new pod fails until the deadline": (
         [old(0), made(new(2, state=BACK_OFF, last=FATAL), **LATE)], "False", "RolloutStalled",
@@ -84,7 +84,7 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
     ),
     "the new pod was ready a minute ago": (
         [old(0), made(new(2, conditions=[ONCE_READY]), **LATE)], "True", "Starting",
-        "waits for demo-decode-2",
+        "waiting for pod demo-decode-2",
     ),
     "an old pod on a lost node does not count": (
         [
@@ -103,7 +103,7 @@ def reported(pods: list[Object], **spec: Any) -> Any:
     groups: dict[Any, Group] = {
         "decode": Group(role="decode", desired=2, pods=pods, revision="new")
     }
-    return report(service(), owner(**spec), groups, cluster_ip=None, problem=None, now=NOW)
+    return report(service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW)
 
 
 def condition(status: Any, type_: str) -> tuple[str, str, str]:
@@ -123,7 +123,7 @@ def test_the_updating_condition(pods: list[Object], status: str, reason: str, te
 def test_a_pause_is_reported_with_the_waiting_pods() -> None:
     verdict = condition(reported([old(0), new(1, ready=True)], paused=True), "Updating")
     assert verdict[:2] == ("False", "Paused")
-    assert "1 of earlier ones" in verdict[2]
+    assert "1 of earlier revisions" in verdict[2]
 
 
 def test_old_pods_do_not_count_as_updated() -> None:
@@ -158,6 +158,8 @@ def test_the_gateway_is_included() -> None:
         for n, rev in enumerate(["g1", "g2"])
     ]
     group = Group(role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2")
-    status = report(service(), owner(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW)
+    status = report(
+        service(), resolved(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW
+    )
     assert condition(status, "Updating")[:2] == ("True", "Replacing")
     assert (status.gateway.updated, status.gateway.revision) == (1, "g2")

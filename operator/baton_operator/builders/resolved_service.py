@@ -1,4 +1,4 @@
-"""The service that objects are built for: its identity, its typed spec and common metadata."""
+"""One LLMService with all values that its objects are built from, and their common metadata."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.llmservice import Spec
+from baton_operator.api.spec_groups import Decode, Prefill
 
 Scheme = Literal["http", "https"]
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """One LLMService."""
+class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
+    """One LLMService: its identity, its typed spec, and the values that the spec does not hold."""
 
     name: str
     namespace: str
@@ -84,17 +85,18 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         ]
         return names.content_hash([self.coordinator, self.key_name, *same])
 
+    def group(self, role: names.MemberRole) -> Decode | Prefill | None:
+        """Return `spec.decode` or `spec.prefill`; None: the service has no prefill group."""
+        return self.spec.decode if role == "decode" else self.spec.prefill
+
     def tensor_parallel_size(self, role: names.MemberRole) -> int:
-        if role == "decode":
-            return self.spec.decode.parallelism.tensor
-        return self.spec.prefill.parallelism.tensor if self.spec.prefill else 1
+        group = self.group(role)
+        return group.parallelism.tensor if group else 1
 
     def replicas(self, role: names.MemberRole) -> int:
-        if role in self.sizes:
-            return self.sizes[role]
-        if role == "decode":
-            return self.spec.decode.replicas
-        return self.spec.prefill.replicas if self.spec.prefill else 0
+        """Return the size that the autoscaler decided, else that of the spec."""
+        group = self.group(role)
+        return self.sizes.get(role, group.replicas if group else 0)
 
 
 def controlled_by(obj: Object, uid: str) -> bool:

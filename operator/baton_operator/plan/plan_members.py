@@ -1,0 +1,80 @@
+"""Plan the next step of one group of a service: independent engines or expert-parallel ranks. Pure.
+
+The service's spec gives the size and the update strategy. `plan_group` and `plan_expert_group`
+decide the step.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from baton_operator import names
+from baton_operator.api import llmservice
+from baton_operator.api.spec_groups import surge_and_unavailable
+from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.resolved_service import ResolvedService
+from baton_operator.plan.plan_expert_group import ExpertGroup, plan_expert_group
+from baton_operator.plan.plan_group import GroupPlan, Member, Update, plan_group
+from baton_protocol.topology import TopologyStatus
+
+
+def plan_members(
+    resolved: ResolvedService,
+    role: names.MemberRole,
+    template: MemberTemplate,
+    members: list[Member],
+    now: datetime,
+    *,
+    topology: TopologyStatus | None,
+    recorded: llmservice.TopologyStatus | None,
+    has_coordinator: bool,
+    has_previous_revision: bool,
+) -> GroupPlan:
+    """Return the next step of a group, of dense engines or of ranks.
+
+    A group that is no longer expert-parallel is planned as ranks while it has ranks and a
+    coordinator.
+
+    Args:
+        topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
+    """
+    size, drain_timeout_s = resolved.replicas(role), float(resolved.spec.drain_timeout_seconds)
+    update = update_of(resolved, role)
+    if not (template.expert_group or (has_coordinator and any(m.expert_group for m in members))):
+        return plan_group(
+            members,
+            desired=size,
+            revision=template.revision,
+            update=update,
+            drain_timeout_s=drain_timeout_s,
+            now=now,
+            has_previous_revision=has_previous_revision,
+        )
+    group = ExpertGroup(
+        service_uid=resolved.uid,
+        name=template.expert_group,
+        desired=size,
+        revision=template.revision,
+        topology=topology,
+        recorded=recorded,
+        drain_timeout_s=drain_timeout_s,
+        update=update,
+    )
+    return plan_expert_group(members, group, now)
+
+
+def update_of(resolved: ResolvedService, role: names.MemberRole) -> Update:
+    """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
+    strategy = (
+        resolved.spec.update_strategy.decode
+        if role == "decode"
+        else resolved.spec.update_strategy.prefill
+    )
+    max_surge, max_unavailable = surge_and_unavailable(strategy, resolved.replicas(role))
+    return Update(
+        max_surge=max_surge,
+        max_unavailable=max_unavailable,
+        surge_timeout_s=float(strategy.surge_timeout_seconds),
+        progress_deadline_s=float(resolved.spec.progress_deadline_seconds),
+        paused=resolved.spec.paused,
+    )

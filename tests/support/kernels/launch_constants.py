@@ -1,0 +1,14 @@
+"""Launches with other constants than the default, such as tiles that small inputs fill."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from baton_kernels.configurations import Configuration, answering
+
+
+def launch_constants(config: Configuration | None) -> AbstractContextManager[None]:
+    """Return a context whose launches and plans have these constants. None: the default ones."""
+    if config is None:
+        return nullcontext()
+    return answering(lambda operation, shape_class, default: {**default, **config})
