@@ -121,6 +121,7 @@ class TransportAgent(Agent):
         self._lock = threading.RLock()
         self._regions: list[Region] = []
         self._peers: dict[str, _Peer] = {}
+        self._own_address = b""
         self._closed = False
         self._closing = threading.Lock()
 
@@ -342,13 +343,22 @@ class TransportAgent(Agent):
 
     def _peer(self, name: str) -> _Peer:
         with self._lock:
-            if name == self.name and name not in self._peers:
-                self._peers[name] = _Peer(self._regions)
-                self._add_peer(name, self._address())
+            if name == self.name:
+                self._add_own()
             try:
                 return self._peers[name]
             except KeyError:
                 raise unknown_peer(name) from None
+
+    def _add_own(self) -> None:
+        """Keep this agent a peer of itself, also after a transport has another address."""
+        address = self._address()
+        if self.name not in self._peers:
+            self._peers[self.name] = _Peer(self._regions)
+        elif address == self._own_address:
+            return
+        self._own_address = address
+        self._add_peer(self.name, address)
 
     def _address(self) -> bytes:
         return msgspec.msgpack.encode(

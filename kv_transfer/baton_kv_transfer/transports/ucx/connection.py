@@ -12,7 +12,7 @@ from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.messages import Message
 from baton_kv_transfer.transports.ucx.streams import Stream
-from baton_kv_transfer.transports.ucx.worker import Buffer, Request, UCXWorker
+from baton_kv_transfer.transports.ucx.worker import RENDEZVOUS_BYTES, Buffer, Request, UCXWorker
 
 
 class Outgoing:
@@ -129,6 +129,8 @@ class Connection:
         then()
 
     def _sent(self, error: str) -> None:
+        if not error and len(self._sending or b"") >= RENDEZVOUS_BYTES:
+            self.silent_ticks = 0
         self._sending = None
         self._release(error)
         if error:

@@ -107,9 +107,9 @@ class Stream:
 
         The stream ends later if UCX still holds requests.
         """
+        self.error = self.error or error
         if self.ended:
             return
-        self.error = self.error or error
         self._next = len(self.pieces)
         for request in self._held.values():
             self._connection.cancel(request)

@@ -88,6 +88,7 @@ class UCXTransport(Transport):
         self._cut: list[Connection] = []
         self._closed: list[int] = []  # sessions whose endpoints failed
         self._worker: UCXWorker | None = None
+        self._is_cutting = False
         self._use_worker(self._ucx.create_worker())
         self._thread.progress_also(self._progress)
         self._thread.call_later(_TICK_S, self._tick)
@@ -250,7 +251,7 @@ class UCXTransport(Transport):
 
     def _handle_hello(self, hello: Hello) -> None:
         if not hmac.compare_digest(hello.secret, self._secret):
-            logger.info("ignoring HELLO of %s without this agent's secret", hello.name)
+            logger.info("ignoring HELLO without this agent's secret")
             return
         connection = self._by_address.get(hello.address)
         if connection is not None and connection.peer_session not in (None, hello.session):
@@ -306,10 +307,13 @@ class UCXTransport(Transport):
             self._end_outgoing(connection, answer.transfer)
         else:
             outgoing.stream.stop(answer.reason)
+            self._end_outgoing(connection, answer.transfer)  # a short WRITE's stream had ended
 
     def _end_outgoing(self, connection: Connection, number: int) -> None:
         """End a transfer if UCX has completed its requests and no reply is missing."""
-        outgoing = connection.outgoing[number]
+        outgoing = connection.outgoing.get(number)
+        if outgoing is None:
+            return
         stream, transfer = outgoing.stream, outgoing.transfer
         error = stream.error or connection.error
         if not stream.ended or not (error or outgoing.is_answered):
@@ -338,6 +342,8 @@ class UCXTransport(Transport):
     def _open(self, address: bytes) -> Connection:
         if self._worker is None:
             raise UCXError("the transport lost its network")
+        if self._is_cutting:
+            raise UCXError("this side is cutting its peers off")
         connection = Connection(self._worker, address, self._closed.append, self._context.moved)
         self._by_address[address] = self._by_session[connection.session] = connection
         return connection
@@ -361,6 +367,8 @@ class UCXTransport(Transport):
         return bool(failed)
 
     def _cut_all(self, reason: str) -> None:
+        """Cut all connections, before the worker is dropped. None is opened until the next one."""
+        self._is_cutting = True
         for connection in self._by_address.values():
             connection.fail(reason)
         self._cut_failed()
@@ -381,7 +389,7 @@ class UCXTransport(Transport):
         Ticks are counted, not seconds, so that a process that was stopped first reads what arrived.
         """
         for connection in self._by_address.values():
-            connection.silent_ticks += connection.is_busy
+            connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0
             if connection.silent_ticks >= SILENT_TICKS:
                 connection.fail(
                     f"nothing arrived from {connection.peer_name} for {SILENT_TICKS * _TICK_S:g} s"
@@ -402,6 +410,7 @@ class UCXTransport(Transport):
 
     def _use_worker(self, worker: UCXWorker) -> None:
         self._worker = worker
+        self._is_cutting = False
         self._context.failure = ""
         self._secret = os.urandom(_SECRET_BYTES)
         self.address = msgspec.msgpack.encode(PeerAddress(worker.address, self._secret))

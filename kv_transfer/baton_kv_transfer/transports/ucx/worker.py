@@ -6,6 +6,7 @@ import ctypes as c
 import ipaddress
 import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
 from baton_kv_transfer.transports.ucx import library
 from baton_kv_transfer.transports.ucx.library import UCXError
 
+#: Shorter messages are sent at once. The receiver fetches longer ones, so their end proves that it
+#: lives.
+RENDEZVOUS_BYTES = 2**16
 #: UCX's settings, unless the environment has others.
 SETTINGS = {
     "TLS": "^sm",  # UCX's shared memory aborts a process whose peer dies
@@ -28,13 +32,15 @@ SETTINGS = {
     "KEEPALIVE_INTERVAL": "500ms",
     # A shorter message is one fragment, and longer ones use rendezvous: UCX never completes a
     # receive that has only some fragments of its message.
-    "RNDV_THRESH": "64K",
-    "ZCOPY_THRESH": "64K",
+    "RNDV_THRESH": str(RENDEZVOUS_BYTES),
+    "ZCOPY_THRESH": str(RENDEZVOUS_BYTES),
 }
 #: Messages up to this size arrive in order. It is far below RNDV_THRESH and the size of a segment.
 MAX_EAGER_BYTES = 4096
 #: How long a destroyed worker may take to end messages whose senders are gone.
 DRAIN_TIMEOUT_S = 0.2
+#: Held while a worker opens its listening sockets, which tells them from those of other agents.
+_CREATION = threading.Lock()
 
 
 class UCXContext:
@@ -83,12 +89,13 @@ class UCXContext:
         Raises:
             UCXError: the network is down.
         """
-        others = _find_listeners()
-        try:
-            worker = self._ucxx.UCXWorker(self._context)
-        except self._ucxx.UCXError as error:
-            raise UCXError(f"UCX cannot create a worker: {error}") from error
-        ours = {fd: name for fd, name in _find_listeners().items() if fd not in others}
+        with _CREATION:
+            others = _find_listeners()
+            try:
+                worker = self._ucxx.UCXWorker(self._context)
+            except self._ucxx.UCXError as error:
+                raise UCXError(f"UCX cannot create a worker: {error}") from error
+            ours = {fd: name for fd, name in _find_listeners().items() if fd not in others}
         return UCXWorker(self._ucxx, worker, ours)
 
 

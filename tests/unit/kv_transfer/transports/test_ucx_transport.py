@@ -6,8 +6,10 @@ import ctypes as c
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -170,6 +172,25 @@ def test_a_request_with_an_invalid_row_is_refused_and_leaves_no_receive(
     assert end(one.post("READ", "owner", some, rows(owner.words, (8, 8))))[0] is XferState.DONE
 
 
+@pytest.mark.parametrize("num_words", [8, 8000, MIB_WORDS])
+def test_a_refused_write_of_any_length_ends_while_others_go_on(
+    pair: tuple[UCXTransportHere, UCXTransportHere], num_words: int
+) -> None:
+    one, owner = pair
+    elsewhere = np.zeros(num_words, dtype=np.int64)
+    write = one.post(
+        "WRITE", "owner", rows(one.words, (0, num_words)), rows(elsewhere, (0, num_words))
+    )
+
+    def ended() -> bool:
+        some = one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8)))
+        assert end(some)[0] is XferState.DONE
+        return write.state is not XferState.PROC
+
+    eventually(ended, "the refusal", timeout_s=5)
+    assert "outside the memory registered there" in end(write)[1]
+
+
 @pytest.mark.parametrize(
     "hello", ["none", "wrong secret", "garbage", "invalid UTF-8", "deep", "no message"]
 )
@@ -297,6 +318,27 @@ def test_a_frozen_peer_times_out(side: Side, monkeypatch: pytest.MonkeyPatch) ->
     assert not side.words.any()
 
 
+def test_a_connection_that_is_idle_between_ticks_is_not_silent(
+    pair: tuple[UCXTransportHere, UCXTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
+    one, owner = pair
+    one.transport.send_notif("owner", b"first")
+    eventually(lambda: len(owner.notifs) == 1, "the first notification")
+
+    def tick_while(busy: int) -> None:
+        (connection,) = one.transport._by_address.values()
+        connection._num_held += busy
+        one.transport._tick()
+        connection._num_held -= busy
+
+    for busy in (1, 0, 1, 0):
+        one.on_thread(lambda busy=busy: tick_while(busy))
+    one.transport.send_notif("owner", b"second")
+    eventually(lambda: len(owner.notifs) == 2, "the second notification")
+    assert len(one.transport._by_address) == 1
+
+
 def test_a_peer_that_stops_during_a_transfer_times_out_at_the_owner(
     pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +443,60 @@ def test_a_worker_that_does_not_release_memory_is_replaced(
         end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
         is XferState.DONE
     )
+
+
+def test_an_agent_reaches_its_own_memory_with_another_worker() -> None:
+    words = np.arange(16, dtype=np.int64)
+    agent = create_agent("me", "ucx")
+    agent.register_memory([(words.ctypes.data, words.nbytes, 0, "")])
+
+    def move() -> str:
+        ours, theirs = (
+            agent.get_xfer_descs([(words.ctypes.data + offset, 64, 0)]) for offset in (0, 64)
+        )
+        handle = agent.initialize_xfer("READ", ours, theirs, "me")
+        agent.transfer(handle)
+        eventually(lambda: agent.check_xfer_state(handle) != "PROC", "the end of the transfer")
+        return agent.check_xfer_state(handle)
+
+    assert move() == "DONE"
+    agent._thread.mailbox.call(lambda: agent._transports["ucx"]._replace_worker("a test"))
+    assert move() == "DONE"
+    agent.close()
+
+
+def test_no_connection_is_opened_during_a_fence(
+    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = pair[1]
+    cut_all = owner.transport._cut_all
+
+    def cut_all_then_hear(reason: str) -> None:
+        cut_all(reason)
+        owner.transport._handle_hello(
+            messages.Hello(owner.transport._secret, raw.session, "raw", raw.worker.address)
+        )
+
+    monkeypatch.setattr(owner.transport, "_cut_all", cut_all_then_hear)
+    owner.on_thread(owner.transport.fence)
+    assert not owner.transport._by_address
+
+
+def test_agents_that_start_together_know_their_own_listening_sockets(
+    made: Callable[[Any], Any],
+) -> None:
+    start = threading.Barrier(2)
+
+    def create(name: str) -> UCXTransportHere:
+        start.wait()
+        return UCXTransportHere(name)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(create, ("first", "second"))
+    made(second.thread)
+    first.thread.close()
+    second.on_thread(second.transport._tick)
+    assert not second.context.failure
 
 
 def test_a_fence_does_not_wait_for_half_a_message_of_a_frozen_peer(side: Side) -> None:
