@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -164,7 +165,10 @@ def test_untrusted_connections_are_closed_when_the_group_has_formed(
     try:
         listening.assert_closed()
         exchange(groups)
-        assert caplog.text.count("closed 3 connections to gloo") == size
+        # Other processes of this machine may connect, too.
+        numbers = re.findall(r"closed (\d+) connections to gloo", caplog.text)
+        assert len(numbers) == size
+        assert all(int(number) >= 3 for number in numbers)
     finally:
         close(groups)
 

@@ -45,7 +45,7 @@ def run_members(scenario: str, transport: str, size: int, folder: Path) -> list[
             str(size),
             str(store.address.port),
         ],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
     )
     try:
