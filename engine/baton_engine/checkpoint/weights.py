@@ -65,9 +65,13 @@ def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: i
     from safetensors.torch import save_file
 
     metadata = {"format": "pt"}  # transformers refuses files without it
+
+    def save(tensors: dict[str, torch.Tensor], file: str) -> None:
+        save_file(tensors, out / file, metadata=metadata)
+        (out / file).chmod(0o644)
+
     if max_shard_size is None:
-        save_file(weights, out / "model.safetensors", metadata=metadata)
-        (out / "model.safetensors").chmod(0o644)
+        save(weights, "model.safetensors")
         return
     shards: list[dict[str, torch.Tensor]] = [{}]
     shard_nbytes = 0
@@ -80,8 +84,7 @@ def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: i
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, out / file, metadata=metadata)
-        (out / file).chmod(0o644)
+        save(shard, file)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

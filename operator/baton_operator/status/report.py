@@ -136,9 +136,12 @@ def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
         or transport in ("tcp", "shm")
     ):
         return None
+    # auto starts UCX only where there is RDMA or a GPU, which the operator does not see.
+    listens = "may listen" if transport == "auto" else "listens"
     message = (
-        f"security.networkPolicy is off, and kvTransfer.transport {transport} listens on TCP ports "
-        "without authentication: a client that reaches them can write to the memory of engines. "
+        f"security.networkPolicy is off, and kvTransfer.transport {transport} {listens} on TCP "
+        "ports without authentication: a client that reaches them can write to the memory of "
+        "engines. "
         "Set security.networkPolicy to true, or kvTransfer.transport to tcp"
     )
     return Verdict("False", "NetworkPolicyOff", message)

@@ -105,6 +105,14 @@ def test_equal_arguments_give_equal_files_and_another_seed_gives_other_weights(
     assert contents[0]["model.safetensors"] != contents[2]["model.safetensors"]
 
 
+@pytest.mark.parametrize("max_shard_size", [None, 2**16])
+def test_every_user_can_read_the_weights(tmp_path: Path, max_shard_size: int | None) -> None:
+    create_checkpoint(tmp_path, "llama", max_shard_size=max_shard_size)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_size is not None)
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in files)
+
+
 def test_the_vocabulary_can_be_larger_than_the_tokenizers_corpus_supports(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 

@@ -229,6 +229,7 @@ def test_one_event_warns_of_kv_transfers_without_authentication(
         word in warning.message
         for word in (transport, "security.networkPolicy", "kvTransfer.transport to tcp")
     )
+    assert ("may listen" in warning.message) == (transport == "auto")
     assert new_failures(service(), status) == [warning]
     known = {
         "type": warning.type,
