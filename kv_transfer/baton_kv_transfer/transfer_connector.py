@@ -101,12 +101,15 @@ class TransferConnector(KVConnectorWorker):
         self._router: zmq.Socket[bytes] | None = None
         self.port = 0
         if config.role in (KVRole.PRODUCER, KVRole.BOTH):
+            port = config.port if rank == 0 else 0
             try:
-                self._router = self._bind(host, config.port if rank == 0 else 0, service_key)
+                self._router = open_router(f"tcp://{host}:{port or '*'}", service_key)
             except OSError:
                 self._agent.close()
                 os.close(self._wake_fd)
                 raise
+            endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.port = int(endpoint.rsplit(":", 1)[1])
         self._agent.set_wakeup(self._wake)
         self._thread = threading.Thread(target=self._run, name="kv-connector", daemon=True)
 
@@ -365,13 +368,3 @@ class TransferConnector(KVConnectorWorker):
         elif self._router is not None:
             self._router.close(linger=0)
         self._agent.close()
-
-    def _bind(self, host: str, port: int, service_key: ServiceKey | None) -> zmq.Socket[bytes]:
-        try:
-            router = open_router(f"tcp://{host}:{port or '*'}", service_key)
-        except zmq.ZMQError as error:
-            raise OSError(
-                error.errno, f"KV side channel cannot bind {host}:{port}: {error.strerror}"
-            ) from error
-        self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        return router

@@ -122,9 +122,6 @@ class _Xfer(XferHandle):
         #: Error of the post when it ends, because its peer was removed.
         self.doomed = ""
 
-    def begin(self) -> None:
-        self.post, self.doomed = Post(), ""
-
     def end(self, error: str = "") -> None:
         assert self.post is not None, "it was begun"
         self.post.end(error or self.doomed)
@@ -309,7 +306,7 @@ class NixlAgent(Agent):
             if handle.posted_notif and not notif:
                 handle.native.drop()  # the library would repeat the last one
             handle.posted_notif = notif
-            handle.begin()
+            handle.post, handle.doomed = Post(), ""
             known = self._self if handle.peer == self.name else self._peers.get(handle.peer)
             if known is not handle.known_peer:
                 handle.end(f"agent {handle.peer} was removed or replaced: make the transfer again")

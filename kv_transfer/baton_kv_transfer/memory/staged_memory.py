@@ -69,8 +69,8 @@ class StagedMemory(SlotMemory):
         self._copy_in = copy_in
         #: A heap. The lowest slots are taken first, because adjacent slots become one descriptor.
         self._free = list(range(num_slots))
-        self._exposed: set[int] = set()
-        self._accepted: dict[int, int] = {}  # slot -> block
+        #: By slot in use: the block that it was accepted for; None: it is exposed.
+        self._used: dict[int, int | None] = {}
         self._warned = False
 
     @property
@@ -85,13 +85,13 @@ class StagedMemory(SlotMemory):
             except BaseException:
                 self._give_back(slots)
                 raise
-            self._exposed.update(slots)
+            self._used.update(dict.fromkeys(slots))
         return slots
 
     def accept(self, block_ids: Sequence[int]) -> list[int] | None:
         slots = self._take(len(block_ids))
         if slots:
-            self._accepted.update(zip(slots, block_ids, strict=True))
+            self._used.update(zip(slots, block_ids, strict=True))
         return slots
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
@@ -101,7 +101,7 @@ class StagedMemory(SlotMemory):
             ValueError: a slot was not accepted for its block.
         """
         for slot, block_id in zip(slots, block_ids, strict=True):
-            if self._accepted.get(slot) != block_id:
+            if self._used.get(slot) != block_id:
                 raise ValueError(f"slot {slot} was not accepted for block {block_id}")
         if slots:
             self._copy_in(slots, block_ids, heads)
@@ -115,9 +115,8 @@ class StagedMemory(SlotMemory):
         self._check_used(slots)
         if len(set(slots)) != len(slots):
             raise ValueError(f"a slot is named twice: {list(slots)}")
-        self._exposed.difference_update(slots)
         for slot in slots:
-            self._accepted.pop(slot, None)
+            del self._used[slot]
         self._give_back(slots)
 
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
@@ -152,7 +151,7 @@ class StagedMemory(SlotMemory):
 
     def _check_used(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            if slot not in self._exposed and slot not in self._accepted:
+            if slot not in self._used:
                 raise ValueError(
                     f"slot {slot} is not in use: it was never taken, or it was released"
                 )

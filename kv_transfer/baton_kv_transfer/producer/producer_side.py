@@ -46,7 +46,7 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
         service_key: consumers without it cannot connect. None: anyone can.
 
     Raises:
-        zmq.ZMQError: the address is in use, or not of this machine.
+        OSError: the address is in use, or not of this machine.
     """
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
@@ -60,9 +60,11 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
         service_key.protect_server(router)
     try:
         router.bind(address)
-    except zmq.ZMQError:
+    except zmq.ZMQError as error:
         router.close(linger=0)
-        raise
+        raise OSError(
+            error.errno, f"KV side channel cannot bind {address}: {error.strerror}"
+        ) from error
     return router
 
 

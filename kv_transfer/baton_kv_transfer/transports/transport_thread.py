@@ -168,6 +168,10 @@ class TransportThread:
         elif self.mailbox.close():
             self._resume.set()
             self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error(
+                    "the thread %s did not end within %.0f s", self._thread.name, CLOSE_TIMEOUT_S
+                )
 
     def on_event(self) -> bool:
         """Record an event for the users. A user that does the work stops, and handles it.
