@@ -1,8 +1,6 @@
 """KV memory that peers cannot reach directly: its blocks travel through a few slots of host memory.
 
-    producer   expose: blocks -> slots, which peers read                     release
-    consumer   accept: slots, which transfers fill   commit: slots -> blocks   release
-
+`expose` copies blocks into slots, and `commit` copies slots into blocks; see `slot_memory`.
 Only the engine knows where blocks are and how to copy them, so it provides both copies.
 """
 

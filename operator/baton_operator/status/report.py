@@ -141,8 +141,7 @@ def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
     message = (
         f"security.networkPolicy is off, and kvTransfer.transport {transport} {listens} on TCP "
         "ports without authentication: a client that reaches them can write to the memory of "
-        "engines. "
-        "Set security.networkPolicy to true, or kvTransfer.transport to tcp"
+        "engines. Set security.networkPolicy to true, or kvTransfer.transport to tcp"
     )
     return Verdict("False", "NetworkPolicyOff", message)
 

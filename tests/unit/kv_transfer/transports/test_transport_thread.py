@@ -214,6 +214,24 @@ def test_a_defect_during_a_users_work_ends_the_transport_only(transport: Transpo
     eventually(lambda: transport.ended, "the end of the transport", DEADLINE_S)
 
 
+def test_a_thread_that_does_not_end_is_logged(
+    transport: Transport, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_thread, "CLOSE_TIMEOUT_S", 0.05)
+    stuck, free = threading.Event(), threading.Event()
+
+    def block() -> None:
+        stuck.set()
+        free.wait(10)
+
+    transport.thread.mailbox.submit(block)
+    assert stuck.wait(5), "the thread did not run the command"
+    transport.thread.close()
+    free.set()
+    eventually(lambda: transport.ended, "the end of the thread", DEADLINE_S)
+    assert "did not end within" in caplog.text
+
+
 def test_a_transport_that_never_started_can_be_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     TransportThread("unused").close()
