@@ -57,9 +57,10 @@ timed() { # name, command...
 
 run_pytest() {
     local processes=()
-    has xdist && [ -n "$gpu" ] && processes=(-n 4) # compiling kernels takes most of the time
+    # Compiling kernels takes most of the time.
+    has xdist && [ -n "$gpu" ] && processes=(-n "$((($(nproc) + 1) / 2))")
     # shellcheck disable=SC2086
-    "$python" -m pytest -q -p no:cacheprovider --tb=short "${processes[@]}" "$@" ${TEST_ARGS:-}
+    "$python" -m pytest -v -p no:cacheprovider --tb=short "${processes[@]}" "$@" ${TEST_ARGS:-}
     local status=$?
     [ "$status" -eq 5 ] && status=0 # nothing was selected
     return "$status"

@@ -24,16 +24,17 @@ from baton_kernels import cpu
 from baton_kernels.configurations import device_key
 from report import Goal
 
+#: Parts with a goal are first: the time limit can end a run.
 GPU_PARTS = [
-    "attention_decode",
     "attention_prefill",
     "moe",
+    "attention_decode",
+    "engine_step",
     "kv_write",
     "block_copy",
     "block_checksum",
     "elementwise",
     "sampling",
-    "engine_step",
 ]
 CPU_PARTS = ["cpu_attention", "kv_write", "block_checksum", "elementwise", "sampling"]
 PART_TIMEOUT_S = 240.0  #: Timeout of one part on a GPU.

@@ -81,6 +81,10 @@ def make_case(
     return x, gate_up, down, weights.to(dtype), expert_ids
 
 
+def device_of(run: Callable[..., Tensor], triton_device: str) -> str:
+    return triton_device if run in TRITON else "cpu"
+
+
 def check(
     run: Callable[..., Tensor],
     case: tuple[Tensor, ...],
@@ -88,8 +92,7 @@ def check(
     tolerance: float = 1e-4,
 ) -> None:
     expected = run_experts_reference(*case)
-    device = triton_device if run in TRITON else "cpu"
-    actual = run(*(tensor.to(device) for tensor in case)).cpu()
+    actual = run(*(tensor.to(device_of(run, triton_device)) for tensor in case)).cpu()
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -188,11 +191,9 @@ def test_the_sum_without_local_experts_is_zero(
     run: Callable[..., Tensor], num_tokens: int, triton_device: str
 ) -> None:
     x, gate_up, down, weights, expert_ids = make_case(num_tokens)
-    case = (
-        tensor.to(triton_device)
-        for tensor in (x, gate_up, down, weights, torch.full_like(expert_ids, -1))
-    )
-    assert run(*case).eq(0).all()
+    case = (x, gate_up, down, weights, torch.full_like(expert_ids, -1))
+    device = device_of(run, triton_device)
+    assert run(*(tensor.to(device) for tensor in case)).eq(0).all()
 
 
 @pytest.mark.parametrize("run", [*TRITON, *ON_CPU])
