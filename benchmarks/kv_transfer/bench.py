@@ -15,8 +15,8 @@ is the time from posting to DONE. With checksums on, the producer sums the block
 verifies them, in pieces that overlap (agent_pair.py).
 
 Our API wakes its user. One NIXL pair polls every 100 us, another every 20 us. Only the measured
-pair runs; the others are stopped. Each repeat begins with another pair. Shapes of up to 16 MiB vary
-most and are repeated three times as often.
+pair runs; the others are stopped. Each repeat begins with another pair. Short transfers vary most
+and are repeated more often (REPEATS).
 
 A ratio is NIXL's time over ours, as the median over the repeats, because the machine may be busy.
 Of the ratios to the two NIXL pairs the lower one counts.
@@ -50,11 +50,10 @@ NUM_BLOCKS = (1, 16, 256, 1024, 4096)
 TLS = {"tcp": "tcp", "default": ""}
 #: Our transports in each part; the goals are of the first.
 OURS = {"tcp": ("ucx", "tcp"), "default": ("auto",)}
-GOAL_FROM_KIB = 64
-GOAL_FROM_BYTES = {"tcp": 4 * 2**20, "default": 0}
-#: Shapes of no more bytes are repeated SHORT_REPEATS times as often.
-SHORT_BYTES = 16 * 2**20
-SHORT_REPEATS = 3
+#: The smallest shapes that a part's goals count: KiB of a block, bytes of all blocks.
+GOAL_FROM = {"tcp": (64, 4 * 2**20), "default": (0, 0)}
+#: Shapes of no more bytes are repeated so many times as often.
+REPEATS = ((4 * 2**20, 9), (16 * 2**20, 3))
 BUSY_PROCESSORS = 1.5
 CEILING_BYTES = 64 * 2**20
 
@@ -112,11 +111,12 @@ def limit(name: str, op: str, samples: list[Sample]) -> Row:
 def goals_of(part: str, rows: list[Row]) -> list[Goal]:
     """Goals over the shapes that count, with checksums."""
     ours = OURS[part][0]
+    least_kib, least_bytes = GOAL_FROM[part]
     ratios = [
         row[key]
         for row in rows
-        if row["block_kib"] >= GOAL_FROM_KIB
-        and row["block_kib"] * 1024 * row["num_blocks"] >= GOAL_FROM_BYTES[part]
+        if row["block_kib"] >= least_kib
+        and row["block_kib"] * 1024 * row["num_blocks"] >= least_bytes
         for key in (f"{ours} ratio READ", f"{ours} ratio WRITE")
         if key in row
     ]
@@ -177,11 +177,12 @@ def main() -> None:
         for verify in (False, True):
             rows: list[Row] = []
             for num_blocks, block_bytes in shapes:
-                if num_blocks * block_bytes > max_bytes:
+                num_bytes = num_blocks * block_bytes
+                if num_bytes > max_bytes:
                     continue
                 for pair in pairs.values():
                     pair.prepare(num_blocks, block_bytes)
-                times = SHORT_REPEATS if num_blocks * block_bytes <= SHORT_BYTES else 1
+                times = next((times for most, times in REPEATS if num_bytes <= most), 1)
                 title = f"{part}, checksums {'on' if verify else 'off'}, GB/s"
                 row = {"part": title, "block_kib": block_bytes // 1024, "num_blocks": num_blocks}
                 rows.append(

@@ -13,9 +13,10 @@ often, because the same noise is a larger part of their growth.
 
     hidden = 1 - visible / alone
     visible          from the end of a prompt's last prefill step, which samples its token, to the
-                     verification of the last block; prefill runs in chunks of one block
-    alone            the whole transfer, from the computation of its blocks to the verification of
-                     the last one; prefill runs in one step
+                     verification of the last block, or 0 if that is earlier; prefill runs in chunks
+                     of one block
+    alone            the whole transfer, with nothing beside it: prefill runs in one step, the
+                     transfer begins after it and ends with the verification of the last block
     growth = gap - own gap, of partners
     gap              from the first token (of the prefill engine) to the second (of the decode
                      engine), as their client sees them
@@ -82,19 +83,21 @@ KV_BYTES = 2**28
 #: What the figures mean, and what limits them.
 REMARKS = (
     "Hidden is 1 - visible / alone. Visible is the time from the end of a prompt's last prefill "
-    "step to the verification of the last block, with prefill in chunks of one block. Alone is the "
-    "time from the computation of the blocks to the verification of the last one, with prefill in "
-    "one step. The last block travels while the step's token is sampled; the rest of its transfer "
-    "is always visible. Growth is the median difference between a hand-off and its partner: the "
-    "same decode engine prefills a prompt of that length itself, right before or after it. "
-    "growth_error_ms is that median's standard error. Waited is the part of the growth before the "
-    "second token's step begins: the hand-off itself. The rest is that step, one token's decode in "
-    "both cases. Its time varies with the memory bandwidth that the machine has left."
+    "step to the verification of the last block, with prefill in chunks of one block. Alone is "
+    "the time of the transfer if it begins after a prefill in one step. The last block travels "
+    "from the last layer's attention on, beside the rest of the step. Growth is the median "
+    "difference between a hand-off and its partner: the same decode engine prefills a prompt of "
+    "that length itself, right before or after it. growth_error_ms is that median's standard "
+    "error. Waited is the part of the growth before the second token's step begins: the hand-off "
+    "itself. The rest is that step, one token's decode in both cases. Its time varies with the "
+    "memory bandwidth that the machine has left."
 )
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
 #: Ways to prefill.
 IN_CHUNKS, IN_ONE_STEP = "in chunks", "in one step"
+#: In one step, and the transfer begins after it.
+STEP_FIRST = "in one step, then sent"
 Rows = list[dict[str, Any]]
 
 
@@ -111,11 +114,14 @@ class Engine:
         role: KVRole,
         mode: str,
         chunk: int,
+        *,
+        step_first: bool = False,
     ) -> None:
-        """Describe an engine; `start` starts its process.
+        """Start an engine's process.
 
         Args:
             chunk: the most tokens that a step prefills.
+            step_first: transfers begin after the step that computed their blocks.
         """
         config = EngineConfig(
             model=ModelConfig(path=str(checkpoint), dtype="float32"),
@@ -137,6 +143,7 @@ class Engine:
             "POD_IP": host,
             "OMP_NUM_THREADS": "1",
             "BATON_TRANSFER_TIMES": str(self.times),
+            "BATON_STEP_FIRST": "1" if step_first else "",
             "PYTHONPATH": os.pathsep.join(
                 [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
             ),
@@ -205,7 +212,7 @@ class Times:
     gap: float
     #: From the end of the last prefill step to the verification of the last block.
     visible: float = 0.0
-    #: From the computation of the last step's blocks to the verification of the last block.
+    #: From the start of the last step's blocks to the verification of the last block.
     transfer: float = 0.0
     #: From the first token to the beginning of the step that computes the second. Negative if that
     #: step began before the client received the first token.
@@ -242,7 +249,7 @@ async def hand_over(prefill: Engine, decode: Engine, prompt: list[int]) -> Times
     assert (len(output.new_token_ids), len(last.new_token_ids)) == (1, 1)
     loaded = decode.event("loaded", name)
     visible, transfer = (
-        loaded - prefill.event("saved", name),
+        max(0.0, loaded - prefill.event("saved", name)),
         loaded - prefill.event("handed", name),
     )
     return Times(
@@ -278,8 +285,7 @@ async def engines(
     """Start the engines and close them at the end.
 
     Yields:
-        The prefill engines by way (in chunks of a block, in one step), and the decode engines by
-        mode (pull, push).
+        The prefill engines by way, and the decode engines by mode (pull, push).
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -290,14 +296,17 @@ async def engines(
         how: Engine(
             folder,
             checkpoint,
-            f"prefill-{chunk}",
+            f"prefill-{number}",
             next(hosts),
             cores[0],
             KVRole.PRODUCER,
             "pull",
             chunk,
+            step_first=how == STEP_FIRST,
         )
-        for how, chunk in ((IN_CHUNKS, BLOCK_SIZE), (IN_ONE_STEP, whole))
+        for number, (how, chunk) in enumerate(
+            {IN_CHUNKS: BLOCK_SIZE, IN_ONE_STEP: whole, STEP_FIRST: whole}.items()
+        )
     }
     decodes = {
         mode: Engine(
@@ -336,10 +345,18 @@ class Pair:
     handed: Times
 
 
-async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[Key, list[Pair]]:
+@dataclass(frozen=True)
+class Measured:
+    #: All pairs, without the way STEP_FIRST.
+    pairs: dict[Key, list[Pair]]
+    #: Seconds of the transfer alone, by mode and blocks of the prompt.
+    alone: dict[tuple[str, int], list[float]]
+
+
+async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> Measured:
     """Measure all ways in turn. Prompts of half the length are measured twice as often."""
     rng = random.Random(5)
-    pairs: dict[Key, list[Pair]] = defaultdict(list)
+    measured = Measured(defaultdict(list), defaultdict(list))
 
     def prompt(num_blocks: int) -> list[int]:
         return [rng.randrange(300, MODEL["vocab_size"]) for _ in range(num_blocks * BLOCK_SIZE)]
@@ -362,17 +379,27 @@ async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> dict[
                     own_first = (repeat + turn) % 2 == 0
                     ways = [(how, mode) for how in prefills for mode in decodes]
                     for how, mode in ways if own_first else reversed(ways):
+                        if how == STEP_FIRST:
+                            handed = await hand_over(
+                                prefills[how], decodes[mode], prompt(num_blocks)
+                            )
+                            measured.alone[mode, num_blocks].append(handed.transfer)
+                            continue
                         partners = await pair(
                             prefills[how], decodes[mode], num_blocks, own_first=own_first
                         )
-                        pairs[how, mode, num_blocks].append(partners)
-    return pairs
+                        measured.pairs[how, mode, num_blocks].append(partners)
+    return measured
 
 
-def figures(pairs: dict[Key, list[Pair]], lengths: tuple[int, ...]) -> tuple[Rows, list[Goal]]:
-    def handed(how: str, mode: str, num_blocks: int, field: str) -> float:
+def figures(measured: Measured, lengths: tuple[int, ...]) -> tuple[Rows, list[Goal]]:
+    pairs = measured.pairs
+
+    def in_chunks(mode: str, num_blocks: int, field: str) -> float:
         return float(
-            statistics.median(getattr(pair.handed, field) for pair in pairs[how, mode, num_blocks])
+            statistics.median(
+                getattr(pair.handed, field) for pair in pairs[IN_CHUNKS, mode, num_blocks]
+            )
         )
 
     rows: Rows = []
@@ -380,15 +407,15 @@ def figures(pairs: dict[Key, list[Pair]], lengths: tuple[int, ...]) -> tuple[Row
     growth: dict[str, list[float]] = defaultdict(list)
     for mode in ("pull", "push"):
         for num_blocks in lengths:
-            visible = handed(IN_CHUNKS, mode, num_blocks, "visible")
-            transfer = handed(IN_ONE_STEP, mode, num_blocks, "transfer")
+            visible = in_chunks(mode, num_blocks, "visible")
+            transfer = statistics.median(measured.alone[mode, num_blocks])
             hidden[mode].append(100 * (1 - visible / transfer))
             rows.append(
                 {
                     "part": "transfer hidden behind prefill",
                     "mode": mode,
                     "blocks": num_blocks,
-                    "prefill_ms": round(1e3 * handed(IN_CHUNKS, mode, num_blocks, "prefill"), 1),
+                    "prefill_ms": round(1e3 * in_chunks(mode, num_blocks, "prefill"), 1),
                     "alone_ms": round(1e3 * transfer, 2),
                     "visible_ms": round(1e3 * visible, 2),
                     "hidden_percent": round(hidden[mode][-1], 1),

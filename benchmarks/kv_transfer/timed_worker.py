@@ -3,8 +3,8 @@
 It writes one JSON line per event to the file $BATON_TRANSFER_TIMES. Times are of the machine's
 monotonic clock, which all processes of a host share.
 
-    handed   The producer's connector got a prompt's last blocks: they are computed, the token is
-             not sampled yet.
+    handed   The producer's connector got a prompt's last blocks: they are computed, the step goes
+             on. With $BATON_STEP_FIRST, it gets them when the step has ended.
     saved    That step has ended on the producer; its token is about to be sent.
     loaded   The consumer's connector verified the last block of a load.
     decoded  A step began that runs one token of this request. Its prompt was loaded or computed.
@@ -43,6 +43,8 @@ class TimedConnector(KVConnectorWorker):
         self.woken = 0.0
         #: Transfers whose last step is running, and when their last blocks were handed over.
         self._saved: list[tuple[str, float]] = []
+        #: With $BATON_STEP_FIRST: blocks of the running step.
+        self._held: list[ConnectorMetadata] = []
 
     def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         self._inner.register_kv_cache(memory, ranks)
@@ -51,12 +53,20 @@ class TimedConnector(KVConnectorWorker):
         self._inner.start(metadata)
 
     def save(self, metadata: ConnectorMetadata) -> None:
+        if os.environ["BATON_STEP_FIRST"]:
+            self._held.append(metadata)
+        else:
+            self._hand_over(metadata)
+
+    def _hand_over(self, metadata: ConnectorMetadata) -> None:
         now = time.monotonic()
         self._inner.save(metadata)
         self._saved += [(save.transfer_id, now) for save in metadata.saves if save.last]
 
     def get_finished(self) -> ConnectorOutput:
         now = time.monotonic()
+        while self._held:
+            self._hand_over(self._held.pop())
         output = self._inner.get_finished()
         for transfer_id, handed in self._saved:
             self.write("handed", transfer_id, handed)

@@ -5,7 +5,7 @@ a `ConnectorMetadata`, which travels with the step to the worker side. The worke
 memory and a thread that moves bytes. It answers with a `ConnectorOutput`.
 
     producer   The request prefills. Each step that completes blocks carries a `BlockSave`, and the
-               worker publishes the blocks to the consumer after the step. After the request the
+               worker publishes the blocks as soon as their KV is written. After the request the
                blocks stay allocated until the worker reports `finished_sending`.
     consumer   The request waits in WAITING_FOR_REMOTE_KV with its blocks allocated. One
                `LoadRequest` starts the transfer. The worker reports one `LoadResult`: all blocks

@@ -52,6 +52,8 @@ class ForwardContext:
     #: Set when the expert group breaks. The results of this step are then invalid.
     broken: GroupBrokenError | None = None
     tensor_group: Group | None = None  # group of a compiled graph's all-reduces
+    #: Called when the last layer has written its KV. A captured graph does not call it.
+    kv_written: Callable[[], None] | None = None
     #: Runs the pieces of a compiled model, for example as captured graphs. None: they are called.
     run_piece: RunPiece | None = None
     _plans: dict[int | None, LayerPlan] = field(default_factory=dict, init=False, repr=False)

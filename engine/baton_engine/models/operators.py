@@ -119,6 +119,8 @@ def _attend(
     key_cache, value_cache = context.layer_cache(layer)
     plan = context.plan(q, window)
     write_kv(k, v, key_cache, value_cache, context.slot_mapping, plan.write)
+    if context.kv_written is not None and layer == context.kv_cache.shape[2] - 1:
+        context.kv_written()
     return paged_attention(q, key_cache, value_cache, plan.attention, scale, out=out)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -301,10 +302,18 @@ class ModelRunner:
         kv.store_evicted(step)
 
     @torch.inference_mode()
-    def execute_model(self, step: SchedulerOutput) -> None:
+    def execute_model(
+        self, step: SchedulerOutput, kv_written: Callable[[], None] | None = None
+    ) -> None:
         """Apply the step's other changes, run its tokens and write their KV.
 
         The state for sampling stays for `sample_tokens`.
+
+        Args:
+            step: the step.
+            kv_written: called when the KV of all tokens is written, or on a GPU its writing is
+                queued, and the step goes on. It is not called with expert groups, because one that
+                breaks makes KV invalid, and not by captured graphs.
 
         Raises:
             GroupBrokenError: on all tensor ranks, if the expert group of one of them broke. The
@@ -334,6 +343,8 @@ class ModelRunner:
         experts = self._receive_routed_experts(scheduled.num_tokens) if wants_experts else None
         forward.context.routed_experts = experts
         forward.context.wave_tokens = step.wave_tokens
+        if self._expert_steps is None:
+            forward.context.kv_written = kv_written
         hidden = self._runner().run(forward, received)
         if self._expert_steps is not None:
             self._expert_steps.check_expert_groups(forward.context)

@@ -66,6 +66,8 @@ class Worker:
         self._peer_memory: PeerMemory | None = None
         self._info: ModelInfo | None = None
         self._step: SchedulerOutput | None = None
+        #: The step that runs, until its blocks are published.
+        self._unpublished: SchedulerOutput | None = None
 
     # Getting ready
 
@@ -202,10 +204,10 @@ class Worker:
     def execute_model(self, step: SchedulerOutput) -> None:
         """Start the step's transfers, run its tokens, and publish the blocks that they complete.
 
-        These blocks travel while the step samples.
+        These blocks travel while the step ends and samples.
         """
         runner = self._loaded
-        self._step = step
+        self._step = self._unpublished = step
         if step.store:  # before a transfer may write to these blocks
             runner.store_evicted(step)
         if self.connector is not None and step.connector:
@@ -213,13 +215,11 @@ class Worker:
             self.connector.start(step.connector)
         if step.reaches_model_runner:
             try:
-                runner.execute_model(step)
+                runner.execute_model(step, self._publish_blocks)
             except GroupBrokenError:
                 self._step = None  # the step is dropped
                 raise
-        if self.connector is not None and step.connector.saves:
-            self._mark_queued_work()
-            self.connector.save(step.connector)
+        self._publish_blocks()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample from the last step that ran."""
@@ -325,6 +325,13 @@ class Worker:
         if self._generations is not None:
             self._generations.leave()
         self._leave_groups()
+
+    def _publish_blocks(self) -> None:
+        """Publish the blocks that the step completes, at the first call in a step."""
+        step, self._unpublished = self._unpublished, None
+        if step is not None and self.connector is not None and step.connector.saves:
+            self._mark_queued_work()
+            self.connector.save(step.connector)
 
     def _mark_queued_work(self) -> None:
         """Order later block copies after the work that is queued now on the device."""

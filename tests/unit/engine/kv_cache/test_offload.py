@@ -121,7 +121,7 @@ def test_a_worker_stores_evicted_blocks_before_transfers_start() -> None:
     worker = Worker(EngineConfig(model=ModelConfig(path="/no/model")), "instance")
     worker._runner = SimpleNamespace(  # type: ignore[assignment]
         store_evicted=lambda step: calls.append("store"),
-        execute_model=lambda step: calls.append("run"),
+        execute_model=lambda step, kv_written: calls.append("run"),
     )
     worker.connector = SimpleNamespace(  # type: ignore[assignment]
         start=lambda metadata: calls.append("transfer")

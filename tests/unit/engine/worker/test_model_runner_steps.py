@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import (
@@ -211,3 +212,22 @@ def test_a_step_without_tokens_removes_finished_requests(
         runner.execute_model(
             SchedulerOutput([], [CachedRequestData("gone", [], 4)], {"gone": 1}, [])
         )
+
+
+def test_a_step_reports_its_kv_as_written_before_it_has_ended(
+    runner: ModelRunner, driver: StepDriver
+) -> None:
+    _, kv = runner._ready()
+    seen: list[torch.Tensor] = []
+
+    def kv_written() -> None:
+        assert runner._in_flight is None, "the step goes on"
+        seen.append(kv.cache.clone())
+
+    new = NewRequestData("r", random_prompt(20), [], GREEDY, 0, [3, 1], 0)
+    runner.execute_model(SchedulerOutput([new], [], {"r": 20}, []), kv_written)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], kv.cache, rtol=0, atol=0, equal_nan=True)
+    assert not kv.cache[3].isnan().any()
+    runner.execute_model(SchedulerOutput([], [], {}, ["r"]), kv_written)
+    assert len(seen) == 1, "a step without tokens writes no KV"

@@ -11,7 +11,12 @@ import torch
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from baton_engine.worker.experts.generations import ExpertWorker, Generations
 from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.model_runner import ModelRunner
@@ -211,3 +216,16 @@ def test_a_step_of_a_broken_group_samples_nothing_and_can_run_again(checkpoint: 
     while not request.done:
         driver.step([request], max_chunk=24)
     assert request.generated == expected.generated
+
+
+def test_kv_is_not_reported_as_written_while_the_group_may_break(checkpoint: Path) -> None:
+    """A broken group gives wrong hidden states, and wrong KV in all later layers."""
+    runner = new_runner(checkpoint)
+    commit_first_generation("rank-0", 0, runner, ThreadNetwork(), 1)
+    new = NewRequestData("r", [5, 6, 7], [], GREEDY, 0, [0], 0)
+    reports: list[str] = []
+    runner.execute_model(
+        SchedulerOutput([new], [], {"r": 3}, []), lambda: reports.append("written")
+    )
+    assert len(runner.sample_tokens(None).sampled_token_ids) == 1
+    assert not reports
