@@ -78,8 +78,7 @@ def greedy(logits: Tensor) -> list[int] | None:
     if logits.is_cuda:
         from baton_kernels.sampling.triton_greedy import greedy_triton
 
-        token_ids: list[int] = greedy_triton(logits).tolist()
-        return None if -1 in token_ids else token_ids
+        return greedy_triton(logits)
     values = logits.numpy()
     winners = values.argmax(axis=-1)  # the first NaN, if a row has one
     best = np.take_along_axis(values, winners[:, None], axis=-1)

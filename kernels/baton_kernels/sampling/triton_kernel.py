@@ -1,7 +1,10 @@
-"""The draw in Triton: four launches per batch, for any parameters, without waiting for the device.
+"""The draw in Triton, for any parameters, without waiting for the device.
+
+The launches of a batch; only the last two if no row has a filter:
 
     block maxima    maxima of 64 tokens each                    programs: rows x vocabulary tiles
-    bounds          a logit that all top-k tokens reach         programs: rows
+    bounds          a logit that the tokens that the filters    programs: rows
+                    keep are expected to reach
     collect         gathers the tokens that reach it, sums      programs: rows x vocabulary tiles
                     probabilities; without top_k and top_p
                     the best score of each tile
@@ -13,6 +16,10 @@ then the bits of the id, lower ids first. There are no ties. The search does not
 counts the tokens (or sums the probabilities) that reach each of 16 places, which divides the search
 range by 17. If too few or too many tokens were gathered (flat distributions, large k), the passes
 read the whole row, with the same result.
+
+The launches share one tensor `state`, int64 of shape [rows, width]. A row has a header of
+_FIRST_SLOT numbers, then slots. The slots hold the block maxima. Then collect replaces them by the
+gathered tokens, or by the score and the winner of each tile.
 """
 
 from __future__ import annotations
@@ -28,24 +35,30 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
-from baton_kernels.sampling.noise import signed
 from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
 from baton_kernels.sampling.triton_search import (
-    LOWEST_KEY,
+    LOWEST,
+    MASKED,
     Tokens,
     gumbel_of,
-    load_tokens,
+    highest_of_key,
+    load_places,
+    logit_of,
+    lowest_of_key,
     order_key,
     order_place,
     reaching,
     relative_weight,
     search,
+    token_of,
 )
 
 BLOCK = 64  #: Tokens per block maximum.
 PIVOTS = 16  #: Places that one pass over a row counts.
-TOP_P_RANK = 1024  #: Rows with top_p alone gather tokens that reach the maximum of this rank.
-CAPACITY = 4096  #: Gathered tokens per row.
+#: Rows with top_p alone gather the tokens that reach the lowest of this share of the block maxima:
+#: 5% of the vocabulary if the logits have a normal distribution. Peaked rows gather fewer.
+TOP_P_BLOCKS = 31 / 32
+CAPACITY = 16384  #: Gathered tokens per row.
 
 #: tile and num_warps for programs that read a part of a row; row_tile and row_warps for programs
 #: that read a whole row.
@@ -63,46 +76,46 @@ def shape_class(num_rows: int, vocab_size: int) -> str:
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
-class _Logits(NamedTuple):
-    """Logits [rows, vocab_size] with last stride 1."""
-
-    ptr: Tensor
-    vocab_size: int
-    stride_row: int
-
-
-class _Found(NamedTuple):
-    """Results of the first kernels, which the last one reads."""
-
-    best_ptr: Tensor  #: float32 [rows]: largest logit.
-    bound_ptr: Tensor  #: int32 [rows]: order key of a logit that all top-k tokens reach.
-    count_ptr: Tensor  #: int32 [rows]: tokens that reach the bound.
-    #: float64 [rows]: sum of the probabilities that min_p keeps. Only for rows with top_p alone.
-    total_ptr: Tensor
-    gathered_ptr: Tensor  #: float32 [rows, CAPACITY]: logits of the tokens that reach the bound.
-    gathered_id_ptr: Tensor  #: int32 [rows, CAPACITY]: their ids.
-    #: float64 [rows, num_tiles]: best score. Only for rows without top_k and top_p.
-    score_ptr: Tensor
-    winner_ptr: Tensor  #: int32 [rows, num_tiles]: its token.
+# Header of a row's state. Rows with top_p alone have the sums, of probabilities that min_p keeps.
+_HIGHEST = tl.constexpr(0)  # highest place with the largest logit
+_BOUND = tl.constexpr(1)  # lowest place to gather
+_COUNT = tl.constexpr(2)  # tokens that reach the bound
+_TOTAL = tl.constexpr(3)  # sum over the row
+_GATHERED = tl.constexpr(4)  # sum over the tokens that reach the bound
+_FIRST_SLOT = tl.constexpr(16)  # a multiple of 16 keeps the rows aligned
 
 
-#: Rows of the uploaded table. Their alignment depends on the batch size, which changes per step.
-#: They are not in a named tuple, because Triton specializes on every field of a tuple.
-_PER_ROW = [
-    "rank_ptr",
-    "noise_key_ptr",
-    "top_k_ptr",
-    "temperature_ptr",
-    "log_min_p_ptr",
-    "top_p_ptr",
-]
+class _Params(NamedTuple):
+    """Parameters of a row."""
+
+    rank: tl.tensor  #: int64: block maxima that reach the bound; vocab_size: no bound.
+    noise_key: tl.tensor  #: int64.
+    top_k: tl.tensor  #: int64; vocab_size: no top_k.
+    temperature: tl.tensor  #: float64.
+    log_min_p: tl.tensor  #: float64; -inf: no min_p.
+    top_p: tl.tensor  #: float64; 2: no top_p.
+
+
+@triton.jit
+def _load_params(params_ptr, row):
+    at = params_ptr + row * 6
+    return _Params(
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3).to(tl.float64, bitcast=True),
+        tl.load(at + 4).to(tl.float64, bitcast=True),
+        tl.load(at + 5).to(tl.float64, bitcast=True),
+    )
 
 
 @triton.jit
 def _block_maxima_kernel(
-    maxima_ptr,  # [rows, num_blocks]
-    logits: _Logits,
-    num_blocks,
+    state_ptr,  # [rows, width]
+    logits_ptr,  # [rows, vocab_size]
+    width,
+    vocab_size,
+    stride_logits_row,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,  # a multiple of BLOCK_TOKENS
 ):
@@ -111,185 +124,182 @@ def _block_maxima_kernel(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
     x = tl.load(
-        logits.ptr + row * logits.stride_row + token,
-        mask=token < logits.vocab_size,
-        other=float("-inf"),
+        logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
     )
-    x = tl.where(x == x, x, float("-inf"))  # a NaN counts as masked
-    tl.store(maxima_ptr + row * num_blocks + block, tl.max(x, axis=1), mask=block < num_blocks)
+    tl.store(
+        state_ptr + row * width + _FIRST_SLOT + block,
+        order_place(tl.max(order_key(x), axis=1), block),
+        mask=block < tl.cdiv(vocab_size, BLOCK_TOKENS),
+    )
 
 
-@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
+@triton.jit
 def _bounds_kernel(
-    found: _Found,
-    rank_ptr,  # int64 [rows]: rank of the block maximum that is the bound; 0: no bound
-    maxima_ptr,  # [rows, num_blocks]
-    num_blocks,
+    state_ptr,  # [rows, width]
+    params_ptr,  # [rows, 6]
+    logits_ptr,  # [rows, vocab_size]
+    width,
+    vocab_size,
+    BLOCK_TOKENS: tl.constexpr,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    rank = tl.load(rank_ptr + row)
-    best = tl.full([], float("-inf"), tl.float32)
+    params = _load_params(params_ptr, row)
+    state = state_ptr + row * width
+    num_blocks = tl.cdiv(vocab_size, BLOCK_TOKENS)
+    highest = tl.full([], MASKED, tl.int64)
     for start in range(0, num_blocks, TILE):
         block = start + tl.arange(0, TILE)
-        x = tl.load(
-            maxima_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf")
-        )
-        best = tl.maximum(best, tl.max(x, axis=0))
-    left = tl.full([], LOWEST_KEY, tl.int64)
-    right = tl.maximum(order_key(best).to(tl.int64), left)
-    if (rank == 0) | (rank > num_blocks):
-        right = left
-    while left < right:  # the largest key that `rank` maxima reach
-        step = (right - left + PIVOTS) // (PIVOTS + 1)
-        pivots = left + (tl.arange(0, PIVOTS) + 1).to(tl.int64) * step
-        reach = tl.zeros([PIVOTS], tl.int32)
-        for start in range(0, num_blocks, TILE):
-            block = start + tl.arange(0, TILE)
-            x = tl.load(
-                maxima_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf")
-            )
-            reach += tl.sum(
-                (order_key(x).to(tl.int64)[None, :] >= pivots[:, None]).to(tl.int32), axis=1
-            )
-        left += tl.sum((reach >= rank).to(tl.int64), axis=0) * step
-        right = tl.minimum(right, left + step - 1)
-    tl.store(found.best_ptr + row, best)
-    tl.store(found.bound_ptr + row, left.to(tl.int32))
-    tl.store(found.count_ptr + row, 0)  # the next kernel adds to it
-    tl.store(found.total_ptr + row, 0.0)  # the next kernel adds to it
+        place = tl.load(state + _FIRST_SLOT + block, mask=block < num_blocks, other=MASKED)
+        highest = tl.maximum(highest, highest_of_key(tl.max(place, axis=0)))
+    best = logit_of(highest).to(tl.float64) / params.temperature
+    lowest = tl.full([], LOWEST, tl.int64)
+    none = tl.zeros([], tl.int32)
+    maxima = Tokens(
+        logits_ptr,
+        state + _FIRST_SLOT,
+        none,
+        none + num_blocks,
+        params.temperature,
+        best,
+        float("-inf"),
+    )
+    count, rank = num_blocks.to(tl.float64), params.rank.to(tl.float64)
+    bound = search(maxima, lowest, highest, count, rank, False, PIVOTS, TILE)
+    if (params.top_k >= vocab_size) & (params.top_p <= 1.0):
+        # The tokens below x have less than 1 - top_p of the best token's probability.
+        x = (best + tl.log((1.0 - params.top_p) / vocab_size)) * params.temperature
+        bound = tl.maximum(bound, tl.minimum(order_place(order_key(x.to(tl.float32)), 0), highest))
+    tl.store(state + _HIGHEST, highest)
+    tl.store(state + _BOUND, lowest_of_key(bound))
+    for counter in tl.static_range(_COUNT, _GATHERED + 1):
+        tl.store(state + counter, 0)  # the next kernel adds to it
 
 
-@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
+@triton.jit
 def _collect_kernel(
-    found: _Found,
-    logits: _Logits,
-    noise_key_ptr,  # int64 [rows]
-    top_k_ptr,  # int64 [rows]; vocab_size: no top_k
-    temperature_ptr,  # float64 [rows]
-    log_min_p_ptr,  # float64 [rows]; -inf: no min_p
-    top_p_ptr,  # float64 [rows]; inf: no top_p
+    state_ptr,  # [rows, width]
+    params_ptr,  # [rows, 6]
+    logits_ptr,  # [rows, vocab_size]
+    width,
+    vocab_size,
+    stride_logits_row,
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    temperature = tl.load(temperature_ptr + row)
+    params = _load_params(params_ptr, row)
+    state = state_ptr + row * width
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(
-        logits.ptr + row * logits.stride_row + token,
-        mask=token < logits.vocab_size,
-        other=float("-inf"),
+        logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
     )
-    best = tl.load(found.best_ptr + row).to(tl.float64) / temperature
-    scaled = x.to(tl.float64) / temperature
-    kept = (x > float("-inf")) & (scaled >= best + tl.load(log_min_p_ptr + row))
-    if (top_k >= logits.vocab_size) & (top_p > 1.0):
-        noise = gumbel_of(tl.load(noise_key_ptr + row), token)
-        score, place = tl.max(
+    best = logit_of(tl.load(state + _HIGHEST)).to(tl.float64) / params.temperature
+    if (params.top_k >= vocab_size) & (params.top_p > 1.0):
+        scaled = x.to(tl.float64) / params.temperature
+        kept = x > float("-inf")
+        if params.log_min_p > float("-inf"):  # batches without filters have no `best`
+            kept &= scaled >= best + params.log_min_p
+        noise = gumbel_of(params.noise_key, token)
+        score, index = tl.max(
             tl.where(kept, scaled + noise, float("-inf")), axis=0, return_indices=True
         )
-        tl.store(found.score_ptr + row * tl.num_programs(1) + tl.program_id(1), score)
-        tl.store(
-            found.winner_ptr + row * tl.num_programs(1) + tl.program_id(1),
-            tl.program_id(1) * TILE + place,
-        )
+        slot = state + _FIRST_SLOT + 2 * tl.program_id(1)
+        tl.store(slot, score.to(tl.int64, bitcast=True))
+        tl.store(slot + 1, (tl.program_id(1) * TILE + index).to(tl.int64))
     else:
-        if top_k >= logits.vocab_size:  # whole numbers: exact in any order
-            tl.atomic_add(
-                found.total_ptr + row,
-                tl.sum(tl.where(kept, relative_weight(scaled, best), 0.0), axis=0),
-            )
-        reach = (kept & (order_key(x) >= tl.load(found.bound_ptr + row))).to(tl.int32)
+        place = order_place(order_key(x), token)
+        reaches = place >= tl.load(state + _BOUND)
+        if params.top_k >= vocab_size:
+            scaled = x.to(tl.float64) / params.temperature
+            kept = (x > float("-inf")) & (scaled >= best + params.log_min_p)
+            weight = tl.where(kept, relative_weight(scaled, best), 0.0)
+            gathered = tl.sum(tl.where(reaches, weight, 0.0), axis=0)
+            # Integers: exact in any order.
+            tl.atomic_add(state + _TOTAL, tl.sum(weight, axis=0).to(tl.int64))
+            tl.atomic_add(state + _GATHERED, gathered.to(tl.int64))
+            reaches &= kept
+        reach = reaches.to(tl.int32)
         num_reach = tl.sum(reach, axis=0)
         if num_reach > 0:
-            first_slot = tl.atomic_add(found.count_ptr + row, num_reach)
+            first_slot = tl.atomic_add(state + _COUNT, num_reach.to(tl.int64)).to(tl.int32)
             slot = first_slot + tl.cumsum(reach, axis=0) - reach
-            mask = (reach > 0) & (slot < CAPACITY)
-            tl.store(found.gathered_ptr + row * CAPACITY + slot, x, mask=mask)
-            tl.store(found.gathered_id_ptr + row * CAPACITY + slot, token, mask=mask)
+            tl.store(state + _FIRST_SLOT + slot, place, mask=reaches & (slot < CAPACITY))
 
 
-@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
+@triton.jit
 def _draw_kernel(
     out_ptr,  # [rows]
-    found: _Found,
-    logits: _Logits,
-    noise_key_ptr,  # int64 [rows]
-    top_k_ptr,  # int64 [rows]; vocab_size: no top_k
-    temperature_ptr,  # float64 [rows]
-    log_min_p_ptr,  # float64 [rows]; -inf: no min_p
-    top_p_ptr,  # float64 [rows]; inf: no top_p
+    state_ptr,  # [rows, width]
+    params_ptr,  # [rows, 6]
+    logits_ptr,  # [rows, vocab_size]
+    width,
+    vocab_size,
+    stride_logits_row,
     num_tiles,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
+    params = _load_params(params_ptr, row)
+    state = state_ptr + row * width
     winning_score = tl.full([], float("-inf"), tl.float64)
     winner = tl.zeros([], tl.int32)
-    if (top_k >= logits.vocab_size) & (top_p > 1.0):
+    if (params.top_k >= vocab_size) & (params.top_p > 1.0):
         for start in range(0, num_tiles, TILE):
             tile = start + tl.arange(0, TILE)
-            score = tl.load(
-                found.score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")
-            )
-            token = tl.load(
-                found.winner_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=0
-            )
+            slot, mask = state + _FIRST_SLOT + 2 * tile, tile < num_tiles
+            score = tl.load(slot, mask=mask, other=0).to(tl.float64, bitcast=True)
+            score = tl.where(mask, score, float("-inf"))
+            token = tl.load(slot + 1, mask=mask, other=0).to(tl.int32)
             top_score = tl.max(score, axis=0)
             if top_score > winning_score:
                 winning_score = top_score
-                winner = tl.min(tl.where(score == top_score, token, logits.vocab_size), axis=0)
+                winner = tl.min(tl.where(score == top_score, token, vocab_size), axis=0)
     else:
-        temperature = tl.load(temperature_ptr + row)
-        best_logit = tl.load(found.best_ptr + row)
-        best = best_logit.to(tl.float64) / temperature
-        least = best + tl.load(log_min_p_ptr + row)
-        noise_key = tl.load(noise_key_ptr + row)
-        lowest = order_place(tl.full([], LOWEST_KEY, tl.int32), logits.vocab_size)
-        highest = order_place(order_key(best_logit), 0)
-        total = tl.load(found.total_ptr + row)
-        gathered = tl.load(found.count_ptr + row)
-        in_row = tl.zeros([], tl.int32)
-        row_ptr = logits.ptr + row * logits.stride_row
-        values_ptr = found.gathered_ptr + row * CAPACITY
-        ids_ptr = found.gathered_id_ptr + row * CAPACITY
-        tokens = Tokens(row_ptr, values_ptr, ids_ptr, in_row, gathered, temperature, best, least)
-        enough = gathered <= CAPACITY
-        if enough & (top_k >= logits.vocab_size):
-            enough = reaching(tokens, lowest, True, TILE) >= top_p * total
-        if not enough:
-            gathered = tl.zeros([], tl.int32)
-            in_row = gathered + logits.vocab_size
-        tokens = Tokens(row_ptr, values_ptr, ids_ptr, in_row, gathered, temperature, best, least)
+        left = tl.load(state + _BOUND)
+        right = tl.load(state + _HIGHEST)
+        count = tl.load(state + _COUNT)
+        total = tl.load(state + _TOTAL).to(tl.float64)
+        amount = tl.load(state + _GATHERED).to(tl.float64)
+        wanted = tl.maximum(params.top_p * total, 1.0)  # 1.0: the best token stays if top_p is 0
+        has_kept = (params.top_k < vocab_size) | (amount >= wanted)
+        if not has_kept:  # the threshold is below the bound
+            right = left - 1
+            left = tl.full([], LOWEST, tl.int64)
+            amount = total
+        is_gathered = has_kept & (count <= CAPACITY)
+        best = logit_of(tl.load(state + _HIGHEST)).to(tl.float64) / params.temperature
+        tokens = Tokens(
+            logits_ptr + row * stride_logits_row,
+            state + _FIRST_SLOT,
+            tl.where(is_gathered, 0, vocab_size),
+            tl.where(is_gathered, count, 0).to(tl.int32),
+            params.temperature,
+            best,
+            best + params.log_min_p,
+        )
+        if params.top_k < vocab_size:
+            num_kept, most = count.to(tl.float64), params.top_k.to(tl.float64)
+            if params.log_min_p > float("-inf"):
+                num_kept = reaching(tokens, left, False, TILE)
+            left = search(tokens, left, right, num_kept, most, False, PIVOTS, TILE)
+            if params.top_p <= 1.0:
+                amount = reaching(tokens, left, True, TILE)
+                wanted = tl.maximum(params.top_p * amount, 1.0)
+        if params.top_p <= 1.0:
+            left = search(tokens, left, right, amount, wanted, True, PIVOTS, TILE)
 
-        threshold = lowest
-        if top_k < logits.vocab_size:
-            wanted = top_k.to(tl.float64)
-            if reaching(tokens, lowest, False, TILE) > wanted:
-                threshold = search(tokens, lowest, highest, wanted, False, PIVOTS, TILE)
-        if top_p <= 1.0:
-            if top_k < logits.vocab_size:
-                total = reaching(tokens, threshold, True, TILE)
-            wanted = tl.maximum(top_p * total, 1.0)  # 1.0: the best token stays even if top_p is 0
-            threshold = search(tokens, threshold, highest, wanted, True, PIVOTS, TILE)
-
-        for start in range(0, in_row + gathered, TILE):
-            x, token = load_tokens(tokens, start, TILE)
-            scaled = x.to(tl.float64) / temperature
-            kept = (
-                (x > float("-inf"))
-                & (scaled >= least)
-                & (order_place(order_key(x), token) >= threshold)
-            )
-            score = tl.where(kept, scaled + gumbel_of(noise_key, token), float("-inf"))
+        for start in range(0, tokens.in_row + tokens.gathered, TILE):
+            place = load_places(tokens, start, TILE)
+            x, token = logit_of(place), token_of(place)
+            scaled = x.to(tl.float64) / params.temperature
+            kept = (x > float("-inf")) & (scaled >= tokens.least) & (place >= left)
+            score = tl.where(kept, scaled + gumbel_of(params.noise_key, token), float("-inf"))
             top_score = tl.max(score, axis=0)
-            first = tl.min(tl.where(kept & (score == top_score), token, logits.vocab_size), axis=0)
+            first = tl.min(tl.where(kept & (score == top_score), token, vocab_size), axis=0)
             if (top_score > winning_score) | ((top_score == winning_score) & (first < winner)):
                 winning_score = top_score
                 winner = first
@@ -311,66 +321,50 @@ def draw_tokens_triton(
         raise ValueError(
             f"vocabularies of 2**24 tokens and more cannot be sampled; this one has {vocab_size}"
         )
-    device = logits.device
-    out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    config = configuration("sampling", shape_class(num_rows, vocab_size), device, DEFAULT)
-    tile, row_tile = config["tile"], config["row_tile"]
-    num_blocks, num_tiles = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, tile)
-
-    def empty(*columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_rows, *columns, dtype=dtype, device=device)
-
-    maxima = empty(num_blocks, dtype=torch.float32)
-    found = _Found(
-        best_ptr=empty(dtype=torch.float32),
-        bound_ptr=empty(dtype=torch.int32),
-        count_ptr=empty(dtype=torch.int32),
-        total_ptr=empty(dtype=torch.float64),
-        gathered_ptr=empty(CAPACITY, dtype=torch.float32),
-        gathered_id_ptr=empty(CAPACITY, dtype=torch.int32),
-        score_ptr=empty(num_tiles, dtype=torch.float64),
-        winner_ptr=empty(num_tiles, dtype=torch.int32),
+    config = configuration("sampling", shape_class(num_rows, vocab_size), logits.device, DEFAULT)
+    num_blocks, num_tiles = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, config["tile"])
+    width = _FIRST_SLOT.value + max(CAPACITY, num_blocks, 2 * num_tiles)
+    state = torch.empty(num_rows, width, dtype=torch.int64, device=logits.device)
+    table = _upload(params, keys, vocab_size, logits.device)
+    of_tile = {"TILE": config["tile"], "num_warps": config["num_warps"]}
+    of_row = {"PIVOTS": PIVOTS, "TILE": config["row_tile"], "num_warps": config["row_warps"]}
+    tiles, stride = (num_rows, num_tiles), logits.stride(0)
+    if any(0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0 for p in params):
+        _block_maxima_kernel[tiles](
+            state, logits, width, vocab_size, stride, BLOCK_TOKENS=BLOCK, **of_tile
+        )
+        _bounds_kernel[(num_rows,)](
+            state, table, logits, width, vocab_size, BLOCK_TOKENS=BLOCK, **of_row
+        )
+    _collect_kernel[tiles](
+        state, table, logits, width, vocab_size, stride, CAPACITY=CAPACITY, **of_tile
     )
-    rank, *row_params = _upload(params, keys, vocab_size, device)
-    rows = _Logits(logits, vocab_size, logits.stride(0))
-    of_tile = {"TILE": tile, "num_warps": config["num_warps"]}
-    of_row = {"PIVOTS": PIVOTS, "TILE": row_tile, "num_warps": config["row_warps"]}
-    _block_maxima_kernel[(num_rows, num_tiles)](
-        maxima, rows, num_blocks, BLOCK_TOKENS=BLOCK, **of_tile
+    _draw_kernel[(num_rows,)](
+        out, state, table, logits, width, vocab_size, stride, num_tiles, CAPACITY=CAPACITY, **of_row
     )
-    _bounds_kernel[(num_rows,)](found, rank, maxima, num_blocks, **of_row)
-    _collect_kernel[(num_rows, num_tiles)](found, rows, *row_params, CAPACITY=CAPACITY, **of_tile)
-    _draw_kernel[(num_rows,)](out, found, rows, *row_params, num_tiles, CAPACITY=CAPACITY, **of_row)
     return out
 
 
 def _upload(
     params: Sequence[DrawParams], keys: Sequence[int], vocab_size: int, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Upload the rows' parameters in one transfer.
-
-    Returns:
-        Rank of the bound, noise key and top_k as int64; temperature, log min_p and top_p as
-        float64; [rows] each.
-    """
+) -> Tensor:
+    """Upload the rows' parameters in one transfer, as int64 of shape [rows, 6]; see `_Params`."""
+    top_p_rank = math.ceil(triton.cdiv(vocab_size, BLOCK) * TOP_P_BLOCKS)
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    rank = [
-        k if k < vocab_size else TOP_P_RANK if p.top_p < 1 else 0
+    host = torch.empty(len(params), 6, dtype=torch.int64, pin_memory=device.type == "cuda")
+    integers = host.numpy()
+    integers[:, 0] = [
+        top_p_rank if k == vocab_size and p.top_p < 1 else k
         for k, p in zip(top_k, params, strict=True)
     ]
-    integers = np.array([rank, [signed(key) for key in keys], top_k], dtype=np.int64)
-    floats = np.array(
-        [
-            [max(p.temperature, MIN_TEMPERATURE) for p in params],
-            [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params],
-            [p.top_p if p.top_p < 1 else math.inf for p in params],
-        ],
-        dtype=np.float64,
-    )
-    table = torch.from_numpy(np.concatenate((integers, floats.view(np.int64))))
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return *table[:3].unbind(), *table[3:].view(torch.float64).unbind()
+    integers[:, 1] = np.array(keys, dtype=np.uint64).view(np.int64)
+    integers[:, 2] = top_k
+    floats = integers.view(np.float64)
+    floats[:, 3] = [max(p.temperature, MIN_TEMPERATURE) for p in params]
+    floats[:, 4] = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+    floats[:, 5] = [p.top_p if p.top_p < 1 else 2.0 for p in params]
+    return host.to(device, non_blocking=True)

@@ -10,18 +10,19 @@ import triton.language as tl
 from baton_kernels.sampling.noise import GAMMA, MIX_1, MIX_2
 
 _GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite float32
+_LAST_ID = tl.constexpr(0xFFFFFF)
+LOWEST = tl.constexpr(-2139095040 << 24)  #: Place that every token with a finite logit reaches.
+MASKED = tl.constexpr(-2139095041 << 24)  #: Place with a logit of -inf.
 _UNIT = tl.constexpr(2.0**32)  # fixed point of probabilities relative to the best token's
 # Adding and subtracting it rounds to an integer, half to even.
 _TO_INTEGER = tl.constexpr(2.0**52)
 
 
 class Tokens(NamedTuple):
-    """The tokens of a row that a search reads: the whole row or the gathered ones."""
+    """What a search reads of a row: all tokens, the gathered ones, or the block maxima."""
 
     row_ptr: tl.tensor  #: float32 [vocab_size]: logits of the row.
-    gathered_ptr: tl.tensor  #: float32 [CAPACITY]: gathered logits.
-    gathered_id_ptr: tl.tensor  #: int32 [CAPACITY]: their token ids.
+    gathered_ptr: tl.tensor  #: int64 [gathered]: places of gathered tokens, or of block maxima.
     in_row: tl.tensor  #: Tokens to read from the row; 0 if it reads the gathered ones.
     gathered: tl.tensor  #: Gathered tokens to read; 0 if it reads the row.
     temperature: tl.tensor
@@ -31,7 +32,8 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def order_key(x):
-    """Map float32 to int32 in the same order. Both zeros map to 0."""
+    """Map float32 to int32 in the same order. Both zeros map to 0, and NaN to the key of -inf."""
+    x = tl.where(x == x, x, float("-inf"))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -39,7 +41,32 @@ def order_key(x):
 @triton.jit
 def order_place(key, token):
     """Return an int64 that orders tokens by logit, then by descending id. Ids have 24 bits."""
-    return (key.to(tl.int64) << 24) + (0xFFFFFF - token)
+    return (key.to(tl.int64) << 24 | _LAST_ID) - token
+
+
+@triton.jit
+def lowest_of_key(place):
+    """Return the lowest place with the logit of this one."""
+    return place & ~_LAST_ID
+
+
+@triton.jit
+def highest_of_key(place):
+    """Return the highest place with the logit of this one."""
+    return place | _LAST_ID
+
+
+@triton.jit
+def token_of(place):
+    """Return the token id of a place."""
+    return (~place & _LAST_ID).to(tl.int32)
+
+
+@triton.jit
+def logit_of(place):
+    """Return the float32 logit of a place."""
+    key = (place >> 24).to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -62,30 +89,24 @@ def relative_weight(scaled, best):
 
 
 @triton.jit
-def load_tokens(tokens: Tokens, start, TILE: tl.constexpr):
-    """Load logits and ids of a tile of tokens, with -inf past the end."""
-    place = start + tl.arange(0, TILE)
-    in_row, gathered = place < tokens.in_row, place < tokens.gathered
-    from_row = tl.load(tokens.row_ptr + place, mask=in_row, other=float("-inf"))
-    x = tl.load(tokens.gathered_ptr + place, mask=gathered, other=float("-inf"))
-    token = tl.load(tokens.gathered_id_ptr + place, mask=gathered, other=0)
-    return tl.maximum(x, from_row), tl.where(in_row, place, token)
+def load_places(tokens: Tokens, start, TILE: tl.constexpr):
+    """Load the places of a tile of tokens, with MASKED past the end."""
+    index = start + tl.arange(0, TILE)
+    in_row = index < tokens.in_row
+    x = tl.load(tokens.row_ptr + index, mask=in_row, other=float("-inf"))
+    place = tl.load(tokens.gathered_ptr + index, mask=index < tokens.gathered, other=MASKED)
+    return tl.where(in_row, order_place(order_key(x), index), place)
 
 
 @triton.jit
-def load_amounts(tokens: Tokens, start, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """Return the places in the order of a tile of tokens, and their amounts in float64.
-
-    The amount of a token that min_p keeps is its probability, or 1 without WEIGH. Others have 0.
-    """
-    x, token = load_tokens(tokens, start, TILE)
+def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
+    """Return the probability of a token that min_p keeps, or 1 without WEIGH. Others have 0."""
+    x = logit_of(place)
     scaled = x.to(tl.float64) / tokens.temperature
-    amount = tl.full(x.shape, 1.0, tl.float64)
+    amount = tl.full(place.shape, 1.0, tl.float64)
     if WEIGH:
         amount = relative_weight(scaled, tokens.best)
-    return order_place(order_key(x), token), tl.where(
-        (x > float("-inf")) & (scaled >= tokens.least), amount, 0.0
-    )
+    return tl.where((x > float("-inf")) & (scaled >= tokens.least), amount, 0.0)
 
 
 @triton.jit
@@ -93,7 +114,8 @@ def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr)
     """Return the number of tokens that reach the threshold, or the sum of their probabilities."""
     result = tl.zeros([], tl.float64)
     for start in range(0, tokens.in_row + tokens.gathered, TILE):
-        place, amount = load_amounts(tokens, start, WEIGH, TILE)
+        place = load_places(tokens, start, TILE)
+        amount = amount_of(tokens, place, WEIGH)
         result += tl.sum(tl.where(place >= threshold, amount, 0.0), axis=0)
     return result
 
@@ -101,28 +123,30 @@ def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr)
 @triton.jit
 def search(
     tokens: Tokens,
-    threshold,
-    highest,
-    wanted,
+    left,  # place: the lowest possible result
+    right,  # place: the highest possible result
+    amount,  # float64: total amount of the tokens that reach `left`
+    wanted,  # float64
     WEIGH: tl.constexpr,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the highest place, at least `threshold`, that tokens of a total amount `wanted` reach.
+    """Return a place that the fewest best tokens reach that have a total amount `wanted`.
 
-    The amount is a number of tokens, or with WEIGH a sum of probabilities.
+    The amount is a number of tokens, or with WEIGH a sum of probabilities. If all have less, the
+    result is `left`. The search ends when no token can be left out. So it divides the logits
+    first, and the ids only if it cuts between equal logits.
     """
-    left = threshold
-    right = highest
-    while left < right:
-        step = (right - left + PIVOTS) // (PIVOTS + 1)
+    while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
+        step = (right - left) // (PIVOTS + 1)
+        step = tl.where(right - left > _LAST_ID, step | _LAST_ID, step) + 1
         pivots = left + (tl.arange(0, PIVOTS) + 1).to(tl.int64) * step
         reach = tl.zeros([PIVOTS], tl.float64)
         for start in range(0, tokens.in_row + tokens.gathered, TILE):
-            place, amount = load_amounts(tokens, start, WEIGH, TILE)
-            reach += tl.sum(
-                tl.where(place[None, :] >= pivots[:, None], amount[None, :], 0.0), axis=1
-            )
+            place = load_places(tokens, start, TILE)
+            part = amount_of(tokens, place, WEIGH)
+            reach += tl.sum(tl.where(place[None, :] >= pivots[:, None], part[None, :], 0.0), axis=1)
         left += tl.sum((reach >= wanted).to(tl.int64), axis=0) * step
         right = tl.minimum(right, left + step - 1)
+        amount = tl.min(tl.where(reach >= wanted, reach, amount), axis=0)
     return left

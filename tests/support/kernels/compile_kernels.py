@@ -57,9 +57,6 @@ MOVING = {
     "seq_lens_ptr",
     "pairs_ptr",
     "block_ids_ptr",
-    "rank_ptr",
-    "top_k_ptr",
-    "top_p_ptr",
 }
 
 
@@ -232,23 +229,11 @@ for dtype in ("fp32", "bf16"):
 compile_kernel(_count_kernel, "i32", {"CHUNK": 1024})
 compile_kernel(_place_kernel, "i32", routing | {"BLOCK_M": 16, "CHUNK": 1024})
 
-sampling_types = {
-    **dict.fromkeys(("gathered_id_ptr", "count_ptr", "winner_ptr", "bound_ptr"), "*i32"),
-    **dict.fromkeys(("noise_key_ptr", "top_k_ptr", "rank_ptr", "out_ptr"), "*i64"),
-    **dict.fromkeys(
-        ("total_ptr", "score_ptr", "temperature_ptr", "log_min_p_ptr", "top_p_ptr"), "*fp64"
-    ),
-}
+sampling_types = dict.fromkeys(("out_ptr", "state_ptr", "params_ptr", "best_ptr"), "*i64")
 one_pass, search = {"TILE": 1024}, {"TILE": 1024, "PIVOTS": sampling.PIVOTS}
-gathered = {"CAPACITY": sampling.CAPACITY}
-compile_kernel(
-    sampling._block_maxima_kernel,
-    "fp32",
-    one_pass | {"BLOCK_TOKENS": sampling.BLOCK},
-    sampling_types,
-)
-compile_kernel(sampling._bounds_kernel, "fp32", search, sampling_types)
+blocks, gathered = {"BLOCK_TOKENS": sampling.BLOCK}, {"CAPACITY": sampling.CAPACITY}
+compile_kernel(sampling._block_maxima_kernel, "fp32", one_pass | blocks, sampling_types)
+compile_kernel(sampling._bounds_kernel, "fp32", search | blocks, sampling_types)
 compile_kernel(sampling._collect_kernel, "fp32", one_pass | gathered, sampling_types)
 compile_kernel(sampling._draw_kernel, "fp32", search | gathered, sampling_types)
-compile_kernel(triton_greedy._greedy_tiles_kernel, "fp32", one_pass, sampling_types)
-compile_kernel(triton_greedy._greedy_kernel, "fp32", {"TILES": 256}, sampling_types)
+compile_kernel(triton_greedy._greedy_kernel, "fp32", one_pass, sampling_types)

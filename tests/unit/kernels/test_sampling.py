@@ -79,14 +79,28 @@ def test_ties_are_cut_as_by_a_stable_sort(triton_device: str) -> None:
     assert_draws_agree(torch.randn(3, VOCAB).round(), params, triton_device)
 
 
+@pytest.mark.parametrize(
+    ("top_p_blocks", "capacity"),
+    [(0.1, 64), (0.1, VOCAB), (31 / 32, 64), (31 / 32, VOCAB)],
+    ids=["too few and too many", "too few", "too many", "enough"],
+)
 def test_draws_do_not_depend_on_the_number_of_gathered_tokens(
-    triton_device: str, monkeypatch: pytest.MonkeyPatch
+    top_p_blocks: float, capacity: int, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [Params(top_k=30), Params(top_p=0.9), Params(top_k=100, top_p=0.95)]
     logits = torch.randn(3, VOCAB).mul_(2).round_()
-    monkeypatch.setattr(triton_kernel, "TOP_P_RANK", 1)  # far too small
-    monkeypatch.setattr(triton_kernel, "CAPACITY", 64)  # also too small
+    monkeypatch.setattr(triton_kernel, "TOP_P_BLOCKS", top_p_blocks)
+    monkeypatch.setattr(triton_kernel, "CAPACITY", capacity)
     assert_draws_agree(logits, params, triton_device)
+
+
+def test_batches_without_filters_search_no_bounds(
+    triton_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(triton_kernel, "_block_maxima_kernel")
+    monkeypatch.delattr(triton_kernel, "_bounds_kernel")
+    params = [Params(temperature=1.3), Params(top_k=VOCAB), Params(top_k=-1)]
+    assert_draws_agree(torch.randn(3, VOCAB), params, triton_device)
 
 
 def test_masked_tokens_are_never_drawn(triton_device: str) -> None:
@@ -193,7 +207,7 @@ def test_greedy_takes_the_lowest_id_of_the_best(vocab_size: int, triton_device: 
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert greedy(logits) == expected
     with launch_constants(CONFIG):
-        assert greedy_triton(logits.to(triton_device)).tolist() == expected
+        assert greedy_triton(logits.to(triton_device)) == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -203,5 +217,4 @@ def test_greedy_reports_rows_without_a_finite_maximum(bad: float, triton_device:
     logits[1, 170] = bad
     assert greedy(logits) is None
     with launch_constants(CONFIG):
-        result = greedy_triton(logits.to(triton_device))
-    assert result.tolist() == [int(logits[0].argmax()), -1, int(logits[2].argmax())]
+        assert greedy_triton(logits.to(triton_device)) is None

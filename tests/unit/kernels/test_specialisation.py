@@ -23,7 +23,7 @@ from baton_kernels.moe.routing_triton import (
 from baton_kernels.moe.triton_kernel import run_experts_triton
 from baton_kernels.norm.triton_kernel import _rms_norm_kernel, add_rms_norm_triton
 from baton_kernels.sampling import triton_kernel as sampling
-from baton_kernels.sampling.triton_greedy import _greedy_kernel, _greedy_tiles_kernel, greedy_triton
+from baton_kernels.sampling.triton_greedy import _greedy_kernel, greedy_triton
 from support.kernels.launch_constants import launch_constants
 from support.kernels.paged_cases import paged_case, triton_output
 
@@ -91,7 +91,7 @@ def attend(size: int) -> None:
             sample,
             [sampling._block_maxima_kernel, sampling._bounds_kernel, sampling._collect_kernel],
         ),
-        (sample, [sampling._draw_kernel, _greedy_tiles_kernel, _greedy_kernel]),
+        (sample, [sampling._draw_kernel, _greedy_kernel]),
         (
             experts,
             [
