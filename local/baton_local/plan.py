@@ -62,7 +62,8 @@ def _read(path: Path) -> Target:
     """Read the only LLMService of a file.
 
     Raises:
-        ValueError: the file, the field and the reason.
+        ValueError: the file does not have exactly one valid LLMService. The message names the file,
+            the field and the reason.
     """
     _, service = load_service(path)
     if service["apiVersion"] != names.API_VERSION:

@@ -82,9 +82,11 @@ async def run(args: argparse.Namespace) -> None:
 async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
     """Run all of `work` until one part ends.
 
-    Then cancel the parts in this order, each after the one before has ended.
+    Then cancel the parts one by one, in the order of `work`.
 
-    Raises: the first error of a part. A KopfHangsError precedes any other error and a cancellation.
+    Raises:
+        KopfHangsError: of a part. It takes priority over other errors and over a cancellation.
+        Exception: the first error in the order of `work`.
     """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:

@@ -56,7 +56,7 @@ class Admission:
         """Start requests whose KV came from a peer.
 
         Args:
-            only_loaded: swapped requests are waiting for memory, so no other request may take any.
+            only_loaded: start no request of `waiting`, because swapped requests need the memory.
         """
         while (
             step.budget > 0

@@ -35,8 +35,8 @@ class RequestOwners:
         """
         return self._owners.get(request_id, client) == client
 
-    def of_abort(self, abort: Abort) -> list[str]:
-        """Return the request ids of an abort that its client owns."""
+    def owned_ids(self, abort: Abort) -> list[str]:
+        """Return the ids of an ABORT that belong to its client."""
         if abort.request_ids is None:
             return [
                 request_id for request_id, owner in self._owners.items() if owner == abort.client
@@ -56,7 +56,7 @@ class RequestOwners:
             except queue.Empty:
                 return request_ids
             if not abort.done:
-                request_ids += self.of_abort(abort)
+                request_ids += self.owned_ids(abort)
 
     def sort(
         self, outputs: list[EngineCoreOutput]

@@ -72,7 +72,7 @@ DEFAULT: Configuration = {"tile": 1024, "num_warps": 4, "row_tile": 1024, "row_w
 
 
 def shape_class(num_rows: int, vocab_size: int) -> str:
-    """Return the class a launch is tuned for."""
+    """Return the key of such a launch in a table of configurations."""
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 

@@ -69,7 +69,7 @@ class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preview(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole rollout."""
+    """The steps of a rollout, and what changes in the spec and in the cluster."""
 
     fields: list[FieldChange] = []
     groups: list[GroupChange] = []

@@ -44,7 +44,10 @@ class Retries:
         return {each for each, until in self._excluded_until.items() if now < until}
 
     def on_store_failure(self, target: Generation, now: float) -> None:
-        """Record a failed preparation, which a failed store or a missing member may cause."""
+        """Record that the preparation of `target` failed.
+
+        Its store may be the cause, so the next preparation prefers another member's store.
+        """
         holders = {
             each.instance_id
             for each in target.members

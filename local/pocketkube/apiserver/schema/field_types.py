@@ -31,7 +31,7 @@ class FieldType:
 
 
 class FieldTypes(Protocol):
-    """The field types of one kind."""
+    """The types of the fields of one kind of object, by path."""
 
     def at(self, path: Path, value: object) -> FieldType: ...
 
