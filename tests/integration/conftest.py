@@ -14,11 +14,10 @@ from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_PORT,
     KVRole,
-    KVTransferConfig,
     SchedulerConfig,
 )
 from support.parity import reference_model
-from support.pods import KV_TRANSPORT, Pod, Pods, pods
+from support.pods import Pod, Pods, pods
 
 ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")
 #: How the decode engine gets its blocks. Both modes are tested through the gateway.
@@ -52,14 +51,7 @@ class Stack:
 def start_stack(arch: str, checkpoint: Path, group: Pods) -> Stack:
     chunked = SchedulerConfig(max_num_batched_tokens=48)  # prompts of several chunks
     prefill = group.engine("prefill", checkpoint, KVRole.PRODUCER, scheduler=chunked)
-    loads = KVTransferConfig(
-        role=KVRole.CONSUMER,
-        transport=KV_TRANSPORT,
-        mode=KV_MODES[arch],
-        lease_s=10.0,
-        load_timeout_s=10.0,
-    )
-    decode = group.engine("decode", checkpoint, kv_transfer=loads)
+    decode = group.engine("decode", checkpoint, KVRole.CONSUMER, kv_mode=KV_MODES[arch])
     gateway = group.gateway("gateway", checkpoint, {prefill: "prefill", decode: "decode"})
     for pod in (prefill, decode):
         pod.wait_ready(ENGINE_HTTP_PORT)

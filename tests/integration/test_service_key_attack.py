@@ -31,7 +31,6 @@ from baton_protocol.config import (
     GATEWAY_PORT,
     KV_PORT,
     KVRole,
-    KVTransferConfig,
 )
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
@@ -47,7 +46,7 @@ from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey
 from support.integration.completions import VOCAB, complete, generate
 from support.parity import prompts
-from support.pods import KV_TRANSPORT, Pod, Pods, pods
+from support.pods import Pod, Pods, pods
 from support.waiting import eventually
 
 KEY_TEXT = "5e" * 32
@@ -134,14 +133,9 @@ def service(
     checkpoint = checkpoints["qwen3"]
     with pods(tmp_path_factory.mktemp("attacked"), 31) as group:
         prefill = group.engine("prefill", checkpoint, KVRole.PRODUCER, service_key_file=key_file)
-        loads = KVTransferConfig(
-            role=KVRole.CONSUMER,
-            transport=KV_TRANSPORT,
-            mode="push",
-            lease_s=10.0,
-            load_timeout_s=10.0,
+        decode = group.engine(
+            "decode", checkpoint, KVRole.CONSUMER, kv_mode="push", service_key_file=key_file
         )
-        decode = group.engine("decode", checkpoint, kv_transfer=loads, service_key_file=key_file)
         engines = {prefill: "prefill", decode: "decode"}
         gateway = group.gateway("gateway", checkpoint, engines, service_key_file=key_file)
         for pod in engines:
@@ -338,16 +332,13 @@ async def test_an_engine_of_another_service_receives_no_kv(
 ):
     """A decode engine without the key cannot load a prompt's KV, so it computes the prompt."""
     key_file = write_key(tmp_path, attacker)
-    loads = KVTransferConfig(
-        role=KVRole.CONSUMER,
-        transport=KV_TRANSPORT,
-        mode="pull",
-        lease_s=10.0,
-        load_timeout_s=10.0,
-    )
     with pods(tmp_path, 32) as group:
         thief = group.engine(
-            "thief", service.checkpoint, kv_transfer=loads, service_key_file=key_file
+            "thief",
+            service.checkpoint,
+            KVRole.CONSUMER,
+            kv_mode="pull",
+            service_key_file=key_file,
         )
         thief.wait_ready(ENGINE_HTTP_PORT, DEADLINE_S)
         async with service.serving():

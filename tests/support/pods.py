@@ -151,6 +151,7 @@ class Pods:
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         kv_transfer: KVTransferConfig | None = None,
+        kv_mode: str = KVTransferConfig().mode,
         parallel: ParallelConfig | None = None,
         network: Network | None = None,
         service_key_file: str = "",
@@ -162,7 +163,11 @@ class Pods:
             scheduler=scheduler or SchedulerConfig(),
             kv_transfer=kv_transfer
             or KVTransferConfig(
-                role=role, transport=KV_TRANSPORT, lease_s=10.0, load_timeout_s=10.0
+                role=role,
+                transport=KV_TRANSPORT,
+                mode=kv_mode,
+                lease_s=10.0,
+                load_timeout_s=10.0,
             ),
             parallel=parallel or ParallelConfig(),
             num_threads=1,
