@@ -146,20 +146,16 @@ def may_merge(local: Descriptors, remote: Descriptors) -> bool:
 
 def merge(
     local: Descriptors,
-    local_regions: NDArray[np.int64],
     remote: Descriptors,
+    local_regions: NDArray[np.int64],
     remote_regions: NDArray[np.int64],
-) -> tuple[Descriptors, Descriptors, NDArray[np.int64]]:
-    """Join the rows of each run.
-
-    Returns:
-        Local and remote rows [runs, 3], and the remote region of each run [runs].
-    """
+) -> tuple[Descriptors, Descriptors]:
+    """Return the local and remote rows [runs, 3] with each run joined. See run_starts."""
     starts = run_starts(local, remote, local_regions, remote_regions)
     lengths = local[:, 1]
     local, remote = local[starts], remote[starts]
     local[:, 1] = remote[:, 1] = np.add.reduceat(lengths, starts)
-    return local, remote, remote_regions[starts]
+    return local, remote
 
 
 def _any_negative(indices: NDArray[np.int64]) -> bool:

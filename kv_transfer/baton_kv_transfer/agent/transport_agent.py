@@ -77,12 +77,14 @@ class _Xfer(XferHandle):
         op: str,
         peer: str,
         known_peer: object,
-        rows: tuple[Descriptors, Descriptors, NDArray[np.int64]],
+        rows: tuple[Descriptors, Descriptors],
+        mem_types: tuple[str, str],
         notif: bytes,
     ) -> None:
         super().__init__(peer, known_peer, len(rows[0]), notif)
         self.op = op
-        self.local, self.remote, self.regions = rows
+        self.local, self.remote = rows
+        self.mem_type = "VRAM" if "VRAM" in mem_types else "DRAM"
 
 
 class TransportAgent(Agent):
@@ -255,18 +257,18 @@ class TransportAgent(Agent):
             np.asarray(local_indices, dtype=np.int64),
             np.asarray(remote_indices, dtype=np.int64),
         )
-        local, remote = pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)
-        if may_merge(local, remote):
-            merged = merge(
-                local,
-                local_xfer_side.regions.take(ours),
-                remote,
-                remote_xfer_side.regions.take(theirs),
+        rows = pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)
+        if may_merge(*rows):
+            rows = merge(
+                *rows, local_xfer_side.regions.take(ours), remote_xfer_side.regions.take(theirs)
             )
-        else:
-            merged = local, remote, remote_xfer_side.regions.take(theirs)
         return _Xfer(
-            operation, remote_xfer_side.agent, remote_xfer_side.known_peer, merged, notif_msg
+            operation,
+            remote_xfer_side.agent,
+            remote_xfer_side.known_peer,
+            rows,
+            (local_xfer_side.descs.mem_type, remote_xfer_side.descs.mem_type),
+            notif_msg,
         )
 
     def initialize_xfer(
@@ -280,12 +282,15 @@ class TransportAgent(Agent):
         check_pairs(operation, local_descs.rows, remote_descs.rows)
         locate(local_descs, self._regions, INIT_AGENT)
         peer = self._peer(remote_agent)
-        rows = (
-            local_descs.rows,
-            remote_descs.rows,
-            locate(remote_descs, peer.regions, remote_agent),
+        locate(remote_descs, peer.regions, remote_agent)
+        return _Xfer(
+            operation,
+            remote_agent,
+            peer,
+            (local_descs.rows, remote_descs.rows),
+            (local_descs.mem_type, remote_descs.mem_type),
+            notif_msg,
         )
-        return _Xfer(operation, remote_agent, peer, rows, notif_msg)
 
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
         assert isinstance(handle, _Xfer)
@@ -293,12 +298,7 @@ class TransportAgent(Agent):
             check_post(handle)
             self._require_open()
             transfer = Transfer(
-                handle.op,
-                handle.peer,
-                handle.local,
-                handle.remote,
-                handle.regions,
-                notif_msg or handle.notif,
+                handle.op, handle.peer, handle.local, handle.remote, notif_msg or handle.notif
             )
             handle.post = transfer
             peer = self._peers.get(handle.peer)
@@ -308,7 +308,7 @@ class TransportAgent(Agent):
                 )
             else:
                 try:
-                    self._begin(transfer, peer)
+                    self._begin(transfer, handle.mem_type)
                 except TransportError as error:  # the thread failed
                     transfer.end(str(error))
         return transfer.state.value
@@ -381,15 +381,8 @@ class TransportAgent(Agent):
                 f"agent {name} has an address that this release cannot decode: {error}"
             ) from error
 
-    def _begin(self, transfer: Transfer, peer: _Peer) -> None:
+    def _begin(self, transfer: Transfer, mem_type: str) -> None:
         """Begin a transfer on the first transport that moves this type of memory to the peer."""
-        # All local rows have the memory type of the first. A peer's rows may have several types.
-        address = int(transfer.local[0, 0])
-        theirs = [index for index, region in enumerate(peer.regions) if region.mem_type != "DRAM"]
-        on_device = bool(theirs) and bool(np.isin(transfer.regions, theirs).any())
-        for region in self._regions:
-            on_device |= region.mem_type != "DRAM" and 0 <= address - region.address < region.length
-        mem_type = "VRAM" if on_device else "DRAM"
         if not any(
             mem_type in transport.mem_types and transport.begin(transfer)
             for transport in self._transports.values()

@@ -70,7 +70,6 @@ class Transfer(Post):
         peer: str,
         local: Descriptors,
         remote: Descriptors,
-        regions: NDArray[np.int64],
         notif: bytes,
     ) -> None:
         """Describe what to move.
@@ -80,9 +79,8 @@ class Transfer(Post):
             peer: name of the peer.
             local: [n, 3].
             remote: [n, 3], rows as long as the local ones.
-            regions: [n], index of the peer's region that contains each remote row.
             notif: sent when all rows were moved; empty for none.
         """
         super().__init__()
         self.op, self.peer, self.notif = op, peer, notif
-        self.local, self.remote, self.regions = local, remote, regions
+        self.local, self.remote = local, remote

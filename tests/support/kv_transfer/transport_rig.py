@@ -75,7 +75,7 @@ class TransportHere:
         remote: NDArray[np.int64],
         notif: bytes = b"",
     ) -> Transfer:
-        transfer = Transfer(op, peer, local, remote, np.zeros(len(local), dtype=np.int64), notif)
+        transfer = Transfer(op, peer, local, remote, notif)
         assert self.transport.begin(transfer)
         return transfer
 

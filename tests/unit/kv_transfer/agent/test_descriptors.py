@@ -21,7 +21,7 @@ def test_few_rows_may_merge_only_if_some_are_adjacent_on_both_sides(
         np.array([(block * BLOCK, BLOCK, 0) for block in side]) for side in zip(*pairs, strict=True)
     )
     regions = np.zeros(len(pairs), dtype=np.int64)
-    merged, _, _ = merge(local.copy(), regions, remote.copy(), regions)
+    merged, _ = merge(local.copy(), remote.copy(), regions, regions)
     assert may_merge(local, remote) is (len(merged) < len(pairs))
     assert merged[:, 1].sum() == BLOCK * len(pairs)
 
@@ -30,7 +30,7 @@ def test_many_rows_are_always_merged_as_arrays() -> None:
     apart = np.array([(2 * block * BLOCK, BLOCK, 0) for block in range(FEW_RUNS + 1)])
     assert may_merge(apart, apart)
     regions = np.zeros(len(apart), dtype=np.int64)
-    assert len(merge(apart, regions, apart, regions)[0]) == len(apart)
+    assert len(merge(apart, apart, regions, regions)[0]) == len(apart)
 
 
 @pytest.mark.parametrize("num_rows", [1, FEW_RUNS + 1])
