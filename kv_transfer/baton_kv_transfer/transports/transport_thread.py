@@ -2,7 +2,7 @@
 
 A thread does the work, except while a user of the agent waits in `waiting`. Then the user does it,
 so that no other thread has to wake up before the user. The thread takes over again when a user
-leaves with unfinished work, or does not wait again within AWAY_S.
+leaves with unfinished work, or does not wait again within AWAY_NS.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from baton_kv_transfer.transports.alarm import Alarm
 from baton_kv_transfer.transports.mailbox import Mailbox
 from baton_kv_transfer.transports.transfer import CopyError
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 #: A user that waits again within this time keeps the work, because waking the thread costs more.
-AWAY_S = 0.001
+AWAY_NS = 1_000_000
 #: Time that a leaving user spends on remaining work if no event was found.
 HELP_S = 0.005
 #: How late a timer may be while a user waits.
@@ -131,19 +132,15 @@ class TransportThread:
         #: Guards the attributes below.
         self._lock = threading.Lock()
         self._state = _State.WORKING
-        #: Number of waits so far. It tells one wait from the next.
-        self._waits = 0
         #: A user is waiting and does the work.
         self._lent = False
         #: Users in `waiting`, with or without the work.
         self._users = 0
-        #: Time at which the last user left.
-        self._left_at = 0.0
-        #: The thread sleeps until it is woken. Otherwise it checks every AWAY_S.
-        self._long = False
         #: The user left work that can be done at once.
         self._more = False
-        self._resume = threading.Event()
+        #: Rings when the thread may take the work back from a user that left.
+        self._alarm = Alarm()
+        self._alarm.set(1)
         self._failure: Exception | None = None
         #: Why the thread ended; empty while it runs, and after `close`.
         self.failure = ""
@@ -166,7 +163,6 @@ class TransportThread:
         if self._thread.ident is None:  # never started
             self._close()
         elif self.mailbox.close():
-            self._resume.set()
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error(
@@ -227,7 +223,7 @@ class TransportThread:
             if self._lent or self._more or self._state is _State.WORKING or self.mailbox.closed:
                 return False
             self._lent = True
-            self._waits += 1
+            self._alarm.set(0)
             if self._state is _State.POLLING:
                 os.eventfd_write(self._kick_fd, 1)
         return True
@@ -252,11 +248,8 @@ class TransportThread:
             self._failure = error
         with self._lock:
             self._lent = False
-            self._left_at = time.monotonic()
             self._more = more
-            resume = more or self._long
-        if resume:
-            self._resume.set()
+            self._alarm.set(1 if more else AWAY_NS)
 
     # -- the thread
 
@@ -287,28 +280,17 @@ class TransportThread:
         poller.register(self._kick_fd, select.POLLIN)
         if any(fd == self._kick_fd for fd, _ in poller.poll(self._time_left_s(1e6) * 1000)):
             os.eventfd_read(self._kick_fd)
-        asleep = False
-        while not self._take_back(asleep):
-            with self._lock:
-                waits = self._waits
-            woken = self._resume.wait(self._time_left_s(MAX_PARKED_S) if asleep else AWAY_S)
-            with self._lock:
-                asleep = not woken and self._lent and self._waits == waits
-            if asleep and not self._time_left_s(MAX_PARKED_S):
+        while not self._take_back():
+            rang = self._alarm.wait(self._time_left_s(MAX_PARKED_S))
+            if not rang and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
                     self._turn()
                 os.eventfd_write(self._event_fd, 1)  # the user does the rest
 
-    def _take_back(self, asleep: bool) -> bool:
-        """Return whether the thread does the work now.
-
-        If not, it is about to sleep: until it is woken if `asleep`, else for AWAY_S.
-        """
+    def _take_back(self) -> bool:
+        """Return whether the thread does the work now."""
         with self._lock:
-            away = not self._lent and (self._more or time.monotonic() - self._left_at >= AWAY_S)
-            self._resume.clear()
-            self._long = asleep
-            if away or self.mailbox.closed:
+            if self.mailbox.closed or self._alarm.wait(0):
                 self._state, self._more = _State.WORKING, False
             else:
                 self._state = _State.PARKED
@@ -318,15 +300,16 @@ class TransportThread:
         while True:
             with self._lock:
                 lent = self._lent
-                self._resume.clear()
+                self._alarm.set(0)
             if not lent:
                 self._epoll.close()
                 os.close(self._event_fd)
                 os.close(self._kick_fd)
+                os.close(self._alarm.fd)
                 return
             # The last turn may have consumed the event that woke a user.
             os.eventfd_write(self._event_fd, 1)
-            if not self._resume.wait(CLOSE_TIMEOUT_S):
+            if not self._alarm.wait(CLOSE_TIMEOUT_S):
                 return  # a user still polls these descriptors, so their numbers must not be reused
 
     # -- the work

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from baton_kv_transfer.transports import transport_thread
-from baton_kv_transfer.transports.transport_thread import AWAY_S, TransportThread
+from baton_kv_transfer.transports.transport_thread import AWAY_NS, TransportThread
 from support.waiting import eventually
 
 DEADLINE_S = 60.0
+AWAY_S = AWAY_NS / 1e9
 
 
 class Transport:
@@ -142,6 +145,20 @@ def test_users_are_woken_for_an_event_of_the_thread(transport: Transport) -> Non
     eventually(lambda: woken, "the work by the thread", DEADLINE_S)
     assert woken == [True]
     assert transport.thread.on_event()
+
+
+def test_the_thread_sleeps_while_a_user_waits_again_in_time(transport: Transport) -> None:
+    transport.wait_as_worker(0.0)
+    thread = next(one for one in threading.enumerate() if one.name == "test-transport")
+    status = Path(f"/proc/self/task/{thread.native_id}/status")
+
+    def count_sleeps() -> int:
+        return int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status.read_text(), re.M)[0])
+
+    before = count_sleeps()
+    for _ in range(50):
+        transport.wait(2 * AWAY_S)
+    assert count_sleeps() - before < 25, "the thread was woken for most of the waits"
 
 
 def test_only_one_of_two_users_does_the_work(transport: Transport) -> None:
