@@ -53,7 +53,7 @@ OURS = {"tcp": ("ucx", "tcp"), "default": ("auto",)}
 #: The smallest shapes that a part's goals count: KiB of a block, bytes of all blocks.
 GOAL_FROM = {"tcp": (64, 4 * 2**20), "default": (0, 0)}
 #: Shapes of no more bytes are repeated so many times as often.
-REPEATS = ((4 * 2**20, 9), (16 * 2**20, 3))
+REPEATS = ((4 * 2**20, 21), (16 * 2**20, 3))
 BUSY_PROCESSORS = 1.5
 CEILING_BYTES = 64 * 2**20
 
