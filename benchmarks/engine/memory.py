@@ -14,6 +14,7 @@ from baton_engine.executor.step import SchedulerOutput
 from baton_engine.kv_cache.block_pool import Block
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
@@ -25,8 +26,8 @@ MAX_NUM_BATCHED_TOKENS = 512
 class ReservedScheduler(Scheduler):
     """A scheduler that allocates MAX_MODEL_LEN tokens for every request, as before paging."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, state: SchedulerState) -> None:
+        super().__init__(state)
         allocate = self.kv.allocate
 
         def reserve(

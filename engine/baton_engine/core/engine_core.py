@@ -29,6 +29,7 @@ from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
 from baton_engine.scheduling.scheduler import PauseState, Scheduler
+from baton_engine.scheduling.state import SchedulerState
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (
@@ -155,7 +156,7 @@ class EngineCore:
             ),
         )
         try:
-            scheduler: Scheduler = scheduler_class(
+            state = SchedulerState(
                 config.scheduler,
                 kv,
                 max_model_len=max_model_len,
@@ -166,12 +167,13 @@ class EngineCore:
             )
         except ValueError as error:
             raise ConfigurationError("InvalidConfig", str(error)) from error
+        scheduler: Scheduler = scheduler_class(state)
         return scheduler
 
     @property
     def ready(self) -> Ready:
         return Ready(
-            self.scheduler.max_model_len, self.info.num_blocks, self.config.cache.block_size
+            self.scheduler.state.max_model_len, self.info.num_blocks, self.config.cache.block_size
         )
 
     @property

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.decisions import Admitted, LoadStarted, Preempted, WaitsForPrompt
-from baton_engine.scheduling.groups.samples import SampleGroups
-from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
 from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import StepBuilder
 
 
@@ -30,25 +28,13 @@ class Admission:
     It is called twice per step. The caller applies each decision before it takes the next one.
     """
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        queues: WaitingRequests,
-        running: RunningRequests,
-        groups: SampleGroups,
-        *,
-        chunked: bool,
-    ) -> None:
-        """Select from these queues. The caller moves the selected requests.
-
-        Args:
-            chunked: a prompt may run in several steps.
-        """
-        self._kv = kv
-        self._queues = queues
-        self._running = running
-        self._groups = groups
-        self._chunked = chunked
+    def __init__(self, state: SchedulerState) -> None:
+        """Select from the queues of `state`. The caller moves the selected requests."""
+        self._kv = state.kv
+        self._queues = state.queues
+        self._running = state.running
+        self._groups = state.groups
+        self._chunked = state.config.enable_chunked_prefill
 
     def admit_loaded(
         self, step: StepBuilder, *, only_loaded: bool

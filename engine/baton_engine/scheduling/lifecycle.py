@@ -4,63 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.decisions import Finished, Queued, SwappedIn, SwappedOut
-from baton_engine.scheduling.grammar_queue import GrammarQueue
 from baton_engine.scheduling.groups.beams import BeamSearches
-from baton_engine.scheduling.groups.samples import SampleGroups
-from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import StepBuilder
-from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestLifecycle:
     """Moves requests between the places where they wait or run, and counts what happened.
 
-    It decides nothing. The scheduler creates these objects and shares them with the collaborators
-    that decide.
+    It decides nothing.
     """
 
-    requests: dict[str, Request]
-    running: RunningRequests
-    queues: WaitingRequests
-    grammars: GrammarQueue
-    groups: SampleGroups
+    state: SchedulerState
     beams: BeamSearches
     preemptor: Preemptor
-    awaiting_steps: dict[str, Request]
-    handoff: KVHandoff
     remote_prefill: RemotePrefill
-    kv: KVCacheManager
-    worker: WorkerMirror
-    outputs: RequestOutputs
-    counters: EngineStats
 
     # Wait
 
     def enqueue(self, request: Request) -> None:
         """Queue a request for memory, or for its grammar if that is not compiled."""
-        if self.grammars.must_wait(request):
-            self.grammars.wait(request)
+        if self.state.grammars.must_wait(request):
+            self.state.grammars.wait(request)
         elif request.prefill_result is not None and request.blocks:
             request.status = RequestStatus.WAITING
-            self.queues.loaded.push(request)
+            self.state.queues.loaded.push(request)
         else:
             request.status = RequestStatus.WAITING
-            self.queues.waiting.push(request)
+            self.state.queues.waiting.push(request)
 
     def wait_for_prompt(self, request: Request) -> None:
         """Hold a waiting request until another one of its group has computed their prompt."""
-        self.queues.waiting.discard(request)
-        self.groups.wait(request)
+        self.state.queues.waiting.discard(request)
+        self.state.groups.wait(request)
 
     # Start
 
@@ -70,29 +52,29 @@ class RequestLifecycle:
         Args:
             sequence: the request itself, or the first beam of its search.
         """
-        self.queues.waiting.discard(request)
-        self.queues.loaded.discard(request)
+        self.state.queues.waiting.discard(request)
+        self.state.queues.loaded.discard(request)
         self._count_start(request, sequence)
         request.status = sequence.status = RequestStatus.RUNNING
-        self.running.add(request)
-        self.outputs.event(request, EngineCoreEventType.SCHEDULED)
+        self.state.running.add(request)
+        self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def start_load(self, request: Request, num_cached_blocks: int) -> None:
         """Start to load the KV of a prompt, behind the blocks that were in the prefix cache."""
-        self.queues.waiting_to_load.discard(request)
+        self.state.queues.waiting_to_load.discard(request)
         self._count_start(request, request)
-        self.queues.loading[request.request_id] = request
-        self.handoff.load(request, num_cached_blocks)
+        self.state.queues.loading[request.request_id] = request
+        self.state.handoff.load(request, num_cached_blocks)
 
     def swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
         """Return swapped requests to the batch. `step` copies their blocks."""
         step.output.swap_in += decision.copies
-        self.counters.num_swapped_in_blocks += len(decision.copies)
+        self.state.counters.num_swapped_in_blocks += len(decision.copies)
         for request in decision.requests:
             for sequence in [request, *request.sequences]:
                 sequence.status = RequestStatus.RUNNING
-            self.running.add(request)
-            self.outputs.event(request, EngineCoreEventType.SCHEDULED)
+            self.state.running.add(request)
+            self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def _count_start(self, request: Request, sequence: Request) -> None:
         """Count where the first KV of a request comes from."""
@@ -100,15 +82,15 @@ class RequestLifecycle:
             return
         request.started = True
         request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)
-        self.counters.prompt_tokens += request.num_prompt_tokens
-        self.counters.prompt_tokens_cached += request.num_cached_tokens
+        self.state.counters.prompt_tokens += request.num_prompt_tokens
+        self.state.counters.prompt_tokens_cached += request.num_cached_tokens
 
     # Lose memory
 
     def preempt(self, request: Request) -> None:
         """Take the KV of a running or loaded request and queue it again."""
-        self.running.discard(request)
-        self.queues.loaded.discard(request)
+        self.state.running.discard(request)
+        self.state.queues.loaded.discard(request)
         if request.beams is not None:
             self.beams.count_blocks_wanted(request)
         self._count_preemption(request)
@@ -121,32 +103,32 @@ class RequestLifecycle:
         """
         if request.beams is not None:
             self.beams.restart(request)
-        self.kv.free(request)
+        self.state.kv.free(request)
         request.num_computed_tokens = 0
-        self.worker.forget(request)
+        self.state.worker.forget(request)
         if request.num_in_flight:
             request.status = RequestStatus.WAITING_FOR_STEPS
-            self.awaiting_steps[request.request_id] = request
+            self.state.awaiting_steps[request.request_id] = request
         else:
             self.enqueue(request)
 
     def swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
         """Remove running requests from the batch. `step` copies their blocks to host memory."""
         step.output.swap_out += decision.copies
-        self.counters.num_swapped_out_blocks += len(decision.copies)
+        self.state.counters.num_swapped_out_blocks += len(decision.copies)
         for request in decision.requests:
             for sequence in request.sequences:
                 sequence.status = RequestStatus.SWAPPED
                 sequence.num_preemptions += sequence.root is not None
-                self.worker.forget(sequence)
-            self.running.discard(request)
+                self.state.worker.forget(sequence)
+            self.state.running.discard(request)
             request.status = RequestStatus.SWAPPED
             self._count_preemption(request)
 
     def _count_preemption(self, request: Request) -> None:
         request.num_preemptions += 1
-        self.counters.num_preemptions += 1
-        self.outputs.event(request, EngineCoreEventType.PREEMPTED)
+        self.state.counters.num_preemptions += 1
+        self.state.outputs.event(request, EngineCoreEventType.PREEMPTED)
 
     # End
 
@@ -154,13 +136,13 @@ class RequestLifecycle:
         """Apply a decision that ends or queues one request."""
         match decision:
             case Finished(request, output):
-                self.outputs.emit(request, output)
+                self.state.outputs.emit(request, output)
                 self._end(
                     request,
                     aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR),
                 )
             case Queued(request):
-                self.awaiting_steps.pop(request.request_id, None)
+                self.state.awaiting_steps.pop(request.request_id, None)
                 self.enqueue(request)
 
     def finish(
@@ -171,20 +153,20 @@ class RequestLifecycle:
 
     def _end(self, request: Request, *, aborted: bool) -> None:
         request_id = request.request_id
-        if request in self.queues.waiting_to_load:
-            self.handoff.decline(request)
-        self.queues.discard(request)
-        self.grammars.discard(request)
+        if request in self.state.queues.waiting_to_load:
+            self.state.handoff.decline(request)
+        self.state.queues.discard(request)
+        self.state.grammars.discard(request)
         self.preemptor.discard(request)
-        self.awaiting_steps.pop(request_id, None)
-        self.running.discard(request)
-        del self.requests[request_id]
+        self.state.awaiting_steps.pop(request_id, None)
+        self.state.running.discard(request)
+        del self.state.requests[request_id]
         request.status = RequestStatus.FINISHED
         if request.group is not None:
-            self.groups.leave(request)
+            self.state.groups.leave(request)
         if request.beams is not None:
             self.beams.give_up(request)
-        self.worker.forget(request)
+        self.state.worker.forget(request)
         if request.consumes:
             self.remote_prefill.forget(request_id)
-        self.handoff.release(request, aborted=aborted)
+        self.state.handoff.release(request, aborted=aborted)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from baton_engine.executor.step import BlockCopy
-from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.queues import RequestQueue, RunningRequests
 from baton_engine.scheduling.request import BeamGroup, Request
+from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import StepBuilder
 from baton_protocol.messages import ErrorCode, FinishReason
 
@@ -23,32 +22,17 @@ from baton_protocol.messages import ErrorCode, FinishReason
 class RunningPlanner:
     """Distributes a step's token budget over the running requests."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        running: RunningRequests,
-        waiting: RequestQueue,
-        preemptor: Preemptor,
-        beams: BeamSearches,
-        *,
-        max_model_len: int,
-        runs_ahead: bool,
-        long_prefill_threshold: int,
-    ) -> None:
-        """Plan for the requests in `running`.
-
-        Args:
-            runs_ahead: schedule decodes before the token they start from is known.
-            long_prefill_threshold: `SchedulerConfig.long_prefill_token_threshold`.
-        """
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
+    def __init__(self, state: SchedulerState, preemptor: Preemptor, beams: BeamSearches) -> None:
+        self._kv = state.kv
+        self._running = state.running
+        self._waiting = state.queues.waiting
         self._preemptor = preemptor
         self._beams = beams
-        self._max_model_len = max_model_len
-        self._runs_ahead = runs_ahead
-        self._long_prefill_threshold = long_prefill_threshold
+        self._max_model_len = state.max_model_len
+        #: Decodes are scheduled before the token they start from is known. Only the worker has the
+        #: token then, so it cannot be sent.
+        self._runs_ahead = state.config.async_scheduling and not state.send_token_ids
+        self._long_prefill_threshold = state.config.long_prefill_token_threshold
         self._prefills: list[Request] = []
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:

@@ -13,26 +13,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
-from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.decisions import Preempted, SwappedIn, SwappedOut
-from baton_engine.scheduling.queues import RequestQueue, RunningRequests, by_order
+from baton_engine.scheduling.queues import by_order
 from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.state import SchedulerState
 
 
 class Preemptor:
     """Selects victims, and keeps the swapped requests in order."""
 
-    def __init__(
-        self,
-        mode: str,
-        kv: KVCacheManager,
-        running: RunningRequests,
-        loaded: RequestQueue,
-    ) -> None:
-        self._mode = mode if kv.swap_pool.num_blocks > 0 else "recompute"
-        self._kv = kv
-        self._running = running
-        self._loaded = loaded
+    def __init__(self, state: SchedulerState) -> None:
+        self._kv = state.kv
+        self._running = state.running
+        self._loaded = state.queues.loaded
+        can_swap = self._kv.swap_pool.num_blocks > 0
+        self._mode = state.config.preemption_mode if can_swap else "recompute"
         #: Units of requests that were swapped out together, in order. No unit is empty.
         self.swapped: list[list[Request]] = []
 

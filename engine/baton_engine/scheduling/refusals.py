@@ -6,8 +6,7 @@ from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.scheduling.groups.beams import root_id
-from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.request import Request, root_id
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 

@@ -166,8 +166,18 @@ class Request(KVSequence):
         return f"Request({self.request_id}, {self.status.name}, {tokens})"
 
 
+#: The id of a beam is the id of its search, this, and a number.
+BEAM_SEPARATOR = "#"
+
+
+def root_id(request_id: str) -> str:
+    """Return the id of the search that would own a beam with this id. Empty if there is none."""
+    root, separator, number = request_id.rpartition(BEAM_SEPARATOR)
+    return root if separator and number.isdecimal() else ""
+
+
 class Beam(Request):
-    """One sequence of a beam search. Its id is `<request id>#<number>`."""
+    """One sequence of a beam search."""
 
     def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
         super().__init__(core_request, root=root)

@@ -16,8 +16,6 @@ import enum
 from collections.abc import Iterable
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.grammar.structured_output import StructuredOutputManager
-from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.admission import Admission
 from baton_engine.scheduling.decisions import (
@@ -29,23 +27,17 @@ from baton_engine.scheduling.decisions import (
     SwappedOut,
     WaitsForPrompt,
 )
-from baton_engine.scheduling.grammar_queue import GrammarQueue, accept_tokens
+from baton_engine.scheduling.grammar_queue import accept_tokens
 from baton_engine.scheduling.groups.beams import BeamSearches
-from baton_engine.scheduling.groups.samples import SampleGroups
-from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.lifecycle import RequestLifecycle
 from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
-from baton_engine.scheduling.refusals import RequestLimits, RequestRefusedError, check_request
+from baton_engine.scheduling.refusals import RequestRefusedError, check_request
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
 from baton_engine.scheduling.step_results import StepResults
-from baton_engine.scheduling.stop_rules import StopRules
-from baton_engine.scheduling.worker_mirror import WorkerMirror
-from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import (
     EngineCoreEventType,
     EngineCoreOutput,
@@ -70,93 +62,25 @@ class PauseState(enum.Enum):
 class Scheduler:
     """Decides which requests run in each step, and owns all unfinished requests."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        kv: KVCacheManager,
-        *,
-        max_model_len: int,
-        eos_token_ids: Iterable[int],
-        fail_on_load_error: bool = False,
-        send_token_ids: bool = False,
-        structured_output: StructuredOutputManager | None = None,
-    ) -> None:
-        """Create a scheduler without requests.
-
-        Args:
-            max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
-            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest
-                here.
-            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
-                next step carries them.
-            structured_output: compiles grammars. None: requests that need one are refused.
-
-        Raises:
-            ValueError: the configuration contradicts itself; the message says how.
-        """
-        self.config, self.kv, self.max_model_len = config, kv, max_model_len
-        self._limits = RequestLimits.of(config, kv, max_model_len)
+    def __init__(self, state: SchedulerState) -> None:
+        """Create a scheduler of `state`, which has no requests yet."""
+        self.state, self.config, self.kv = state, state.config, state.kv
+        self.requests, self.running = state.requests, state.running
         self.draining = False
         self.pause_state = PauseState.UNPAUSED
         #: The last step ran tokens, moved requests or carried metadata for the connector, so that
         #: another step may find work.
         self.made_progress = False
-        #: All unfinished requests.
-        self.requests: dict[str, Request] = {}
-        self.running = RunningRequests(self._limits.max_num_seqs)
-        self.queues = WaitingRequests()
-        self.handoff = KVHandoff(kv)
-        self.grammars = GrammarQueue(structured_output)
-        #: Preempted requests, until their steps in flight have returned.
-        self._awaiting_steps: dict[str, Request] = {}
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
-        self._counters = EngineStats()
-        self._outputs = RequestOutputs()
-        self._groups = SampleGroups()
-        self._stop_rules = StopRules(eos_token_ids, max_model_len)
-        self._worker = WorkerMirror(send_token_ids=send_token_ids)
-        self._beams = BeamSearches(kv, self._worker, max_model_len)
-        self._preemptor = Preemptor(config.preemption_mode, kv, self.running, self.queues.loaded)
-        self._planner = RunningPlanner(
-            kv,
-            self.running,
-            self.queues.waiting,
-            self._preemptor,
-            self._beams,
-            max_model_len=max_model_len,
-            # Only the worker has the token behind a placeholder, so it cannot be sent.
-            runs_ahead=config.async_scheduling and not send_token_ids,
-            long_prefill_threshold=config.long_prefill_token_threshold,
-        )
-        chunked = config.enable_chunked_prefill
-        self._admission = Admission(kv, self.queues, self.running, self._groups, chunked=chunked)
-        self._remote_prefill = RemotePrefill(
-            kv,
-            self.handoff,
-            self.queues,
-            self._counters,
-            self._stop_rules,
-            fail_on_load_error=fail_on_load_error,
-        )
-        self._results = StepResults(
-            kv, self._outputs, self._counters, self._stop_rules, self._worker, self._beams
-        )
+        self._beams = BeamSearches(state)
+        self._preemptor = Preemptor(state)
+        self._planner = RunningPlanner(state, self._preemptor, self._beams)
+        self._admission = Admission(state)
+        self._remote_prefill = RemotePrefill(state)
+        self._results = StepResults(state, self._beams)
         self._lifecycle = RequestLifecycle(
-            requests=self.requests,
-            running=self.running,
-            queues=self.queues,
-            grammars=self.grammars,
-            groups=self._groups,
-            beams=self._beams,
-            preemptor=self._preemptor,
-            awaiting_steps=self._awaiting_steps,
-            handoff=self.handoff,
-            remote_prefill=self._remote_prefill,
-            kv=kv,
-            worker=self._worker,
-            outputs=self._outputs,
-            counters=self._counters,
+            state, self._beams, self._preemptor, self._remote_prefill
         )
 
     # Who runs next
@@ -168,7 +92,7 @@ class Scheduler:
         places in the batch and the KV memory limit all three.
         """
         step = StepBuilder(
-            self.kv, self._worker, self._num_steps, self.config.max_num_batched_tokens
+            self.kv, self.state.worker, self._num_steps, self.config.max_num_batched_tokens
         )
         self._num_steps += 1
         moved = self._end_waits()
@@ -233,7 +157,7 @@ class Scheduler:
             Whether there were any.
         """
         found = False
-        for request, error in self.grammars.take_compiled():
+        for request, error in self.state.grammars.take_compiled():
             found = True
             if error is None and not accept_tokens(request):
                 error = ValueError("the generated_token_ids contradict structured_output")
@@ -243,7 +167,7 @@ class Scheduler:
                 self._lifecycle.finish(request, FinishReason.STOP)
             else:
                 self._lifecycle.enqueue(request)
-        for request in self._groups.take_ready():
+        for request in self.state.groups.take_ready():
             found = True
             self._lifecycle.enqueue(request)
         return found
@@ -252,14 +176,14 @@ class Scheduler:
         """Add transfers, offload copies and the worker's removals to a step."""
         for entry in step.ranges:
             if entry.request.kv_transfer is not None and entry.request.produces:
-                self.handoff.save(entry.request, entry.end)
+                self.state.handoff.save(entry.request, entry.end)
         output = step.output
         output.store, output.restore = self.kv.take_offload_copies()
         if step.ranges:
             self._in_flight[output.step_id] = step.ranges
         if output.reaches_model_runner:  # else workers only pass metadata to the connector
-            output.finished_request_ids = self._worker.take_forgotten_ids()
-        output.connector = self.handoff.take_metadata()
+            output.finished_request_ids = self.state.worker.take_forgotten_ids()
+        output.connector = self.state.handoff.take_metadata()
         self.made_progress = bool(output.reaches_model_runner or output.connector or moved)
         return output
 
@@ -275,7 +199,7 @@ class Scheduler:
         ranges = self._in_flight.pop(step.step_id, [])
         for decision in self._results.take(step.step_id, ranges, output):
             self._lifecycle.settle(decision)
-        for request in self.handoff.update(output.connector):
+        for request in self.state.handoff.update(output.connector):
             self._lifecycle.settle(self._remote_prefill.end_load_if_ready(request))
         self.made_progress |= bool(step.reaches_model_runner or output.connector)
         return self.take_outputs()
@@ -285,7 +209,7 @@ class Scheduler:
 
         Call it before `update_from_output` of the step, while the model runs.
         """
-        return self.grammars.bitmask(
+        return self.state.grammars.bitmask(
             entry.request
             for entry in self._in_flight.get(step.step_id, ())
             if entry.samples and entry.request.grammar is not None and not entry.request.finished
@@ -299,11 +223,11 @@ class Scheduler:
         """
         for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
             self._lifecycle.settle(decision)
-        self.handoff.take_back(step.connector.saves)
+        self.state.handoff.take_back(step.connector.saves)
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Return the outputs for clients since the last call."""
-        return self._outputs.take()
+        return self.state.outputs.take()
 
     # Requests arrive and leave
 
@@ -315,10 +239,10 @@ class Scheduler:
         """
         check_request(
             core_request,
-            self._limits,
+            self.state.limits,
             requests=self.requests,
-            transfer_ids=self.handoff,
-            num_queued=self.queues.num_without_memory + len(self.grammars),
+            transfer_ids=self.state.handoff,
+            num_queued=self.state.queues.num_without_memory + len(self.state.grammars),
             draining=self.draining,
         )
         request = Request(core_request)
@@ -326,27 +250,27 @@ class Scheduler:
             request.order = (0, *request.order[1:])
         try:
             if core_request.group_id:
-                self._groups.join(core_request.group_id, request)
-            self.grammars.compile(request)
+                self.state.groups.join(core_request.group_id, request)
+            self.state.grammars.compile(request)
         except ValueError as error:
             if request.group is not None:
-                self._groups.leave(request)
+                self.state.groups.leave(request)
             raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
         self.requests[request.request_id] = request
-        self._outputs.event(request, EngineCoreEventType.QUEUED)
+        self.state.outputs.event(request, EngineCoreEventType.QUEUED)
         if request.sampling_params.beam_width:
-            self._beams.start(request, self._stop_rules.eos_token_ids)
+            self._beams.start(request)
         early_result = self._remote_prefill.take_early(request.request_id)
         if request.consumes:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-            self.queues.waiting_to_load.push(request)
-            self.handoff.wait(request)
+            self.state.queues.waiting_to_load.push(request)
+            self.state.handoff.wait(request)
             if early_result is not None:
                 self._lifecycle.settle(self._remote_prefill.add_result(request, early_result))
         else:
             self._lifecycle.enqueue(request)
             if request.produces:
-                self.handoff.offer(request)
+                self.state.handoff.offer(request)
 
     def forget_refused(self, request_id: str) -> None:
         """Drop prefill results of a refused request. They must not reach a later namesake."""
@@ -363,7 +287,7 @@ class Scheduler:
             if request is not None:
                 self._lifecycle.finish(request, FinishReason.ABORT)
             else:
-                self.handoff.cancel_finished(request_id)
+                self.state.handoff.cancel_finished(request_id)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End all requests with an error."""
@@ -387,7 +311,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could make progress, now or after a transfer ends."""
-        return bool(self.requests) or self.handoff.has_metadata or self.handoff.num_held > 0
+        return (
+            bool(self.requests)
+            or self.state.handoff.has_metadata
+            or self.state.handoff.num_held > 0
+        )
 
     def set_pause_state(self, state: PauseState) -> None:
         """Set what the next `schedule` may run. Requests are added and aborted as before."""
@@ -398,7 +326,7 @@ class Scheduler:
 
         PRODUCE requests keep theirs, because a peer reads it.
         """
-        for request in [*self.running.values(), *self.queues.loaded]:
+        for request in [*self.running.values(), *self.state.queues.loaded]:
             if not request.produces:
                 self._lifecycle.preempt(request)
         for request in self._preemptor.take_swapped():
@@ -416,14 +344,14 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return the counters since start and the current gauges."""
-        stats = self._counters
+        stats = self.state.counters
         stats.num_requests_running = len(self.running)
         stats.num_requests_waiting = len(self.requests) - len(self.running)
         stats.num_requests_swapped = self._preemptor.num_swapped
-        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(
-            self.queues.loading
+        stats.num_requests_waiting_for_remote_kv = len(self.state.queues.waiting_to_load) + len(
+            self.state.queues.loading
         )
-        stats.num_transfers_held = self.handoff.num_held
+        stats.num_transfers_held = self.state.handoff.num_held
         stats.kv_cache_usage = self.kv.usage
         stats.draining = self.draining
         stats.prefix_cache_queries = self.kv.stats.queries
@@ -435,6 +363,6 @@ class Scheduler:
                 offload.num_restored,
             )
         stats.requests_finished = {
-            str(reason): count for reason, count in self._outputs.num_finished.items()
+            str(reason): count for reason, count in self.state.outputs.num_finished.items()
         }
         return stats

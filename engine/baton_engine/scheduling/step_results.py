@@ -5,35 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from baton_engine.executor.step import ModelRunnerOutput
-from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import ScheduledRange
-from baton_engine.scheduling.stop_rules import StopRules
-from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
 class StepResults:
     """Decides what follows from the results of a step."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        outputs: RequestOutputs,
-        counters: EngineStats,
-        stop_rules: StopRules,
-        worker: WorkerMirror,
-        beams: BeamSearches,
-    ) -> None:
-        self._kv = kv
-        self._outputs = outputs
-        self._counters = counters
-        self._stop_rules = stop_rules
-        self._worker = worker
+    def __init__(self, state: SchedulerState, beams: BeamSearches) -> None:
+        self._kv = state.kv
+        self._outputs = state.outputs
+        self._counters = state.counters
+        self._stop_rules = state.stop_rules
+        self._worker = state.worker
         self._beams = beams
 
     def take(

@@ -8,6 +8,7 @@ from typing import Any
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
@@ -51,7 +52,7 @@ class Engine:
             max_queue=max_queue,
             **options,
         )
-        self.scheduler = Scheduler(
+        state = SchedulerState(
             config,
             self.kv,
             max_model_len=num_blocks * BLOCK,
@@ -59,6 +60,7 @@ class Engine:
             fail_on_load_error=fail,
             structured_output=grammars,  # type: ignore[arg-type]
         )
+        self.scheduler = Scheduler(state)
         self.runner = FakeRunner(BLOCK, budget, max_num_seqs=max_num_seqs)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.connector = FakeConnector()

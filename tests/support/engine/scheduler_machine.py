@@ -15,6 +15,7 @@ from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.block_hash import root_hash
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
@@ -142,7 +143,7 @@ class World:
             enable_prefix_caching=self.prefix_caching,
         )
         self.grammars = FakeGrammars()
-        self.scheduler = Scheduler(
+        state = SchedulerState(
             self.config,
             self.kv,
             max_model_len=MAX_MODEL_LEN,
@@ -150,6 +151,7 @@ class World:
             send_token_ids=self.send_token_ids,
             structured_output=self.grammars,  # type: ignore[arg-type]
         )
+        self.scheduler = Scheduler(state)
         self.runner = FakeRunner(
             BLOCK, BUDGET, appends=not self.send_token_ids, max_num_seqs=MAX_NUM_SEQS
         )
@@ -165,7 +167,7 @@ class World:
     def add(self, request: EngineCoreRequest) -> bool:
         """Add a request; return False if it was refused, after a check of the reason."""
         scheduler = self.scheduler
-        num_queued = scheduler.queues.num_without_memory + len(scheduler.grammars)
+        num_queued = scheduler.state.queues.num_without_memory + len(scheduler.state.grammars)
         try:
             scheduler.add_request(request)
         except RequestRefusedError as error:
@@ -317,8 +319,8 @@ class World:
 
     def check_places(self) -> None:
         """Check that every request is in one queue and that the batch is within its limit."""
-        scheduler = self.scheduler
-        queues = scheduler.queues
+        scheduler, state = self.scheduler, self.scheduler.state
+        queues = state.queues
         places = [
             scheduler.running,
             queues.waiting,
@@ -326,11 +328,9 @@ class World:
             queues.loaded,
             queues.loading,
         ]
-        num_placed = (
-            sum(map(len, places)) + len(scheduler.grammars) + len(scheduler._awaiting_steps)
-        )
+        num_placed = sum(map(len, places)) + len(state.grammars) + len(state.awaiting_steps)
         num_placed += scheduler._preemptor.num_swapped
-        num_placed += sum(len(group.waiting) for group in scheduler._groups._groups.values())
+        num_placed += sum(len(group.waiting) for group in state.groups._groups.values())
         assert num_placed == len(scheduler.requests)
         assert scheduler.running.num_seqs == sum(
             request.max_seqs for request in scheduler.running.values()

@@ -376,7 +376,8 @@ class Soak:
 
     def _check_nothing_left(self) -> None:
         scheduler = self._core.scheduler
-        kv, queues = scheduler.kv, scheduler.queues
+        kv, state = scheduler.kv, scheduler.state
+        queues = state.queues
         kv.reset_prefix_cache()
         leftovers = {
             "blocks": [block for block in kv.pool.blocks if block.ref_count],
@@ -388,18 +389,16 @@ class Soak:
             "places": scheduler.running.num_seqs,
             "queues": [*queues.waiting, *queues.loaded, *queues.waiting_to_load, *queues.loading],
             "swapped": scheduler._preemptor.swapped,
-            "groups": scheduler._groups._groups,
-            "grammars": [*scheduler.grammars._futures, *scheduler.grammars._waiting],
-            "steps": [*scheduler._in_flight, *scheduler._awaiting_steps, *self._core._in_flight],
+            "groups": state.groups._groups,
+            "grammars": [*state.grammars._futures, *state.grammars._waiting],
+            "steps": [*scheduler._in_flight, *state.awaiting_steps, *self._core._in_flight],
             "latencies": self._core.request_metrics._unfinished,
         }
         left = {name: value for name, value in leftovers.items() if value}
         assert not left, f"left over: {left}\n options {self.options}"
         runner = self._core.executor._worker._runner  # type: ignore[attr-defined]
         rows = set(runner._input_batch._row_of)
-        assert rows <= set(scheduler._worker.forgotten_ids), (
-            f"no step makes the worker remove {rows}"
-        )
+        assert rows <= set(state.worker.forgotten_ids), f"no step makes the worker remove {rows}"
 
 
 def _is_near_tie(token_id: int, wanted: TokenLogprobs) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.groups.beam_search import (
     BeamConfig,
     BeamState,
@@ -13,28 +12,27 @@ from baton_engine.scheduling.groups.beam_search import (
     FinishedBeams,
     advance,
 )
-from baton_engine.scheduling.request import Beam, BeamGroup, Request, RequestStatus
-from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_engine.scheduling.request import (
+    BEAM_SEPARATOR,
+    Beam,
+    BeamGroup,
+    Request,
+    RequestStatus,
+)
+from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
-
-_SEPARATOR = "#"
-
-
-def root_id(request_id: str) -> str:
-    """Return the id of the search that would own a beam with this id. Empty if there is none."""
-    root, separator, number = request_id.rpartition(_SEPARATOR)
-    return root if separator and number.isdecimal() else ""
 
 
 class BeamSearches:
     """Starts, advances, restarts and ends beam searches."""
 
-    def __init__(self, kv: KVCacheManager, worker: WorkerMirror, max_model_len: int) -> None:
-        self._kv = kv
-        self._worker = worker
-        self._max_model_len = max_model_len
+    def __init__(self, state: SchedulerState) -> None:
+        self._kv = state.kv
+        self._worker = state.worker
+        self._stop_rules = state.stop_rules
+        self._max_model_len = state.max_model_len
 
-    def start(self, root: Request, eos_token_ids: frozenset[int]) -> None:
+    def start(self, root: Request) -> None:
         """Make a request the root of a search, with one beam at its prompt."""
         params = root.sampling_params
         room = self._max_model_len - root.num_prompt_tokens
@@ -42,7 +40,7 @@ class BeamSearches:
         config = BeamConfig(
             width=params.beam_width,
             max_tokens=min(params.max_tokens, room) if params.max_tokens is not None else room,
-            stop_token_ids=stops if params.ignore_eos else stops | eos_token_ids,
+            stop_token_ids=stops if params.ignore_eos else stops | self._stop_rules.eos_token_ids,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )
@@ -194,7 +192,7 @@ def _new_beam(root: Request, group: BeamGroup, token_ids: list[int]) -> Beam:
     num_prompt = root.num_prompt_tokens
     return Beam(
         EngineCoreRequest(
-            request_id=f"{root.request_id}{_SEPARATOR}{number}",
+            request_id=f"{root.request_id}{BEAM_SEPARATOR}{number}",
             prompt_token_ids=token_ids[:num_prompt],
             sampling_params=root.sampling_params,
             generated_token_ids=token_ids[num_prompt:],

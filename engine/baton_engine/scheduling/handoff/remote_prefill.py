@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.decisions import Finished, Queued
-from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
-from baton_engine.scheduling.queues import WaitingRequests
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.stop_rules import StopRules
+from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.messages import ErrorCode, FinishReason, PrefillResult
 
 EARLY_RESULTS_KEPT = 1024
@@ -23,22 +19,13 @@ EARLY_RESULTS_KEPT = 1024
 class RemotePrefill:
     """Joins a request's block load with the result of its prefill stage."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        handoff: KVHandoff,
-        queues: WaitingRequests,
-        counters: EngineStats,
-        stop_rules: StopRules,
-        *,
-        fail_on_load_error: bool,
-    ) -> None:
-        self._kv = kv
-        self._handoff = handoff
-        self._queues = queues
-        self._counters = counters
-        self._stop_rules = stop_rules
-        self._fail_on_load_error = fail_on_load_error
+    def __init__(self, state: SchedulerState) -> None:
+        self._kv = state.kv
+        self._handoff = state.handoff
+        self._queues = state.queues
+        self._counters = state.counters
+        self._stop_rules = state.stop_rules
+        self._fail_on_load_error = state.fail_on_load_error
         #: Results by id of requests that have not arrived. None: the request has ended; a late
         #: result must not reach a later request with its id.
         self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()

@@ -78,7 +78,7 @@ def test_requests_end_at_stop_tokens_or_length(stop, expected):
         max_tokens=6, stop_token_ids=[third] if stop == "stop_token_ids" else []
     )
     if stop == "eos":
-        engine.scheduler._stop_rules.eos_token_ids = frozenset([third])
+        engine.scheduler.state.stop_rules.eos_token_ids = frozenset([third])
     engine.scheduler.add_request(EngineCoreRequest("r", [5], params))
     engine.run()
     assert engine.last("r").finish_reason is expected

@@ -59,7 +59,7 @@ def test_eos_ends_a_hypothesis_unless_it_is_ignored():
     for ignore_eos in (True, False):
         engine = Engine()
         eos = candidates(PROMPT, 1)[0][0]
-        engine.scheduler._stop_rules.eos_token_ids = frozenset([eos])
+        engine.scheduler.state.stop_rules.eos_token_ids = frozenset([eos])
         engine.add("r", PROMPT, 4, {"beam_width": 2, "ignore_eos": ignore_eos})
         engine.run()
         assert beams_of(engine, "r") == expected(

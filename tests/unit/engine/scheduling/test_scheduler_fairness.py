@@ -197,6 +197,8 @@ def test_aborted_requests_are_removed_from_the_waiting_queue():
         engine.scheduler.abort_requests([f"r{index}"])
     engine.add("last", [1, 2], 2)
     engine.step()
-    assert len(engine.scheduler.queues.waiting._heap) < 100, "aborted entries stay in the heap"
+    assert len(engine.scheduler.state.queues.waiting._heap) < 100, (
+        "aborted entries stay in the heap"
+    )
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert list(engine.step().num_scheduled_tokens) == ["first", "last"]

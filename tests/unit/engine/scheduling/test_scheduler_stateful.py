@@ -322,7 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler.has_work, f"requests did not end: {list(scheduler.requests.values())}"
         assert world.ended.keys() == world.added.keys()
         assert world.kv.num_free_blocks == world.kv.pool.num_blocks
-        assert not scheduler._groups._groups
+        assert not scheduler.state.groups._groups
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

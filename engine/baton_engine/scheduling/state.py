@@ -1,0 +1,64 @@
+"""State of the scheduler: all requests, the places where they wait or run, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton_engine.grammar.structured_output import StructuredOutputManager
+from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
+from baton_engine.scheduling.grammar_queue import GrammarQueue
+from baton_engine.scheduling.groups.samples import SampleGroups
+from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
+from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
+from baton_engine.scheduling.refusals import RequestLimits
+from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.stop_rules import StopRules
+from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_protocol.config import SchedulerConfig
+
+
+class SchedulerState:
+    """What the parts of the scheduler share. It decides nothing."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        fail_on_load_error: bool = False,
+        send_token_ids: bool = False,
+        structured_output: StructuredOutputManager | None = None,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
+            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest
+                here.
+            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
+                next step carries them.
+            structured_output: compiles grammars. None: requests that need one are refused.
+
+        Raises:
+            ValueError: `max_model_len` tokens do not fit the KV memory.
+        """
+        self.config, self.kv, self.max_model_len = config, kv, max_model_len
+        self.fail_on_load_error, self.send_token_ids = fail_on_load_error, send_token_ids
+        self.limits = RequestLimits.of(config, kv, max_model_len)
+        #: All unfinished requests.
+        self.requests: dict[str, Request] = {}
+        self.running = RunningRequests(self.limits.max_num_seqs)
+        self.queues = WaitingRequests()
+        self.grammars = GrammarQueue(structured_output)
+        self.groups = SampleGroups()
+        #: Preempted requests, until their steps in flight have returned.
+        self.awaiting_steps: dict[str, Request] = {}
+        self.handoff = KVHandoff(kv)
+        self.worker = WorkerMirror(send_token_ids=send_token_ids)
+        self.stop_rules = StopRules(eos_token_ids, max_model_len)
+        self.outputs = RequestOutputs()
+        self.counters = EngineStats()
