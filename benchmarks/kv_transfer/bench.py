@@ -52,7 +52,7 @@ TLS = {"tcp": "tcp", "default": ""}
 OURS = {"tcp": ("ucx", "tcp"), "default": ("auto",)}
 #: The smallest shapes that a part's goals count: KiB of a block, bytes of all blocks.
 GOAL_FROM = {"tcp": (64, 4 * 2**20), "default": (0, 0)}
-#: Shapes of no more bytes are repeated so many times as often.
+#: (most bytes of a shape, factor of its repeats).
 REPEATS = ((4 * 2**20, 21), (16 * 2**20, 3))
 BUSY_PROCESSORS = 1.5
 CEILING_BYTES = 64 * 2**20

@@ -150,7 +150,7 @@ class FailureReason(enum.StrEnum):
 class ConnectorStats(msgspec.Struct):
     """Counters since start and some gauges, for the engine's metrics.
 
-    `total` adds those of several workers.
+    `total` adds the counts of several workers.
     """
 
     #: Blocks published to a consumer. With push, blocks written into its memory.

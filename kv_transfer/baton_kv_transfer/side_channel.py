@@ -147,7 +147,7 @@ class Publish(_Message):
 
 
 class Pending(_Message):
-    """The answer to HEARTBEAT, unless no transfer is pending."""
+    """The answer to HEARTBEAT while a transfer is pending."""
 
     transfer_ids: list[str]
 

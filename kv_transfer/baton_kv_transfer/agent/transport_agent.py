@@ -119,7 +119,7 @@ class TransportAgent(Agent):
             self._thread.close()
             raise
         self._thread.start(lambda: [each.end() for each in self._transports.values()])
-        #: Guards the two attributes below.
+        #: Guards the regions, the peers and the own address.
         self._lock = threading.RLock()
         self._regions: list[Region] = []
         self._peers: dict[str, _Peer] = {}

@@ -87,14 +87,14 @@ class LoadManager:
         self.advance(load, now)
 
     def connect_workers(self, first: Peer, now: float) -> tuple[dict[int, Peer], str]:
-        """Connect to the producer's workers that have needed heads.
+        """Connect to the producer's workers that hold heads needed here.
 
         Args:
             first: the producer's first worker, which names the others once it is ready.
             now: the time.
 
         Returns:
-            The workers by rank, and why one of them is missing; empty if none is.
+            The workers by rank, and why one of them is missing: empty if all are found.
         """
         workers, error = {}, ""
         for rank, address in enumerate(first.ranks if first.is_ready else ()):

@@ -4,6 +4,7 @@ choose             the choice of transports by name
 transport          the interface of a transport
 transport_thread   the thread that all transports of an agent share
 mailbox            commands for that thread
+alarm              a timer as a descriptor, for that thread
 transfer           memory regions, transfers and errors
 iovec              packed lists of memory runs
 ucx/               UCX over TCP or RDMA, host or device memory; worker.py moves the bytes

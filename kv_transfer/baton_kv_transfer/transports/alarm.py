@@ -15,7 +15,7 @@ _libc = c.PyDLL(None, use_errno=True)
 
 
 class Alarm:
-    """Rings once, some time after it was set, until it is set again."""
+    """Rings some time after it was set, and until it is set again. Only one thread may wait."""
 
     def __init__(self) -> None:
         """Create an alarm that never rings.

@@ -90,11 +90,16 @@ class _Waiting:
 
 
 class _State(enum.Enum):
-    """States of the thread."""
+    """States of the thread.
+
+    WORKING -> POLLING    nothing is left to do
+    POLLING -> WORKING    an event or a timer
+    POLLING -> PARKED     a user borrows the work, or left less than AWAY_NS ago
+    PARKED  -> WORKING    the alarm: the user left work, or has been away for AWAY_NS; or the end
+    """
 
     WORKING = enum.auto()
     POLLING = enum.auto()
-    #: A user does the work.
     PARKED = enum.auto()
 
 
@@ -336,11 +341,8 @@ class TransportThread:
             os.eventfd_write(self._event_fd, 1)
 
     def _time_left_s(self, at_most_s: float) -> float:
-        return (
-            min(at_most_s, max(0.0, self._later[0][0] - time.monotonic()))
-            if self._later
-            else at_most_s
-        )
+        first = self._later[:1]  # a user that does the work may run the timer meanwhile
+        return min(at_most_s, max(0.0, first[0][0] - time.monotonic())) if first else at_most_s
 
     def _run_due(self) -> None:
         while self._later and self._later[0][0] <= time.monotonic():

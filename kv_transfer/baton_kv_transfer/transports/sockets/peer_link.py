@@ -159,7 +159,7 @@ class PeerLink(abc.ABC):
             stopped = connection.stop(number)
         if stopped and not error:
             error = "the peer answered before all bytes were moved"
-        if kind == DATA and transfer.notif:  # that of a write is in its request
+        if kind == DATA and transfer.notif:  # a write has it in its request
             self.post(NOTIF, transfer.notif)
         transfer.end(error and f"{transfer.op} of {self.peer}'s memory: {error}")
         self._context.wakeup()

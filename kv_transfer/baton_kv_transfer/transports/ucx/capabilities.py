@@ -21,7 +21,7 @@ def find_components() -> list[str]:
     """Return the names of UCX's components, such as `tcp`, `ib` and `cuda_cpy`.
 
     A component is listed if its module was loaded; it may have no device here. The module of `ib`
-    needs libibverbs, those of CUDA need a driver.
+    needs libibverbs, the modules of CUDA need a driver.
 
     Raises:
         UCXError: UCX is missing.
