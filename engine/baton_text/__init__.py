@@ -1,4 +1,4 @@
-"""Text: tokenizer, chat template, incremental detokenizer, stop strings and OpenAI schemas.
+"""Text: tokenizer, chat template, incremental detokenizer, stop strings, bodies of OpenAI requests.
 
 The gateway and the offline API use it. It imports neither torch nor `transformers`.
 """

@@ -133,7 +133,7 @@ def beam_as_output(request_id: str, beam: BeamOutput) -> EngineCoreOutput:
 def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> ChatLogprobs:
     """Return logprobs in the form of OpenAI's chat completions.
 
-    `bytes` are those of the token, also if they are part of a character.
+    `bytes` are the whole token, even if they are part of a character.
     """
     text = tokenizer.token_text
 

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face checkpoint folder, over the `tokenizers` library.
 
-Token ids equal those of `transformers.AutoTokenizer`. Several threads may encode and decode at the
-same time. Long texts are processed without the GIL.
+It gives the same token ids as `transformers.AutoTokenizer`. Several threads may encode and decode
+at the same time. Long texts are processed without the GIL.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ It imports no torch.
 Rooms:
     http: routes, request bodies, responses and streams, TLS.
     requests: parse a request into sequences, run them, turn tokens into text.
-    limits: API keys, admission, the scale-from-zero queue, graceful shutdown.
+    access: API keys, admission, the scale-from-zero queue, graceful shutdown.
     routing: discovery, the pool of engines, the choice of an engine, retries.
 
 Beside the rooms:
@@ -13,5 +13,5 @@ Beside the rooms:
     server: one gateway from start to shutdown.
     errors: failures as HTTP responses.
     metrics: the Prometheus metrics.
-    offload: a thread pool that keeps long work off the event loop.
+    thread_pool: a thread pool that keeps long work off the event loop.
 """

@@ -9,16 +9,16 @@ from typing import Any
 
 from aiohttp import web
 
+from baton_gateway.access.admission import Admission
+from baton_gateway.access.api_keys import ApiKeys
+from baton_gateway.access.graceful_shutdown import GracefulShutdown
+from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.routes import Routes
 from baton_gateway.http.tls import ServerCertificate
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
-from baton_gateway.limits.admission import Admission
-from baton_gateway.limits.api_keys import ApiKeys
-from baton_gateway.limits.graceful_shutdown import GracefulShutdown
-from baton_gateway.limits.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job_builder import JobBuilder

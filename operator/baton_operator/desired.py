@@ -10,7 +10,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.rules import valid_spec
-from baton_operator.builders import config, coordinator, engine_account, gateway, network_policy
+from baton_operator.builders import accounts, config, coordinator, gateway, network_policy
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
@@ -94,7 +94,7 @@ def compute_desired(
         ),
     ):
         parts.append(policy if is_wanted else (policy["kind"], policy["metadata"]["name"]))
-    parts.append(engine_account.service_account(resolved))
+    parts.append(accounts.engine_account(resolved))
     if resolved.is_expert_parallel:
         parts += [coordinator.service(resolved), coordinator.deployment(resolved)]
     elif not keep_coordinator:
@@ -102,9 +102,9 @@ def compute_desired(
             (kind, names.coordinator_name(resolved.name)) for kind in ("Deployment", "Service")
         ]
     parts += [
-        gateway.service_account(resolved),
-        gateway.role(resolved),
-        gateway.role_binding(resolved),
+        accounts.gateway_account(resolved),
+        accounts.gateway_role(resolved),
+        accounts.gateway_role_binding(resolved),
         headless_service(resolved),
         gateway.service(resolved),
         gateway.deployment(resolved),

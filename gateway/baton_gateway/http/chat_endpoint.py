@@ -6,6 +6,7 @@ import msgspec
 
 from baton_gateway.http.generation_endpoint import GenerationEndpoint, returned_token_ids
 from baton_gateway.requests.job import Choice, Job
+from baton_text.chat_request import ChatCompletionRequest
 from baton_text.output import TextOutput, chat_logprobs, prompt_token_logprobs
 from baton_text.responses import (
     ChatChoice,
@@ -16,7 +17,6 @@ from baton_text.responses import (
     ChatLogprobs,
     ChatResponseMessage,
 )
-from baton_text.schema import ChatCompletionRequest
 
 
 class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):

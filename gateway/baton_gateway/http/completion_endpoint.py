@@ -10,9 +10,9 @@ from baton_gateway.http.generation_endpoint import (
     returned_token_ids,
 )
 from baton_gateway.requests.job import Choice, Job
+from baton_text.completion_request import CompletionRequest
 from baton_text.output import TextOutput, completion_logprobs, prompt_token_logprobs
 from baton_text.responses import Completion, CompletionChoice, CompletionLogprobs
-from baton_text.schema import CompletionRequest
 
 
 class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
@@ -81,7 +81,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     def _logprobs(
         self, request: CompletionRequest, choice: Choice, output: TextOutput, offset: int
     ) -> CompletionLogprobs | None:
-        """Return the logprobs of `output`, with those of an echoed prompt in the first one.
+        """Return the logprobs of `output`. The first output also has those of an echoed prompt.
 
         Args:
             offset: number of characters of the choice before this output.

@@ -18,6 +18,9 @@ from typing import Generic, TypeVar
 import msgspec
 from aiohttp import web
 
+from baton_gateway.access.admission import Admission
+from baton_gateway.access.api_keys import CLIENT, client_name
+from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
 from baton_gateway.http.event_stream import ERROR_TIMEOUT_S, EventStream
 from baton_gateway.http.request_body import parse_body, read_body
@@ -27,16 +30,13 @@ from baton_gateway.http.slow_clients import (
     has_unread_bytes,
     send_json,
 )
-from baton_gateway.limits.admission import Admission
-from baton_gateway.limits.api_keys import CLIENT, client_name
-from baton_gateway.limits.scale_from_zero_queue import ScaleFromZeroQueue
-from baton_gateway.offload import offload
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
+from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
+from baton_text.generation_request import GenerationRequest
 from baton_text.output import TextOutput
-from baton_text.schema import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             merged = [(choice, _merge(outputs[id(choice)])) for choice in job.best_choices()]
             return msgspec.json.encode(self.response(request, job, merged))
 
-        return await send_json(http, await offload(body, job.num_entries, INLINE_ENTRIES), deadline)
+        return await send_json(
+            http, await run_off_loop(body, job.num_entries, INLINE_ENTRIES), deadline
+        )
 
     async def _stream(
         self,
@@ -216,13 +218,13 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                     event = self._encode(self.chunk(request, job, choice, output, offset))
                 else:
                     chunk = partial(self.chunk, request, job, choice, output, offset)
-                    event = await offload(
+                    event = await run_off_loop(
                         lambda: msgspec.json.encode(chunk()), size, INLINE_ENTRIES
                     )
                 await send(event)
             if output.prompt_logprobs is not None:  # streamed only with echo
                 prompt = choice.prompt_token_ids
-                offsets[choice.index] += await offload(
+                offsets[choice.index] += await run_off_loop(
                     lambda: sum(map(self._length, prompt)), len(prompt)
                 )
             offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)

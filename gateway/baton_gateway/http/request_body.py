@@ -15,7 +15,7 @@ from aiohttp import ClientPayloadError, web
 from aiohttp.http import HttpProcessingError
 
 from baton_gateway.errors import APIError
-from baton_gateway.offload import offload
+from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
 from baton_text.parsing import Checked, parse_request
 
@@ -62,7 +62,7 @@ async def parse_body(body: bytes, kind: type[_Request], max_model_len: int | Non
             check_values(body, MAX_VALUES + (max_model_len or 0), MAX_CONTAINERS)
         return parse_request(body, kind)
 
-    return await offload(parse, len(body), INLINE_BODY_BYTES)
+    return await run_off_loop(parse, len(body), INLINE_BODY_BYTES)
 
 
 def check_values(body: bytes, max_values: int, max_containers: int) -> None:

@@ -11,16 +11,16 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from baton_gateway.access.admission import Admission
+from baton_gateway.access.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
+from baton_gateway.access.graceful_shutdown import GracefulShutdown
+from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import APIError, bad_request, internal, unavailable, unknown_model
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
 from baton_gateway.http.request_body import MAX_BODY_BYTES
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
-from baton_gateway.limits.admission import Admission
-from baton_gateway.limits.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
-from baton_gateway.limits.graceful_shutdown import GracefulShutdown
-from baton_gateway.limits.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.pool import EnginePool
 from baton_text.errors import RequestError

@@ -10,7 +10,7 @@ import logging
 
 from aiohttp import web
 
-from baton_gateway.limits.api_keys import client_name
+from baton_gateway.access.api_keys import client_name
 
 logger = logging.getLogger(__name__)
 

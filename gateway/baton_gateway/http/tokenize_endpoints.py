@@ -9,14 +9,14 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from baton_gateway.access.admission import Admission
+from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.errors import unknown_model
 from baton_gateway.http.request_body import parse_body, read_body
 from baton_gateway.http.slow_clients import send_json
-from baton_gateway.limits.admission import Admission
-from baton_gateway.limits.api_keys import CLIENT
-from baton_gateway.offload import offload
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
 from baton_gateway.routing.pool import EnginePool
+from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
 from baton_text.errors import RequestError
 from baton_text.responses import DetokenizeResponse, TokenizeResponse
@@ -79,7 +79,7 @@ class TokenizeEndpoints:
             bounds = TextBounds(
                 PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._limits.max_prompt_tokens)
             )
-            encoded = await offload(
+            encoded = await run_off_loop(
                 lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)
             )
             return await send_json(http, encoded, deadline)

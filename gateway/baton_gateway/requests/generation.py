@@ -11,12 +11,12 @@ from functools import partial
 
 from baton_gateway.errors import APIError, bad_request, internal, unavailable
 from baton_gateway.metrics import GatewayMetrics, TokenTimer
-from baton_gateway.offload import offload
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.routing.dispatch import Dispatcher
+from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.messages import EngineCoreOutput, FinishReason
+from baton_text.generation_request import GenerationRequest
 from baton_text.output import TextOutput
-from baton_text.schema import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Generator:
     async def run(
         self, job: Job, on_backlog: Callable[[], None] | None = None
     ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
-        """Yield the outputs of all choices as they come, those of one choice in order.
+        """Yield the outputs of all choices as they come. The outputs of one choice stay in order.
 
         Closing the iterator early aborts the sequences that still run.
 
@@ -151,10 +151,10 @@ def _num_options(request: GenerationRequest) -> int:
 async def _texts(
     request: GenerationRequest, run: Run, output: EngineCoreOutput
 ) -> list[tuple[Choice, TextOutput]]:
-    """Convert one output of an engine to text: that of the run's choice, or of all its beams."""
+    """Convert one output of an engine to the text of the run's choice, or of all its beams."""
     if output.beams is not None:
         size = sum(len(beam.token_ids) for beam in output.beams)
-        return await offload(partial(_beams, run, output), size, INLINE_TOKENS)
+        return await run_off_loop(partial(_beams, run, output), size, INLINE_TOKENS)
     if request.is_prompt_only:
         output = _without_tokens(output)
     [choice] = run.choices

@@ -14,16 +14,18 @@ import msgspec
 
 from baton_gateway.errors import context_length_exceeded, unavailable
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.offload import offload
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.requests.prompts import PromptBounds, PromptReader
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.sequence import SampleGroup, Sequence
+from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
 from baton_protocol.sampling import SamplingParams
+from baton_text.chat_request import ChatCompletionRequest
+from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
+from baton_text.generation_request import GenerationRequest
 from baton_text.output import OutputProcessor
-from baton_text.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from baton_text.structured_outputs import bad_words_token_ids
 from baton_text.tokenizer import Tokenizer
 
@@ -66,7 +68,7 @@ class JobBuilder:
         """
         self._check_rank(request.data_parallel_rank)
         bounds = self._bounds()
-        return await offload(lambda: self._chat_job(request, started, bounds), size)
+        return await run_off_loop(lambda: self._chat_job(request, started, bounds), size)
 
     def _chat_job(
         self, request: ChatCompletionRequest, started: float, bounds: PromptBounds
@@ -87,7 +89,7 @@ class JobBuilder:
         """Build the job of a completion of one or several prompts, as `build_chat` does."""
         self._check_rank(request.data_parallel_rank)
         bounds = self._bounds()
-        return await offload(lambda: self._completion_job(request, started, bounds), size)
+        return await run_off_loop(lambda: self._completion_job(request, started, bounds), size)
 
     def _completion_job(
         self, request: CompletionRequest, started: float, bounds: PromptBounds

@@ -277,7 +277,7 @@ class Dispatcher:
             first = None
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
-            if not is_resumed:  # after a resume, cached tokens are those of this very request
+            if not is_resumed:  # after a resume, this very request has cached the tokens
                 sequence.num_cached_tokens = max(
                     sequence.num_cached_tokens, output.num_cached_tokens
                 )

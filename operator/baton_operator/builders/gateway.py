@@ -1,4 +1,4 @@
-"""The gateway: its Deployment, its Service, the schemes of its ports, and its right to watch pods.
+"""The gateway: its Deployment, its Service and the schemes of its ports.
 
 `ingress` and `http_route` lead clients outside the cluster to the Service.
 """
@@ -99,35 +99,6 @@ def service(resolved: ResolvedService) -> Object:
                 for scheme in sorted({served_scheme(resolved), *resolved.gateway_schemes})
             ],
         },
-    }
-
-
-def service_account(resolved: ResolvedService) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
-    }
-
-
-def role(resolved: ResolvedService) -> Object:
-    """Return the right to watch pods, by which the gateway discovers engines."""
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "Role",
-        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
-        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}],
-    }
-
-
-def role_binding(resolved: ResolvedService) -> Object:
-    name = names.gateway_name(resolved.name)
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "RoleBinding",
-        "metadata": resolved.metadata(name, "gateway"),
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": resolved.namespace}],
     }
 
 

@@ -94,7 +94,7 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
         return group.parallelism.tensor if group else 1
 
     def replicas(self, role: names.MemberRole) -> int:
-        """Return the size that the autoscaler decided, else that of the spec."""
+        """Return the size that the autoscaler decided, else the spec's."""
         group = self.group(role)
         return self.sizes.get(role, group.replicas if group else 0)
 

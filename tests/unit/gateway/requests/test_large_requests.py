@@ -20,9 +20,11 @@ from baton_gateway.requests.job_builder import MAX_OPTION_ENTRIES
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_protocol.config import AccessConfig
+from baton_text.chat_request import ChatCompletionRequest
+from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
+from baton_text.generation_request import MAX_STOP_LENGTH
 from baton_text.output import OutputProcessor
-from baton_text.schema import MAX_STOP_LENGTH, ChatCompletionRequest, CompletionRequest
 from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig

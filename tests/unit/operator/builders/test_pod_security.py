@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.builders import coordinator, gateway
+from baton_operator.builders import accounts, coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import MEMBER_ROLES
@@ -105,9 +105,9 @@ def test_only_the_gateway_has_access_to_the_api() -> None:
         assert (mounted, account) == (
             (True, "demo-gateway") if role == "gateway" else (False, "demo-engine")
         ), role
-    subjects = gateway.role_binding(resolved())["subjects"]
+    subjects = accounts.gateway_role_binding(resolved())["subjects"]
     assert [subject["name"] for subject in subjects] == ["demo-gateway"]
-    assert gateway.role(resolved())["rules"] == [
+    assert accounts.gateway_role(resolved())["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
     ]
 

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_text.chat_request import ChatCompletionRequest
+from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
 from baton_text.messages import template_messages
 from baton_text.parsing import parse_request
-from baton_text.schema import ChatCompletionRequest, CompletionRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton_gateway.limits import scale_from_zero_queue
+from baton_gateway.access import scale_from_zero_queue
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 from support.waiting import until
 

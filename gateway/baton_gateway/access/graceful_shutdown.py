@@ -10,8 +10,8 @@ import asyncio
 
 from aiohttp import hdrs, web
 
-from baton_gateway.limits.admission import Admission
-from baton_gateway.limits.api_keys import OPEN_PATHS
+from baton_gateway.access.admission import Admission
+from baton_gateway.access.api_keys import OPEN_PATHS
 
 
 class GracefulShutdown:

@@ -16,10 +16,10 @@ import pytest
 from cryptography import x509
 
 from baton_gateway import server
+from baton_gateway.access.api_keys import ApiKeys
 from baton_gateway.cli import main
 from baton_gateway.errors import APIError
 from baton_gateway.http.tls import ServerCertificate
-from baton_gateway.limits.api_keys import ApiKeys
 from baton_protocol.config import AccessConfig
 from support.certificates import write_certificate
 from support.gateway.fake_engine import DEADLINE_S
@@ -217,7 +217,7 @@ def test_invalid_key_files_are_ignored(tmp_path: Path, caplog: pytest.LogCapture
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
     (tmp_path / "dangling").symlink_to("nowhere")
-    with caplog.at_level(logging.INFO, "baton_gateway.limits.api_keys"):
+    with caplog.at_level(logging.INFO, "baton_gateway.access.api_keys"):
         keys = ApiKeys(tmp_path)
     assert keys.client_of(["Bearer good-key"]) == "crlf"
     for offered in ("", " ", "one", "two", "one two", "schlüssel", "key", "k" * 5000, "k" * 4096):

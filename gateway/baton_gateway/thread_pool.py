@@ -21,7 +21,9 @@ _Result = TypeVar("_Result")
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
 
 
-async def offload(work: Callable[[], _Result], size: int, inline: int = INLINE_BYTES) -> _Result:
+async def run_off_loop(
+    work: Callable[[], _Result], size: int, inline: int = INLINE_BYTES
+) -> _Result:
     """Run `work` inline if its `size` is at most `inline`, otherwise in a thread.
 
     Work that is cancelled before it has begun never runs.

@@ -1,4 +1,4 @@
-"""Limits: which requests the gateway accepts, how many, and until when.
+"""Access: which requests the gateway accepts, how many, and until when.
 
 Modules:
     api_keys: authentication by API key.

@@ -1,4 +1,4 @@
-"""OpenAI requests: the structs of their JSON bodies, and the checks of their fields.
+"""The fields that chat completions and completions of the OpenAI API share, and their checks.
 
 Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of every version
 work. Known fields that would change the response, but are not supported, are refused by name.
@@ -13,13 +13,11 @@ import msgspec
 
 from baton_protocol.sampling import (
     MAX_BEAM_WIDTH,
-    MAX_LOGPROBS,
     RepetitionDetection,
     SamplingParams,
     StructuredOutput,
 )
 from baton_text.errors import RequestError
-from baton_text.messages import ChatMessage, template_messages
 from baton_text.structured_outputs import StructuredOutputsParams, check_bad_words
 
 MAX_N = 128
@@ -30,9 +28,6 @@ MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
 #: Log-probabilities of prompt tokens in one response: about 50 MB of JSON.
 MAX_LOGPROB_ENTRIES = 2**19
-#: OpenAI's default for /v1/completions; chat completions may fill the context.
-COMPLETION_DEFAULT_MAX_TOKENS = 16
-
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 #: The field at the start of an error with ErrorCode.INVALID.
@@ -431,153 +426,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return ()
 
 
-class ChatCompletionRequest(GenerationRequest, kw_only=True):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    #: Variables of the template, such as enable_thinking.
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
-
-    def requested_max_tokens(self) -> int | None:
-        return (
-            self.max_completion_tokens
-            if self.max_completion_tokens is not None
-            else self.max_tokens
-        )
-
-    def requested_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def validate(self) -> None:
-        super().validate()
-        field = "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
-        _check_max_tokens(field, self.requested_max_tokens())
-        if self.top_logprobs is not None:
-            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise RequestError(
-                    f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}",
-                    param="top_logprobs",
-                )
-            if not self.logprobs:
-                raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-        if not self.messages:
-            raise RequestError("messages must not be empty", param="messages")
-        template_messages(self.messages)
-
-    def _refuse_unsupported(self) -> None:
-        super()._refuse_unsupported()
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError(
-                "tool_choice is not supported by this server",
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
-        if self.modalities not in (None, ["text"]):
-            raise RequestError(
-                'modalities other than ["text"] are not supported by this server',
-                param="modalities",
-                code="unsupported_parameter",
-            )
-
-    def _unsupported(self) -> tuple[str, ...]:
-        chat_only = (
-            "tools",
-            "functions",
-            "function_call",
-            "audio",
-            "prediction",
-            "web_search_options",
-        )
-        return (*super()._unsupported(), *chat_only, "chat_template", "continue_final_message")
-
-
-class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-    suffix: Any = None
-
-    @property
-    def num_sequences(self) -> int:
-        return self.num_candidates * self.num_prompts
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts of a validated request, without building `prompts`."""
-        prompt = self.prompt
-        return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
-
-    def requested_max_tokens(self) -> int | None:
-        if self.is_prompt_only:
-            return 1  # the engine generates one token, which the response leaves out
-        return COMPLETION_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
-    def is_prompt_only(self) -> bool:
-        # Asked for by max_tokens=0 with echo.
-        return bool(self.echo) and self.max_tokens == 0
-
-    def requested_logprobs(self) -> int | None:
-        return self.logprobs
-
-    def requested_prompt_logprobs(self) -> int | None:
-        """Return prompt_logprobs, or `logprobs` if the prompt is echoed, as in OpenAI's API."""
-        if self.prompt_logprobs is None and self.echo:
-            return self.logprobs
-        return self.prompt_logprobs
-
-    def validate(self) -> None:
-        super().validate()
-        if not self.is_prompt_only:
-            _check_max_tokens("max_tokens", self.max_tokens)
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(
-                f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs"
-            )
-        self.prompts()
-
-    def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or token ids.
-
-        Raises:
-            RequestError: `prompt` has another shape, or one prompt has no tokens.
-        """
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompts: list[str | list[int]] = [prompt]
-        elif prompt and all(isinstance(item, int) for item in prompt):
-            prompts = [[item for item in prompt if isinstance(item, int)]]
-        elif all(isinstance(item, str) for item in prompt) or all(
-            isinstance(item, list) for item in prompt
-        ):
-            prompts = [item for item in prompt if not isinstance(item, int)]
-        else:
-            raise RequestError(
-                "prompt must be a string, a list of strings, a list of token ids, "
-                "or a list of lists of token ids",
-                param="prompt",
-            )
-        if not prompts or any(len(item) == 0 for item in prompts if isinstance(item, list)):
-            raise RequestError("prompt must not be empty", param="prompt")
-        return prompts
-
-    def _unsupported(self) -> tuple[str, ...]:
-        return (*super()._unsupported(), "suffix")
-
-
-def _check_max_tokens(name: str, value: int | None) -> None:
+def check_max_tokens(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise RequestError(f"{name} must be at least 1, got {value}", param=name)

@@ -1,0 +1,82 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton_protocol.sampling import MAX_LOGPROBS
+from baton_text.errors import RequestError
+from baton_text.generation_request import GenerationRequest, check_max_tokens
+from baton_text.messages import ChatMessage, template_messages
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    #: Variables of the template, such as enable_thinking.
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+
+    def requested_max_tokens(self) -> int | None:
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
+
+    def requested_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def validate(self) -> None:
+        super().validate()
+        field = "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
+        check_max_tokens(field, self.requested_max_tokens())
+        if self.top_logprobs is not None:
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}",
+                    param="top_logprobs",
+                )
+            if not self.logprobs:
+                raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+        if not self.messages:
+            raise RequestError("messages must not be empty", param="messages")
+        template_messages(self.messages)
+
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError(
+                "tool_choice is not supported by this server",
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
+        if self.modalities not in (None, ["text"]):
+            raise RequestError(
+                'modalities other than ["text"] are not supported by this server',
+                param="modalities",
+                code="unsupported_parameter",
+            )
+
+    def _unsupported(self) -> tuple[str, ...]:
+        chat_only = (
+            "tools",
+            "functions",
+            "function_call",
+            "audio",
+            "prediction",
+            "web_search_options",
+        )
+        return (*super()._unsupported(), *chat_only, "chat_template", "continue_final_message")

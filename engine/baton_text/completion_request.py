@@ -1,0 +1,87 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton_protocol.sampling import MAX_LOGPROBS
+from baton_text.errors import RequestError
+from baton_text.generation_request import GenerationRequest, check_max_tokens
+
+#: OpenAI's default. Chat completions may fill the context.
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    suffix: Any = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_candidates * self.num_prompts
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts of a validated request, without building `prompts`."""
+        prompt = self.prompt
+        return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+
+    def requested_max_tokens(self) -> int | None:
+        if self.is_prompt_only:
+            return 1  # the engine generates one token, which the response leaves out
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def is_prompt_only(self) -> bool:
+        # max_tokens=0 with echo asks for it.
+        return bool(self.echo) and self.max_tokens == 0
+
+    def requested_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def requested_prompt_logprobs(self) -> int | None:
+        """Return prompt_logprobs, or `logprobs` if the prompt is echoed, as in OpenAI's API."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.is_prompt_only:
+            check_max_tokens("max_tokens", self.max_tokens)
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", param="logprobs"
+            )
+        self.prompts()
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each a text or token ids.
+
+        Raises:
+            RequestError: `prompt` has another shape, or one prompt has no tokens.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompts: list[str | list[int]] = [prompt]
+        elif prompt and all(isinstance(item, int) for item in prompt):
+            prompts = [[item for item in prompt if isinstance(item, int)]]
+        elif all(isinstance(item, str) for item in prompt) or all(
+            isinstance(item, list) for item in prompt
+        ):
+            prompts = [item for item in prompt if not isinstance(item, int)]
+        else:
+            raise RequestError(
+                "prompt must be a string, a list of strings, a list of token ids, "
+                "or a list of lists of token ids",
+                param="prompt",
+            )
+        if not prompts or any(len(item) == 0 for item in prompts if isinstance(item, list)):
+            raise RequestError("prompt must not be empty", param="prompt")
+        return prompts
+
+    def _unsupported(self) -> tuple[str, ...]:
+        return (*super()._unsupported(), "suffix")

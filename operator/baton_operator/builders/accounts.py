@@ -1,0 +1,46 @@
+"""The ServiceAccounts of the pods, and the gateway's right to watch pods. The others have none."""
+
+from __future__ import annotations
+
+from baton_kube.client import Object
+from baton_operator import names
+from baton_operator.builders.resolved_service import ResolvedService
+
+
+def engine_account(resolved: ResolvedService) -> Object:
+    """Return the account of engines and coordinator. Its token is not mounted."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": resolved.metadata(names.engine_account_name(resolved.name)),
+        "automountServiceAccountToken": False,
+    }
+
+
+def gateway_account(resolved: ResolvedService) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
+    }
+
+
+def gateway_role(resolved: ResolvedService) -> Object:
+    """Return the right to watch pods, by which the gateway discovers engines."""
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
+        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}],
+    }
+
+
+def gateway_role_binding(resolved: ResolvedService) -> Object:
+    name = names.gateway_name(resolved.name)
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": resolved.metadata(name, "gateway"),
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": resolved.namespace}],
+    }
