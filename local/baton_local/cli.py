@@ -72,7 +72,7 @@ def _add_serve(commands: _Commands) -> None:
         help="one engine and its OpenAI endpoint",
         usage="baton serve MODEL [FLAGS]",
         epilog=(
-            "FLAGS are those of `baton serve MODEL --help`, "
+            "FLAGS are the flags of `baton serve MODEL --help`, "
             "and the engine's own (`baton-engine --help`)."
         ),
     )

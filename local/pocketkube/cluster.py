@@ -22,7 +22,7 @@ RESTARTS = BackoffPolicy()
 
 @dataclass(frozen=True)
 class Component:
-    """One process of the cluster. Its name is also that of its log file."""
+    """One process of the cluster. Its log file has the same name."""
 
     name: str
     command: list[str]

@@ -33,7 +33,7 @@ def served_port(port: int) -> int:
 class LoopbackAddresses:
     """The addresses that this process has added.
 
-    A file records them, so that the next process can remove those of one that was killed.
+    A file records them, so that the next process can remove what a killed one left.
     """
 
     def __init__(self, ledger: Path) -> None:

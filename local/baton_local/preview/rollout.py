@@ -80,7 +80,7 @@ class _Rollout:
         return (self._now - START).total_seconds()
 
     def _pods_of(self, old: Target) -> Iterator[Pod]:
-        """Yield all members of `old`, ready."""
+        """Yield all members of `old`, as ready pods."""
         for role, template in old.desired.members.items():
             for ordinal in range(old.resolved.replicas(role)):
                 pod = self._pod(role, template, ordinal)

@@ -93,6 +93,7 @@ class RealControlPlane:
         audit_log: file for one JSON object per request (`audit.k8s.io/v1`, without bodies); None
             for no log.
         apiserver_flags: further flags, for features that other clusters have enabled.
+        has_controllers: run controllers and scheduler too. Without them nothing acts on objects.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class RealControlPlane:
         service_network: str = DEFAULT_SERVICE_NETWORK,
         audit_log: Path | None = None,
         apiserver_flags: tuple[str, ...] = (),
+        *,
+        has_controllers: bool = True,
     ) -> None:
         self.kubeconfig = state_dir / "kubeconfig"
-        self._apiserver_flags = apiserver_flags
+        self._apiserver_flags, self._has_controllers = apiserver_flags, has_controllers
         self._audit_log = audit_log
         self._assets = assets
         self._state_dir = state_dir
@@ -156,14 +159,12 @@ class RealControlPlane:
             lambda: self._answers(f"{server}/readyz", tls, tokens["admin"]),
             deadline,
         )
-        self._spawn_controllers(server, certificate, accounts_key, tokens)
-        # Pods can be created once the default service account exists.
-        account = f"{server}/api/v1/namespaces/default/serviceaccounts/default"
-        self._await(
-            "kube-controller-manager",
-            lambda: self._answers(account, tls, tokens["admin"]),
-            deadline,
-        )
+        component, needed = "kube-apiserver", f"{server}/api/v1/namespaces/default"
+        if self._has_controllers:
+            self._spawn_controllers(server, certificate, accounts_key, tokens)
+            # Pods can be created once the default service account exists.
+            component, needed = "kube-controller-manager", f"{needed}/serviceaccounts/default"
+        self._await(component, lambda: self._answers(needed, tls, tokens["admin"]), deadline)
         write_kubeconfig(self.kubeconfig, server, certificate.authority, tokens["admin"])
 
     def _spawn_etcd(self, port: int, peer_port: int) -> None:

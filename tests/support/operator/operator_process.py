@@ -20,6 +20,7 @@ from baton_kube.client import Object, connect
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from pocketkube.control_plane.real import find_assets
+from pocketkube.kubeconfig import write_account_kubeconfig
 from support.waiting import until
 
 DEADLINE_S = 60.0
@@ -33,20 +34,32 @@ needs_api_server = pytest.mark.skipif(
 )
 
 
-async def install(kubeconfig: Path) -> None:
-    """Apply the CRD and the RBAC of manifests/, as an administrator does."""
+async def install(admin: Path) -> Path:
+    """Apply the CRD, the account and the cluster-wide RBAC of manifests/, as an administrator does.
+
+    Returns:
+        A kubeconfig of the operator's ServiceAccount, beside `admin`.
+    """
+    accounts = "/api/v1/namespaces/baton-system/serviceaccounts"
     paths = {
+        "Namespace": "/api/v1/namespaces",
+        "ServiceAccount": accounts,
         "CustomResourceDefinition": "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
         "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
         "ClusterRoleBinding": "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
     }
-    async with connect(kubeconfig) as connection:
+    async with connect(admin) as connection:
         kube = Kube(connection)
-        for file in MANIFESTS.glob("*/*.yaml"):
+        for file in sorted(MANIFESTS.glob("*/*.yaml")):
             for obj in yaml.safe_load_all(file.read_text()):
                 if path := paths.get(obj["kind"]):
                     await kube.client.create(path, obj)
         await until(kube.discover, "the CRD to be served")
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        made = await kube.client.create(f"{accounts}/baton-operator/token", request)
+    return write_account_kubeconfig(
+        admin, admin.with_name("operator.kubeconfig"), made["status"]["token"]
+    )
 
 
 def start_operator(

@@ -1,6 +1,5 @@
-"""A real etcd and kube-apiserver for kubelet tests, without controllers, scheduler and RBAC."""
+"""A real API server and a kubelet process, without controllers and scheduler."""
 
-import base64
 import json
 import signal
 import ssl
@@ -10,63 +9,26 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import yaml
+
 from baton_kube.client import Object
-from pocketkube.certificates import create_signing_key
-from pocketkube.ports import free_ports
+from pocketkube.control_plane.real import RealControlPlane
+from pocketkube.kubeconfig import certificate_authority
 from support.waiting import eventually
 
-TOKEN = "test-admin-token"
 
+class ApiServer(RealControlPlane):
+    """An API server. `request` sends JSON requests of an administrator."""
 
-class ApiServer:
-    """An API server. `request` sends JSON requests."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.kubeconfig = folder / "kubeconfig"
-        self.url = ""
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, assets: Path) -> None:
-        etcd, peer, secure = free_ports(3)
-        key_file = create_signing_key(self.folder / "service-account.key")
-        (self.folder / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
-        self._spawn(
-            assets / "etcd",
-            f"--data-dir={self.folder / 'etcd'}",
-            f"--listen-client-urls=http://127.0.0.1:{etcd}",
-            f"--advertise-client-urls=http://127.0.0.1:{etcd}",
-            f"--listen-peer-urls=http://127.0.0.1:{peer}",
-            "--unsafe-no-fsync",
+    def __init__(self, assets: Path, folder: Path) -> None:
+        flags = ("--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",)
+        super().__init__(
+            assets,
+            folder,
+            service_network="198.19.0.0/24",
+            apiserver_flags=flags,
+            has_controllers=False,
         )
-        self._spawn(
-            assets / "kube-apiserver",
-            f"--etcd-servers=http://127.0.0.1:{etcd}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=198.18.255.254",
-            f"--secure-port={secure}",
-            f"--cert-dir={self.folder / 'certs'}",
-            f"--token-auth-file={self.folder / 'tokens.csv'}",
-            "--authorization-mode=AlwaysAllow",
-            "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",
-            "--service-account-issuer=https://baton.test",
-            f"--service-account-key-file={key_file}",
-            f"--service-account-signing-key-file={key_file}",
-            "--service-cluster-ip-range=198.19.0.0/24",
-        )
-        self.url = f"https://127.0.0.1:{secure}"
-        self._write_kubeconfig()
-        eventually(self._ready, "kube-apiserver answering /readyz", 60)
-        eventually(lambda: self.get("/api/v1/namespaces/default"), "the default namespace", 30)
-
-    def stop(self) -> None:
-        for process in reversed(self._processes):
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
     def request(
         self,
@@ -75,10 +37,13 @@ class ApiServer:
         body: Object | None = None,
         content_type: str = "application/json",
     ) -> Object:
+        document = yaml.safe_load(self.kubeconfig.read_text())
+        url = document["clusters"][0]["cluster"]["server"] + path
+        token = document["users"][0]["user"]["token"]
         data = json.dumps(body).encode() if body is not None else None
-        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": content_type}
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        context = ssl._create_unverified_context()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": content_type}
+        request = urllib.request.Request(url, data, headers, method=method)
+        context = ssl.create_default_context(cadata=certificate_authority(self.kubeconfig).decode())
         with urllib.request.urlopen(request, context=context, timeout=20) as response:
             answer: Object = json.loads(response.read())
         return answer
@@ -98,47 +63,6 @@ class ApiServer:
     def patch(self, path: str, body: Object) -> Object:
         return self.request("PATCH", path, body, "application/merge-patch+json")
 
-    def _ready(self) -> bool:
-        for process in self._processes:
-            assert process.poll() is None, (
-                f"{process.args} ended: {(self.folder / 'plane.log').read_text()[-2000:]}"
-            )
-        try:
-            request = urllib.request.Request(
-                self.url + "/readyz", headers={"Authorization": f"Bearer {TOKEN}"}
-            )
-            urllib.request.urlopen(
-                request, context=ssl._create_unverified_context(), timeout=2
-            ).close()
-        except OSError:
-            return False
-        return True
-
-    def _spawn(self, *command: object) -> None:
-        with open(self.folder / "plane.log", "ab") as log:
-            self._processes.append(
-                subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
-            )
-
-    def _write_kubeconfig(self) -> None:
-        certificate = self.folder / "certs" / "apiserver.crt"
-        eventually(certificate.exists, "the API server's certificate", 30)
-        authority = base64.b64encode(certificate.read_bytes()).decode()
-        content = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [
-                {
-                    "name": "t",
-                    "cluster": {"server": self.url, "certificate-authority-data": authority},
-                }
-            ],
-            "users": [{"name": "t", "user": {"token": TOKEN}}],
-            "contexts": [{"name": "t", "context": {"cluster": "t", "user": "t"}}],
-            "current-context": "t",
-        }
-        self.kubeconfig.write_text(json.dumps(content))
-
 
 class KubeletProcess:
     """The kubelet under test, as its users start it."""
@@ -147,21 +71,10 @@ class KubeletProcess:
         self.server = server
         self.node = node
         self._command = [
-            sys.executable,
-            "-m",
-            "pocketkube.kubelet",
-            "--kubeconfig",
-            str(server.kubeconfig),
+            *(sys.executable, "-m", "pocketkube.kubelet", "--kubeconfig", str(server.kubeconfig)),
+            *("--state-dir", str(state_dir), "--node-name", node, "--address-pool", pool),
+            *("--backoff-base", "0.2", "--backoff-cap", "1", "--refresh", "0.5"),
         ]
-        self._command += [
-            "--state-dir",
-            str(state_dir),
-            "--node-name",
-            node,
-            "--address-pool",
-            pool,
-        ]
-        self._command += ["--backoff-base", "0.2", "--backoff-cap", "1", "--refresh", "0.5"]
         self._log = state_dir.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -1,6 +1,6 @@
 """Structural schemas of custom resources: pruning, defaults and validation.
 
-The order and the messages are those of Kubernetes.
+Order and messages are as in Kubernetes.
 """
 
 from __future__ import annotations

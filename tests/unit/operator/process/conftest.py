@@ -12,21 +12,33 @@ from baton_kube.client import connect
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.kube.kinds import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
-from pocketkube.control_plane.real import find_assets
+from pocketkube.control_plane.real import RealControlPlane, find_assets
 from pocketkube.ports import free_ports
-from support.operator.api_server import api_server
 from support.operator.operator_process import RESYNC_S, Operator, install, start_operator
 from support.waiting import until
 
 
 @pytest.fixture(scope="module")
 def kubeconfigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    folder = tmp_path_factory.mktemp("control-plane")
-    binaries = find_assets()
-    assert binaries
-    with api_server(binaries, folder) as configs:
-        asyncio.run(install(configs["admin"]))
-        yield configs
+    """Kubeconfigs of `admin` and of `operator`, for an API server without controllers."""
+    assets = find_assets()
+    assert assets
+    plane = RealControlPlane(
+        assets,
+        tmp_path_factory.mktemp("control-plane"),
+        service_network="127.96.0.0/16",  # tests listen on a Service's address in place of its pods
+        apiserver_flags=(
+            "--disable-admission-plugins=ServiceAccount",  # its controller does not run
+            "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
+        ),
+        has_controllers=False,
+    )
+    plane.start()
+    try:
+        operator = asyncio.run(install(plane.kubeconfig))
+        yield {"admin": plane.kubeconfig, "operator": operator}
+    finally:
+        plane.stop()
 
 
 @pytest.fixture(scope="module")

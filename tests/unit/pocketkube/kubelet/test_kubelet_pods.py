@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     assert assets is not None
-    server = ApiServer(tmp_path_factory.mktemp("plane"))
+    server = ApiServer(assets, tmp_path_factory.mktemp("plane"))
+    server.start()
     try:
-        server.start(assets)
         yield server
     finally:
         server.stop()
