@@ -151,7 +151,7 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Estimate of the requests at the engine, those of other clients included."""
+        """Estimate of the requests at the engine, including other clients' requests."""
         return self._heartbeat.num_requests(self.num_unfinished)
 
     @property

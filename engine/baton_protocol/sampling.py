@@ -112,7 +112,7 @@ class SamplingParams(_Params):
     #: Keys the noise. The gateway draws one when the client gives none, so that any pod can
     #: continue the request.
     seed: int = 0
-    #: Generated tokens in all, those of generated_token_ids included. None: up to max_model_len.
+    #: Generated tokens in all, including generated_token_ids. None: up to max_model_len.
     max_tokens: int | None = None
     #: EOS and stop tokens are not sampled before this many tokens.
     min_tokens: int = 0

@@ -55,7 +55,7 @@ class WritesForbiddenError(OSError):
 class KubeClient:
     """One pool of connections to one API server.
 
-    Paths are those of the API, for example `/apis/apps/v1/namespaces/x/deployments/y`.
+    Paths are as in the API, for example `/apis/apps/v1/namespaces/x/deployments/y`.
 
     Every method raises KubeError if the server refuses, and OSError or TimeoutError if no usable
     reply comes.
@@ -311,7 +311,7 @@ class KubeClient:
 def error_text(error: Exception) -> str:
     """Return the text of an error or, if it has none, the name of its class.
 
-    The URL is left out, because that of a proxy contains the password.
+    The URL is left out, because a proxy's URL contains the password.
     """
     if isinstance(error, aiohttp.ClientResponseError):
         return f"HTTP {error.status} {error.message}"

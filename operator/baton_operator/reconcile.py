@@ -213,9 +213,8 @@ class Reconciler:
             step.fail(error)
             await self._build_recorded(step)
         resolved, _ = step.target
-        if (
-            not resolved.spec.paused and not step.problems
-        ):  # while paused, the recorded spec applies
+        # While paused, the recorded spec applies.
+        if not resolved.spec.paused and not step.problems:
             step.spec_revision = await record_spec(self._kube, resolved, observed.service)
 
     async def _build_recorded(self, step: _Step) -> None:
@@ -234,7 +233,7 @@ class Reconciler:
             )
 
     async def _build(self, step: _Step, spec: Object) -> None:
-        """Build the desired state from `spec`: that of the service, or the recorded one.
+        """Build the desired state from `spec`: the service's, or the recorded one.
 
         Raises:
             Problem: the spec or the service's key cannot be used.

@@ -191,7 +191,7 @@ def _pod_fields(spec: Object) -> Object:
 
 
 def _set_fields(node: Any, fields: tuple[str, ...]) -> Object:
-    """Return those of `fields` that `node` has; none if it is not an object."""
+    """Return the items of `fields` that `node` has; none if it is not an object."""
     return (
         {field: node[field] for field in fields if node.get(field) is not None}
         if isinstance(node, dict)

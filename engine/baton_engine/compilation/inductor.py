@@ -35,7 +35,7 @@ class PieceCompiler(Protocol):
 
         Args:
             graph: Piece to compile.
-            arguments: Examples: those of the trace, or real arguments if `size` is given.
+            arguments: the example arguments of the trace, or real arguments if `size` is given.
             size: The only number of tokens that the function must support. None: any number.
         """
 

@@ -169,7 +169,7 @@ def create_parallel_context(
 ) -> ParallelContext:
     """Join the tensor and pipeline group of global rank `rank`.
 
-    All ranks of `parallel` call it. Arguments that are not listed are those of `create_group`.
+    All ranks of `parallel` call it. For arguments that are not listed, see `create_group`.
 
     Args:
         parallel: sizes of the groups.

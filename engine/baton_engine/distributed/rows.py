@@ -24,7 +24,7 @@ def row_bytes(
 ) -> RowBytes:
     """Return the views and sizes in bytes for an all_to_all of rows.
 
-    The arguments are those of `Group.all_to_all`, and the size of the group.
+    Takes the arguments of `Group.all_to_all`, and the size of the group.
 
     Raises:
         ValueError: the counts do not match the group or the rows.

@@ -33,7 +33,7 @@ class StartWorker:
     #: A pipe. Each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not
     #: wait for the step.
     interrupt_fd: int
-    #: CPUs to which it is bound. Empty: those of the parent.
+    #: CPUs to which it is bound. Empty: the CPUs of the parent.
     cpus: frozenset[int] = frozenset()
 
 

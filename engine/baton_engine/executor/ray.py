@@ -166,7 +166,7 @@ class RayExecutor(Executor):
             self._ray.shutdown()
 
     def _ask(self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
-        """Call a method of every actor. Results and errors are those of `collective_rpc`."""
+        """Call a method of every actor. Returns and raises what `collective_rpc` does."""
         results: dict[int, Any] = {}
         future: Future[list[Any]] = Future()
         if not self._admit(future):

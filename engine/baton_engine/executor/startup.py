@@ -73,7 +73,7 @@ def output_rank(config: EngineConfig) -> int:
 
 
 def num_concurrent_batches(config: EngineConfig) -> int:
-    """Return the steps in flight for pipeline stages or an asynchronous scheduler."""
+    """Return how many steps pipeline stages or an asynchronous scheduler keep in flight."""
     return max(
         config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1
     )

@@ -97,7 +97,7 @@ def call_in_thread(
 ) -> Any:
     """Return `worker.method(*args)`, called in the worker's thread.
 
-    Errors are those of `Executor.collective_rpc`.
+    Raises the errors of `Executor.collective_rpc`.
     """
 
     def call() -> Any:

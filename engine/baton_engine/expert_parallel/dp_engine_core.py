@@ -81,7 +81,7 @@ class DPEngineCore(EngineCore):
         pauses: Mapping[str, Histogram] | None = None,
         **hooks: Any,
     ) -> None:
-        """Create a rank in no generation. The hooks are those of EngineCore.
+        """Create a rank in no generation. It has the hooks of EngineCore.
 
         Args:
             member: this rank.

@@ -90,7 +90,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def block_hashes(self, request: KVSequence) -> list[BlockHash]:
-        """Return the chained hashes of the request's full blocks, including those of new tokens."""
+        """Return the chained hashes of the request's full blocks, with those of new tokens."""
         hashes, size = request.block_hashes, self.block_size
         parent = hashes[-1] if hashes else self._root(request)
         for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):

@@ -57,7 +57,7 @@ class EngineArgs(TypedDict, total=False):
     crash_dump_dir: str
 
 
-#: Options by the name of their argument, which is that of their flag.
+#: Options by the name of their argument. Their flag has the same name.
 _OPTIONS = {
     name: option
     for option in options(EngineConfig)

@@ -37,7 +37,7 @@ class SparseMoE(nn.Module):
     """Mixture of experts: a router chooses `num_experts_per_tok` gated MLPs per token.
 
     Every tensor rank has the whole router and a slice of each expert. After `leave_out_experts` the
-    layer is expert-parallel: its experts are those of `shard`, which may be replaced between steps.
+    layer is expert-parallel: it has the experts of `shard`, which may be replaced between steps.
 
     Args:
         config: The checkpoint's configuration.

@@ -12,7 +12,7 @@ groups           samples of one prompt, and beam search
 grammar_queue    requests that wait for their grammar
 stop_rules       when a request ends
 refusals         requests that are not accepted
-state            all requests, the places where they wait or run, and what the parts share
+state            all requests, their queues, and what the parts share
 request          a request as plain data
 queues           waiting and running requests, in order
 step_builder     a step under construction

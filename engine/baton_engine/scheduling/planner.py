@@ -23,6 +23,7 @@ class RunningPlanner:
     """Distributes a step's token budget over the running requests."""
 
     def __init__(self, state: SchedulerState, preemptor: Preemptor, beams: BeamSearches) -> None:
+        """Plan for the running requests of `state`."""
         self._kv = state.kv
         self._running = state.running
         self._waiting = state.queues.waiting

@@ -60,10 +60,10 @@ class PauseState(enum.Enum):
 
 
 class Scheduler:
-    """Decides which requests run in each step, and owns all unfinished requests."""
+    """Decides which requests run in each step."""
 
     def __init__(self, state: SchedulerState) -> None:
-        """Create a scheduler of `state`, which has no requests yet."""
+        """Schedule the requests of `state`, which has none yet."""
         self.state, self.config, self.kv = state, state.config, state.kv
         self.requests, self.running = state.requests, state.running
         self.draining = False

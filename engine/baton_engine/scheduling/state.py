@@ -1,4 +1,4 @@
-"""State of the scheduler: all requests, the places where they wait or run, and what they share."""
+"""State of the scheduler: all requests, their queues, and what the parts of the scheduler share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton_protocol.config import SchedulerConfig
 
 
 class SchedulerState:
-    """What the parts of the scheduler share. It decides nothing."""
+    """What the parts of the scheduler share."""
 
     def __init__(
         self,

@@ -7,5 +7,5 @@ request_owners    which client each request belongs to
 utility_calls     utility RPC methods and their arguments
 admin_server      health, readiness, drain, metrics and the utility methods over HTTP
 access            checks and counts clients without the service key
-flags             command-line flags and the bounds of the configuration
+options           command-line flags and the bounds of the configuration
 """

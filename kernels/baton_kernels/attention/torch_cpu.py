@@ -27,7 +27,7 @@ def paged_attention_cpu(
     """Compute `baton_kernels.attention.paged_attention` from a `GatherPlan`.
 
     Raises:
-        ValueError: the caches' strides differ from those of the plan.
+        ValueError: the caches' strides differ from the plan's.
     """
     if not key_cache.stride() == value_cache.stride() == plan.strides:
         raise ValueError(

@@ -328,7 +328,7 @@ class MultiprocExecutor(Executor):
             if silent_s < self._step_timeout_s or oldest is None or self._processes is None:
                 continue
             stopped = self._processes.stopped()
-            # A call has its own deadline, which may exceed that of a step. A stopped worker will
+            # A call has its own deadline, which may exceed a step's. A stopped worker will
             # never answer it.
             if isinstance(oldest, _Step) or stopped:
                 why = f": {', '.join(stopped)} stopped (SIGSTOP, or a debugger)" if stopped else ""

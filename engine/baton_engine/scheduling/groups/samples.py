@@ -19,7 +19,7 @@ class SampleGroups:
         """Add `request` to a group.
 
         Raises:
-            ValueError: the KV of its prompt differs from that of the group.
+            ValueError: the KV of its prompt differs from the group's.
         """
         prompt = request.token_ids[: request.num_prompt_tokens]
         group = self._groups.get(group_id) or SampleGroup(

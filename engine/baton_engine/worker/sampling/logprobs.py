@@ -1,6 +1,7 @@
 """Log-probabilities to report: of sampled tokens, of prompt tokens, and of beams.
 
-Clients get those of the raw logits. None is lower than MIN_LOGPROB, because JSON has no infinity.
+Clients get the log-probabilities of the raw logits. None is lower than MIN_LOGPROB, because JSON
+has no infinity.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ its batch.
     beams       the best continuations by log-probability; the       logprobs.py
                 token is the best
 
-Reported log-probabilities are of the raw logits, except those of beams.
+Log-probabilities of raw logits are reported, except for beams.
 
 Logits that are NaN count as -inf. A row without a possible token (all are masked or NaN) gets the
 model's EOS, which ends its request and no other. `SamplerOutput.impossible_rows` names it.
