@@ -1,0 +1,27 @@
+"""The accounts of the pods: only the gateway has a right, and it is to watch pods."""
+
+from __future__ import annotations
+
+from baton_operator.builders import accounts
+from support.operator.services import resolved
+
+
+def test_the_account_of_engines_has_no_token() -> None:
+    account = accounts.engine_account(resolved())
+    assert account["metadata"]["name"] == "demo-engine"
+    assert account["automountServiceAccountToken"] is False
+
+
+def test_the_gateway_may_only_watch_pods() -> None:
+    service = resolved()
+    binding, role = accounts.gateway_role_binding(service), accounts.gateway_role(service)
+    account = accounts.gateway_account(service)["metadata"]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [
+        {
+            "kind": "ServiceAccount",
+            "name": account["name"],
+            "namespace": account["namespace"],
+        }
+    ]
