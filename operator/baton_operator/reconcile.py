@@ -7,16 +7,14 @@ at most one reconcile of a service at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
-from baton_operator.api.llmservice import Status
 from baton_operator.apply import (
     apply_members,
     apply_objects,
@@ -29,7 +27,7 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.controller import Outcome
 from baton_operator.desired import Desired, compute_desired, resolve
-from baton_operator.kube.events import Event, Events
+from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import Observation, observe
@@ -50,6 +48,7 @@ from baton_operator.status.report import report, report_defect
 from baton_operator.status.report_events import new_events
 from baton_operator.status.report_group import Group, gateway_group, member_group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
+from baton_operator.status.status_writer import StatusWriter
 from baton_protocol.topology import TopologyRequest
 
 logger = logging.getLogger(__name__)
@@ -140,6 +139,7 @@ class Reconciler:
         self._clock = clock
         self._probes = probes or StatusProbes(None)
         self._events = Events(kube)
+        self._status = StatusWriter(kube, self._events)
         self._refused_pods = RefusedPods()
         #: Content hash of the objects beside the members when all of them last matched the desired
         #: state, by service.
@@ -385,11 +385,11 @@ class Reconciler:
             kv=observed.kv,
             held_back=observed.held_back,
         )
-        written = await self._write_status(service, status)
+        written = await self._status.write(service, status)
         if written is not None:
             observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
         scaled = self._autoscaler.take_events(resolved) if resolved is not None else []
-        await self._emit(service, [*scaled, *new_events(service, status, problem)])
+        await self._status.emit(service, [*scaled, *new_events(service, status, problem)])
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
     async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
@@ -416,41 +416,7 @@ class Reconciler:
             if service is not None:
                 problem = problem_of(error)
                 status = report_defect(service, problem, self._clock())
-                await self._write_status(service, status)
-                await self._emit(service, new_events(service, status, problem))
+                await self._status.write(service, status)
+                await self._status.emit(service, new_events(service, status, problem))
         except Exception:
             logger.exception("%s: the status could not be written after an internal error", key)
-
-    async def _emit(self, service: Object, events: Iterable[Event]) -> None:
-        for event in events:
-            await self._events.emit(service, event.reason, event.message, warning=event.warning)
-
-    async def _write_status(self, service: Object, status: Status) -> Object | None:
-        """Write the status. Return the written service; None if nothing changed or it is gone."""
-        new = msgspec.to_builtins(status)
-        if status.decode is None:  # no group was observed: the status of the groups stays
-            new = {field: value for field, value in new.items() if value is not None}
-        if _is_applied(service.get("status") or {}, new):
-            return None
-        metadata = service["metadata"]
-        # A merge patch: null removes a field. The uid is a precondition: a successor of the same
-        # name is not patched.
-        patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
-        try:
-            return await self._kube.merge(
-                "LLMService", metadata["namespace"], metadata["name"], patch, "status"
-            )
-        except KubeError as error:
-            if error.status != 404:  # the service was deleted after it was read
-                raise
-            return None
-
-
-def _is_applied(old: Any, new: Any) -> bool:
-    """Return whether the merge patch `new` would change nothing.
-
-    A null field equals an absent one.
-    """
-    if isinstance(new, dict) and isinstance(old, dict | None):
-        return all(_is_applied((old or {}).get(field), value) for field, value in new.items())
-    return bool(old == new)

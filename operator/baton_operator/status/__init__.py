@@ -5,4 +5,5 @@
 - `report_events`: the Events that follow from a report.
 - `diagnose`: why pods are not ready.
 - `status_probes`: requests that only the status needs.
+- `status_writer`: writes the status and the Events.
 """
