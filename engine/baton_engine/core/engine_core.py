@@ -165,9 +165,9 @@ class EngineCore:
                 send_token_ids=config.parallel.pipeline_parallel_size > 1,
                 structured_output=self._structured_output,
             )
+            scheduler: Scheduler = scheduler_class(state)
         except ValueError as error:
             raise ConfigurationError("InvalidConfig", str(error)) from error
-        scheduler: Scheduler = scheduler_class(state)
         return scheduler
 
     @property

@@ -24,6 +24,18 @@ from support.waiting import eventually
 NUM_BLOCKS, BLOCK_NBYTES = 32, 65536
 BLOCK_WORDS = BLOCK_NBYTES // 8
 
+OURS = ("ucx", "tcp", "shm", "auto")
+KINDS = ("inproc", *OURS, "nixl")
+BETWEEN_PROCESSES = (*OURS, "nixl")
+#: NIXL is one-sided: the network card, or UCX, writes wherever the writer's key allows.
+CHECKS_WRITES_AT_THE_TARGET = ("inproc", *OURS)
+#: Reads stall while the owner is frozen. With shm the reader copies without the owner.
+ANSWERED_BY_THE_OWNER = ("ucx", "tcp", "nixl")
+#: A defect of UCX 1.21: the owner aborts when it answers a read whose connection was lost.
+ABORTS_ANSWERING_A_LOST_CONNECTION = ("nixl",)
+#: Contrary to its documentation, NIXL connects when it loads metadata, and refuses dead peers.
+CONNECTS_WHEN_ADDED = ("nixl",)
+
 Rows = list[tuple[int, int, int]]
 
 
@@ -201,3 +213,7 @@ class Side:
 
         eventually(all_there, f"{number} notifications")
         return received
+
+
+def new_owner(kind: str) -> Owner:
+    return OwnerHere() if kind == "inproc" else OwnerProcess(kind)

@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton_kv_transfer.agent import transport_agent
+from baton_kv_transfer.agent.agent import INIT_AGENT
 from baton_kv_transfer.agent.create import create_agent
+from baton_kv_transfer.transports.choose import LOADERS
 from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.transfer import XferState
 from baton_kv_transfer.transports.ucx import messages, worker
@@ -135,6 +138,38 @@ def test_gpu_memory_is_moved_if_ucx_has_cuda(monkeypatch: pytest.MonkeyPatch) ->
     agent.transfer(handle)
     eventually(lambda: agent.check_xfer_state(handle) == "DONE", "the end")
     assert words[8:].tolist() == words[:8].tolist()
+    agent.close()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "transport"),
+    [("DRAM", "DRAM", "shm"), ("VRAM", "DRAM", "ucx"), ("DRAM", "VRAM", "ucx")],
+)
+def test_gpu_memory_on_either_side_is_not_moved_by_shm(
+    ours: str, theirs: str, transport: str, prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test uses host memory, because UCX detects the type of memory."""
+    monkeypatch.setattr(worker.UCXContext, "has_cuda", True)
+    both = {kind: LOADERS[kind]() for kind in ("shm", "ucx")}
+    monkeypatch.setattr(transport_agent, "choose_transports", lambda kind: both)
+    agent = create_agent("gpu", "auto")
+    target, source = np.zeros(8, dtype=np.int64), np.arange(8, dtype=np.int64)
+    for words, mem_type in ((target, ours), (source, theirs)):
+        agent.register_memory([(words.ctypes.data, words.nbytes, 0, "")], mem_type)
+    local, remote = (
+        agent.get_xfer_descs([(words.ctypes.data, words.nbytes, 0)], mem_type)
+        for words, mem_type in ((target, ours), (source, theirs))
+    )
+    if prepared:
+        lists = agent.prep_xfer_dlist(INIT_AGENT, local), agent.prep_xfer_dlist("gpu", remote)
+        handle = agent.make_prepped_xfer("READ", lists[0], [0], lists[1], [0])
+    else:
+        handle = agent.initialize_xfer("READ", local, remote, "gpu")
+    agent.transfer(handle)
+    eventually(lambda: agent.check_xfer_state(handle) == "DONE", "the end")
+    assert target.tolist() == source.tolist()
+    assert {lane.split()[0] for lane, nbytes in agent.bytes_moved.items() if nbytes} == {transport}
     agent.close()
 
 
@@ -566,6 +601,8 @@ def test_ucx_listens_only_on_the_hosts_device() -> None:
 
 def test_a_host_may_be_a_secondary_address_of_a_device() -> None:
     script = f"""ip link set lo up && ip addr add 198.18.0.2/32 dev lo && {sys.executable} -c '
+from baton_kv_transfer.agent import transport_agent
+from baton_kv_transfer.agent.agent import INIT_AGENT
 from baton_kv_transfer.agent.create import create_agent
 create_agent("me", "ucx", "198.18.0.2").close()
 print("served")'"""
