@@ -75,15 +75,17 @@ def occupancy(works: list[Work], num_blocks: int, scheduler_class: str = PAGED) 
     )
     executor = InstantExecutor(config, "instant", lambda: None)
     core = EngineCore(config, executor)
-    pool = core.scheduler.kv.pool
+    pool = core.scheduler.state.kv.pool
     allocated = used = 0
     running: list[int] = []
 
     def observe(step: SchedulerOutput) -> None:
         nonlocal allocated, used
         allocated += (pool.num_blocks - pool.num_free_blocks) * BLOCK_SIZE
-        used += sum(request.num_computed_tokens for request in core.scheduler.running.values())
-        running.append(len(core.scheduler.running))
+        used += sum(
+            request.num_computed_tokens for request in core.scheduler.state.running.values()
+        )
+        running.append(len(core.scheduler.state.running))
 
     executor.before_step = observe
     for request in requests_of(works):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from baton_protocol.sampling import MAX_LOGPROBS
 from baton_text.errors import RequestError
@@ -11,6 +11,17 @@ from baton_text.messages import ChatMessage, template_messages
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = (
+        "tools",
+        "functions",
+        "function_call",
+        "audio",
+        "prediction",
+        "web_search_options",
+        "chat_template",
+        "continue_final_message",
+    )
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -41,8 +52,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     def validate(self) -> None:
         super().validate()
-        field = "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
-        check_max_tokens(field, self.requested_max_tokens())
+        check_max_tokens("max_completion_tokens", self.max_completion_tokens)
+        check_max_tokens("max_tokens", self.max_tokens)
         if self.top_logprobs is not None:
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
                 raise RequestError(
@@ -69,14 +80,3 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 param="modalities",
                 code="unsupported_parameter",
             )
-
-    def _unsupported(self) -> tuple[str, ...]:
-        chat_only = (
-            "tools",
-            "functions",
-            "function_call",
-            "audio",
-            "prediction",
-            "web_search_options",
-        )
-        return (*super()._unsupported(), *chat_only, "chat_template", "continue_final_message")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from baton_protocol.sampling import MAX_LOGPROBS
 from baton_text.errors import RequestError
@@ -13,6 +13,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = ("suffix",)
+
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
@@ -82,6 +84,3 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if not prompts or any(len(item) == 0 for item in prompts if isinstance(item, list)):
             raise RequestError("prompt must not be empty", param="prompt")
         return prompts
-
-    def _unsupported(self) -> tuple[str, ...]:
-        return (*super()._unsupported(), "suffix")

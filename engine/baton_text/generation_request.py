@@ -7,7 +7,7 @@ work. Known fields that would change the response, but are not supported, are re
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -81,6 +81,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     None stands for JSON null and for a missing field.
     """
+
+    #: Fields that are refused if they are set and not false.
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
 
     model: str
     n: int | None = None
@@ -413,17 +416,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def _refuse_unsupported(self) -> None:
-        for name in self._unsupported():
+        for name in self.UNSUPPORTED:
             if getattr(self, name):
                 raise RequestError(
                     f"{name} is not supported by this server",
                     param=name,
                     code="unsupported_parameter",
                 )
-
-    def _unsupported(self) -> tuple[str, ...]:
-        """Return the names of the fields that are refused if they are set and not false."""
-        return ()
 
 
 def check_max_tokens(name: str, value: int | None) -> None:

@@ -147,13 +147,11 @@ class EngineCore:
         logger.info(
             "KV cache: %d blocks of %d tokens; in host memory %d blocks for swapping "
             "and %d for evicted prefixes; max_model_len %d",
-            *(
-                info.num_blocks,
-                cache.block_size,
-                info.num_swap_blocks,
-                info.num_offload_blocks,
-                max_model_len,
-            ),
+            info.num_blocks,
+            cache.block_size,
+            info.num_swap_blocks,
+            info.num_offload_blocks,
+            max_model_len,
         )
         try:
             state = SchedulerState(
@@ -254,7 +252,7 @@ class EngineCore:
         self.scheduler.set_pause_state(state)
 
     def end_requests(self) -> None:
-        self.scheduler.abort_requests(list(self.scheduler.requests))
+        self.scheduler.abort_requests(list(self.scheduler.state.requests))
         self._collect_outputs()
 
     def num_running(self) -> int:
@@ -263,7 +261,7 @@ class EngineCore:
 
     def free_kv_cache(self) -> bool:
         self.scheduler.preempt_all()
-        if self.scheduler.kv.usage > 0:
+        if self.scheduler.state.kv.usage > 0:
             return False
         self.scheduler.reset_prefix_cache()
         return True
@@ -292,10 +290,9 @@ class EngineCore:
         While the queue has room and the oldest step still runs, this returns without waiting, and
         the next call starts another step.
         """
-        limit = self.executor.max_concurrent_batches
-        if self._can_step() and len(self._in_flight) < limit:
+        if self._can_step() and self._has_room:
             started = self._start_step()
-            if started and len(self._in_flight) < limit and not self._in_flight[0].output.done():
+            if started and self._has_room and not self._in_flight[0].output.done():
                 self.made_progress = True
                 return self.take_outputs()
         ends_one = bool(self._in_flight)
@@ -309,6 +306,11 @@ class EngineCore:
         """Wait for all steps in flight. `take_outputs()` returns their outputs."""
         while self._in_flight:
             self._finish_oldest()
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more step may be in flight."""
+        return len(self._in_flight) < self.executor.max_concurrent_batches
 
     def _can_step(self) -> bool:
         return self.scheduler.has_work and not self._pause.memory_dropped
@@ -400,14 +402,16 @@ class EngineCore:
             "step %d: %d prefill tokens of %d requests, %d decode tokens; "
             "%d running, %d waiting, %.1f %% of KV blocks in use; "
             "schedule %.2f ms, model %.2f ms, update %.2f ms",
-            *(
-                step.step_id,
-                step.total_num_scheduled_tokens - decodes,
-                len(step.num_scheduled_tokens) - decodes,
-                decodes,
-            ),
-            *(stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage * 100),
-            *(schedule_s * 1e3, model_s * 1e3, update_s * 1e3),
+            step.step_id,
+            step.total_num_scheduled_tokens - decodes,
+            len(step.num_scheduled_tokens) - decodes,
+            decodes,
+            stats.num_requests_running,
+            stats.num_requests_waiting,
+            stats.kv_cache_usage * 100,
+            schedule_s * 1e3,
+            model_s * 1e3,
+            update_s * 1e3,
         )
 
     # Utility methods. Clients call them by name, see server/utility_calls.py
@@ -450,7 +454,7 @@ class EngineCore:
 
     def abort_all(self) -> int:
         """End all requests as aborted. Return their number."""
-        num_requests = len(self.scheduler.requests)
+        num_requests = len(self.scheduler.state.requests)
         self.end_requests()
         self._pause.advance()
         return num_requests

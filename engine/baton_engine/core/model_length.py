@@ -24,7 +24,8 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
         if capacity < info.max_position_embeddings:
             logger.warning(
                 "max_model_len is %d, limited by the KV memory; the model's maximum is %d",
-                *(capacity, info.max_position_embeddings),
+                capacity,
+                info.max_position_embeddings,
             )
         return min(info.max_position_embeddings, capacity)
     if asked > capacity:

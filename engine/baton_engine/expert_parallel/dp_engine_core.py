@@ -255,7 +255,11 @@ class DPEngineCore(EngineCore):
         self._pauses[kind].observe(pause_s)
         logger.info(
             "generation %d committed as rank %d of %d (operation %s); steps paused for %.4f s",
-            *(generation.number, standby.rank, generation.size, generation.operation_id, pause_s),
+            generation.number,
+            standby.rank,
+            generation.size,
+            generation.operation_id,
+            pause_s,
         )
 
     def _break(self, reason: str) -> None:
@@ -267,7 +271,10 @@ class DPEngineCore(EngineCore):
         self._report.on_broken(reason)
         logger.warning(
             "generation %d is broken (rank %d, operation %s): %s",
-            *(generation.number, self.rank or 0, generation.operation_id, reason),
+            generation.number,
+            self.rank or 0,
+            generation.operation_id,
+            reason,
         )
         self._calls.end_start()
         with self._group_lock:

@@ -15,6 +15,7 @@ values, by definition.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from baton_engine.scheduling.decisions import Admitted, LoadStarted, Preempted, WaitsForPrompt
 from baton_engine.scheduling.request import Request
@@ -22,19 +23,14 @@ from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import StepBuilder
 
 
+@dataclass(slots=True)
 class Admission:
     """Selects waiting requests, in order.
 
     It is called twice per step. The caller applies each decision before it takes the next one.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
-        """Select from the queues of `state`. The caller moves the selected requests."""
-        self._kv = state.kv
-        self._queues = state.queues
-        self._running = state.running
-        self._groups = state.groups
-        self._chunked = state.config.enable_chunked_prefill
+    state: SchedulerState
 
     def admit_loaded(
         self, step: StepBuilder, *, only_loaded: bool
@@ -46,18 +42,21 @@ class Admission:
         """
         while (
             step.budget > 0
-            and self._running.has_places(1)
-            and (first := self._queues.loaded.peek()) is not None
+            and self.state.running.has_places(1)
+            and (first := self.state.queues.loaded.peek()) is not None
         ):
-            earlier = None if only_loaded else self._queues.waiting.first_before(first)
-            if earlier is not None and self._queues.waiting_to_load.first_before(earlier) is None:
+            earlier = None if only_loaded else self.state.queues.waiting.first_before(first)
+            if (
+                earlier is not None
+                and self.state.queues.waiting_to_load.first_before(earlier) is None
+            ):
                 # It would starve if loaded requests took every place that becomes free.
-                if not self._running.has_places(earlier.max_seqs):
+                if not self.state.running.has_places(earlier.max_seqs):
                     return
                 if (decision := self._admit_first(earlier, step)) is not None:
                     yield decision
                     continue
-            if self._kv.allocate(first, first.num_tokens) is not None:
+            if self.state.kv.allocate(first, first.num_tokens) is not None:
                 yield Admitted(first, first)
             else:  # the prefill stage sent more tokens than the load reserved blocks for
                 yield Preempted(first)
@@ -65,14 +64,14 @@ class Admission:
     def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
         """Start requests without KV, and loads of remote KV, until one of them does not fit."""
         while True:
-            to_load = self._queues.waiting_to_load.peek()
-            to_run = self._queues.waiting.peek() if step.budget > 0 else None
-            if to_run is not None and not self._running.has_places(to_run.max_seqs):
+            to_load = self.state.queues.waiting_to_load.peek()
+            to_run = self.state.queues.waiting.peek() if step.budget > 0 else None
+            if to_run is not None and not self.state.running.has_places(to_run.max_seqs):
                 to_run = None
             decision: Admitted | WaitsForPrompt | LoadStarted | None = None
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
                 decision = self._start_load(
-                    to_load, keep_for=self._queues.waiting.first_before(to_load)
+                    to_load, keep_for=self.state.queues.waiting.first_before(to_load)
                 )
             elif to_run is not None:
                 decision = self._admit_first(to_run, step)
@@ -83,10 +82,12 @@ class Admission:
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
         """Decide on the first request of `waiting`. Return None if it does not fit now."""
         group = request.group
-        if group is not None and self._groups.is_computing_prompt(group, step):
+        if group is not None and self.state.groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
         source = (
-            self._groups.source(request, step) if request.report.prompt_logprobs is None else None
+            self.state.groups.source(request, step)
+            if request.report.prompt_logprobs is None
+            else None
         )
         return (
             self._admit_sharing(request, source, step)
@@ -96,13 +97,17 @@ class Admission:
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
         """Allocate blocks for all known tokens of a request. Return None if it does not fit now."""
-        sequence, kv = request.sequences[0], self._kv
+        sequence, kv = request.sequences[0], self.state.kv
         # The last known token is always computed, for its logits. prompt_logprobs needs the logits
         # of every position.
         reads_cache = request.report.prompt_logprobs is None
         cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
-        if not self._chunked and num_uncached > step.budget and step.ranges:
+        if (
+            not self.state.config.enable_chunked_prefill
+            and num_uncached > step.budget
+            and step.ranges
+        ):
             return None  # A preempted request that outgrew the budget starts in a step of its own.
         keep_free = self._keep_free
         if request.beams is not None:
@@ -122,7 +127,7 @@ class Admission:
         self, request: Request, source: Request, step: StepBuilder
     ) -> Admitted | None:
         """Share the prompt's blocks of `source`. Return None if the rest does not fit now."""
-        kv = self._kv
+        kv = self.state.kv
         num_shared = request.num_prompt_tokens - 1  # the last one is computed for its logits
         num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
         if num_new + self._keep_free > kv.num_free_blocks:
@@ -137,7 +142,7 @@ class Admission:
     @property
     def _keep_free(self) -> int:
         """Blocks that an admission leaves for the growth of running requests."""
-        return self._kv.watermark_blocks if len(self._running) else 0
+        return self.state.kv.watermark_blocks if len(self.state.running) else 0
 
     @property
     def _keep_free_of_loads(self) -> int:
@@ -146,7 +151,11 @@ class Admission:
         Loads take memory long before they run. Without this reserve they would fill it, and running
         requests would preempt each other.
         """
-        num_growing = self._running.num_seqs + len(self._queues.loading) + len(self._queues.loaded)
+        num_growing = (
+            self.state.running.num_seqs
+            + len(self.state.queues.loading)
+            + len(self.state.queues.loaded)
+        )
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
@@ -155,7 +164,7 @@ class Admission:
         Args:
             keep_for: earlier request that waits for a place. The load leaves enough memory for it.
         """
-        kv = self._kv
+        kv = self.state.kv
         if keep_for is not None:
             wanted = kv.num_blocks_for(request.num_tokens + 1) + kv.num_blocks_for(
                 keep_for.num_tokens

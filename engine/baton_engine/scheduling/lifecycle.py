@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from baton_engine.scheduling.decisions import Finished, Queued, SwappedIn, SwappedOut
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
-from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import StepBuilder
@@ -23,7 +22,6 @@ class RequestLifecycle:
 
     state: SchedulerState
     beams: BeamSearches
-    preemptor: Preemptor
     remote_prefill: RemotePrefill
 
     # Wait
@@ -157,7 +155,7 @@ class RequestLifecycle:
             self.state.handoff.decline(request)
         self.state.queues.discard(request)
         self.state.grammars.discard(request)
-        self.preemptor.discard(request)
+        self.state.swapped.discard(request)
         self.state.awaiting_steps.pop(request_id, None)
         self.state.running.discard(request)
         del self.state.requests[request_id]

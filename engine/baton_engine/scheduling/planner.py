@@ -8,6 +8,7 @@ request that it already contains.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 
 from baton_engine.executor.step import BlockCopy
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
@@ -19,22 +20,15 @@ from baton_engine.scheduling.step_builder import StepBuilder
 from baton_protocol.messages import ErrorCode, FinishReason
 
 
+@dataclass(slots=True)
 class RunningPlanner:
     """Distributes a step's token budget over the running requests."""
 
-    def __init__(self, state: SchedulerState, preemptor: Preemptor, beams: BeamSearches) -> None:
-        """Plan for the running requests of `state`."""
-        self._kv = state.kv
-        self._running = state.running
-        self._waiting = state.queues.waiting
-        self._preemptor = preemptor
-        self._beams = beams
-        self._max_model_len = state.max_model_len
-        #: Decodes are scheduled before the token they start from is known. Only the worker has the
-        #: token then, so it cannot be sent.
-        self._runs_ahead = state.config.async_scheduling and not state.send_token_ids
-        self._long_prefill_threshold = state.config.long_prefill_token_threshold
-        self._prefills: list[Request] = []
+    state: SchedulerState
+    preemptor: Preemptor
+    beams: BeamSearches
+    #: Running requests of this step whose prompt is not computed.
+    _prefills: list[Request] = field(default_factory=list, init=False)
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
         """Fill `step` from the running requests.
@@ -43,7 +37,7 @@ class RunningPlanner:
         """
         prefills = self._prefills
         prefills.clear()
-        in_order = self._running.in_order
+        in_order = self.state.running.in_order
         index = 0
         while index < len(in_order) and step.budget > 0:
             request = in_order[index]
@@ -68,21 +62,23 @@ class RunningPlanner:
     def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
         """Add as much of a sequence that has its blocks as the budget allows."""
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
-        threshold = self._long_prefill_threshold
+        threshold = self.state.config.long_prefill_token_threshold
         if 0 < threshold < num_tokens and self._shorter_ones_wait(sequence):
             num_tokens = threshold
         step.run(sequence, num_tokens)
 
     def _may_follow(self, request: Request) -> bool:
         """Return whether a request can join another step while earlier ones are in flight."""
-        return self._runs_ahead and (not request.num_placeholders or self._may_run_ahead(request))
+        return self.state.runs_ahead and (
+            not request.num_placeholders or self._may_run_ahead(request)
+        )
 
     def _may_run_ahead(self, request: Request) -> bool:
         """Return whether a token may be computed before the previous one is known."""
         max_tokens = request.sampling_params.max_tokens
         num_tokens = len(request.token_ids) + request.num_placeholders
         return (
-            num_tokens < self._max_model_len
+            num_tokens < self.state.max_model_len
             and (max_tokens is None or num_tokens - request.num_prompt_tokens < max_tokens)
             and request.grammar is None
             and request.kv_transfer is None
@@ -90,7 +86,7 @@ class RunningPlanner:
 
     def _shorter_ones_wait(self, sequence: Request) -> bool:
         num_tokens = sequence.num_uncomputed_tokens
-        first = self._waiting.peek()
+        first = self.state.queues.waiting.peek()
         return (
             first is not None and first is not sequence and first.num_uncomputed_tokens < num_tokens
         ) or any(
@@ -104,17 +100,17 @@ class RunningPlanner:
     ) -> Generator[Preempted | SwappedOut, None, bool]:
         """Run a decode that needs a block. Return False if the request itself was preempted."""
         while (copies := step.reserve(request, request.num_computed_tokens + 1)) is None:
-            victim = self._preemptor.find_victim(index)
+            victim = self.preemptor.find_victim(index)
             if (
                 victim in (None, request)
-                and (loaded := self._preemptor.find_loaded_victim(request)) is not None
+                and (loaded := self.preemptor.find_loaded_victim(request)) is not None
             ):
                 yield Preempted(loaded)
                 continue
             # All behind it are PRODUCE requests. It waits for earlier requests to end.
             if victim is None:
                 return True
-            yield self._preemptor.preempt(victim, beneficiary=request)
+            yield self.preemptor.preempt(victim, beneficiary=request)
             if victim is request:
                 return False
         step.run(request, 1, copies)
@@ -139,16 +135,16 @@ class RunningPlanner:
         beams = beams[: step.budget]
         # All or none: a search is preempted as a whole, and then the step must not contain any of
         # its beams.
-        while self._beams.num_blocks_needed(beams) > self._kv.num_free_blocks:
-            victim = self._preemptor.find_victim(index)
+        while self.beams.num_blocks_needed(beams) > self.state.kv.num_free_blocks:
+            victim = self.preemptor.find_victim(index)
             assert victim is not None
-            if victim is root and (loaded := self._preemptor.find_loaded_victim(root)) is not None:
+            if victim is root and (loaded := self.preemptor.find_loaded_victim(root)) is not None:
                 yield Preempted(loaded)
             elif victim is root and self._needs_all_memory(group):
                 yield self._out_of_memory(root)
                 return False
             else:
-                yield self._preemptor.preempt(victim, beneficiary=root)
+                yield self.preemptor.preempt(victim, beneficiary=root)
                 if victim is root:
                     return False
         for beam in beams:
@@ -162,12 +158,12 @@ class RunningPlanner:
     def _needs_all_memory(self, group: BeamGroup) -> bool:
         """Return whether all other blocks are free already."""
         own = {block.block_id for beam in group.live for block in beam.blocks}
-        return len(own) + self._kv.num_free_blocks == self._kv.pool.num_blocks
+        return len(own) + self.state.kv.num_free_blocks == self.state.kv.pool.num_blocks
 
     def _out_of_memory(self, root: Request) -> Finished:
         message = (
             f"beam_width={root.sampling_params.beam_width} has used up all "
-            f"{self._kv.pool.num_blocks} KV blocks; "
+            f"{self.state.kv.pool.num_blocks} KV blocks; "
             "use fewer beams, fewer tokens or an engine with more KV memory"
         )
         return Finished.without_token(root, FinishReason.LENGTH, ErrorCode.LENGTH, message)

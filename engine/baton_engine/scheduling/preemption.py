@@ -10,8 +10,8 @@ The last request in order loses first. Two modes (Kwon et al. 2023, PagedAttenti
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from baton_engine.scheduling.decisions import Preempted, SwappedIn, SwappedOut
 from baton_engine.scheduling.queues import by_order
@@ -19,21 +19,11 @@ from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
 
 
+@dataclass(slots=True)
 class Preemptor:
-    """Selects victims, and keeps the swapped requests in order."""
+    """Selects the requests that lose their memory, and those that get it back."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._kv = state.kv
-        self._running = state.running
-        self._loaded = state.queues.loaded
-        can_swap = self._kv.swap_pool.num_blocks > 0
-        self._mode = state.config.preemption_mode if can_swap else "recompute"
-        #: Units of requests that were swapped out together, in order. No unit is empty.
-        self.swapped: list[list[Request]] = []
-
-    @property
-    def num_swapped(self) -> int:
-        return sum(map(len, self.swapped))
+    state: SchedulerState
 
     def find_victim(self, index: int) -> Request | None:
         """Return the last running request that may lose its blocks, from place `index` on.
@@ -41,7 +31,7 @@ class Preemptor:
         Earlier requests are in the step already. PRODUCE requests are skipped: a peer may read
         their blocks at any time.
         """
-        in_order = self._running.in_order
+        in_order = self.state.running.in_order
         for position in range(len(in_order) - 1, index - 1, -1):
             if not in_order[position].produces:
                 return in_order[position]
@@ -53,7 +43,7 @@ class Preemptor:
         A loaded request holds memory without running. If it waited for the place of `beneficiary`,
         neither could continue.
         """
-        victim = max(self._loaded, key=by_order, default=None)
+        victim = max(self.state.queues.loaded, key=by_order, default=None)
         return victim if victim is not None and victim.order > beneficiary.order else None
 
     def preempt(self, victim: Request, *, beneficiary: Request) -> Preempted | SwappedOut:
@@ -73,57 +63,43 @@ class Preemptor:
                     key=by_order,
                 )
             if self._wants_swap(members):
-                copies = self._kv.swap_out(
+                copies = self.state.kv.swap_out(
                     [sequence for member in members for sequence in member.sequences]
                 )
                 if copies is not None:
-                    bisect.insort(self.swapped, members, key=lambda unit: unit[0].order)
+                    self.state.swapped.add(members)
                     return SwappedOut(members, copies)
         return Preempted(victim)
-
-    def take_swapped(self) -> list[Request]:
-        """Remove and return all swapped requests."""
-        units, self.swapped = self.swapped, []
-        return [request for unit in units for request in unit]
-
-    def discard(self, request: Request) -> None:
-        """Drop a request that has ended."""
-        for unit in self.swapped:
-            if request in unit:
-                unit.remove(request)
-                if not unit:
-                    self.swapped.remove(unit)
-                return
 
     def resume(self) -> Iterator[SwappedIn]:
         """Resume swapped requests, in order, while there are places and memory.
 
         The caller applies each decision before it takes the next one.
         """
-        while self.swapped:
-            unit = self.swapped[0]
+        while (unit := self.state.swapped.first()) is not None:
             sequences = [sequence for request in unit for sequence in request.sequences]
             num_seqs = sum(request.max_seqs for request in unit)
             if any(sequence.num_in_flight for sequence in sequences):
                 return
-            if not self._running.has_places(num_seqs):
+            if not self.state.running.has_places(num_seqs):
                 return
             # Without room to grow they would be swapped out next, even if they run alone, because
             # transfers also hold memory.
-            if len(self._running):
-                keep_free = self._kv.watermark_blocks + num_seqs
+            if len(self.state.running):
+                keep_free = self.state.kv.watermark_blocks + num_seqs
             else:
                 num_blocks = len(
                     {block.block_id for sequence in sequences for block in sequence.swapped_blocks}
                 )
-                keep_free = min(num_seqs, self._kv.pool.num_blocks - num_blocks)
-            copies = self._kv.swap_in(sequences, keep_free=keep_free)
+                keep_free = min(num_seqs, self.state.kv.pool.num_blocks - num_blocks)
+            copies = self.state.kv.swap_in(sequences, keep_free=keep_free)
             if copies is None:
                 return
-            del self.swapped[0]
+            self.state.swapped.remove(unit)
             yield SwappedIn(unit, copies)
 
     def _wants_swap(self, members: list[Request]) -> bool:
-        if self._mode == "auto":
+        mode = self.state.config.preemption_mode
+        if mode == "auto":
             return sum(len(member.sequences) for member in members) > 1
-        return self._mode == "swap"
+        return mode == "swap"

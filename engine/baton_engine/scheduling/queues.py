@@ -1,4 +1,4 @@
-"""Queues of waiting requests, as heaps, and the sorted list of running requests."""
+"""Places of requests: heaps of waiting ones, sorted lists of swapped and running ones."""
 
 from __future__ import annotations
 
@@ -85,6 +85,41 @@ class WaitingRequests:
     @property
     def num_without_memory(self) -> int:
         return len(self.waiting) + len(self.waiting_to_load)
+
+
+class SwappedRequests:
+    """Requests whose KV is in host memory, in units that were swapped out together."""
+
+    def __init__(self) -> None:
+        #: By the order of their first request. No unit is empty.
+        self.units: list[list[Request]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self.units))
+
+    def add(self, unit: list[Request]) -> None:
+        bisect.insort(self.units, unit, key=lambda unit: unit[0].order)
+
+    def first(self) -> list[Request] | None:
+        """Return the unit that is resumed first, or None."""
+        return self.units[0] if self.units else None
+
+    def remove(self, unit: list[Request]) -> None:
+        self.units.remove(unit)
+
+    def discard(self, request: Request) -> None:
+        """Remove `request`, if it is swapped."""
+        for unit in self.units:
+            if request in unit:
+                unit.remove(request)
+                if not unit:
+                    self.units.remove(unit)
+                return
+
+    def take_all(self) -> list[Request]:
+        """Remove and return all requests, in order."""
+        units, self.units = self.units, []
+        return [request for unit in units for request in unit]
 
 
 class RunningRequests:

@@ -64,8 +64,7 @@ class Scheduler:
 
     def __init__(self, state: SchedulerState) -> None:
         """Schedule the requests of `state`, which has none yet."""
-        self.state, self.config, self.kv = state, state.config, state.kv
-        self.requests, self.running = state.requests, state.running
+        self.state = state
         self.draining = False
         self.pause_state = PauseState.UNPAUSED
         #: The last step ran tokens, moved requests or carried metadata for the connector, so that
@@ -79,9 +78,7 @@ class Scheduler:
         self._admission = Admission(state)
         self._remote_prefill = RemotePrefill(state)
         self._results = StepResults(state, self._beams)
-        self._lifecycle = RequestLifecycle(
-            state, self._beams, self._preemptor, self._remote_prefill
-        )
+        self._lifecycle = RequestLifecycle(state, self._beams, self._remote_prefill)
 
     # Who runs next
 
@@ -92,7 +89,10 @@ class Scheduler:
         places in the batch and the KV memory limit all three.
         """
         step = StepBuilder(
-            self.kv, self.state.worker, self._num_steps, self.config.max_num_batched_tokens
+            self.state.kv,
+            self.state.worker,
+            self._num_steps,
+            self.state.config.max_num_batched_tokens,
         )
         self._num_steps += 1
         moved = self._end_waits()
@@ -114,7 +114,7 @@ class Scheduler:
         if unpaused:
             # Loaded requests hold memory that swapped ones may need.
             self._apply(
-                step, self._admission.admit_loaded(step, only_loaded=bool(self._preemptor.swapped))
+                step, self._admission.admit_loaded(step, only_loaded=bool(self.state.swapped))
             )
         resumed: list[Request] = []
         for decision in self._preemptor.resume():
@@ -124,7 +124,7 @@ class Scheduler:
             self._lifecycle.settle(self._results.advance_beams(request))
         # A resumed search may free blocks that this step swaps in. A load started now could write
         # to them first.
-        if unpaused and not self._preemptor.swapped and not resumed:
+        if unpaused and not self.state.swapped and not resumed:
             self._apply(step, self._admission.admit(step))
         return bool(resumed)
 
@@ -178,7 +178,7 @@ class Scheduler:
             if entry.request.kv_transfer is not None and entry.request.produces:
                 self.state.handoff.save(entry.request, entry.end)
         output = step.output
-        output.store, output.restore = self.kv.take_offload_copies()
+        output.store, output.restore = self.state.kv.take_offload_copies()
         if step.ranges:
             self._in_flight[output.step_id] = step.ranges
         if output.reaches_model_runner:  # else workers only pass metadata to the connector
@@ -240,13 +240,13 @@ class Scheduler:
         check_request(
             core_request,
             self.state.limits,
-            requests=self.requests,
+            requests=self.state.requests,
             transfer_ids=self.state.handoff,
             num_queued=self.state.queues.num_without_memory + len(self.state.grammars),
             draining=self.draining,
         )
         request = Request(core_request)
-        if self.config.policy == "fcfs":
+        if self.state.config.policy == "fcfs":
             request.order = (0, *request.order[1:])
         try:
             if core_request.group_id:
@@ -256,7 +256,7 @@ class Scheduler:
             if request.group is not None:
                 self.state.groups.leave(request)
             raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
-        self.requests[request.request_id] = request
+        self.state.requests[request.request_id] = request
         self.state.outputs.event(request, EngineCoreEventType.QUEUED)
         if request.sampling_params.beam_width:
             self._beams.start(request)
@@ -274,7 +274,7 @@ class Scheduler:
 
     def forget_refused(self, request_id: str) -> None:
         """Drop prefill results of a refused request. They must not reach a later namesake."""
-        if request_id not in self.requests:
+        if request_id not in self.state.requests:
             self._remote_prefill.forget(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -283,7 +283,7 @@ class Scheduler:
         If a request has ended but a peer may still read its blocks, the blocks are released.
         """
         for request_id in request_ids:
-            request = self.requests.get(request_id)
+            request = self.state.requests.get(request_id)
             if request is not None:
                 self._lifecycle.finish(request, FinishReason.ABORT)
             else:
@@ -291,7 +291,7 @@ class Scheduler:
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End all requests with an error."""
-        for request in list(self.requests.values()):
+        for request in list(self.state.requests.values()):
             self._lifecycle.finish(request, FinishReason.ERROR, code, message)
 
     def add_prefill_result(self, result: PrefillResult) -> None:
@@ -300,7 +300,7 @@ class Scheduler:
         The result may arrive at any time, also before the request. The gateway owns the request and
         limits the wait by an abort.
         """
-        request = self.requests.get(result.request_id)
+        request = self.state.requests.get(result.request_id)
         if request is None:
             self._remote_prefill.remember_early(result)
         else:
@@ -312,7 +312,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could make progress, now or after a transfer ends."""
         return (
-            bool(self.requests)
+            bool(self.state.requests)
             or self.state.handoff.has_metadata
             or self.state.handoff.num_held > 0
         )
@@ -326,37 +326,37 @@ class Scheduler:
 
         PRODUCE requests keep theirs, because a peer reads it.
         """
-        for request in [*self.running.values(), *self.state.queues.loaded]:
+        for request in [*self.state.running.values(), *self.state.queues.loaded]:
             if not request.produces:
                 self._lifecycle.preempt(request)
-        for request in self._preemptor.take_swapped():
+        for request in self.state.swapped.take_all():
             self._lifecycle.compute_again(request)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> None:
         """Clear the prefix cache. With `reset_running`, running requests compute their KV again."""
         if reset_running:
             self.preempt_all()
-        self.kv.reset_prefix_cache()
+        self.state.kv.reset_prefix_cache()
 
     def take_kv_events(self) -> list[KVEvent]:
         """Return the changes of the prefix cache since the last call."""
-        return self.kv.take_events()
+        return self.state.kv.take_events()
 
     def stats(self) -> EngineStats:
         """Return the counters since start and the current gauges."""
         stats = self.state.counters
-        stats.num_requests_running = len(self.running)
-        stats.num_requests_waiting = len(self.requests) - len(self.running)
-        stats.num_requests_swapped = self._preemptor.num_swapped
+        stats.num_requests_running = len(self.state.running)
+        stats.num_requests_waiting = len(self.state.requests) - len(self.state.running)
+        stats.num_requests_swapped = len(self.state.swapped)
         stats.num_requests_waiting_for_remote_kv = len(self.state.queues.waiting_to_load) + len(
             self.state.queues.loading
         )
         stats.num_transfers_held = self.state.handoff.num_held
-        stats.kv_cache_usage = self.kv.usage
+        stats.kv_cache_usage = self.state.kv.usage
         stats.draining = self.draining
-        stats.prefix_cache_queries = self.kv.stats.queries
-        stats.prefix_cache_hits = self.kv.stats.hits
-        if (offload := self.kv.offload) is not None:
+        stats.prefix_cache_queries = self.state.kv.stats.queries
+        stats.prefix_cache_hits = self.state.kv.stats.hits
+        if (offload := self.state.kv.offload) is not None:
             stats.offload_blocks = len(offload)
             stats.offload_blocks_stored, stats.offload_blocks_restored = (
                 offload.num_stored,

@@ -10,7 +10,7 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.grammar_queue import GrammarQueue
 from baton_engine.scheduling.groups.samples import SampleGroups
 from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
-from baton_engine.scheduling.queues import RunningRequests, WaitingRequests
+from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, WaitingRequests
 from baton_engine.scheduling.refusals import RequestLimits
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.request_outputs import RequestOutputs
@@ -47,12 +47,16 @@ class SchedulerState:
             ValueError: `max_model_len` tokens do not fit the KV memory.
         """
         self.config, self.kv, self.max_model_len = config, kv, max_model_len
-        self.fail_on_load_error, self.send_token_ids = fail_on_load_error, send_token_ids
+        self.fail_on_load_error = fail_on_load_error
+        #: Decodes are scheduled before the token they start from is known. Only the worker has the
+        #: token then, so it cannot be sent.
+        self.runs_ahead = config.async_scheduling and not send_token_ids
         self.limits = RequestLimits.of(config, kv, max_model_len)
         #: All unfinished requests.
         self.requests: dict[str, Request] = {}
         self.running = RunningRequests(self.limits.max_num_seqs)
         self.queues = WaitingRequests()
+        self.swapped = SwappedRequests()
         self.grammars = GrammarQueue(structured_output)
         self.groups = SampleGroups()
         #: Preempted requests, until their steps in flight have returned.

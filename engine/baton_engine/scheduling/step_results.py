@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from baton_engine.executor.step import ModelRunnerOutput
 from baton_engine.scheduling.decisions import Finished, Queued
@@ -13,16 +14,12 @@ from baton_engine.scheduling.step_builder import ScheduledRange
 from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
+@dataclass(slots=True)
 class StepResults:
     """Decides what follows from the results of a step."""
 
-    def __init__(self, state: SchedulerState, beams: BeamSearches) -> None:
-        self._kv = state.kv
-        self._outputs = state.outputs
-        self._counters = state.counters
-        self._stop_rules = state.stop_rules
-        self._worker = state.worker
-        self._beams = beams
+    state: SchedulerState
+    beams: BeamSearches
 
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
@@ -50,13 +47,13 @@ class StepResults:
                     "it samples iff all known tokens are computed"
                 )
             if entry.start < request.num_prompt_tokens:
-                self._counters.prompt_tokens_computed += (
+                self.state.counters.prompt_tokens_computed += (
                     min(entry.end, request.num_prompt_tokens) - entry.start
                 )
             if entry.num_preemptions == request.num_preemptions:  # else its KV has left `blocks`
-                self._kv.cache_blocks(request, entry.end)
+                self.state.kv.cache_blocks(request, entry.end)
             if has_extras:
-                self._outputs.collect(
+                self.state.outputs.collect(
                     request.root or request, entry.start, ran, ran_as=request.request_id
                 )
             if token_id is not None:
@@ -83,7 +80,7 @@ class StepResults:
             request.num_placeholders -= entry.samples
             if request.status is RequestStatus.FINISHED:
                 continue
-            self._worker.forget(request)  # it may lack the blocks that the step added
+            self.state.worker.forget(request)  # it may lack the blocks that the step added
             # A request that has been preempted since may have no computed tokens left.
             request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
@@ -94,7 +91,7 @@ class StepResults:
         group = root.beams
         if group is None or not group.complete:
             return None
-        self._beams.advance(root)
+        self.beams.advance(root)
         if group.live:
             return None
         beams = list(group.finished)
@@ -103,7 +100,7 @@ class StepResults:
                 root, FinishReason.ERROR, ErrorCode.INTERNAL, "no token was possible for any beam"
             )
         best = beams[0]
-        self._counters.generation_tokens += len(best.token_ids)
+        self.state.counters.generation_tokens += len(best.token_ids)
         output = EngineCoreOutput(
             request_id=root.request_id,
             new_token_ids=best.token_ids,
@@ -118,15 +115,15 @@ class StepResults:
     def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> Finished | None:
         request.token_ids.append(token_id)
         request.num_placeholders -= 1
-        self._counters.generation_tokens += 1
-        reason, error, error_code = self._stop_rules.take_token(request)
+        self.state.counters.generation_tokens += 1
+        reason, error, error_code = self.state.stop_rules.take_token(request)
         output = EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[token_id],
             token_offset=len(request.token_ids) - request.num_prompt_tokens - 1,
             finish_reason=reason,
         )
-        if reason is FinishReason.STOP and self._stop_rules.is_stop_token(request, token_id):
+        if reason is FinishReason.STOP and self.state.stop_rules.is_stop_token(request, token_id):
             output.stop_token_id = token_id
         if error:
             output.error, output.error_code = error, error_code
@@ -137,12 +134,12 @@ class StepResults:
             output.num_nans_in_logits = ran.num_nans_in_logits.get(request.request_id, 0)
         if reason is not None:
             return Finished(request, output)
-        self._outputs.emit(request, output)
+        self.state.outputs.emit(request, output)
         return None
 
     def _report_beam(
         self, root: Request, beam: Request, logprobs: TokenLogprobs | None
     ) -> Finished | None:
-        self._beams.report(beam, logprobs)
+        self.beams.report(beam, logprobs)
         # A swapped search advances once it is resumed.
         return self.advance_beams(root) if root.status is RequestStatus.RUNNING else None

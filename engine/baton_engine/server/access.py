@@ -69,5 +69,6 @@ class Access:
         logger.warning(
             "%s port: refused %d connections or requests without the service key; "
             "check the clients' service_key_file",
-            *(door, count),
+            door,
+            count,
         )

@@ -3,8 +3,9 @@
 choose             the choice of transports by name
 transport          the interface of a transport
 transport_thread   the thread that all transports of an agent share
+work_loan          who does its work: the thread, or a user that waits
 mailbox            commands for that thread
-alarm              a timer as a descriptor, for that thread
+alarm              a timer as a descriptor, for that loan
 transfer           memory regions, transfers and errors
 iovec              packed lists of memory runs
 ucx/               UCX over TCP or RDMA, host or device memory; worker.py moves the bytes

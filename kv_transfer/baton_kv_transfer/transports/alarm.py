@@ -23,17 +23,20 @@ class Alarm:
         Raises:
             OSError: no descriptor is left.
         """
-        self.fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
-        if self.fd < 0:
+        self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._fd < 0:
             raise OSError(c.get_errno(), "timerfd_create failed")
         self._poller = select.poll()
-        self._poller.register(self.fd, select.POLLIN)
+        self._poller.register(self._fd, select.POLLIN)
 
     def set(self, delay_ns: int) -> None:
         """Ring after `delay_ns`; with 0, never."""
         spec = _SPEC.pack(0, 0, *divmod(delay_ns, 10**9))
-        _libc.timerfd_settime(self.fd, 0, spec, None)
+        _libc.timerfd_settime(self._fd, 0, spec, None)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it rings; return False after the timeout."""
         return bool(self._poller.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,13 +1,11 @@
 """The work of the transports: sockets, commands, timers, and copies in turns of one batch.
 
-A thread does the work, except while a user of the agent waits in `waiting`. Then the user does it,
-so that no other thread has to wake up before the user. The thread takes over again when a user
-leaves with unfinished work, or does not wait again within AWAY_NS.
+A thread does the work, except while a user of the agent waits in `waiting`: then the user does it
+(see `work_loan`).
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
 import logging
@@ -20,15 +18,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from baton_kv_transfer.transports.alarm import Alarm
 from baton_kv_transfer.transports.mailbox import Mailbox
 from baton_kv_transfer.transports.transfer import CopyError
+from baton_kv_transfer.transports.work_loan import WorkLoan
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-#: A user that waits again within this time keeps the work, because waking the thread costs more.
-AWAY_NS = 1_000_000
 #: Time that a leaving user spends on remaining work if no event was found.
 HELP_S = 0.005
 #: How late a timer may be while a user waits.
@@ -89,20 +85,6 @@ class _Waiting:
         self._leave(self._borrowed)
 
 
-class _State(enum.Enum):
-    """States of the thread.
-
-    WORKING -> POLLING    nothing is left to do
-    POLLING -> WORKING    an event or a timer
-    POLLING -> PARKED     a user borrows the work, or left less than AWAY_NS ago
-    PARKED  -> WORKING    the alarm: the user left work, or has been away for AWAY_NS; or the end
-    """
-
-    WORKING = enum.auto()
-    POLLING = enum.auto()
-    PARKED = enum.auto()
-
-
 class TransportThread:
     """The shared thread of an agent's transports.
 
@@ -125,8 +107,6 @@ class TransportThread:
         self._epoll = select.epoll()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._event_fd, lambda: None)
-        #: Interrupts the poll of the thread, and of no user.
-        self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._has_event = False
         #: Identity of the thread that does the work at the moment. It runs its own commands before
         #: it waits.
@@ -134,18 +114,8 @@ class TransportThread:
         self.mailbox = Mailbox(self._signal)
         #: Held while the work is done.
         self._work = threading.Lock()
-        #: Guards the attributes below.
-        self._lock = threading.Lock()
-        self._state = _State.WORKING
-        #: A user is waiting and does the work.
-        self._lent = False
-        #: Users in `waiting`, with or without the work.
-        self._users = 0
-        #: The user left work that can be done at once.
-        self._more = False
-        #: Rings when the thread may take the work back from a user that left.
-        self._alarm = Alarm()
-        self._alarm.set(1)
+        self._loan = WorkLoan()
+        #: Of a user that did the work.
         self._failure: Exception | None = None
         #: Why the thread ended; empty while it runs, and after `close`.
         self.failure = ""
@@ -165,6 +135,7 @@ class TransportThread:
         self._progress = progress
 
     def close(self) -> None:
+        self._loan.close()
         if self._thread.ident is None:  # never started
             self._close()
         elif self.mailbox.close():
@@ -182,11 +153,11 @@ class TransportThread:
         """
         self._has_event = True
         me = threading.get_ident()
-        return self._users > 1 or me != self._worker or me == self._thread.ident
+        return self._loan.num_users > 1 or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """Return a context in which the caller does the work. See Agent.waiting."""
-        return _Waiting(self._borrow, self._leave, self._epoll)
+        return _Waiting(self._loan.borrow, self._leave, self._epoll)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
         """Call `handler` when the descriptor is readable, and see `watch_writable`."""
@@ -222,24 +193,13 @@ class TransportThread:
 
     # -- waiting users
 
-    def _borrow(self) -> bool:
-        with self._lock:
-            self._users += 1
-            if self._lent or self._more or self._state is _State.WORKING or self.mailbox.closed:
-                return False
-            self._lent = True
-            self._alarm.set(0)
-            if self._state is _State.POLLING:
-                os.eventfd_write(self._kick_fd, 1)
-        return True
-
     def _leave(self, borrowed: bool) -> None:
         if borrowed:
-            self._give_back()
-        with self._lock:
-            self._users -= 1
+            self._loan.give_back(self._help())
+        self._loan.leave()
 
-    def _give_back(self) -> None:
+    def _help(self) -> bool:
+        """Do remaining work as a leaving user. Return whether there is more."""
         more = True
         until = time.monotonic() + HELP_S
         self._has_event = False
@@ -251,10 +211,7 @@ class TransportThread:
                     more = self._turn()
         except Exception as error:  # reported by the thread: the user did not cause it
             self._failure = error
-        with self._lock:
-            self._lent = False
-            self._more = more
-            self._alarm.set(1 if more else AWAY_NS)
+        return more
 
     # -- the thread
 
@@ -278,44 +235,27 @@ class TransportThread:
 
     def _wait(self) -> None:
         """Wait until there may be work that no user does."""
-        with self._lock:
-            self._state = _State.POLLING
+        self._loan.rest()
         poller = select.poll()
         poller.register(self._epoll.fileno(), select.POLLIN)
-        poller.register(self._kick_fd, select.POLLIN)
-        if any(fd == self._kick_fd for fd, _ in poller.poll(self._time_left_s(1e6) * 1000)):
-            os.eventfd_read(self._kick_fd)
-        while not self._take_back():
-            rang = self._alarm.wait(self._time_left_s(MAX_PARKED_S))
+        poller.register(self._loan.taken_fd, select.POLLIN)
+        if any(fd == self._loan.taken_fd for fd, _ in poller.poll(self._time_left_s(1e6) * 1000)):
+            os.eventfd_read(self._loan.taken_fd)
+        while not self._loan.resume():
+            rang = self._loan.alarm.wait(self._time_left_s(MAX_PARKED_S))
             if not rang and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
                     self._turn()
                 os.eventfd_write(self._event_fd, 1)  # the user does the rest
 
-    def _take_back(self) -> bool:
-        """Return whether the thread does the work now."""
-        with self._lock:
-            if self.mailbox.closed or self._alarm.wait(0):
-                self._state, self._more = _State.WORKING, False
-            else:
-                self._state = _State.PARKED
-            return self._state is _State.WORKING
-
     def _close(self) -> None:
-        while True:
-            with self._lock:
-                lent = self._lent
-                self._alarm.set(0)
-            if not lent:
-                self._epoll.close()
-                os.close(self._event_fd)
-                os.close(self._kick_fd)
-                os.close(self._alarm.fd)
-                return
-            # The last turn may have consumed the event that woke a user.
-            os.eventfd_write(self._event_fd, 1)
-            if not self._alarm.wait(CLOSE_TIMEOUT_S):
-                return  # a user still polls these descriptors, so their numbers must not be reused
+        # The last turn may have consumed the event that woke a user.
+        os.eventfd_write(self._event_fd, 1)
+        if not self._loan.await_user(CLOSE_TIMEOUT_S):
+            return  # a user still polls these descriptors, so their numbers must not be reused
+        self._epoll.close()
+        os.close(self._event_fd)
+        self._loan.close_descriptors()
 
     # -- the work
 

@@ -180,7 +180,7 @@ class World:
             scheduler.forget_refused(request.request_id)
             return False
         self.added[request.request_id] = request
-        self.objects[request.request_id] = scheduler.requests[request.request_id]
+        self.objects[request.request_id] = scheduler.state.requests[request.request_id]
         self.received[request.request_id] = []
         return True
 
@@ -322,20 +322,20 @@ class World:
         scheduler, state = self.scheduler, self.scheduler.state
         queues = state.queues
         places = [
-            scheduler.running,
+            scheduler.state.running,
             queues.waiting,
             queues.waiting_to_load,
             queues.loaded,
             queues.loading,
         ]
         num_placed = sum(map(len, places)) + len(state.grammars) + len(state.awaiting_steps)
-        num_placed += scheduler._preemptor.num_swapped
+        num_placed += len(scheduler.state.swapped)
         num_placed += sum(len(group.waiting) for group in state.groups._groups.values())
-        assert num_placed == len(scheduler.requests)
-        assert scheduler.running.num_seqs == sum(
-            request.max_seqs for request in scheduler.running.values()
+        assert num_placed == len(scheduler.state.requests)
+        assert scheduler.state.running.num_seqs == sum(
+            request.max_seqs for request in scheduler.state.running.values()
         )
-        assert scheduler.running.num_seqs <= MAX_NUM_SEQS
+        assert scheduler.state.running.num_seqs <= MAX_NUM_SEQS
 
 
 def _beams(request: Request) -> list[Request]:

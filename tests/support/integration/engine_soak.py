@@ -242,7 +242,7 @@ class Soak:
         if roll < 0.72:
             self._add()
         elif roll < 0.85:
-            if unfinished := list(core.scheduler.requests):
+            if unfinished := list(core.scheduler.state.requests):
                 chosen = rng.sample(unfinished, min(len(unfinished), rng.randint(1, 3)))
                 self._aborted.update(chosen)
                 core.abort_requests(chosen)
@@ -251,7 +251,7 @@ class Soak:
         elif roll < 0.92:
             mode = rng.choice(["wait", "keep", "keep", "abort"])
             if mode == "abort":
-                self._aborted.update(core.scheduler.requests)
+                self._aborted.update(core.scheduler.state.requests)
             self._remember(core.pause(mode))  # type: ignore[arg-type]
         elif roll < 0.95:
             self._resume()
@@ -302,7 +302,7 @@ class Soak:
                 idle = 0
                 continue
             idle += 1
-            left = list(self._core.scheduler.requests.values())
+            left = list(self._core.scheduler.state.requests.values())
             # Only a compiling grammar may delay a step here.
             limit = (
                 IDLE_STEPS
@@ -376,19 +376,19 @@ class Soak:
 
     def _check_nothing_left(self) -> None:
         scheduler = self._core.scheduler
-        kv, state = scheduler.kv, scheduler.state
-        queues = state.queues
+        state = scheduler.state
+        kv, queues = state.kv, state.queues
         kv.reset_prefix_cache()
         leftovers = {
             "blocks": [block for block in kv.pool.blocks if block.ref_count],
             "used blocks": kv.pool.num_blocks - kv.num_free_blocks,
             "used host blocks": kv.swap_pool.num_blocks - kv.swap_pool.num_free_blocks,
             "offloaded blocks": kv.offload and kv.offload._slots,
-            "requests": scheduler.requests,
-            "running": scheduler.running.in_order,
-            "places": scheduler.running.num_seqs,
+            "requests": state.requests,
+            "running": state.running.in_order,
+            "places": state.running.num_seqs,
             "queues": [*queues.waiting, *queues.loaded, *queues.waiting_to_load, *queues.loading],
-            "swapped": scheduler._preemptor.swapped,
+            "swapped": state.swapped.units,
             "groups": state.groups._groups,
             "grammars": [*state.grammars._futures, *state.grammars._waiting],
             "steps": [*scheduler._in_flight, *state.awaiting_steps, *self._core._in_flight],

@@ -166,6 +166,12 @@ def _position(status: Status) -> tuple[object, ...]:
     """Return the fields that change while a rank's loop makes progress."""
     nonce = "" if status.generation is None else status.generation.nonce
     return (
-        *(status.phase, nonce, status.prepared, status.commit_seen, status.failed, status.leaving),
-        *(status.step, status.activity),
+        status.phase,
+        nonce,
+        status.prepared,
+        status.commit_seen,
+        status.failed,
+        status.leaving,
+        status.step,
+        status.activity,
     )

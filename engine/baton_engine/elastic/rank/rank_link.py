@@ -298,6 +298,12 @@ def _decisive_fields(status: Status) -> tuple[RankPhase | str | bool | tuple[str
     """Return the fields that the coordinator's decisions use. The others change with every step."""
     nonce = status.generation.nonce if status.generation is not None else ""
     return (
-        *(status.phase, nonce, status.prepared, status.commit_seen, status.failed, status.failure),
-        *(status.suspects, status.leaving),
+        status.phase,
+        nonce,
+        status.prepared,
+        status.commit_seen,
+        status.failed,
+        status.failure,
+        status.suspects,
+        status.leaving,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from baton_engine.scheduling.groups.beam_search import (
     BeamConfig,
@@ -23,24 +24,23 @@ from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 
+@dataclass(slots=True)
 class BeamSearches:
     """Starts, advances, restarts and ends beam searches."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._kv = state.kv
-        self._worker = state.worker
-        self._stop_rules = state.stop_rules
-        self._max_model_len = state.max_model_len
+    state: SchedulerState
 
     def start(self, root: Request) -> None:
         """Make a request the root of a search, with one beam at its prompt."""
         params = root.sampling_params
-        room = self._max_model_len - root.num_prompt_tokens
+        room = self.state.max_model_len - root.num_prompt_tokens
         stops = frozenset(params.stop_token_ids)
         config = BeamConfig(
             width=params.beam_width,
             max_tokens=min(params.max_tokens, room) if params.max_tokens is not None else room,
-            stop_token_ids=stops if params.ignore_eos else stops | self._stop_rules.eos_token_ids,
+            stop_token_ids=stops
+            if params.ignore_eos
+            else stops | self.state.stop_rules.eos_token_ids,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )
@@ -64,7 +64,7 @@ class BeamSearches:
         """
         group = _group(root)
         own = {block.block_id for beam in group.live for block in beam.blocks}
-        group.num_blocks_wanted = min(len(own) + len(group.live), self._kv.pool.num_blocks)
+        group.num_blocks_wanted = min(len(own) + len(group.live), self.state.kv.pool.num_blocks)
 
     def give_up(self, root: Request) -> None:
         """End all beams of a search and free their blocks."""
@@ -136,7 +136,7 @@ class BeamSearches:
         writers: Counter[int] = Counter()
         holders: dict[int, int] = {}
         for beam in beams:
-            slot = beam.num_computed_tokens // self._kv.block_size
+            slot = beam.num_computed_tokens // self.state.kv.block_size
             if slot >= len(beam.blocks):
                 num_blocks += 1
             else:
@@ -150,16 +150,16 @@ class BeamSearches:
 
     def _fork(self, root: Request, group: BeamGroup, parent: Beam) -> Beam:
         child = _new_beam(root, group, parent.token_ids)
-        self._kv.fork(parent, child, parent.num_computed_tokens)
+        self.state.kv.fork(parent, child, parent.num_computed_tokens)
         child.num_computed_tokens = parent.num_computed_tokens
         child.chosen = list(parent.chosen)
         child.status = RequestStatus.RUNNING
         return child
 
     def _end(self, beam: Beam) -> None:
-        self._kv.free(beam)
+        self.state.kv.free(beam)
         beam.status = RequestStatus.FINISHED
-        self._worker.forget(beam)
+        self.state.worker.forget(beam)
 
 
 def _group(root: Request) -> BeamGroup:

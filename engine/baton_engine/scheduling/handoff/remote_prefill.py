@@ -7,6 +7,7 @@ blocks are computed here, unless the policy is to fail.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.request import Request, RequestStatus
@@ -16,19 +17,16 @@ from baton_protocol.messages import ErrorCode, FinishReason, PrefillResult
 EARLY_RESULTS_KEPT = 1024
 
 
+@dataclass(slots=True)
 class RemotePrefill:
     """Joins a request's block load with the result of its prefill stage."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._kv = state.kv
-        self._handoff = state.handoff
-        self._queues = state.queues
-        self._counters = state.counters
-        self._stop_rules = state.stop_rules
-        self._fail_on_load_error = state.fail_on_load_error
-        #: Results by id of requests that have not arrived. None: the request has ended; a late
-        #: result must not reach a later request with its id.
-        self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
+    state: SchedulerState
+    #: Results by id of requests that have not arrived. None: the request has ended; a late result
+    #: must not reach a later request with its id.
+    _early_results: OrderedDict[str, PrefillResult | None] = field(
+        default_factory=OrderedDict, init=False
+    )
 
     def take_early(self, request_id: str) -> PrefillResult | None:
         """Return the result that arrived before its request."""
@@ -54,56 +52,57 @@ class RemotePrefill:
         ):
             return None
         request.prefill_result = result
-        waiting_to_load = self._queues.waiting_to_load
+        waiting_to_load = self.state.queues.waiting_to_load
         if request in waiting_to_load:
-            if not result.token_ids and result.error and not self._fail_on_load_error:
+            if not result.token_ids and result.error and not self.state.fail_on_load_error:
                 # No peer computes the prompt, so it is computed here.
                 waiting_to_load.discard(request)
-                self._handoff.decline(request)
+                self.state.handoff.decline(request)
                 request.kv_transfer = None
                 num_cached = (
-                    len(self._kv.find_cached_prefix(request, request.num_arrival_tokens))
-                    * self._kv.block_size
+                    len(self.state.kv.find_cached_prefix(request, request.num_arrival_tokens))
+                    * self.state.kv.block_size
                 )
-                self._counters.kv_transfer_recomputed_tokens += (
+                self.state.counters.kv_transfer_recomputed_tokens += (
                     request.num_arrival_tokens - num_cached
                 )
                 return Queued(request)
             return None
         if result.error:
-            self._handoff.cancel_load(request)
+            self.state.handoff.cancel_load(request)
         return self.end_load_if_ready(request)
 
     def end_load_if_ready(self, request: Request) -> Finished | Queued | None:
         """Let a request continue once its load and its prefill stage have ended."""
-        result, prefill = self._handoff.load_result(request), request.prefill_result
+        result, prefill = self.state.handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:
             return None
         num_cached = request.num_computed_tokens
         num_verified = min(
-            num_cached + result.num_valid_blocks * self._kv.block_size, request.num_arrival_tokens
+            num_cached + result.num_valid_blocks * self.state.kv.block_size,
+            request.num_arrival_tokens,
         )
-        if num_verified < request.num_arrival_tokens and self._fail_on_load_error:
+        if num_verified < request.num_arrival_tokens and self.state.fail_on_load_error:
             error = result.error or prefill.error or "the prefill side did not send all KV blocks"
             return Finished.without_token(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
-        self._handoff.end_load(request)
-        del self._queues.loading[request.request_id]
+        self.state.handoff.end_load(request)
+        del self.state.queues.loading[request.request_id]
         request.kv_transfer = None  # the hand-off has ended
-        self._counters.prompt_tokens_remote += max(
+        self.state.counters.prompt_tokens_remote += max(
             0, min(num_verified, request.num_prompt_tokens) - num_cached
         )
-        self._counters.kv_transfer_recomputed_tokens += max(
+        self.state.counters.kv_transfer_recomputed_tokens += max(
             0, request.num_arrival_tokens - max(num_verified, num_cached)
         )
         request.token_ids.extend(prefill.token_ids)
         # Without a first token, the last known one is computed here for its logits.
         request.num_computed_tokens = min(num_verified, request.num_tokens - 1)
         if request.num_computed_tokens < num_cached:  # it would be written to a shared block
-            self._kv.free(request)
+            self.state.kv.free(request)
             request.num_computed_tokens = 0
         else:
-            self._kv.cache_blocks(request, request.num_computed_tokens)
-            reason = self._stop_rules.reason(request) if prefill.token_ids else None
+            self.state.kv.cache_blocks(request, request.num_computed_tokens)
+            reason = self.state.stop_rules.reason(request) if prefill.token_ids else None
             if reason is not None:
                 return Finished.without_token(request, reason)
         return Queued(request)

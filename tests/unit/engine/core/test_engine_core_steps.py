@@ -216,7 +216,7 @@ def test_a_failed_step_writes_its_input_to_a_file(tmp_path):
 def test_a_scheduling_failure_writes_the_engine_state_to_a_file(tmp_path, monkeypatch):
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path)))
     core.add_request(request("r", [1, 2]))
-    monkeypatch.setattr(core.scheduler.kv, "allocate", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(core.scheduler.state.kv, "allocate", lambda *args, **options: 1 / 0)
     with pytest.raises(
         StepFailedError, match=r"scheduling failed: ZeroDivisionError: .*; its input is in"
     ):

@@ -82,7 +82,7 @@ def test_a_search_counts_as_many_sequences_as_it_has_beams():
     engine.add("a", [5], 4)
     engine.add("b", [6], 4)
     engine.step()
-    assert len(engine.scheduler.running) == 2
+    assert len(engine.scheduler.state.running) == 2
     engine.run()
     assert len(engine.text("b")) == 4
     with pytest.raises(RequestRefusedError, match="beam_width=5 exceeds the 4") as refused:
@@ -115,7 +115,7 @@ def test_a_search_swapped_out_while_its_step_is_in_flight_finds_the_same_beams(f
     prompt = list(range(1, length + 1))
     engine.add("r", prompt, 16, {"beam_width": 4})
     swapped_in_flight = False
-    while engine.scheduler.requests:
+    while engine.scheduler.state.requests:
         step = engine.schedule()
         before = engine.in_flight[-2][0].num_scheduled_tokens
         swapped_in_flight |= bool(step.swap_out) and any(name.startswith("r#") for name in before)

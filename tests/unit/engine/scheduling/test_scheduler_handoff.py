@@ -270,7 +270,7 @@ def test_recomputing_the_last_token_does_not_write_into_a_shared_block():
     engine.add("first", prompt, 20)
     engine.step()
     engine.step()
-    shared = engine.scheduler.requests["first"].block_ids[:2]
+    shared = engine.scheduler.state.requests["first"].block_ids[:2]
     before = engine.runner.memory[shared[1], 3]
     engine.add("r", prompt, 3, kv_transfer=consume("t"))
     engine.step()

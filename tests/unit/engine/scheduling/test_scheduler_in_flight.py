@@ -18,11 +18,11 @@ def run_with(engine: Engine, depth: int) -> None:
         while len(engine.in_flight) < depth:
             engine.schedule()
         engine.update()
-        if not engine.scheduler.requests:
+        if not engine.scheduler.state.requests:
             while engine.in_flight:
                 engine.update()
             return
-    raise AssertionError(f"requests did not end: {list(engine.scheduler.requests.values())}")
+    raise AssertionError(f"requests did not end: {list(engine.scheduler.state.requests.values())}")
 
 
 def test_in_a_pipeline_a_request_is_in_one_step_at_a_time():

@@ -45,7 +45,7 @@ def test_a_grammar_that_cannot_continue_ends_its_request_as_invalid():
     engine.add("big", [1, 2], 9, grammar("5"))
     grammars.compile_one()
     engine.step()
-    request = engine.scheduler.requests["big"]
+    request = engine.scheduler.state.requests["big"]
     request.grammar.error = "too many states"
     engine.run()
     last = engine.last("big")

@@ -319,7 +319,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 connector.end_load(transfer_id, 0, "peer gone")
         while world.in_flight:
             world.update()
-        assert not scheduler.has_work, f"requests did not end: {list(scheduler.requests.values())}"
+        assert not scheduler.has_work, (
+            f"requests did not end: {list(scheduler.state.requests.values())}"
+        )
         assert world.ended.keys() == world.added.keys()
         assert world.kv.num_free_blocks == world.kv.pool.num_blocks
         assert not scheduler.state.groups._groups

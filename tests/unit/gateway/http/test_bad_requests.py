@@ -36,6 +36,7 @@ BAD_CHATS = [
     ({"max_tokens": "ten"}, "max_tokens"),
     ({"max_tokens": 2.5}, "max_tokens"),
     ({"max_completion_tokens": -5}, "max_completion_tokens"),
+    ({"max_completion_tokens": 5, "max_tokens": 0}, "max_tokens"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from baton_kv_transfer.transports.alarm import Alarm
 
 HOUR_NS = 3600 * 10**9
@@ -21,4 +19,4 @@ def test_an_alarm_rings_until_it_is_set_again() -> None:
     assert alarm.wait(60)
     alarm.set(0)
     assert not alarm.wait(0.01)
-    os.close(alarm.fd)
+    alarm.close()

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from baton_kv_transfer.transports import transport_thread
-from baton_kv_transfer.transports.transport_thread import AWAY_NS, TransportThread
+from baton_kv_transfer.transports.transport_thread import TransportThread
+from baton_kv_transfer.transports.work_loan import AWAY_NS
 from support.waiting import eventually
 
 DEADLINE_S = 60.0
