@@ -28,7 +28,7 @@ from baton_text.tokenizer import Tokenizer
 #: Heartbeats in a row that an engine must miss before it counts as dead.
 MIN_HEARTBEATS = 3
 
-#: Only engines read the other options of the model.
+#: Options with a flag here. Only engines read the excluded options of the model.
 OPTIONS = [
     option
     for option in options(GatewayConfig)

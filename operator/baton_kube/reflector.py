@@ -68,8 +68,8 @@ class Reflector:
         loop = asyncio.get_running_loop()
         version, relist_at, backoff_s = "", 0.0, FIRST_BACKOFF_S
         while True:
-            # Also after a watch without error: a server may end every watch at once, which must not
-            # become a busy loop.
+            # The loop pauses also after a watch without an error. If a server ends every watch at
+            # once, it must not become a busy loop.
             pause_s = FIRST_BACKOFF_S
             try:
                 if not version or loop.time() >= relist_at:

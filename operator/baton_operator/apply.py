@@ -210,7 +210,7 @@ async def _create_pods(
     """Create the pods until the API server refuses one.
 
     Returns:
-        Why it refused a pod, else None, and the errors that are no refusals.
+        (refusal, errors): why the API server refused a pod, or None; and all other errors.
     """
     errors: list[NameConflict | KubeError] = []
     for pod in pods:

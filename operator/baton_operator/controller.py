@@ -185,7 +185,7 @@ class Controller:
         delay_s *= random.uniform(0.8, 1.2)  # spreads the retries of services that failed together
         if isinstance(error, KubeError) and error.retry_after_s is not None:
             pause_s = min(error.retry_after_s, MAX_PAUSE_S)
-            if "admission webhook" not in str(error):  # a webhook means one object
+            if "admission webhook" not in str(error):  # a webhook refuses one object
                 self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             delay_s = max(delay_s, pause_s)
         is_defect = not isinstance(error, (KubeError, OSError))

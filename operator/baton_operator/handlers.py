@@ -24,8 +24,8 @@ from baton_operator.runtime import open_runtime
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 30.0
-#: Timeout that each watch requests. kopf then resumes it from the last resource version, so a
-#: working watch gets an answer.
+#: Seconds after which the server ends a watch. kopf then resumes it from the last resource version.
+#: So a working watch gets an answer at least this often.
 WATCH_S = 240
 INACTIVITY_S = 70.0  # API servers send a bookmark every minute
 LOGIN_INTERVAL_S = 2.0

@@ -1,6 +1,6 @@
 """Names, labels and annotations of a service's objects (docs/internals/pods.md).
 
-Those that other components read, too, are declared in `baton_protocol.pod_labels`.
+`baton_protocol.pod_labels` declares the names that other components also read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, Literal, NamedTuple
 
-# `as`: they are names of this module, too.
+# `as` exports the imported names from this module.
 from baton_protocol.pod_labels import ANNOTATION_DRAINING as ANNOTATION_DRAINING
 from baton_protocol.pod_labels import GROUP as GROUP
 from baton_protocol.pod_labels import LABEL_ROLE as LABEL_ROLE

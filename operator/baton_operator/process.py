@@ -85,7 +85,8 @@ async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
     Then cancel the parts one by one, in the order of `work`.
 
     Raises:
-        KopfHangsError: of a part. It takes priority over other errors and over a cancellation.
+        KopfHangsError: kopf did not stop. This error takes priority over other errors and over a
+            cancellation.
         Exception: the first error in the order of `work`.
     """
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -175,7 +176,7 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
     finally:
         kopf_loop.call_soon_threadsafe(stop.set)
         await asyncio.wait([ended], timeout=STOP_TIMEOUT_S)
-        # Only now, because closing the loop may hang.
+        # The loop is stopped after the wait, because closing it may hang.
         kopf_loop.call_soon_threadsafe(kopf_loop.stop)
         if not ended.done():
             raise KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")

@@ -263,7 +263,7 @@ class Reconciler:
     async def _write_objects(self, step: _Step) -> list[Problem]:
         """Write the objects beside the members. Return the refusals.
 
-        Kinds are skipped if their objects matched before and no event showed a change.
+        If all objects matched before and no event showed a change, only MOVING_KINDS are compared.
         """
         resolved, desired = step.target
         observed, freshness = step.observed, step.observed.freshness

@@ -3,8 +3,8 @@
 `status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps
 that record, and a user can go back to any record (docs/operate/rollouts.md).
 `status.servedRevision` names the record of the last spec with which the whole service was ready.
-While another spec is rolled out, that one is the previous revision. `plan_group.py` decides when
-its members are created again.
+While another spec is rolled out, the spec of this record is the previous revision. `plan_group.py`
+decides when its members are created again.
 
 Sizes are not compared. They change without a rollout, and in a pause they still follow the user or
 an autoscaler.

@@ -59,7 +59,7 @@ class CudaGraphs:
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # runs before the captures cached memory for this stream only
+        torch.cuda.empty_cache()  # only this stream could reuse the memory of warm-up runs
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         graph = torch.cuda.CUDAGraph()

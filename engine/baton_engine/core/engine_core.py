@@ -1,7 +1,8 @@
 """EngineCore: token ids in, token ids out. One step is schedule, execute, sample, update.
 
 With an executor that holds several batches (pipeline stages, asynchronous scheduling) the next step
-is scheduled while the previous one runs: `step_with_batch_queue` is `step` with its two ends apart.
+is scheduled while the previous one runs: `step_with_batch_queue` starts one step and finishes the
+oldest, where `step` starts and finishes the same one.
 This module uses no sockets and no processes.
 """
 
@@ -421,7 +422,7 @@ class EngineCore:
         return self.recent_stats(max_connector_age_s=0.0)
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
-        """Return the stats. The connector's part may have this age in seconds.
+        """Return the stats. The connector's part is at most `max_connector_age_s` seconds old.
 
         The connector runs in the workers, so reading its counters delays steps in flight.
         """

@@ -3,8 +3,8 @@
 pause(abort)   all requests end, then the engine is paused
 pause(wait)    running requests end and none is admitted, then the engine is paused
 pause(keep)    the engine is paused at once, and requests stay where they are
-sleep(level)   the same, then level 1 moves weights to host memory, and level 2 drops them;
-               both drop the KV cache
+sleep(level)   a pause in one of these modes, then level 1 moves weights to host memory, and
+               level 2 drops them; both drop the KV cache; level 0 frees nothing
 
 Requests that arrive during a pause wait. At most one goal is pending: a later call replaces or
 joins it, and resume and wake_up cancel it. Every Future is resolved, so no order of calls
@@ -210,7 +210,7 @@ class PauseControl:
         return future.result()
 
     def _answer(self, level: int) -> None:
-        """Resolve all calls for a sleep of at most `level`, and those for a pause alone."""
+        """Resolve all pending pauses, and the pending sleeps of at most `level`."""
         done = [future for future, wanted in self._waiting if wanted <= level]
         self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted > level]
         for future in done:

@@ -100,8 +100,8 @@ def _validate_transfer(
     if transfer.side is KVSide.PRODUCE:
         num_wanted = len(request.generated_token_ids) + 1
         if params.max_tokens != num_wanted:
-            # More would write into the partial last block while the peer reads it, and would need
-            # memory that cannot be preempted.
+            # Further tokens would be written to the partial last block while the peer reads it.
+            # They would also need memory, although the request cannot be preempted.
             raise ValueError(
                 f"a PRODUCE request samples one token: max_tokens must be {num_wanted}, "
                 f"got {params.max_tokens}"

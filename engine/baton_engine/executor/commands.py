@@ -24,14 +24,15 @@ class StartWorker:
     config: EngineConfig
     instance_id: str
     rank: int
-    #: It returns the results of steps. The others only report failures and ended transfers.
+    #: Whether this worker returns the results of steps. Other workers only report failures and
+    #: ended transfers.
     is_output_rank: bool
     ring_fd: int
     #: Readers, slots, bytes per slot.
     ring_geometry: tuple[int, int, int]
     log_level: int
-    #: A pipe. Each line is a nonce, perhaps empty, for the worker's `interrupt`, which does not
-    #: wait for the step.
+    #: Read end of a pipe. Each line is a nonce, perhaps empty, for the worker's `interrupt`, which
+    #: may run during a step.
     interrupt_fd: int
     #: CPUs to which it is bound. Empty: the CPUs of the parent.
     cpus: frozenset[int] = frozenset()

@@ -41,7 +41,7 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
-#: Executors in the life of a process.
+#: Upper bound of the executors that one process creates.
 MAX_EXECUTORS = 2**20
 _executor_numbers = itertools.count()
 
@@ -133,7 +133,7 @@ class ExternalLauncherExecutor(Executor):
         assert forward is not None, "call execute_model() first"
 
         def sample() -> ModelRunnerOutput:
-            forward.result()  # its exception, if it has one
+            forward.result()  # raises the exception of the forward, if any
             return self._share_output(self._worker.sample_tokens(grammar))
 
         return self._thread.submit(sample)
@@ -150,7 +150,7 @@ class ExternalLauncherExecutor(Executor):
             return future.result(timeout_s)
         except TimeoutError:
             if future.done():
-                raise  # between the ranks
+                raise  # a timeout in the exchange between the ranks
             raise TimeoutError(
                 f"{method} was not answered by all ranks within {timeout_s} s"
             ) from None
@@ -181,8 +181,8 @@ class ExternalLauncherExecutor(Executor):
     def _find_store(self, generation: int, secret: bytes) -> StoreAddress:
         """Return the address of the store in which the ranks meet.
 
-        Rank 0 opens it at torchrun's address. If an agent's own store is there, rank 0 opens it at
-        any address and publishes that in the agent's store.
+        Rank 0 opens it at torchrun's address. If torchrun's agent has its own store there, rank 0
+        opens this store at another address and publishes that address in the agent's store.
 
         Raises:
             TimeoutError: the agent's store or rank 0 does not answer.

@@ -37,11 +37,11 @@ class Place(NamedTuple):
 
 
 def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None) -> list[Place]:
-    """Share the cores out: equally many for every rank, none for two ranks.
+    """Divide the cores: equally many for every rank, and no core for two ranks.
 
     If there are fewer cores than ranks, all ranks get all cores. With at least as many ranks as
-    nodes, each rank's cores are of one node, even if some stay unused. With fewer ranks, they get
-    their part of all cores in the order of the nodes.
+    nodes, each rank's cores are of one node, even if some stay unused. With fewer ranks than nodes,
+    each rank gets consecutive cores, in the order of the nodes.
 
     Args:
         cores: at least one.
@@ -105,7 +105,7 @@ def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
 def cpu_limit(root: Path = ROOT) -> float | None:
     """Return the CPUs' worth of time that this process's control groups allow. None: no limit.
 
-    It is the least of its own group and those above.
+    It is the minimum of its own group and all parent groups.
     """
     limits = []
     for folder in _control_groups(root):

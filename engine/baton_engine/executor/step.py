@@ -37,8 +37,8 @@ class NewRequestData:
 
     request_id: str
     prompt_token_ids: list[int]
-    #: Known output tokens (continued, or generated before a preemption, or sampled by the prefill
-    #: side).
+    #: Known output tokens: sent with the request, generated before a preemption, or sampled by the
+    #: prefill engine.
     generated_token_ids: list[int]
     sampling_params: SamplingParams
     sample_index: int

@@ -47,7 +47,7 @@ class UniProcExecutor(Executor):
         assert forward is not None, "call execute_model() first"
 
         def sample() -> ModelRunnerOutput:
-            forward.result()  # its exception, if it has one
+            forward.result()  # raises the exception of the forward, if any
             output: ModelRunnerOutput = self._worker.sample_tokens(grammar)
             return output
 

@@ -2,7 +2,8 @@
 
 The scheduler compiles a request's specification on arrival. It requests a bitmask for every step
 that samples for the request, and passes each sampled token to the grammar. `llguidance` compiles
-and computes the masks. The first request with a structure imports it and reads the tokenizer.
+the grammars and computes the masks. The first structured request imports it and reads the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 128
 #: Threads for compilation and masks. The model needs the remaining cores.
 NUM_THREADS = min(2, os.cpu_count() or 1)
-#: Characters of an error's reason.
+#: Limit of an error's reason, in characters.
 MAX_REASON_LENGTH = 300
 # llguidance's defaults trust the schema's author. A lexer state takes 1 to 2 kB, so these limit an
 # untrusted schema to about 60 MB.
@@ -132,7 +133,7 @@ class StructuredOutputManager:
             return np.zeros((len(grammars), words), dtype=np.int32)
         # The mask is as wide as the tokenizer, whose ids may exceed the vocabulary. All rows are
         # computed at once, in threads and without the GIL. A grammar that cannot continue allows
-        # only its end; `error` says why.
+        # only EOS; `error` has the reason.
         bitmask = np.zeros(
             (len(grammars), -(-self._backend.tokenizer.vocab_size // 32)), dtype=np.int32
         )

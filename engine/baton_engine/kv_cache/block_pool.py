@@ -1,6 +1,6 @@
 """Block pool: reference counts, the prefix cache's hashes and the list of free blocks.
 
-All operations are O(1) per block. A free block keeps its cached tokens, and can be found by hash,
+All operations are O(1) per block. A free block keeps its cached KV, and can be found by hash,
 until it is handed out again. The least recently used block goes first. Its content then moves to
 the offload tier, if there is one.
 """
@@ -95,7 +95,8 @@ class BlockPool:
 
         Args:
             events: list to which evictions and resets are appended.
-            offload: stores evicted blocks. For `events`, a block that it holds is still cached.
+            offload: tier that stores evicted blocks. `events` reports them as removed when they
+                leave the tier.
         """
         self.num_blocks = num_blocks
         self.events = events

@@ -90,7 +90,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def block_hashes(self, request: KVSequence) -> list[BlockHash]:
-        """Return the chained hashes of the request's full blocks, with those of new tokens."""
+        """Return the chained hashes of the request's full blocks. Compute the missing ones."""
         hashes, size = request.block_hashes, self.block_size
         parent = hashes[-1] if hashes else self._root(request)
         for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
@@ -163,7 +163,7 @@ class KVCacheManager:
         return [block.block_id for block in added]
 
     def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
-        """Let `child` share the blocks of its first `num_tokens` tokens, equal to the parent's.
+        """Let `child` share the parent's blocks of the first `num_tokens` tokens, which both have.
 
         A partial last block is shared too. It may also hold later tokens of the parent: a request
         does not read positions that it has not computed. Before either of them writes to the block,
@@ -193,8 +193,8 @@ class KVCacheManager:
         """Copy on write: make `request` the only holder of the blocks of positions [start, end).
 
         A block with other holders is replaced in `request.blocks` by a copy, and the others keep
-        the old one. A block without other holders stays. If it is in the prefix cache, it is
-        removed: a forked child may be the last holder of a block that its parent filled.
+        the old one. A block without other holders stays. It is removed from the prefix cache if it
+        is there: a forked child may be the last holder of a block that its parent filled.
 
         Returns:
             Copies to make before the step's tokens run. None, with nothing changed, if too few
@@ -331,11 +331,11 @@ class KVCacheManager:
     def _restore(self, cached: Sequence[CachedBlock]) -> list[Block]:
         """Return the blocks of a prefix, with a device block for each offloaded one.
 
-        The caller holds the others.
+        The caller has called `pool.touch` for the blocks that are on the device.
         """
         assert self.offload is not None
         offloaded = [block for block in cached if isinstance(block, OffloadedBlock)]
-        self.offload.hold(offloaded)  # else the blocks taken below could be stored in their slots
+        self.offload.hold(offloaded)  # else `allocate` could evict other blocks into their slots
         restored = self.pool.allocate(len(offloaded))
         for source, block in zip(offloaded, restored, strict=True):
             self.offload.restore(source, block.block_id)
@@ -366,7 +366,11 @@ class KVCacheManager:
 def _take_counterparts(
     tables: Sequence[Sequence[Block]], target: BlockPool
 ) -> tuple[list[list[Block]], list[BlockCopy]]:
-    """Take a block of `target`, with as many holders, for each distinct block in `tables`."""
+    """Allocate a block of `target`, with as many holders, for each distinct block in `tables`.
+
+    Returns:
+        The tables with the new blocks, and one copy per distinct block, from old to new.
+    """
     distinct = list(dict.fromkeys(block for table in tables for block in table))
     counterpart = dict(zip(distinct, target.allocate(len(distinct)), strict=True))
     taken: set[Block] = set()

@@ -63,8 +63,9 @@ class OffloadTier:
         """Store a computed block that the step under construction will overwrite.
 
         Returns:
-            The hash that leaves the tier: of the least recently used block, or `block_hash` itself
-            if the step needs that block. None if a slot was free.
+            The hash that is no longer in the tier. It is the least recently used one, or
+            `block_hash` itself if the step needs the least recently used slot. None if a slot was
+            free or the block is stored already.
         """
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)

@@ -54,7 +54,7 @@ class Collector(abc.ABC):
     def push(self, output: EngineCoreOutput) -> bool:
         """Take in an output of one of `requests`. Return whether that request has ended.
 
-        The engine may not know yet that it has.
+        The engine may still run it, because stop strings are found here.
         """
 
 

@@ -15,7 +15,7 @@ from baton_protocol.options import options, set_field
 class EngineArgs(TypedDict, total=False):
     """Keyword arguments of `LLM(model, ...)`. `EngineConfig` describes each and its default.
 
-    Type checkers need them in writing. A test compares names and types with the options.
+    They are written out for type checkers. A test compares names and types with the options.
     """
 
     dtype: str

@@ -53,8 +53,8 @@ class LLM:
 
     Args:
         model: folder of the checkpoint.
-        seed: seed of the seeds that are drawn for prompts whose parameters have none. Equal calls
-            of equal LLMs return equal texts.
+        seed: seed of the generator that draws a seed for each prompt whose parameters have none.
+            Equal calls of equal LLMs return equal texts.
         args: fields of EngineConfig by name, see `EngineArgs`.
 
     Raises:
@@ -97,7 +97,8 @@ class LLM:
             prompts: one or several. Each is a text or token ids, also as `{"prompt": ...}` or
                 `{"prompt_token_ids": ...}`.
             sampling_params: for all prompts, or one per prompt. None: the defaults.
-            use_tqdm: show a progress bar, or a function that makes one from tqdm's arguments.
+            use_tqdm: whether to show a progress bar, or a function that creates one from tqdm's
+                arguments.
 
         Returns:
             One output per prompt, in their order.

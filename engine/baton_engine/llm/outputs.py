@@ -25,9 +25,10 @@ class CompletionOutput:
     text: str
     #: Including the token that ended it.
     token_ids: list[int]
-    #: Sum for `token_ids`. None unless logprobs were requested.
+    #: Sum of the log-probabilities of `token_ids`. None unless logprobs were requested.
     cumulative_logprob: float | None
-    #: Per token of `token_ids`: its own and the most likely ones, by token id.
+    #: Per token of `token_ids`: the log-probabilities of this token and of the most likely ones, by
+    #: token id. None unless requested.
     logprobs: list[dict[int, Logprob]] | None
     #: stop, length or repetition.
     finish_reason: str | None
@@ -61,7 +62,7 @@ class BeamSearchSequence:
     tokens: list[int]
     #: Text of `tokens`, including the prompt, as in vLLM.
     text: str
-    #: Sum for the generated tokens.
+    #: Sum of the log-probabilities of the generated tokens.
     cum_logprob: float
     #: cum_logprob / number of generated tokens ** length_penalty. Beams are sorted by it.
     score: float

@@ -25,7 +25,7 @@ def check_types(params: msgspec.Struct) -> None:
         checked = msgspec.convert(msgspec.to_builtins(params), kind)
     except msgspec.ValidationError as error:
         what, _, where = str(error).replace("`", "").partition(" - at ")
-        # Structs whose form is an array name no fields.
+        # For a struct encoded as an array, the error has an index instead of a field name.
         path = _INDEX.sub(
             lambda match: kind.__struct_fields__[int(match[1])], where, count=1
         ).removeprefix("$.")
@@ -60,9 +60,10 @@ class SamplingParams(WireSamplingParams, kw_only=True):
     #: Sequences to draw for each prompt. The n with the highest log-probability per token are
     #: returned, best first.
     best_of: int | None = None
-    #: Strings that end a sequence. They are not part of the output.
+    #: Strings that end a sequence. They are not part of the output unless
+    #: include_stop_str_in_output is set.
     stop: str | list[str] | None = None
-    #: The string or token that ends a sequence is part of its text.
+    #: Whether the string or token that ends a sequence is part of its text.
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     #: Words that are never generated.

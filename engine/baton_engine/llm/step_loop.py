@@ -38,7 +38,8 @@ class StepLoop:
         """Run all requests of `collectors`. After an exception, none of them is left in the core.
 
         Args:
-            progress: show a bar on stderr, or a function that makes one from tqdm's arguments.
+            progress: whether to show a bar on stderr, or a function that creates one from tqdm's
+                arguments.
 
         Raises:
             ValueError: a prompt or its parameters cannot be served.
@@ -152,8 +153,8 @@ def _progress_bar(progress: ProgressBar, num_prompts: int) -> Iterator[_Bar]:
 def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
     """Delay Ctrl-C until the end of a step, because half a step would corrupt the scheduler.
 
-    Yields a function that raises a pending KeyboardInterrupt. Outside the main thread Python raises
-    none.
+    Yields a function that raises a pending KeyboardInterrupt. It does nothing outside the main
+    thread, where Python never raises KeyboardInterrupt.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

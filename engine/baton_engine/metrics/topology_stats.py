@@ -35,8 +35,8 @@ class TopologyStats(msgspec.Struct, kw_only=True):
 def commit_pauses() -> dict[str, Histogram]:
     """Create the histograms of pauses by kind of commit.
 
-    A `planned` commit pauses between two steps. A `broken` one pauses from the last step of the
-    broken generation.
+    The pause of a `planned` commit is the duration of the commit. For a `broken` generation it
+    starts when the generation broke.
     """
     return {
         kind: Histogram("Pause between steps while the generation changed.", _PAUSE_S)

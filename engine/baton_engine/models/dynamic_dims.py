@@ -73,7 +73,9 @@ def mark_dynamic(model: nn.Module, arguments: Mapping[str, Any]) -> None:
             continue
         for dim in dims.get(name, ()):
             if not -tensor.dim() <= dim < tensor.dim():
-                raise ValueError(f"{name} has {tensor.dim()} dimensions; dynamic is to be {dim}")
+                raise ValueError(
+                    f"{name} has {tensor.dim()} dimensions, but dimension {dim} is dynamic"
+                )
             if tensor.shape[dim] < 2:
                 raise ValueError(
                     f"trace with at least 2 in dynamic dimension {dim} of {name}, "

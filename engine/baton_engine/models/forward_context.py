@@ -23,7 +23,7 @@ from baton_kernels.kv_write.torch_cpu import Slots
 
 
 class LayerPlan(NamedTuple):
-    """Plans of `baton_kernels`, shared by the layers with one window."""
+    """Plans of `baton_kernels`, shared by the layers with the same window."""
 
     write: Slots | None  #: None if the device's kernels need none.
     attention: AttentionPlan

@@ -2,8 +2,9 @@
 
 A step's tensors are flat, [num_tokens, ...]: its sequences follow one another.
 
-With tensor parallelism a layer holds its rank's slice. Projections into heads or into the inside of
-an MLP are column-parallel. Those back are row-parallel and end with an all-reduce.
+With tensor parallelism a layer holds its rank's slice. Projections to heads or to an MLP's
+intermediate size are column-parallel. Projections back to the hidden size are row-parallel and end
+with an all-reduce.
 
 `weight_targets(prefix)` of a layer names the slices of the checkpoint's tensors that fill it.
 """

@@ -161,8 +161,8 @@ def read_slices(
 def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightTarget]) -> None:
     """Read the slices into the page cache before `read_slices`.
 
-    safetensors holds Python's global lock while it waits for the disk. This function does not, so
-    other threads of the process continue.
+    safetensors holds the GIL while it waits for the disk. This function does not, so other threads
+    of the process continue.
 
     Raises:
         ModelInvalid: A file cannot be read.

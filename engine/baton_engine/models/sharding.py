@@ -109,7 +109,8 @@ def split(total: int, group: Group) -> Part:
 def split_kv_heads(num_kv_heads: int, group: Group) -> Part:
     """Return this rank's KV heads.
 
-    With more ranks than heads, neighbouring ranks hold copies of the head of their query heads.
+    With more ranks than heads, neighbouring ranks hold copies of the KV head that their query heads
+    use.
     """
     length = max(1, num_kv_heads // group.size)
     return Part(num_kv_heads, group.rank * num_kv_heads // group.size, length)

@@ -67,7 +67,7 @@ class SparseMoE(nn.Module):
             num_experts, hidden_size, length
         )
         self.is_expert_parallel = False
-        self.shard: ExpertShard | None = None  # with expert parallelism; None before the first one
+        self.shard: ExpertShard | None = None  # None before the first generation
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_expert_parallel:

@@ -8,8 +8,8 @@ others.
 Admission is free of starvation. After finitely many requests end, a request becomes the first of
 its priority. The first one is admitted as soon as memory is free. From then on it is preempted last
 and is the first to get budget that decodes leave. Decodes take one token each and never use the
-whole budget, because no more requests run than the budget has tokens. A priority waits for lower
-values, by definition.
+whole budget, because no more requests run than the budget has tokens. By definition, a request
+waits for all requests with a lower priority value.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Admission:
                 earlier is not None
                 and self.state.queues.waiting_to_load.first_before(earlier) is None
             ):
-                # It would starve if loaded requests took every place that becomes free.
+                # `earlier` would starve if loaded requests took every place that becomes free.
                 if not self.state.running.has_places(earlier.max_seqs):
                     return
                 if (decision := self._admit_first(earlier, step)) is not None:

@@ -97,7 +97,7 @@ class RequestLifecycle:
     def compute_again(self, request: Request) -> None:
         """Free the blocks of a request, on the device and on the host.
 
-        Queue it after its steps in flight.
+        Queue it again once its steps in flight have returned.
         """
         if request.beams is not None:
             self.beams.restart(request)

@@ -56,11 +56,11 @@ class RunningPlanner:
         for sequence in prefills:
             if step.budget == 0:
                 break
-            # All of them still run: preemption takes requests behind those in the step.
+            # All of them still run: a decode preempts only itself or requests behind it.
             self.run_chunk(step, sequence)
 
     def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
-        """Add as much of a sequence that has its blocks as the budget allows."""
+        """Add as many tokens of `sequence` as the budget allows. It has its blocks already."""
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
         threshold = self.state.config.long_prefill_token_threshold
         if 0 < threshold < num_tokens and self._shorter_ones_wait(sequence):
@@ -107,7 +107,7 @@ class RunningPlanner:
             ):
                 yield Preempted(loaded)
                 continue
-            # All behind it are PRODUCE requests. It waits for earlier requests to end.
+            # It and all requests behind it are PRODUCE requests. It waits for earlier ones to end.
             if victim is None:
                 return True
             yield self.preemptor.preempt(victim, beneficiary=request)

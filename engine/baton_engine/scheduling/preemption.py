@@ -83,8 +83,8 @@ class Preemptor:
                 return
             if not self.state.running.has_places(num_seqs):
                 return
-            # Without room to grow they would be swapped out next, even if they run alone, because
-            # transfers also hold memory.
+            # Without room to grow, they would be swapped out again in the next step. This is true
+            # even if they run alone, because transfers also hold memory.
             if len(self.state.running):
                 keep_free = self.state.kv.watermark_blocks + num_seqs
             else:

@@ -68,10 +68,11 @@ class WaitingRequests:
     def __init__(self) -> None:
         self.waiting = RequestQueue()
         #: CONSUME requests whose blocks are loaded. They hold all memory they need to start, so
-        #: they precede `waiting`. Behind a request that waits for memory, they would block that
-        #: memory.
+        #: they precede `waiting`. If they queued behind a request that waits for memory, they would
+        #: hold the memory that it waits for.
         self.loaded = RequestQueue()
-        #: CONSUME requests without blocks. Those with blocks wait in `loading` and block no others.
+        #: CONSUME requests without blocks. Once they have blocks, they are in `loading`, where they
+        #: do not delay other requests.
         self.waiting_to_load = RequestQueue()
         self.loading: dict[str, Request] = {}
 

@@ -98,7 +98,10 @@ def check_request(
 
 
 def _is_taken_by_beams(request: EngineCoreRequest, requests: Mapping[str, Request]) -> bool:
-    """Return whether a beam has, or could get, the id of the request, or the reverse."""
+    """Return whether the id of the request could be the id of a beam.
+
+    For a beam search, also return whether one of its beams could get the id of another request.
+    """
     root = requests.get(root_id(request.request_id))
     if root is not None and root.beams is not None:
         return True

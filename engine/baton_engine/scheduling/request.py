@@ -108,7 +108,7 @@ class Request(KVSequence):
         self.num_placeholders = 0
         #: Steps in flight that run its tokens.
         self.num_in_flight = 0
-        #: Preemptions so far. If it changed during a step, the KV of that step has left `blocks`.
+        #: Preemptions so far. If it increased during a step, `blocks` no longer has the step's KV.
         self.num_preemptions = 0
         self.prefill_result: PrefillResult | None = None
         self.grammar: Grammar | None = None

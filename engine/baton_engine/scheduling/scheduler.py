@@ -273,7 +273,10 @@ class Scheduler:
                 self.state.handoff.offer(request)
 
     def forget_refused(self, request_id: str) -> None:
-        """Drop prefill results of a refused request. They must not reach a later namesake."""
+        """Drop prefill results of a refused request.
+
+        They must not reach a later request with the same id.
+        """
         if request_id not in self.state.requests:
             self._remote_prefill.forget(request_id)
 

@@ -48,8 +48,8 @@ class SchedulerState:
         """
         self.config, self.kv, self.max_model_len = config, kv, max_model_len
         self.fail_on_load_error = fail_on_load_error
-        #: Decodes are scheduled before the token they start from is known. Only the worker has the
-        #: token then, so it cannot be sent.
+        #: Whether a decode is scheduled before its input token is known here. Only the worker has
+        #: the token then, so a step cannot carry it.
         self.runs_ahead = config.async_scheduling and not send_token_ids
         self.limits = RequestLimits.of(config, kv, max_model_len)
         #: All unfinished requests.

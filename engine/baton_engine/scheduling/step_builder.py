@@ -17,7 +17,7 @@ class ScheduledRange(NamedTuple):
     start: int
     end: int
     samples: bool
-    #: The request's count when it was scheduled.
+    #: `request.num_preemptions` when the range was scheduled.
     num_preemptions: int
 
 

@@ -68,7 +68,7 @@ class StopRules:
     def _grammar_failure(self, request: Request, stuck: bool, why: str) -> tuple[str, ErrorCode]:
         """Return the message and the code for a token that the grammar does not accept."""
         token_id = request.token_ids[-1]
-        if not stuck and token_id in self.eos_token_ids:  # sampled when no token is possible
+        if not stuck and token_id in self.eos_token_ids:  # the sampler found no possible token
             return (
                 "structured_output and the parameters that mask tokens leave no token to sample",
                 ErrorCode.INVALID,

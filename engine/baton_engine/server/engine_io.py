@@ -45,7 +45,7 @@ from baton_protocol.service_key import count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
 
-#: Time without a message, also without PING, after which a client is gone and its requests are
+#: After this time without any message, including PING, a client is gone and its requests are
 #: aborted.
 CLIENT_TIMEOUT_S = 20.0
 CLIENT_FORGOTTEN_S = 600.0
@@ -72,7 +72,7 @@ class Input(NamedTuple):
 
 @dataclass(slots=True)
 class Abort:
-    """An ABORT. It is in the input queue, in order, and on the fast path."""
+    """An ABORT message. It is in `input_queue`, in order, and in `aborts`, the fast path."""
 
     client: bytes
     #: None: all requests of a client that is gone.

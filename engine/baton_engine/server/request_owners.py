@@ -31,7 +31,8 @@ class RequestOwners:
     def may_touch(self, request_id: str, client: bytes) -> bool:
         """Return whether a client may act on a request.
 
-        Ids of ended requests pass, because their transfer can still be cancelled.
+        Every client may act on an id without an owner, because the transfer of an ended request can
+        still be cancelled.
         """
         return self._owners.get(request_id, client) == client
 

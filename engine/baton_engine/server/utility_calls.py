@@ -40,7 +40,9 @@ class UtilityCallError(ValueError):
 
 
 def bind(method: str, args: Sequence[Any]) -> list[Any]:
-    """Convert arguments from the wire to the method's annotated types. The rest keep defaults.
+    """Convert arguments from the wire to the method's annotated types.
+
+    Missing arguments keep their defaults.
 
     Raises:
         UtilityCallError: the message names the method's parameters.

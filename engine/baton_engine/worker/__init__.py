@@ -12,6 +12,6 @@ packed_weights.py    weights packed or quantized for a CPU
 devices.py           the device and the dtype
 profiler.py          torch's profiler
 sampling/            logits processing, sampling, log-probabilities
-memory/              number of blocks, KV memory, what peers reach of it
+memory/              number of blocks, KV memory, the part that peers access
 experts/             expert parallelism; an engine without it never imports this package
 """

@@ -22,7 +22,7 @@ class CompilationPlan:
 
     #: none, eager (traced and cut into pieces that run operator by operator) or inductor.
     mode: str
-    #: Configured by name: a failure is an error, not a warning.
+    #: Whether `mode` is configured explicitly. A failure is then an error, not a warning.
     compilation_is_asked_for: bool
     cudagraph_mode: CudagraphMode
     graphs_are_asked_for: bool
@@ -37,7 +37,7 @@ class CompilationPlan:
 def plan_compilation(
     config: EngineConfig, model: CheckpointConfig, max_model_len: int, *, has_graphs: bool
 ) -> CompilationPlan:
-    """Return the plan for a configuration, with a warning for what cannot be done.
+    """Return the plan for a configuration. Log a warning for each setting that is not applied.
 
     Args:
         has_graphs: the device can record and replay graphs, as a GPU does.

@@ -103,8 +103,8 @@ class ForwardRunner:
     def prepare(self, kv_cache: Tensor) -> None:
         """Trace and compile the model and capture its graphs, as planned.
 
-        Nothing is written to the cache. If a step fails that was not configured by name, the runner
-        logs a warning and does without it.
+        Nothing is written to the cache. If compilation or capture fails and was not configured
+        explicitly, the runner logs a warning and runs without it.
         """
         self.drop_graphs()
         self.compile(kv_cache)
@@ -141,7 +141,7 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def estimate_graph_bytes(self, kv_cache: Tensor) -> int:
-        """Return the memory of the GPU that all graphs will take.
+        """Return the bytes of GPU memory that all graphs will take.
 
         The two largest of each kind are captured, measured and dropped.
         """
@@ -211,7 +211,7 @@ class ForwardRunner:
                     run(self._pieces[descriptor])
 
     def _largest_step_numel(self) -> int:
-        """Return the size of the largest tensor between operators of the largest step."""
+        """Return the number of elements of the largest activation in the largest step."""
         weights = (weight for weight in self.model.layers.parameters() if weight.dim() == 2)
         return self.plan.max_num_batched_tokens * max(
             (weight.shape[0] for weight in weights), default=1

@@ -229,7 +229,7 @@ class InputBatch:
         return reaches
 
     def sampling_inputs(self, rows: Int64Array) -> list[SamplingInput]:
-        """Return the sampler's inputs, with views of the ids that the next change invalidates."""
+        """Return the sampler's inputs. Their token ids are views, valid until the batch changes."""
         inputs = []
         ends, prompt_ends = self.num_tokens[rows].tolist(), self.num_prompt_tokens[rows].tolist()
         for row, prompt_end, end in zip(rows.tolist(), prompt_ends, ends, strict=True):

@@ -96,7 +96,7 @@ class ModelRunner:
 
         Args:
             config: the engine's.
-            parallel: this rank's place. Every rank applies the same steps. Pipeline stages pass
+            parallel: this rank's groups. Every rank applies the same steps. Pipeline stages pass
                 hidden states on, and only the last one samples.
 
         Raises:
@@ -115,7 +115,7 @@ class ModelRunner:
         self._forward_runner: ForwardRunner | None = None
         self._model: CausalLM | None = None
         self._expert_steps: ExpertSteps | None = None
-        #: While this runner sleeps at level 1.
+        #: The model while this runner sleeps at level 1 on a GPU, else None.
         self._model_on_host: CausalLM | None = None
         self._kv: KVMemory | None = None
         self._in_flight: _StepInFlight | None = None
@@ -305,15 +305,15 @@ class ModelRunner:
     def execute_model(
         self, step: SchedulerOutput, kv_written: Callable[[], None] | None = None
     ) -> None:
-        """Apply the step's other changes, run its tokens and write their KV.
+        """Apply the step's changes except `step.store`, run its tokens and write their KV.
 
         The state for sampling stays for `sample_tokens`.
 
         Args:
             step: the step.
-            kv_written: called when the KV of all tokens is written, or on a GPU its writing is
-                queued, and the step goes on. It is not called with expert groups, because one that
-                breaks makes KV invalid, and not by captured graphs.
+            kv_written: called during the step when the KV of all tokens is written (on a GPU: when
+                the writes are queued). It is not called with expert parallelism, because a group
+                that breaks makes the KV invalid. Captured graphs do not call it.
 
         Raises:
             GroupBrokenError: on all tensor ranks, if the expert group of one of them broke. The
@@ -411,7 +411,7 @@ class ModelRunner:
         again.
 
         Raises:
-            ValueError: the level is another one.
+            ValueError: the level is not 1 or 2.
         """
         if level not in (1, 2):
             raise ValueError(
@@ -435,10 +435,10 @@ class ModelRunner:
         """Restore what `sleep` released: weights from the host or checkpoint, the KV cache zeroed.
 
         Args:
-            tags: of "weights" and "kv_cache", what to restore now; None: both.
+            tags: what to restore now, some of "weights" and "kv_cache". None: both.
 
         Raises:
-            ValueError: a tag is another one.
+            ValueError: there is no such tag.
             ModelInvalid: the checkpoint cannot be read any more.
         """
         wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)

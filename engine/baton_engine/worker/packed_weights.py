@@ -20,11 +20,11 @@ Prepare = Callable[[Tensor], nn.Parameter | Int8Weight]
 
 @torch.no_grad()
 def pack_weights(model: CausalLM) -> None:
-    """Pack every weight of a product, in place, one by one.
+    """Pack every weight of a matrix product, in place, one by one.
 
-    Plain weights are freed, except that of a tied embedding. Experts that are spread over ranks are
-    packed when they arrive: see `expert_weights`. Nothing happens where oneDNN does not multiply in
-    the model's dtype. A packed model cannot be loaded again: make another.
+    Plain weights are freed, except the weight of a tied embedding. Experts of an expert-parallel
+    model are packed when they arrive, see `expert_weights`. Nothing happens where oneDNN does not
+    multiply in the model's dtype. Weights cannot be loaded into a packed model.
     """
     if can_pack(next(model.parameters())):
         _replace_weights(
@@ -36,10 +36,10 @@ def pack_weights(model: CausalLM) -> None:
 
 @torch.no_grad()
 def quantize_weights(model: CausalLM) -> None:
-    """Round every weight of a product to eight bits, in place, one by one.
+    """Round every weight of a matrix product to eight bits, in place, one by one.
 
-    Embeddings and norms stay as they are. Routers of sparse layers do, too: they are small, and
-    another choice of experts changes a token more than rounding does. Otherwise it works like
+    Embeddings, norms and routers of sparse layers stay as they are. Routers are small, and another
+    choice of experts changes a token more than rounding does. Otherwise it works like
     `pack_weights`.
     """
     _replace_weights(model, Int8Weight, routers=False)

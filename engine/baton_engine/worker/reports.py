@@ -12,7 +12,8 @@ from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_engine.worker.sampling.logprobs import prompt_logprobs
 from baton_protocol.messages import PromptLogprobs, RoutedExperts
 
-#: Limit for logits of prompt positions at one time: they are many times the hidden states.
+#: Limit of the prompt logits in memory at one time. They are many times larger than the hidden
+#: states.
 MAX_LOGITS_BYTES = 64 * 2**20
 
 
@@ -64,8 +65,8 @@ def routed_experts_of(
     """Return the experts of each request's tokens, for requests that want them.
 
     Args:
-        layers: of each sparse layer, in order, the experts of every token: int [num_tokens, experts
-            per token].
+        layers: one tensor per sparse layer, in order, with the experts of every token: int
+            [num_tokens, experts per token].
         scheduled: the step's rows.
         batch: the rows' requests.
     """

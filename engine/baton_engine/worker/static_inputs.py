@@ -99,7 +99,7 @@ class StaticInputs:
         _fill(
             self.cu_seqlens_q[: descriptor.num_seqs + 1], context.cu_seqlens_q, len(batch.input_ids)
         )
-        # Kernels read no table of a padded sequence, and none past a sequence's blocks.
+        # Kernels read no table of a padded sequence, and no entry past a sequence's blocks.
         self.block_tables[:num_seqs, : context.block_tables.shape[1]].copy_(context.block_tables)
 
 

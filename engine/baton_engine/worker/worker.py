@@ -78,7 +78,7 @@ class Worker:
         host: str | None = None,
         secret: bytes = b"",
     ) -> None:
-        """Join the groups of the other ranks. Collective.
+        """Join the groups with the other ranks. Collective.
 
         Args:
             store_address: of the store at which ranks find each other.
@@ -192,7 +192,7 @@ class Worker:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
 
     def make_peer_memory(self, cache: torch.Tensor, layout: KVCacheLayout) -> PeerMemory:
-        """Return the memory that peers reach."""
+        """Return the memory that peers access."""
         return PeerMemory(cache, layout, self.config.kv_transfer.staging_bytes)
 
     def model_info(self) -> ModelInfo:
@@ -204,7 +204,7 @@ class Worker:
     def execute_model(self, step: SchedulerOutput) -> None:
         """Start the step's transfers, run its tokens, and publish the blocks that they complete.
 
-        These blocks travel while the step ends and samples.
+        These blocks are transferred while the rest of the step runs and samples.
         """
         runner = self._loaded
         self._step = self._unpublished = step

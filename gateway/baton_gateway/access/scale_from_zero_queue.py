@@ -17,7 +17,7 @@ from baton_gateway.routing.pool import EnginePool
 
 #: Interval of comments in a waiting stream. Proxies close connections that are silent for a minute.
 KEEP_ALIVE_S = 10.0
-#: A model needs this long to load, or longer.
+#: Retry-After of a refused request in seconds. A model takes at least this long to load.
 RETRY_AFTER_S = 10
 
 

@@ -1,7 +1,7 @@
 """The server-sent events of one response.
 
-Nothing is sent before there is a reason to. Until then a failure is an HTTP status, afterwards it
-is an event of the stream.
+The response starts with the first output or keep-alive comment. A failure before that is an HTTP
+status, a later failure is an event of the stream.
 """
 
 from __future__ import annotations

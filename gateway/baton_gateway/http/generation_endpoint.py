@@ -112,7 +112,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         if request.model != self._served_name:
             raise unknown_model(request.model, self._served_name)
         client = http.get(CLIENT)
-        # Before the prompts cost any time.
+        # Acquired first, so that a refused request costs no time for its prompts.
         self._admission.acquire(request.num_sequences, client)
         stream = EventStream(http, is_wanted=bool(request.stream))
         try:
@@ -191,7 +191,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                 async with asyncio.timeout(ERROR_TIMEOUT_S):
                     await send(self._encode(error.body))
                     await response.write_eof()
-        except TimeoutError:  # a client that does not read must not keep its place
+        except TimeoutError:  # a client that does not read must not count as in flight
             abort_connection(http, f"request {job.id}")
         except ConnectionError:
             logger.info("request %s%s: the client disconnected", job.id, client_name(http))

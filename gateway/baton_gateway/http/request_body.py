@@ -2,7 +2,7 @@
 
 The JSON library parses a body in one call and holds the GIL, so a thread does not help. A megabyte
 of text takes a fraction of a millisecond, a megabyte of brackets a thousand times as long.
-Therefore the values are counted before.
+Therefore the values of a large body are counted before it is parsed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 16 * 2**20
 #: JSON values in one body, beside a prompt of max_model_len token ids. An entry of an object counts
 #: twice.
 MAX_VALUES = 2**20
-#: Arrays and objects among them, which take the longest.
+#: Arrays and objects among these values. They take the longest to parse.
 MAX_CONTAINERS = 2**17
 #: Shorter bodies are parsed inline and uncounted, which takes a few milliseconds at worst.
 INLINE_BODY_BYTES = 2**16
@@ -70,7 +70,7 @@ def check_values(body: bytes, max_values: int, max_containers: int) -> None:
     values, containers = _count(body, 0, len(body))
     if values <= max_values and containers <= max_containers:
         return
-    # The count includes marks inside strings. Count again without strings.
+    # The count includes punctuation inside strings. Count again without strings.
     values = containers = start = 0
     while values <= max_values and containers <= max_containers:
         quote = body.find(b'"', start)
@@ -92,6 +92,6 @@ def check_values(body: bytes, max_values: int, max_containers: int) -> None:
 
 
 def _count(body: bytes, start: int, end: int) -> tuple[int, int]:
-    """Count (values, arrays and objects) by the marks before them."""
+    """Return (values, arrays and objects), counted by the punctuation before each of them."""
     containers = body.count(b"[", start, end) + body.count(b"{", start, end)
     return containers + body.count(b",", start, end) + body.count(b":", start, end), containers

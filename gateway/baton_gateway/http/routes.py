@@ -123,7 +123,7 @@ class Routes:
         return web.Response()
 
     async def _get_ready(self, _: web.Request) -> web.Response:
-        """Return 200 after the first decode engine was ready, or at once with the queue.
+        """Return 200 once a decode engine has been ready, or at once if the queue is enabled.
 
         It stays 200 when all engines are lost. Otherwise the Service would have no endpoint to
         queue requests or to answer 503 with Retry-After, and connections would be refused.

@@ -39,9 +39,10 @@ def abort_connection(http: web.Request, name: str) -> None:
 
 
 def abort_if_unread(http: web.Request, name: str) -> None:
-    """Close the connection of a client for which many outputs wait.
+    """Close the connection if the client has not read the bytes sent to it.
 
-    Without unread bytes the gateway itself is late, and the connection stays.
+    Called when many outputs wait for the client. Without unread bytes it is the gateway that is
+    slow, and the connection stays.
     """
     if has_unread_bytes(http):
         abort_connection(http, name)

@@ -56,7 +56,8 @@ class ServerCertificate:
     def _paths(self) -> tuple[Path, Path]:
         """Return certificate and key of one version of the Secret.
 
-        The kubelet replaces the folder that the files link to.
+        The kubelet updates a Secret by switching a link to another folder. So the key is taken from
+        the folder to which the certificate's link leads.
         """
         certificate = (self._folder / CERTIFICATE).resolve(strict=True)
         key = certificate.with_name(PRIVATE_KEY)

@@ -23,7 +23,7 @@ from baton_text.responses import DetokenizeResponse, TokenizeResponse
 from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.tokenizer import Tokenizer
 
-#: Limit of texts before the first decode engine has sent its max_model_len.
+#: Stands in for max_model_len, in tokens, before the first decode engine has sent it.
 UNKNOWN_MODEL_LEN = 2**15
 
 _Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest)

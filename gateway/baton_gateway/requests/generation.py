@@ -162,7 +162,7 @@ async def _texts(
 
 
 def _without_tokens(output: EngineCoreOutput) -> EngineCoreOutput:
-    """Return what an answer keeps of `output` if it is the prompt alone."""
+    """Return `output` without its token, for a request that asks only for its prompt."""
     return EngineCoreOutput(
         output.request_id,
         [],

@@ -256,7 +256,7 @@ def _check_options(request: GenerationRequest) -> None:
         entries = len(getattr(request, name) or ())
         if entries * request.num_sequences > MAX_OPTION_ENTRIES:
             raise RequestError(
-                f"{name} has {entries} entries, which {request.num_sequences} sequences make more "
-                f"than {MAX_OPTION_ENTRIES}; send fewer sequences at once",
+                f"{name} has {entries} entries for each of {request.num_sequences} sequences, more "
+                f"than {MAX_OPTION_ENTRIES} in total; send fewer sequences at once",
                 param=name,
             )

@@ -12,8 +12,8 @@ from baton_text.errors import RequestError
 from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer
 
-#: A text with more characters per allowed token is tokenized in pieces first, until it is known
-#: not to fit.
+#: Characters per allowed token. A longer text is first tokenized in pieces, so that a text that
+#: cannot fit is refused early.
 LONG_TEXT = 8
 #: A text to tokenize may have this many times the tokens of the longest prompt.
 TEXT_FACTOR = 4
@@ -44,7 +44,7 @@ class PromptBounds:
 
         Args:
             at_least: least number of tokens it has.
-            field: of the request; the error names it.
+            field: field of the request, which the error names.
 
         Raises:
             APIError: the prompt is longer than the context.
@@ -81,8 +81,8 @@ class TextBounds:
         """Check a text of `at_least` tokens. Raises RequestError if it is too long."""
         if at_least > self.max_tokens:
             raise RequestError(
-                f"{field} may have {self.max_tokens} tokens, {TEXT_FACTOR} times those of a "
-                f"prompt, got {at_least} or more",
+                f"{field} may have at most {self.max_tokens} tokens, {TEXT_FACTOR} times the limit "
+                f"of a prompt, got {at_least} or more",
                 param=field,
                 code="prompt_too_long",
             )
@@ -108,8 +108,8 @@ class PromptReader:
         """Render the chat template.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
-            APIError: there are more messages than tokens fit.
+            RequestError: the model has no chat template, or the template refuses the messages.
+            APIError, RequestError: there are more messages than tokens are allowed.
         """
         bounds.check(len(messages), "messages")
         template = self._tokenizer.chat_template
@@ -151,7 +151,7 @@ class PromptReader:
     def _check_pieces(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
         """Raise if the pieces of `text` have more than twice the tokens that fit.
 
-        A whole text has hardly fewer tokens than its pieces.
+        Cutting a text adds only a few tokens, so a text beyond this margin cannot fit.
         """
         num_tokens, piece = 0, max(_MIN_PIECE, LONG_TEXT * bounds.max_tokens)
         for start in range(0, len(text), piece):

@@ -34,14 +34,14 @@ from baton_protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
-#: A prefill stage without a token by then is abandoned. An engine may answer heartbeats and still
-#: make no progress, and the decode engine waits for PREFILL_RESULT.
+#: A prefill stage that has sent no token after this time is abandoned. An engine may answer
+#: heartbeats and still make no progress, and the decode engine waits for PREFILL_RESULT.
 PREFILL_TIMEOUT_S = 60.0
 #: Resumed samples wait this long for the first of them to compute their prompt.
 PROMPT_WAIT_S = 10.0
 
-#: Failures that another engine may not have. A failure of a sequence that has begun is never the
-#: client's fault, because one engine accepted it.
+#: Failures that are retried on another engine. For a sequence that has begun, every failure with an
+#: error code is retried: one engine accepted the request, so it is not the client's fault.
 _RETRIABLE = frozenset(
     {ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD}
 )
@@ -52,9 +52,9 @@ class Dispatcher:
 
     Without a prefill stage, the samples of one prompt go to one decode engine as a group. That
     engine computes the prompt once and the samples share its blocks. With prefill engines each
-    sample has its own prefill stage: a transfer's blocks belong to one pair of engines, and samples
-    on several decode engines use more memory bandwidth. Samples whose engine is lost move to one
-    other engine together. A sample that fails alone moves alone.
+    sample has its own prefill stage, because a transfer's blocks belong to one pair of engines. The
+    samples then use the memory bandwidth of several decode engines. Samples whose engine is lost
+    move to one other engine together. A sample that fails alone moves alone.
 
     Args:
         prefill_timeout_s: how long a prefill stage may take before the decode engine computes the
@@ -204,7 +204,7 @@ class Dispatcher:
             return_when=asyncio.FIRST_COMPLETED,
         )
         if decode_stage.done() and not prefill_stage.done():
-            # Only a failure can come before PREFILL_RESULT, which has the token to go on from.
+            # PREFILL_RESULT carries the first token. Before it, the engine can only send a failure.
             self._check(sequence, await _received(decode_stage))
             raise AttemptError(
                 "the decode engine sent tokens before it received the first one",
@@ -277,7 +277,7 @@ class Dispatcher:
             first = None
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
-            if not is_resumed:  # after a resume, this very request has cached the tokens
+            if not is_resumed:  # a resumed sequence may hit blocks that it cached itself
                 sequence.num_cached_tokens = max(
                     sequence.num_cached_tokens, output.num_cached_tokens
                 )
@@ -329,7 +329,7 @@ class Dispatcher:
 
 
 def _group_id(sequence: Sequence, placement: Placement) -> str:
-    """Return the id of the samples that are sent to this engine together; empty if it is alone."""
+    """Return the id of the group that is sent to this engine; empty if `sequence` is sent alone."""
     group = sequence.group
     if group is None or sequence.has_begun or placement not in group.placements.values():
         return ""

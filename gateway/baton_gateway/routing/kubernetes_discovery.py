@@ -21,7 +21,7 @@ CONNECT_RETRY_S = 2.0
 
 
 class KubernetesDiscovery(Discovery):
-    """The running and ready pods of one LLMService.
+    """The running pods of one LLMService that are ready or draining.
 
     Args:
         namespace: namespace of the LLMService.
@@ -44,9 +44,9 @@ class KubernetesDiscovery(Discovery):
 
 
 async def _connect(stack: AsyncExitStack) -> KubeClient:
-    """Connect by the service account.
+    """Connect with the pod's service account.
 
-    A pod that runs as a plain process has its files under $POCKETKUBE_POD_ROOT.
+    PocketKube runs pods as plain processes, with their files under $POCKETKUBE_POD_ROOT.
     """
     while True:
         try:

@@ -47,8 +47,8 @@ class PoolMember:
     def load(self) -> tuple[float, float, float]:
         """Return a sort key, smallest for the least loaded engine.
 
-        This gateway's own requests are counted exactly. Those of other gateways come with
-        heartbeats, up to one interval late. A random number breaks ties.
+        This gateway's own requests are counted exactly. Heartbeats report the requests of other
+        gateways, up to one interval late. A random number breaks ties.
         """
         client = self.ready_client
         usage = 0.0 if client.status is None else client.status.kv_cache_usage

@@ -41,16 +41,16 @@ class RetryState:
     #: their refusals do not depend on the sequence.
     num_failures: int = 0
     last_failure: AttemptError | None = None
-    excluded: set[int] = field(default_factory=set)  # engines that had it, by readiness
+    excluded: set[int] = field(default_factory=set)  # readiness of each engine tried
     compatibility_hash: str | None = None  # of the engines that generated its tokens
     last_placement: Placement | None = None
     stalled_since: float = 0.0  # monotonic time of the first failure since the last token
 
     @property
     def is_waiting_for_capacity(self) -> bool:
-        """Whether it has begun and the last engine was full.
+        """Whether the sequence has begun and the last engine was full.
 
-        Such a sequence waits. A new one would be refused.
+        Such a sequence waits. A new sequence is refused if no other engine accepts it.
         """
         failure = self.last_failure
         return (

@@ -115,7 +115,7 @@ class TransportThread:
         #: Held while the work is done.
         self._work = threading.Lock()
         self._loan = WorkLoan()
-        #: Of a user that did the work.
+        #: Raised while a user did the work. The thread reports it.
         self._failure: Exception | None = None
         #: Why the thread ended; empty while it runs, and after `close`.
         self.failure = ""

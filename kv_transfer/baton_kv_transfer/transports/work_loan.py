@@ -47,7 +47,7 @@ class WorkLoan:
         self.alarm.set(1)
         #: Ends the thread's wait for events when a user takes the work.
         self.taken_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: Guards the attributes above and below.
+        #: Held while an attribute changes.
         self._lock = threading.Lock()
         self._thread_polls = False
         self._closed = False

@@ -1,8 +1,8 @@
 """The CustomResourceDefinition, made from the structs of `llmservice.py`.
 
 The schema is structural, with the CEL rules of `rules.py`. API servers before Kubernetes 1.25 drop
-the rules, but their server-side apply, and clients that validate against their schema, refuse them:
-there the CRD is applied without rules, or with `--validate=false`.
+the rules. Their server-side apply refuses the rules, and so do clients that validate against their
+schema. On such a server, apply the CRD without rules or with `--validate=false`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _REF = "#/$defs/"
 def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
     """Return the CustomResourceDefinition of LLMService.
 
-    `rules`: False for a server that does not know them.
+    Args:
+        rules: whether to include the CEL rules. False: for a server before Kubernetes 1.25.
     """
     schema = _service_schema()
     if rules:

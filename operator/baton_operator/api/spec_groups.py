@@ -148,7 +148,7 @@ class UpdateStrategy(ApiStruct, frozen=True):
 
 
 def surge_and_unavailable(strategy: RollingUpdate, replicas: int) -> tuple[int, int]:
-    """Return both as numbers of pods.
+    """Return maxSurge and maxUnavailable as numbers of pods.
 
     They are never both zero, because then no pod could be replaced.
     """

@@ -32,8 +32,8 @@ from baton_operator.status import report_group
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
-#: Minimum interval between status writes of a size that stays. Its figures change with every
-#: scrape.
+#: Minimum interval between status writes while the size stays. The figures in the message change
+#: with every scrape.
 PUBLISH_S = 60.0
 #: Scrape periods without a reply after which a container counts as gone.
 FRESH_PERIODS = 2.5

@@ -65,7 +65,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return sum(change.delta for change in self.changes if change.at > now - seconds)
 
     def knows(self, now: float) -> bool:
-        """Return whether recommendations reach up to `now`. Those before a gap do not count."""
+        """Return whether the last recommendation is at most LONGEST_GAP_S older than `now`."""
         return bool(self.runs) and now - self.runs[-1].until <= LONGEST_GAP_S
 
     @property
@@ -96,8 +96,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         """Return this history with a decision at `now`.
 
         Args:
-            keep_s: older entries are dropped.
-            change: of the size, by this decision.
+            keep_s: entries older than this are dropped.
+            change: by how much this decision changes the size.
             breach: the missed target that the decision reacts to.
             idle: new value of `idle_since`.
             settled: whether the pods are the desired ones.

@@ -112,7 +112,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     #: What must end before the size changes, for example a rollout. Empty: nothing.
     operation: str = ""
-    #: Whether this is decode without prefill engines.
+    #: Whether this is decode without prefill engines and with a target for TTFT.
     aggregated: bool = False
 
 

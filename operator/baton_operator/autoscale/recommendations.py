@@ -23,7 +23,7 @@ from baton_operator.autoscale.decision_history import Breach
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.windows import RoleWindow
 
-#: With fewer observations, a quantile can keep a size but not raise it.
+#: A quantile of fewer observations does not raise the size.
 MIN_SAMPLES = 20
 #: Fraction of the TTFT target. More engines do not help requests that wait less than this.
 QUEUE_SHARE = 0.1
@@ -258,7 +258,8 @@ def _decode_queue(n: int, role: RoleWindow) -> Recommendation:
 def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
     """Return the load of one engine: in prefill the busy fraction, in decode tokens per second.
 
-    Both are bounded, and neither grows because fewer engines take longer for the same work.
+    Both are bounded. Unlike the number of running requests, neither grows only because requests
+    take longer.
     """
     return role.busy if prefill else role.tokens_per_s / n
 

@@ -72,8 +72,8 @@ class Histogram(msgspec.Struct, frozen=True):
     def __add__(self, other: Histogram) -> Histogram:
         """Return the sum of both.
 
-        A bound that only one has counts the observations that the other surely has below it. So a
-        quantile is an upper estimate.
+        At a bound that only one histogram has, the other adds its count at the next lower bound. So
+        a quantile is an upper estimate.
         """
         bounds = sorted({*self.buckets, *other.buckets})
         return Histogram(
@@ -96,7 +96,8 @@ class Histogram(msgspec.Struct, frozen=True):
     def quantile(self, q: float) -> float | None:
         """Return a quantile as Prometheus' `histogram_quantile` does.
 
-        It is linear inside a bucket, and the largest finite bound beyond it.
+        It is interpolated linearly inside a bucket. Above the largest finite bound, it is that
+        bound.
 
         Args:
             q: 0 < q < 1.
@@ -196,7 +197,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     gateways: int = 0
     #: Generation requests at the gateways at their last scrapes, held ones included.
     in_flight: float = 0.0
-    #: Those of them that wait for a decode engine to start.
+    #: Requests of `in_flight` that wait for a decode engine to start.
     held: float = 0.0
     #: Generation requests that the gateways answered, without client errors.
     requests_per_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The ServiceAccounts of the pods, and the gateway's right to watch pods. The others have none."""
+"""The ServiceAccounts of the pods. Only the gateway's account has a right: to watch pods."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ CONTAINER = "coordinator"
 def deployment(resolved: ResolvedService) -> Object:
     """Return the Deployment of one pod.
 
-    A new pod starts when the old one has ended, because ranks obey one coordinator. They keep
-    serving without one.
+    A new pod starts only after the old one has ended, because ranks obey one coordinator. Ranks
+    keep serving while no coordinator runs.
     """
     container = {
         "name": CONTAINER,

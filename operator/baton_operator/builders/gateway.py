@@ -105,7 +105,7 @@ def service(resolved: ResolvedService) -> Object:
 def _secret_mounts(resolved: ResolvedService) -> list[tuple[Object, Object]]:
     """Return (volume, mount) of each Secret that the gateway reads.
 
-    The kubelet starts the pod when the Secrets exist.
+    The kubelet starts the pod only when the Secrets exist.
     """
     gateway = resolved.spec.gateway
     secrets = []

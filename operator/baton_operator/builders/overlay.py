@@ -6,11 +6,12 @@ from typing import Any
 
 from baton_operator.builders.free_form_fields import must_be
 
-#: Merge keys of lists that do not merge by `name`, and of `ports`, whose key in Kubernetes differs.
+#: Merge keys of lists that do not merge by `name`. `ports` merges by `name` here, but by
+#: `containerPort` in Kubernetes.
 _MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "name", "hostAliases": "ip"}
 _APPENDED = {"tolerations", "imagePullSecrets"}
-#: Lists whose items replace those with the same key. A variable with both a value and a reference
-#: would be invalid.
+#: Lists whose items replace the item with the same key instead of merging with it. A variable with
+#: both a value and a reference would be invalid.
 _REPLACED = {"env"}
 
 

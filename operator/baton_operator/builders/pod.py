@@ -85,7 +85,7 @@ def identity_env(**more: str) -> list[Object]:
 def http_probe(
     path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http"
 ) -> Object:
-    """Return a probe of the port that has the name of its scheme. Certificates are not verified.
+    """Return an HTTP probe of the port named `scheme`. The kubelet verifies no certificate.
 
     Args:
         failures: consecutive failures after which the probe has failed.

@@ -121,8 +121,8 @@ class Kube:
         """Return one object, None if it does not exist.
 
         Args:
-            not_older_than: resource version from which on the API server's watch cache is enough.
-                None: a consistent read.
+            not_older_than: the API server may answer from its watch cache if the cache has reached
+                this resource version. None: a consistent read.
         """
         query = () if not_older_than is None else (("resourceVersion", not_older_than),)
         return await self._find(self.path(kind, namespace, name), query=query)

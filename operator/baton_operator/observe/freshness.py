@@ -1,14 +1,14 @@
 """How fresh the reads of a reconcile must be, given the events of the watches.
 
 Most reconciles find nothing to do. For them the API server's watch cache is enough, if it is not
-older than the newest object or event of each kind that was seen. The version of a list must not be
-that bound: it counts writes to all kinds, and the cache of a kind without events may reach it only
-after minutes. The API server then waits 3 s and answers GATEWAY_TIMEOUT.
+older than the newest object or event of each kind that was seen. The resource version of a list is
+not used as this bound, because it counts writes to all kinds. The cache of a kind without events
+may reach it only after minutes. Until then, the API server waits 3 s and answers GATEWAY_TIMEOUT.
 
 Kinds outside MOVING_KINDS are not read at all unless an event shows a write by another client. A
 reconcile that acts on members or deletes an object reads consistently first. So does the first
-reconcile of a service. So does one after a list of a watch, a failure or a resync, because events
-may be missing.
+reconcile of a service. After a failure, a resync or a watch that lists again, events may be
+missing, so the next reconcile also reads consistently.
 """
 
 from __future__ import annotations

@@ -180,8 +180,8 @@ async def observe(
         has_no_recorded_spec=recorded is None,
         held_back=waiting,
     )
-    # Topology first: a member that stands by in it has left the topology before it reports its
-    # unfinished requests.
+    # The topology is read before the unfinished requests. If a member stands by in it, the member
+    # reports its unfinished requests after it has left the topology.
     is_any_a_rank = any(
         names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods
     )
@@ -283,7 +283,7 @@ def no_room_since(pod: Object) -> datetime | None:
 def _started(container: Object) -> bool:
     """Return whether this is the engine and has passed its startup probe.
 
-    If the kubelet does not report that: whether it runs.
+    If the kubelet does not report `started`, return whether the container runs.
     """
     running = bool((container.get("state") or {}).get("running"))
     return container["name"] == CONTAINER and bool(container.get("started", running))

@@ -105,7 +105,7 @@ class Drainer(_PodClient):
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
         """Start the drain of the engine, if it has not begun.
 
-        Return the number of unfinished requests and transfers.
+        Return the number of unfinished requests and transfers; None without a reply.
         """
         reply = await self._request("POST", host, "/drain", key, _Drain)
         return None if reply is None else reply.unfinished
@@ -115,13 +115,13 @@ class CoordinatorClient(_PodClient):
     port = COORDINATOR_HTTP_PORT
 
     async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:
-        """Return the present topology."""
+        """Return the present topology; None without a reply."""
         return await self._request("GET", host, "/topology", key, TopologyStatus)
 
     async def request_topology(
         self, host: str, request: TopologyRequest, key: ServiceKey | None = None
     ) -> TopologyStatus | None:
-        """Request a topology. Return the present one."""
+        """Request a topology. Return the present topology; None without a reply."""
         return await self._request(
             "PUT", host, "/topology", key, TopologyStatus, msgspec.json.encode(request)
         )

@@ -145,7 +145,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
 def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatus) -> str:
     """Return an id that follows from the observed state, so it is the same after a crash.
 
-    It covers the generation and the operation before, so a later request for the same members has
+    It covers the generation and the previous operation, so a later request for the same members has
     another id.
     """
     before = topology.operation.operation_id if topology.operation else ""

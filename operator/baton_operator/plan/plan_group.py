@@ -170,7 +170,7 @@ def plan_group(
 
 
 def present_members(members: list[Member], now: datetime) -> list[Member]:
-    """Return the members without those that are stuck in termination."""
+    """Return the members that are not stuck in termination."""
     return [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
 
 
@@ -253,8 +253,8 @@ def _outdated_to_replace(
     num_ready = sum(m.ready for m in [*newest, *outdated])
     if not num_ready and not newest:
         return outdated  # no member serves, so no capacity can be lost
-    # A new member that is not ready may never be. So it keeps an outdated member in place, even an
-    # unready one.
+    # A new member that is not ready may never become ready. So it keeps an outdated member in
+    # place, even an unready one.
     num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in newest))
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
     unready = [m for m in highest_first if not m.ready][: max(0, num_replaceable)]

@@ -49,7 +49,7 @@ class TopologyView:
     def is_changing(self) -> bool:
         """Whether an operation is being prepared or committed.
 
-        Its members are not part of the reply.
+        The reply does not list the members of the operation.
         """
         return self.operation is not None and self.operation.phase in (
             OperationPhase.PREPARING,
@@ -93,7 +93,7 @@ def record(
 
     Args:
         recorded: of this coordinator address, see `recorded_for`.
-        pods: names of those that exist.
+        pods: names of the pods that exist.
     """
     operation = (
         _operation(topology.operation)

@@ -182,7 +182,7 @@ def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
 
 
 def _was_ready_since(pod: Object, time: str | None) -> bool:
-    """Return whether a pod that is not ready was so at some moment after `time`."""
+    """Return whether a pod that is not ready now was ready at some moment after `time`."""
     since, lost = parse_time(time), parse_time(condition(pod, "Ready").get("lastTransitionTime"))
     return since is not None and lost is not None and lost > since
 
@@ -190,7 +190,7 @@ def _was_ready_since(pod: Object, time: str | None) -> bool:
 def _ending(terminated: Object) -> str:
     """Return `ended with exit code 1: <last line>`.
 
-    The output of a killed process does not explain its end.
+    The output of a killed process is left out, because it does not explain the end.
     """
     code = terminated.get("exitCode", 0)
     if terminated.get("reason") == "OOMKilled":
@@ -219,7 +219,7 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
 def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
     """Return the progress of the attempt after a failure, to be appended to its message.
 
-    Empty without a figure.
+    Empty if no pod reports a figure.
     """
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)

@@ -47,7 +47,7 @@ def report(
 
     Args:
         resolved: None if the spec could not be read.
-        groups: those that are known; a missing one has an Unknown condition.
+        groups: the observed groups; the condition of a missing group is Unknown.
         problem: of this reconcile. It decides `Ready`.
         kv: KV compatibility that engines reported, by pod name.
         held_back: fields whose edits wait for the end of a pause.

@@ -276,9 +276,9 @@ def prefill_verdict(
 ) -> Verdict:
     """Return PrefillReady: `verdict`, or False if decode pods cannot take the group's KV blocks.
 
-    Without such pods requests succeed, because decode pods prefill for themselves, but prefill pods
-    are idle. During a rollout pods of two revisions may be incompatible. Pods of a rollout that has
-    stopped must be compatible.
+    Requests then still succeed, because decode pods compute the prompts, but prefill pods are idle.
+    During a rollout pods of two revisions may be incompatible. Pods of a rollout that has stopped
+    must be compatible.
 
     Args:
         updating: the condition Updating.

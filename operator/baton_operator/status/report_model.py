@@ -137,7 +137,7 @@ def _fetcher_end(pod: Object) -> Object:
 
 
 def _missing_claim(pod: Object) -> str | None:
-    """Return the scheduler's message if it waits for a claim that does not exist."""
+    """Return the scheduler's message if the pod's PersistentVolumeClaim does not exist."""
     text = condition(pod, "PodScheduled").get("message") or ""
     is_missing = "persistentvolumeclaim" in text and "not found" in text
     return f"pod {pod['metadata']['name']}: {text}" if is_missing else None

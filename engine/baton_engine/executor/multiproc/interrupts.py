@@ -1,6 +1,6 @@
 """Interrupts of worker processes that are blocked by a step.
 
-Each worker has a pipe, which a thread there reads.
+Each worker process has a pipe and a thread that reads it.
 """
 
 from __future__ import annotations

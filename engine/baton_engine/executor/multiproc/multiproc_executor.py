@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 RING_SLOTS = 32
 #: A step of 64k new prompt tokens fits. Only written slots take memory.
 SLOT_NBYTES = 256 * 1024
-#: Address at which the ranks meet. All are on this host, where gloo accepts any connection.
+#: Address at which the ranks meet. All are on this host. gloo accepts any connection, so no other
+#: host may reach it.
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S = 10.0
 
@@ -314,7 +315,7 @@ class MultiprocExecutor(Executor):
             callback(str(error))
 
     def _watch_for_stalls(self) -> None:
-        """Fail the engine if a worker neither answers nor dies: stopped, or deadlocked."""
+        """Fail the engine if a worker is stopped or deadlocked: it neither answers nor dies."""
         interval_s = min(1.0, self._step_timeout_s / 4)
         watched: _Step | _PendingCall | None = None
         silent_s = 0.0
@@ -342,7 +343,7 @@ class MultiprocExecutor(Executor):
 
 
 class _Step:
-    """A step between its two ends."""
+    """A step that was sent and has not been answered."""
 
     __slots__ = ("future", "name", "number")
 

@@ -31,7 +31,7 @@ HEADER_WORDS = 1
 READER_WORDS = 2
 #: Set in a slot's length if the message is in the side channel.
 OVERFLOW = 2**63
-#: About the time of a wake-up, which a reader that sleeps at once would pay on every message.
+#: How long a reader spins before it sleeps: about as long as a wake-up takes.
 SPIN_S = 50e-6
 
 
@@ -215,6 +215,6 @@ class RingReader:
             spin_until = time.monotonic() + SPIN_S
 
     def _take_frame(self) -> None:
-        """Wait for a frame of the side channel. An empty one is a wake-up, another one is kept."""
+        """Wait for a frame of the side channel. An empty one is a wake-up. Others are kept."""
         if frame := self._side_channel.recv_bytes():
             self._overflow.append(frame)

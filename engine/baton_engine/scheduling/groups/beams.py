@@ -48,7 +48,7 @@ class BeamSearches:
         root.beams.live = [_new_beam(root, root.beams, root.token_ids)]
 
     def restart(self, root: Request) -> None:
-        """Return a search that has lost its KV to its prompt.
+        """Restart a search from its prompt, after it has lost its KV.
 
         The search is deterministic, so it repeats exactly, and its beams share blocks again.
         """
@@ -60,7 +60,7 @@ class BeamSearches:
     def count_blocks_wanted(self, root: Request) -> None:
         """Record the blocks that a preempted search needs to resume: its own and one per beam.
 
-        With fewer it would reach the same point and be preempted there again.
+        With fewer blocks, it would reach the same point and be preempted there again.
         """
         group = _group(root)
         own = {block.block_id for beam in group.live for block in beam.blocks}

@@ -19,7 +19,8 @@ class SampleGroups:
         """Add `request` to a group.
 
         Raises:
-            ValueError: the KV of its prompt differs from the group's.
+            ValueError: its prompt or cache_salt differs from the group's, or it has generated
+                tokens.
         """
         prompt = request.token_ids[: request.num_prompt_tokens]
         group = self._groups.get(group_id) or SampleGroup(

@@ -136,8 +136,8 @@ class KVHandoff:
     def wait(self, request: Request) -> None:
         """Announce a new CONSUME request.
 
-        If its load does not begin in the next step, the producer receives a notice: waiting for
-        memory may exceed a lease.
+        If its load does not begin in the next step, the producer is asked to keep its blocks.
+        Otherwise its lease may expire while this request waits for memory.
         """
         transfer = _transfer(request)
         self._metadata.waits[transfer.transfer_id] = LoadWait(
@@ -160,7 +160,7 @@ class KVHandoff:
         self._append_load(None, _transfer(request), 0, [], [])
 
     def cancel_load(self, request: Request) -> None:
-        """Shorten the wait for the result of a load."""
+        """Cancel a load. Its result still arrives, but earlier."""
         load = self._load_of(request)
         if load is not None and load.result is None and not load.cancelled:
             load.cancelled = True

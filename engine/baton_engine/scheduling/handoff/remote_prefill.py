@@ -22,8 +22,8 @@ class RemotePrefill:
     """Joins a request's block load with the result of its prefill stage."""
 
     state: SchedulerState
-    #: Results by id of requests that have not arrived. None: the request has ended; a late result
-    #: must not reach a later request with its id.
+    #: Results of requests that have not arrived, by request id. None: the request has ended or was
+    #: refused, and a late result must not reach a later request with the same id.
     _early_results: OrderedDict[str, PrefillResult | None] = field(
         default_factory=OrderedDict, init=False
     )
@@ -97,7 +97,7 @@ class RemotePrefill:
         request.token_ids.extend(prefill.token_ids)
         # Without a first token, the last known one is computed here for its logits.
         request.num_computed_tokens = min(num_verified, request.num_tokens - 1)
-        if request.num_computed_tokens < num_cached:  # it would be written to a shared block
+        if request.num_computed_tokens < num_cached:  # the last token's KV is in a shared block
             self.state.kv.free(request)
             request.num_computed_tokens = 0
         else:

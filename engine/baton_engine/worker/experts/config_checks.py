@@ -19,7 +19,7 @@ def check_expert_parallel(
     """
     parallel, compilation = config.parallel, config.compilation
     if not model.sparse_layers:
-        raise _cannot(f"{model.architecture} has no experts to spread; set it to false")
+        raise _cannot(f"{model.architecture} has no experts; set it to false")
     if parallel.pipeline_parallel_size > 1:
         raise _cannot(
             f"parallel.pipeline_parallel_size is {parallel.pipeline_parallel_size}, but ranks of "
@@ -39,8 +39,8 @@ def check_expert_parallel(
     if device.type == "cuda" and config.cache.num_blocks is None:
         raise _cannot(
             "cache.num_blocks is not set, but the memory of the GPU that experts will take depends "
-            "on the size of the group; set it so that they fit beside the KV cache, twice while a "
-            "topology changes"
+            "on the size of the group; set it so that the experts fit beside the KV cache, twice "
+            "while a topology changes"
         )
 
 

@@ -42,7 +42,7 @@ def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[Exp
     Experts that no rank holds are not in it.
 
     Args:
-        held: by rank.
+        held: the experts that each rank has, by rank.
     """
     holders: dict[ExpertKey, list[int]] = {}
     for rank, keys in enumerate(held):

@@ -35,7 +35,7 @@ class Expert(NamedTuple):
 
 
 class ExpertForm(enum.Enum):
-    """The form of experts' weights in products."""
+    """How experts' weights are stored for matrix products."""
 
     PLAIN = enum.auto()
     #: In oneDNN's order.
@@ -44,7 +44,7 @@ class ExpertForm(enum.Enum):
 
 
 def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> ExpertForm:
-    """Return the form that experts have beside weights of `packed_weights`."""
+    """Return the form of experts that matches what `packed_weights` does to other weights."""
     if quantization is not None:
         return ExpertForm.INT8
     return (
@@ -55,10 +55,10 @@ def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.devi
 
 
 class ExpertStore:
-    """A factory of one model's experts: from its checkpoint, or from another rank's messages.
+    """Creates experts of one model from its checkpoint, or from another rank's messages.
 
-    Messages have weights in the form of the host's memory. Packed weights are first put back into
-    rows, which is exact and takes as long as packing. Callable from any thread.
+    Messages carry dense or int8 weights in host memory. Packed weights are unpacked first, which is
+    exact and takes as long as packing. Callable from any thread.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ExpertStore:
 
         Args:
             path: the checkpoint. Names and shapes were checked when `model` was loaded.
-            model: with experts that are spread over ranks.
+            model: an expert-parallel model.
         """
         self.device = device
         self.num_experts = model.config.num_experts
@@ -94,7 +94,7 @@ class ExpertStore:
         prefix, layer = self._layers[key.layer]
         gate_up, down = layer.new_expert(self._dtype, self.device)
         targets = layer.expert_targets(prefix, key.expert, gate_up, down)
-        read_ahead(self._entries, targets)  # steps run at the same time
+        read_ahead(self._entries, targets)  # without the GIL, which concurrent steps need
         read_slices(self._entries, targets)
         return Expert(self._prepare(gate_up), self._prepare(down))
 

@@ -31,7 +31,7 @@ from baton_protocol.topology import ExpertLoads, Generation
 
 logger = logging.getLogger(__name__)
 
-#: Of threads that prepare. Serving steps go first.
+#: Niceness of threads that prepare a generation, so that serving steps go first.
 NICENESS = 10
 #: Time after which a silent member's experts are read from the checkpoint.
 PEER_TIMEOUT_S = 30.0
@@ -51,7 +51,7 @@ class Join(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWorker:
-    """A worker's own part of every generation."""
+    """The properties of a worker that are the same in every generation."""
 
     #: Id of its engine.
     instance_id: str
@@ -122,7 +122,7 @@ class Generations:
             retired.close(RETIREMENT_GRACE_S)
 
     def drop(self, nonce: str) -> None:
-        """Drop what is prepared, if it is that generation."""
+        """Drop the prepared generation, if it has this nonce."""
         if self._prepared is not None and self._prepared.generation.nonce == nonce:
             self._drop()
 
@@ -222,9 +222,9 @@ class _LocalGeneration:
         ).start()
 
     def _close(self, grace_s: float) -> None:
-        # It ends soon: its groups are aborted, or its own limits end its waiting.
+        # The thread ends soon: its groups are aborted, or its own timeouts end its waits.
         self._thread.join()
-        self.experts, self.shards = {}, []  # memory has no grace
+        self.experts, self.shards = {}, []  # only the groups need the grace period
         time.sleep(grace_s)
         with self._lock:
             groups, self._groups = self._groups, []
@@ -290,7 +290,7 @@ class _LocalGeneration:
         """Get experts from other members and send them those that they lack.
 
         Args:
-            held: may be more than this rank keeps.
+            held: experts that this rank can send, including those that it will not keep.
         """
         try:
             group = self._join(f"weights-{self._worker.tensor_rank}", CPU, PEER_TIMEOUT_S)

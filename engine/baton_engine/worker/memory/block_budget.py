@@ -94,8 +94,9 @@ def blocks_on_gpu(
             f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} "
             f"GiB, cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, "
             f"weights and activations take {peak / GIB:.2f} GiB, CUDA graphs "
-            f"{graph_bytes / GIB:.2f} GiB and others {others / GIB:.2f} GiB; raise it, or lower "
-            "scheduler.max_num_batched_tokens or cache.num_blocks",
+            f"{graph_bytes / GIB:.2f} GiB and other processes {others / GIB:.2f} GiB; raise "
+            "cache.gpu_memory_utilization, or lower scheduler.max_num_batched_tokens or "
+            "cache.num_blocks",
         )
     return num_blocks, cache.swap_memory_bytes // size.engine
 

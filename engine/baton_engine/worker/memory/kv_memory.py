@@ -86,7 +86,7 @@ class KVMemory:
             copy_blocks(self.cache, _pairs(step.block_copies))
 
     def drop(self) -> None:
-        """Return the memory, and all cached blocks, to the system.
+        """Return the memory to the system. All cached blocks are lost.
 
         `cache` stays the same tensor, without storage.
         """

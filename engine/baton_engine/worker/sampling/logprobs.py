@@ -71,7 +71,7 @@ def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[To
 
 
 def count_nans(logits: Tensor) -> list[int]:
-    """Return the NaNs of each row of logits [rows, vocab_size]."""
+    """Return the number of NaNs in each row of logits [rows, vocab_size]."""
     counts: list[int] = logits.isnan().sum(dim=-1).tolist()
     return counts
 
