@@ -80,7 +80,7 @@ def check_request(
         raise RequestRefusedError(ErrorCode.INVALID, f"request id {request_id} is already in use")
     if _is_taken_by_beams(request, requests):
         raise RequestRefusedError(
-            ErrorCode.INVALID, f"request id {request_id} could be that of a beam; use another"
+            ErrorCode.INVALID, f"request id {request_id} could be the id of a beam; use another"
         )
     _refuse_what_never_fits(request, limits)
     if transfer is not None and transfer.transfer_id in transfer_ids:

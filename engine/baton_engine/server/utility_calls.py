@@ -45,7 +45,7 @@ def bind(method: str, args: Sequence[Any]) -> list[Any]:
     Missing arguments keep their defaults.
 
     Raises:
-        UtilityCallError: the message names the method's parameters.
+        UtilityCallError: the number or the type of an argument is wrong.
     """
     parameters, hints = _signature(method)
     required = sum(parameter.default is parameter.empty for parameter in parameters.values())
@@ -71,7 +71,7 @@ def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any
     A list is a repeated name, or a value with commas.
 
     Raises:
-        UtilityCallError: the message names the method's parameters.
+        UtilityCallError: a name is unknown, or a value has the wrong type.
     """
     parameters, hints = _signature(method)
     unknown = sorted(query.keys() - parameters.keys())

@@ -406,6 +406,6 @@ class Worker:
                 "KVTransferInvalid",
                 f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has "
                 f"{num_heads} KV heads, but kv_transfer.role is {role} and workers without KV "
-                "heads of their own exchange no KV blocks; lower the first (in an LLMService: "
-                "parallelism.tensor), or set kv_transfer.role to none",
+                "heads of their own exchange no KV blocks; lower tensor_parallel_size (in an "
+                "LLMService: parallelism.tensor), or set kv_transfer.role to none",
             )

@@ -184,7 +184,7 @@ class Service:
         if deliver_events:
             self.events_come()
         before = self._by_name()
-        ranks = list(self.coordinator.ranks)
+        ranks = dict(self.coordinator.ranks)
         self.client.begin(faults or {}, actions or {}, hit_writes=hit_writes, delays=delays or [0])
         undisturbed = not faults and not actions and self.is_current
         client, self._error = self.client, None
@@ -206,7 +206,11 @@ class Service:
         return went_well
 
     def _check(
-        self, client: SimulatedClient, before: dict[str, Object], ranks: list[str], went_well: bool
+        self,
+        client: SimulatedClient,
+        before: dict[str, Object],
+        ranks: dict[str, str],
+        went_well: bool,
     ) -> None:
         name = self._foreign["metadata"]["name"]
         assert self.server.get("pods", name) == self._foreign, "a pod of another owner was changed"

@@ -20,7 +20,8 @@ class Coordinator:
     started: Callable[[], dict[str, str]]
     clock: Callable[[], float]
     generation: int = 0
-    ranks: list[str] = field(default_factory=list)
+    #: Instance by name, in the order of the ranks.
+    ranks: dict[str, str] = field(default_factory=dict)
     is_up: bool = True
     #: The next requests that get no reply and have no effect.
     refuses: int = 0
@@ -51,7 +52,7 @@ class Coordinator:
         if not self.is_up:
             return None
         running = self.started()
-        self.ranks = [name for name in self.ranks if name in running]
+        self._drop_ended_ranks(running)
         found = {
             name: instance for name, instance in running.items() if name not in self._strangers
         }
@@ -60,12 +61,12 @@ class Coordinator:
                 name=name,
                 instance_id=instance,
                 phase=RankPhase.SERVING if name in self.ranks else RankPhase.STANDBY,
-                rank=self.ranks.index(name) if name in self.ranks else None,
+                rank=list(self.ranks).index(name) if name in self.ranks else None,
             )
             for name, instance in found.items()
         ]
         is_known = any(name in found for name in self.ranks)
-        desired = self._asked_for if self._asked_for is not None else self.ranks if is_known else []
+        desired = self._asked_for if self._asked_for is not None else self.ranks if is_known else ()
         return TopologyStatus(
             generation=self.generation if is_known else 0, desired=sorted(desired), members=members
         )
@@ -89,7 +90,12 @@ class Coordinator:
         if found or self.clock() >= self._since + REGISTERED_WITHIN_S:
             self._strangers.clear()
         running = self.started()
-        self.ranks = [name for name in self.ranks if name in running]
-        ready = [name for name in self._asked_for or () if name in running]
+        self._drop_ended_ranks(running)
+        ready = {name: running[name] for name in self._asked_for or () if name in running}
         if ready and ready != self.ranks and not self._strangers:
             self.generation, self.ranks = self.generation + 1, ready
+
+    def _drop_ended_ranks(self, running: dict[str, str]) -> None:
+        self.ranks = {
+            name: instance for name, instance in self.ranks.items() if running.get(name) == instance
+        }

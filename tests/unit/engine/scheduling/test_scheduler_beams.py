@@ -169,11 +169,11 @@ def test_beams_report_the_logprobs_of_their_tokens():
 def test_a_request_id_that_could_be_that_of_a_beam_is_refused():
     engine = Engine()
     engine.add("r", PROMPT, 3, {"beam_width": 2})
-    with pytest.raises(RequestRefusedError, match="r#1 could be that of a beam") as refused:
+    with pytest.raises(RequestRefusedError, match="r#1 could be the id of a beam") as refused:
         engine.add("r#1", [1, 2], 3)
     assert refused.value.code is ErrorCode.INVALID
     engine.add("s#1", [1, 2], 3)
-    with pytest.raises(RequestRefusedError, match="s could be that of a beam"):
+    with pytest.raises(RequestRefusedError, match="s could be the id of a beam"):
         engine.add("s", PROMPT, 3, {"beam_width": 2})
     engine.add("s", PROMPT, 3)
     engine.add("r#x", [1, 2], 3)
