@@ -37,13 +37,13 @@ class BlockSave:
     """
 
     transfer_id: str
-    #: Index in the sequence of block_ids[0].
+    #: Index of block_ids[0] in the sequence.
     first_block_index: int
     block_ids: list[int]
     #: Chained hash of the tokens of each block. A partial block has the hash of the tokens that it
     #: holds.
     block_hashes: list[BlockHash]
-    #: Tokens of the sequence that are covered after these blocks.
+    #: Tokens from the start of the sequence to the end of these blocks.
     num_tokens: int
     last: bool
 
@@ -57,7 +57,7 @@ class LoadRequest:
     #: Port of the side channel of the producer's first worker, which names the other workers.
     remote_port: int
     peer_instance_id: str
-    #: Index in the sequence of block_ids[0]. Earlier blocks were found in the local prefix cache.
+    #: Index of block_ids[0] in the sequence. Earlier blocks were found in the local prefix cache.
     first_block_index: int
     block_ids: list[int]
     #: Expected hash of each block. Compared with the hash that the producer publishes.
@@ -68,7 +68,7 @@ class LoadRequest:
 class LoadWait:
     """Consumer: a load that has no memory yet.
 
-    The producer is asked to keep its blocks until a LoadRequest follows, possibly without blocks.
+    The producer is asked to keep its blocks until a LoadRequest follows, which may have no blocks.
     """
 
     remote_host: str
@@ -215,7 +215,7 @@ class ConnectorStats(msgspec.Struct):
 class KVConnectorWorker(abc.ABC):
     """Owner of the transfer agent and its thread.
 
-    The engine's thread calls all methods, and none waits.
+    The engine's thread calls all methods. Only `register_kv_cache` and `shutdown` may block.
     """
 
     #: Port of the side channel, bound on the pod's address; 0 if this engine only consumes.
@@ -229,6 +229,10 @@ class KVConnectorWorker(abc.ABC):
             memory: KV memory of this worker.
             ranks: addresses of all workers of this engine in rank order; empty if this is the only
                 one.
+
+        Raises:
+            ValueError: memory is registered already, the workers' heads do not add up to the
+                model's, or the transport does not move memory of this type here.
         """
 
     @abc.abstractmethod

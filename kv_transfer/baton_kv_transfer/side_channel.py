@@ -89,7 +89,7 @@ class Subscribe(_Message):
     subscriber: int
     #: Number of those workers. The transfer ends when all of them have released it.
     num_subscribers: int
-    #: Index in the sequence of the first requested block.
+    #: Index of the first requested block in the sequence.
     first_block_index: int
     #: Slots of the consumer's memory for the blocks from first_block_index on. None: the consumer
     #: reads.

@@ -1,4 +1,4 @@
-"""One chat answer, streamed from an OpenAI endpoint as soon as its gateways see the engines."""
+"""One streamed chat answer of an OpenAI endpoint, and whether its gateways found all engines."""
 
 from __future__ import annotations
 

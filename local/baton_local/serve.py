@@ -89,8 +89,8 @@ def flags_parser() -> argparse.ArgumentParser:
 def run_serve(model: str, flags: list[str]) -> int:
     """Serve until SIGTERM or Ctrl-C, and return the exit code.
 
-    It is 0 after a drain. If a child has ended, it is the engine's own (78 for an invalid
-    configuration), or 1.
+    It is 0 after a drain. If a child has failed, it is the child's exit code (78 for an invalid
+    configuration). It is 1 for any other failure.
     """
     parser = flags_parser()
     if {"-h", "--help"} & set(flags):
@@ -341,9 +341,9 @@ class _Server:
     async def _drain(self) -> None:
         """End the gateway first, which finishes the running requests with the engine.
 
-        A second signal ends it at once.
+        A second signal kills both at once.
         """
-        _print("stopping: running requests may end; press Ctrl-C again to stop at once")
+        _print("stopping after the running requests; press Ctrl-C again to stop at once")
         ending = asyncio.create_task(self._end_children())
         second = asyncio.create_task(self._second_signal.wait())
         await asyncio.wait([ending, second], return_when=asyncio.FIRST_COMPLETED)
@@ -408,7 +408,7 @@ async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str
                 return ""
             body = await response.text()
     except (aiohttp.ClientError, TimeoutError):
-        return f"the {name} starts"
+        return f"the {name} is starting"
     try:
         answer = json.loads(body)
         return f"{name}: {answer.get('message') or answer['error']['message']}"

@@ -52,7 +52,7 @@ class StateDir:
         self.root = (root or _default_root()).absolute()
         self.logs = self.root / "logs"
         self.models = self.root / "models"
-        #: Folder whose files hostPath volumes find at `/`, before this machine's.
+        #: Folder in which hostPath volumes look up their path before this machine's `/`.
         self.host_root = self.root / "host"
         self._lock_file: int | None = None
 

@@ -350,8 +350,8 @@ async def provide_model(
     link = state.host_root / path.lstrip("/")
     if scheme != "file" or ".." in Path(path).parts or link == state.host_root:
         raise UpError(
-            f"--model {model} takes the place of a model in a folder, but spec.model.uri is {uri}; "
-            f"write {DEMO_MODEL_URI}"
+            f"--model {model} replaces a model in a folder, but spec.model.uri is {uri}; "
+            f"set it to {DEMO_MODEL_URI}"
         )
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(model.resolve())

@@ -37,7 +37,7 @@ class LocalCluster:
         control_plane: "embedded" or "real".
         ingress_port: port of the Ingress proxy on 127.0.0.1; 0 picks a free one.
         node_name: name of the cluster's only node.
-        host_root: folder whose content hostPath volumes find at `/`, before this machine's.
+        host_root: folder in which hostPath volumes look up their path before this machine's `/`.
     """
 
     def __init__(

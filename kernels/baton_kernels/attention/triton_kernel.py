@@ -211,7 +211,7 @@ def _paged_attention_kernel(
         num_tiles = end_tile - first_tile
         end_tile = first_tile + (segment + 1) * num_tiles // segments
         first_tile += segment * num_tiles // segments
-    # Offsets of a sequence's table fit into 32 bits, those of its row and of blocks may not.
+    # Offsets within a block table's row fit into 32 bits. Offsets of rows and of blocks may not.
     table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * stride_table_seq
     k_ptr = caches.k_ptr + tl.cast(kv_head, tl.int64) * caches.stride_head
     v_ptr = caches.v_ptr + tl.cast(kv_head, tl.int64) * caches.stride_head

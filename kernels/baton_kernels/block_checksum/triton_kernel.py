@@ -12,7 +12,7 @@ from torch import Tensor
 from baton_kernels.block_checksum.reference import OUTER_OFFSET, PERIOD, WORD_BYTES, factors
 from baton_kernels.configurations import Configuration, configuration
 
-#: tile: words, a divisor of the weights' period; tiles: tiles of a program.
+#: tile: words per tile, a divisor of PERIOD; tiles: tiles per program.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "tiles": tiles, "num_warps": num_warps}
     for tile in (512, 1024, 2048)

@@ -75,7 +75,7 @@ def _route_kernel(
 
 
 def routing_shape_class(num_experts: int, top_k: int) -> str:
-    """Return the key of such a launch in a table of configurations."""
+    """Return the class a launch is tuned for."""
     return f"routing/experts={num_experts}/top_k={top_k}"
 
 

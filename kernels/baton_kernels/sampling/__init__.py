@@ -38,8 +38,8 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
     On a GPU the call does not wait for the device. The logits are not changed.
 
     Args:
-        logits: float32 of shape [rows, vocab_size]. Masked tokens have -inf, all others are finite,
-            and each row has at least one of these.
+        logits: float32 of shape [rows, vocab_size]. Masked tokens have -inf. All others are finite,
+            and each row has at least one finite logit.
         params: one per row.
         keys: one per row, from `noise.noise_key`.
 

@@ -1,4 +1,4 @@
-"""The most likely tokens in Triton, in one launch: each program raises the best of its row."""
+"""The most likely tokens in Triton, in one launch: programs update a row's best by atomic max."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 The launches of a batch; only the last two if no row has a filter:
 
     block maxima    maxima of 64 tokens each                    programs: rows x vocabulary tiles
-    bounds          a logit that the tokens that the filters    programs: rows
-                    keep are expected to reach
-    collect         gathers the tokens that reach it, sums      programs: rows x vocabulary tiles
-                    probabilities; without top_k and top_p
-                    the best score of each tile
+    bounds          a lower bound of the logits that the        programs: rows
+                    filters are expected to keep
+    collect         gathers the tokens that reach the bound     programs: rows x vocabulary tiles
+                    and sums probabilities. Without top_k and
+                    top_p: finds the best score of each tile
     draw            finds the filters' exact thresholds among   programs: rows
                     the gathered tokens, and the winner
 
@@ -55,8 +55,9 @@ from baton_kernels.sampling.triton_search import (
 
 BLOCK = 64  #: Tokens per block maximum.
 PIVOTS = 16  #: Places that one pass over a row counts.
-#: Rows with top_p alone gather the tokens that reach the lowest of this share of the block maxima:
-#: 5% of the vocabulary if the logits have a normal distribution. Peaked rows gather fewer.
+#: Rows with top_p but without top_k use this share of the block maxima, the largest ones. They
+#: gather the tokens that reach the lowest of these. That is 5% of the vocabulary if the logits have
+#: a normal distribution. Peaked rows gather fewer.
 TOP_P_BLOCKS = 31 / 32
 CAPACITY = 16384  #: Gathered tokens per row.
 
@@ -72,11 +73,12 @@ DEFAULT: Configuration = {"tile": 1024, "num_warps": 4, "row_tile": 1024, "row_w
 
 
 def shape_class(num_rows: int, vocab_size: int) -> str:
-    """Return the key of such a launch in a table of configurations."""
+    """Return the class a launch is tuned for."""
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
-# Header of a row's state. Rows with top_p alone have the sums, of probabilities that min_p keeps.
+# Header of a row's state. Only rows with top_p and without top_k have the two sums. These add the
+# probabilities of the tokens that min_p keeps.
 _HIGHEST = tl.constexpr(0)  # highest place with the largest logit
 _BOUND = tl.constexpr(1)  # lowest place to gather
 _COUNT = tl.constexpr(2)  # tokens that reach the bound

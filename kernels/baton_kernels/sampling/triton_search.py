@@ -100,7 +100,7 @@ def load_places(tokens: Tokens, start, TILE: tl.constexpr):
 
 @triton.jit
 def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
-    """Return the probability of a token that min_p keeps, or 1 without WEIGH. Others have 0."""
+    """Return the probability (or 1 without WEIGH) of tokens that min_p keeps, and 0 for others."""
     x = logit_of(place)
     scaled = x.to(tl.float64) / tokens.temperature
     amount = tl.full(place.shape, 1.0, tl.float64)
@@ -131,11 +131,15 @@ def search(
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return a place that the fewest best tokens reach that have a total amount `wanted`.
+    """Find the fewest best tokens whose total amount is at least `wanted`.
 
-    The amount is a number of tokens, or with WEIGH a sum of probabilities. If all have less, the
-    result is `left`. The search ends when no token can be left out. So it divides the logits
-    first, and the ids only if it cuts between equal logits.
+    The amount is a number of tokens, or with WEIGH a sum of probabilities. The search ends when no
+    token can be left out. So it divides the range of logits first, and the range of ids only if
+    the cut lies between equal logits.
+
+    Returns:
+        A place that these tokens reach, and no other token with a positive amount. If all tokens
+        together have less than `wanted`, it is `left`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
         step = (right - left) // (PIVOTS + 1)

@@ -7,7 +7,7 @@ Names and semantics are NIXL's:
 - Adding a peer's metadata does not connect. Removing a peer disconnects it and ends its transfers
   in ERR.
 - The agent's own name is a peer that always exists.
-- `make_prepped_xfer` merges runs that are adjacent on both sides; `initialize_xfer` does not.
+- `make_prepped_xfer` merges rows that are adjacent on both sides; `initialize_xfer` does not.
 
 Every descriptor is checked: local ones against registered memory, a peer's against its metadata.
 """
@@ -52,7 +52,8 @@ class DlistHandle:
         Args:
             agent: name of the peer; empty for the local side.
             descs: the descriptors.
-            known_peer: identifies the metadata of the peer. Replaced metadata has another object.
+            known_peer: stands for one version of the peer's metadata. New metadata gets another
+                object.
         """
         self.agent, self.descs, self.known_peer = agent, descs, known_peer
         self.released = False
@@ -89,9 +90,9 @@ class XferHandle:
 class Agent(abc.ABC):
     """Moves bytes between registered memory here and at peers.
 
-    Any thread may call the methods. They return at once, with three exceptions: those that
-    register or deregister memory, fence or close; a READ of a few MiB over shm, which the caller
-    copies; and add_remote_agent with NIXL, which connects.
+    Any thread may call the methods. Registering and deregistering memory, `fence` and `close` may
+    block. With NIXL, `add_remote_agent` blocks while it connects. Over shm, the calling thread
+    copies a READ of up to 16 MiB. All other calls return at once.
     """
 
     def __init__(self, name: str) -> None:
@@ -132,12 +133,12 @@ class Agent(abc.ABC):
         self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        """Return a context for a sleep until `wakeup` is called.
+        """Return a context in which the caller may sleep until the agent has an event.
 
-        The caller does the agent's work in it, so no other thread has to wake up first. The context
-        gives a descriptor to poll beside the caller's own, or None. When it is readable, leave the
-        context and look for ended transfers and notifications: `wakeup` is not called for events
-        found while leaving it. NIXL has no such function.
+        In it, the caller takes over the work of the agent's thread, which need not wake up first.
+        The context gives a descriptor to poll beside the caller's own, or None. When it is
+        readable, leave the context and look for ended transfers and notifications. `wakeup` is not
+        called for events that are found while leaving. NIXL has no such function.
         """
         return contextlib.nullcontext()
 
@@ -223,7 +224,7 @@ class Agent(abc.ABC):
     ) -> XferHandle:
         """Return a transfer between rows of two prepared lists, pairwise.
 
-        Runs that are adjacent on both sides become one descriptor.
+        Rows that are adjacent on both sides are merged into one descriptor.
 
         Raises:
             ValueError: rows do not exist or cannot be paired, or a list was released.

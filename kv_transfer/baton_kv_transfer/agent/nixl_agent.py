@@ -11,10 +11,10 @@ What Baton adds around the library:
   but bytes still arrive afterwards. So the removal of a peer waits until its transfers ended. If
   they have not within REMOVE_GRACE_S, the library's agent is destroyed and created again. That ends
   all transfers in flight. Handles, lists and other peers stay usable.
-- `fence` does the same and removes all peers. Afterwards a late write of a peer fails, because its
-  connection is closed. UCX's shared memory needs no connection: with CMA a peer writes by itself.
-  So it is off, unless UCX_TLS in the environment overrides that. GPU memory of peers on the same
-  host (cuda_ipc) is not covered.
+- `fence` also destroys and re-creates the library's agent, and it removes all peers. Afterwards a
+  late write of a peer fails, because its connection is closed. UCX's shared memory needs no
+  connection: with CMA a peer writes by itself. So UCX's shared memory is off, unless UCX_TLS in the
+  environment overrides that. GPU memory of peers on the same host (cuda_ipc) is not covered.
 - Metadata carries a digest after NIXL's bytes, which NIXL ignores. NIXL itself accepts damaged
   addresses and keys.
 """
@@ -69,7 +69,7 @@ REMOVE_GRACE_S = 1.0
 
 
 class _Native:
-    """An object of the library, built again after the library's agent was made again."""
+    """An object of the library. It is rebuilt on its next use after the agent was re-created."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -119,7 +119,7 @@ class _Xfer(XferHandle):
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
-        #: Error of the post when it ends, because its peer was removed.
+        #: Set when the peer is removed during a post: the error with which that post ends.
         self.doomed = ""
 
     def end(self, error: str = "") -> None:

@@ -106,7 +106,7 @@ def unseal(metadata: bytes) -> tuple[bytes, str]:
 
 
 def _digest(packed: bytes) -> bytes:
-    """Return the digest as text, which never ends like NIXL's bytes."""
+    """Return the digest as hexadecimal text, which never ends with NIXL's `|`."""
     return (
         hashlib.blake2b(packed, digest_size=_DIGEST_BYTES // 2, person=b"baton-nixl")
         .hexdigest()

@@ -174,7 +174,7 @@ class TransportAgent(Agent):
         with self._lock:
             for region in dereg_list.regions:
                 self._regions.remove(region)
-            self._peers.pop(self.name, None)  # its descriptors have the indices of other regions
+            self._peers.pop(self.name, None)  # its prepared lists hold old indices of regions
         self._thread.mailbox.call(lambda: self._forget_regions(dereg_list.regions))
 
     def get_agent_metadata(self) -> bytes:
@@ -351,7 +351,7 @@ class TransportAgent(Agent):
                 raise unknown_peer(name) from None
 
     def _add_own(self) -> None:
-        """Keep this agent a peer of itself, also after a transport has another address."""
+        """Add this agent as a peer of itself, again whenever an address of it has changed."""
         address = self._address()
         if self.name not in self._peers:
             self._peers[self.name] = _Peer(self._regions)

@@ -249,9 +249,9 @@ class LoadManager:
         return load.slots is not None
 
     def release(self, rank_transfer: RankTransfer) -> None:
-        """Queue RELEASE, once, when no batch is in hand.
+        """Queue RELEASE once, unless a batch is in flight or unverified.
 
-        A peer to which SUBSCRIBE was not sent must be ready.
+        Before SUBSCRIBE was sent, RELEASE is queued only if the peer is ready.
         """
         if (
             rank_transfer.state is RankTransferState.RELEASED
@@ -278,7 +278,7 @@ class LoadManager:
         self._releases.clear()
 
     def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
-        """Set the outcome, unless there is one. It is reported after the load has drained."""
+        """Record a failure, unless the load has an outcome. It is reported after the drain."""
         if load.state is LoadState.DRAINING:
             return
         load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S

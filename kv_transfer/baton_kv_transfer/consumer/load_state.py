@@ -4,7 +4,7 @@ Load
 
     HANDSHAKE  connects to the producer's first worker, which names the workers with needed heads
     LOADING    has one per-rank transfer for each of these workers. Blocks that a worker publishes
-               are read, or the worker wrote them. They are verified.
+               are read, unless the worker wrote them here (push). All blocks are verified.
     DRAINING   has an outcome and starts nothing new. It ends, with its one LoadResult, when all
                per-rank transfers are settled.
 
@@ -106,7 +106,7 @@ class RankTransfer:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing of it can write to this engine's memory."""
+        """No read or write of this transfer can reach this engine's memory any more."""
         return (
             self.state is not RankTransferState.OPEN
             and self.num_batches == 0

@@ -5,8 +5,8 @@
     READY          DESCRIPTION fits: transfers may begin
     (lost)         `error` is set and final: refused, silent, disconnected, or invalid messages
 
-A peer is kept from one transfer to the next. A lost connection is not made again: a producer that
-restarted has another instance id, also at the same address, and is another peer.
+A peer is kept from one transfer to the next. A lost connection is not re-established: a restarted
+producer has another instance id, even at the same address, so it is another peer.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Peer:
             self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
 
     def receive(self, now: float) -> list[TransferMessage]:
-        """Handle the messages of the handshake and return those about transfers."""
+        """Handle the handshake's messages and return the messages about transfers."""
         messages: list[TransferMessage] = []
         for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:

@@ -71,7 +71,7 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
 def bind(
     word_sum: int, *, transfer_id: str, generation: int, chain_hash: BlockHash, heads: HeadRange
 ) -> int:
-    """Return the checksum that travels. It differs for another block, load or head range.
+    """Return the checksum that PUBLISH carries, bound to the block's tokens, load and heads.
 
     Args:
         word_sum: see `sum_runs`.

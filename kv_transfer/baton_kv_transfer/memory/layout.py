@@ -46,7 +46,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     #: torch's name without prefix: float32, bfloat16, float16.
     dtype: str
     name: str = "NHL2BD"
-    #: Index in the model of head 0 of this worker.
+    #: Index of this worker's first head in the model.
     first_kv_head: int = 0
     #: Heads of the model, over all workers; 0: num_kv_heads.
     total_kv_heads: int = 0

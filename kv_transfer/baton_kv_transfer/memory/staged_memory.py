@@ -129,7 +129,8 @@ class StagedMemory(SlotMemory):
     def _take(self, count: int) -> list[int] | None:
         """Return free slots; None if fewer are free.
 
-        Callers retry until a deadline, also where the memory can never have this many slots.
+        Callers retry until a deadline, even if the memory has fewer slots in total. Hence the
+        warning.
         """
         if count > self.num_slots and not self._warned:
             self._warned = True

@@ -70,7 +70,7 @@ class BlockWriter:
         self._in_flight: list[_Write] = []
 
     def enqueue(self, subscriber: Subscriber, blocks: list[Block]) -> None:
-        """Queue blocks. They are summed when they are posted, while earlier ones travel."""
+        """Queue blocks. Their checksums are computed later, while earlier blocks are in flight."""
         if not blocks:
             return
         window = self._windows.setdefault(subscriber.session.agent_name, _PeerWindow())

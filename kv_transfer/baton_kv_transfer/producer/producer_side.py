@@ -28,13 +28,15 @@ MAX_QUEUED_MESSAGES = 16384
 ZMQ_HEARTBEAT_MS = 5_000
 #: ZeroMQ's own probes find hosts that vanished. Leases end earlier; this only ends the session.
 ZMQ_HEARTBEAT_TIMEOUT_MS = 60_000
-#: A connection that is not a ZeroMQ connection by then is closed.
+#: A connection that has not completed ZeroMQ's handshake by then is closed.
 ZMQ_HANDSHAKE_MS = 10_000
-#: After a pause of this length, messages sent in the pause may not have reached the socket yet.
+#: If this thread paused for this long, messages sent in the meantime may not have reached the
+#: socket yet.
 STALL_S = 2.0
 #: Leases do not expire for this time after such a pause.
 STALL_GRACE_S = 0.5
-#: Leases expire if the socket was not read empty for this long. Consumers are read in turn.
+#: After this time leases expire even if the socket was never read empty. ZeroMQ reads consumers in
+#: turn, so none of them was skipped.
 MAX_UNREAD_S = 10.0
 
 
@@ -43,7 +45,7 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
 
     Args:
         address: where to listen.
-        service_key: consumers without it cannot connect. None: anyone can.
+        service_key: consumers without it cannot connect. None: every consumer can.
 
     Raises:
         OSError: the address is in use, or not of this machine.
@@ -111,7 +113,7 @@ class ProducerSide:
     def memory_fenced(self) -> None:
         """End the sessions with push.
 
-        The agent cut off and removed all peers, so those must connect again.
+        The agent cut off and removed all peers, so these consumers must connect again.
         """
         self._sessions.fail_all("the producer cut all its peers off")
 

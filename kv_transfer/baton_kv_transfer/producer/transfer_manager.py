@@ -4,8 +4,10 @@ A transfer begins with the scheduler's offer and ends exactly once, in `on_finis
 belong to it until then.
 
     OFFERED   Accepted, without blocks. It has no lease: the request may wait in a busy engine.
-    HOLDING   Blocks are held. Each subscriber has a lease, and so have the missing subscribers.
-    CLOSED    Cancelled, or a subscriber never came. No other subscriber is admitted.
+    HOLDING   Blocks are held. Each subscriber has a lease. Workers that have not subscribed yet
+              share one.
+    CLOSED    Cancelled, a subscriber never came, or no slots became free. No further subscriber is
+              admitted.
 
 It ends when all subscribers have left and no write to any of them is in flight.
 """
@@ -49,7 +51,7 @@ MAX_WAIT_S = 120.0
 #: Writes to a subscriber that left must end within this time, or its memory is cut off.
 DRAIN_TIMEOUT_S = 5.0
 SLOT_RETRY_S = 0.02
-#: Blocks summed and published at once: they are read while the next ones are summed.
+#: Limit of readable blocks in one PUBLISH. They are read while the next checksums are computed.
 PART_BYTES = 16 * 2**20
 
 
@@ -230,7 +232,7 @@ class TransferManager:
     def session_lost(self, session: Session, reason: str) -> None:
         """Stop publishing and writing to a session.
 
-        What it may be reading stays until its lease ends.
+        Blocks that it may still be reading stay until its lease ends.
         """
         self._early.drop(session, reason)
         for subscriber in self._subscribers():
@@ -264,7 +266,10 @@ class TransferManager:
                 return  # otherwise small transfers would always overtake it
 
     def expire(self, now: float) -> None:
-        """End what has sent no message in its lease. Call only when the socket was read empty."""
+        """End subscriptions and transfers whose lease is over.
+
+        Call only when the socket was read empty.
+        """
         self._early.expire(now)
         if now < self._next_expiry:
             return

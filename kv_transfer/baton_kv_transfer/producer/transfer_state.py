@@ -63,7 +63,7 @@ class Subscriber:
     written: list[PublishedBlock] = field(default_factory=list)
     first_write: float = 0.0
     last_write: float = 0.0
-    #: While writes are in flight: start of the first one, or end of the last one.
+    #: While writes are in flight: when the first was posted, or when one last ended.
     writing_since: float = 0.0
 
     @property
@@ -134,7 +134,7 @@ def explain_invalid(
     message: side_channel.Subscribe | side_channel.Release,
     stats: ConnectorStats,
 ) -> str:
-    """Return why no transfer can have this request; empty if one can.
+    """Return why the request is invalid for every transfer; empty if it is valid.
 
     Args:
         layout: of the producer's worker.

@@ -3,7 +3,7 @@
 choose             the choice of transports by name
 transport          the interface of a transport
 transport_thread   the thread that all transports of an agent share
-work_loan          who does its work: the thread, or a user that waits
+work_loan          whether the thread does its work, or a user that waits
 mailbox            commands for that thread
 alarm              a timer as a descriptor, for that loan
 transfer           memory regions, transfers and errors

@@ -52,9 +52,9 @@ class Post:
         self.state = XferState.PROC
 
     def end(self, error: str = "") -> None:
-        """Set the final state. The caller moves the bytes and touches the local memory no more.
+        """Set the final state. Only the first call counts.
 
-        Only the first call counts.
+        After the call, the transport must not touch the local memory for this post any more.
         """
         if self.state is XferState.PROC:
             self.error = error

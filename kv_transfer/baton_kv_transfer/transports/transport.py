@@ -86,7 +86,7 @@ class Transport(abc.ABC):
 
         Raises:
             ValueError: the address is invalid.
-            msgspec.DecodeError: the address is not one.
+            msgspec.DecodeError: the address cannot be decoded.
         """
 
     @abc.abstractmethod

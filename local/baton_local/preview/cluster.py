@@ -1,4 +1,4 @@
-"""The simulated cluster: member pods that start, drain and end. Every method takes the time."""
+"""The simulated cluster: member pods that start, drain and end. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Time from the binding of a pod to a node until it serves.
     ready_after_s: float = 30.0
-    #: Time from the request to drain until no request is unfinished.
+    #: Time from the start of a drain until all requests are finished.
     drain_after_s: float = 5.0
     #: Pods of the new spec never become ready.
     never_ready: bool = False

@@ -28,7 +28,7 @@ from baton_operator.plan.topology_view import record
 from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
-#: Added to the longest deadline of the spec: a rollout has stopped if nothing changes in that time.
+#: Added to the longest deadline of the spec. A rollout has stopped if nothing changes for the sum.
 PATIENCE = timedelta(seconds=60)
 
 

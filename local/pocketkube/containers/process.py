@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
-#: Of container ids in the status of pods.
+#: Prefix of container ids in the status of pods.
 RUNTIME = "process://"
 
 #: Time to read the remaining output after the last process of a container has ended.
@@ -95,7 +95,7 @@ class Guard:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.to_thread(self._process.wait)
             except TimeoutError:
-                logger.warning("the guardian still kills processes after %g s", timeout_s)
+                logger.warning("the guardian is still killing processes after %g s", timeout_s)
         os.close(self._lock)
 
     def _spawn(self) -> None:

@@ -53,7 +53,7 @@ class Services:
     backoff: BackoffPolicy
     refresh_s: float
     host_ip: str
-    #: Folder whose content hostPath volumes find at `/`, before this machine's.
+    #: Folder in which hostPath volumes look up their path before this machine's `/`.
     host_root: Path | None
 
 

@@ -255,7 +255,7 @@ class RealControlPlane:
         self._children.start(name, [str(self._assets / name), *arguments], environment)
 
     def _no_insecure_port(self, name: str) -> tuple[str, ...]:
-        """Return the flag that closes the port without TLS of controllers before 1.23."""
+        """Return the flag that closes the insecure port, which versions before 1.23 open."""
         command = [str(self._assets / name), "--version"]
         version = _numbers(
             subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -106,7 +106,7 @@ class Controllers:
         )
 
     async def _work(self, caches: tuple[Reflector, ...]) -> None:
-        # A decision from an incomplete cache would create what exists.
+        # With an incomplete cache, a controller would create objects that exist already.
         await asyncio.gather(*(cache.synced.wait() for cache in caches))
         queues = (self._deployment_queue, self._replica_set_queue, self._schedule_queue)
         await asyncio.gather(self._resync(), *(queue.run() for queue in queues))

@@ -1,4 +1,4 @@
-"""A kubelet of processes: it runs the pods of one node.
+"""A kubelet that runs the pods of one node as processes.
 
 - `kubelet`: the watch of pods, and one worker for each.
 - `pod_worker`: one pod from its arrival on the node to its deletion.

@@ -41,7 +41,7 @@ class KubeletConfig:
     state_dir: Path
     node_name: str
     address_pool: str
-    #: Folder whose content hostPath volumes find at `/`, before this machine's.
+    #: Folder in which hostPath volumes look up their path before this machine's `/`.
     host_root: Path | None
     backoff: BackoffPolicy
     #: Interval at which configMap, secret and token files are refreshed.

@@ -26,7 +26,7 @@ from baton_kv_transfer.transports.transfer import CopyError
 CELL_BYTES = 16
 #: Runs of a batch. IOV_MAX is 1024, and one is for the cell.
 MAX_RUNS = 1023
-#: About a millisecond, because the thread that reads has other work.
+#: Limit of a batch. It takes about a millisecond, because the reading thread has other work.
 BATCH_BYTES = 4 * 2**20
 
 
@@ -92,7 +92,7 @@ class Process:
             nbytes: bytes of all runs.
 
         Raises:
-            CopyError: nothing that arrived may be used.
+            CopyError: the read failed. The content of the local runs must not be used.
         """
         with self._lock:
             self._read(local, remote, nbytes)

@@ -36,7 +36,7 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
 class Hello(msgspec.Struct, array_like=True):
     """First message of a connection.
 
-    It has the peer's cell as proof of the peer's metadata, and the sender's own name and cell.
+    The peer's cell proves that the sender has the peer's metadata. `name` and `cell` are its own.
     """
 
     peer_cell: bytes

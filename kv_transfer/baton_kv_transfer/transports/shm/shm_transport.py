@@ -7,9 +7,9 @@ Each side writes to its own memory only (`cross_memory`).
             copies, and answers
 
 Requests, answers and notifications go over a unix socket of the peer. The side that connects sends
-the peer's cell, which is in the peer's metadata. The kernel identifies the process. Both sides must
-have the same boot id, pid namespace and network namespace. The caller of a READ of up
-to INLINE_BYTES copies at once.
+the peer's cell, which is in the peer's metadata. The kernel reports its process id (SO_PEERCRED).
+Both sides must have the same boot id, pid namespace and network namespace. The thread that starts a
+READ of up to INLINE_BYTES copies it at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INLINE_BYTES = 16 * 2**20
 
 
 class _SHMLink(PeerLink):
-    """A process whose memory may be read. Requests go to it after the first one has connected."""
+    """A peer process whose memory this process may read. The first request connects to it."""
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
         """Open the peer process and check that this process may read its memory. Does not connect.

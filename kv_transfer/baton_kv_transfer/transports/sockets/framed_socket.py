@@ -1,7 +1,8 @@
-"""Messages and data over a stream socket, without blocking. Data go from memory to memory.
+"""Messages and data over a stream socket, without blocking.
 
-The data of a transfer are frames of the kind DATA with the transfer's number. The frames of several
-transfers take turns. Messages go before the next frame of data.
+Data are sent from rows of memory, and received into rows of memory. The data of a transfer are
+frames of the kind DATA with the transfer's number. The frames of several transfers take turns.
+Messages go before the next frame of data.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerLink(abc.ABC):
-    """A connection to one peer. The first post connects, and so does the first one after a loss.
+    """A connection to one peer. The first post connects, and the first one after a loss reconnects.
 
     Any thread may call `post` and `withdraw`. The transports' thread calls the other methods.
     """
@@ -60,7 +60,7 @@ class PeerLink(abc.ABC):
         outgoing: Rows | None = None,
         incoming: Rows | None = None,
     ) -> None:
-        """Send what the connection takes at once. The rest follows.
+        """Send a message and its rows. What the socket does not take at once is sent later.
 
         Args:
             kind: of the message.
@@ -77,7 +77,7 @@ class PeerLink(abc.ABC):
             logger.warning("notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
-        """End all that is under way. Later posts end at once."""
+        """End all transfers in flight. Later posts fail at once."""
         with self._lock:
             self.error = self.error or reason
             connection = self._socket

@@ -29,7 +29,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 class Hello(msgspec.Struct, array_like=True):
     """First message of a connection."""
 
-    #: The peer's secret, as proof of its metadata.
+    #: The peer's secret. It proves that the sender has the peer's metadata.
     secret: bytes
     name: str
 
@@ -95,7 +95,7 @@ class TCPServer(PeerServer[_Client]):
                 if not count_outside(rows.iovec, self._context.regions):
                     continue
                 if client.link.is_sending_last_frame(number):
-                    # The client would take the zeros that complete the frame for the memory.
+                    # The client would mistake the zeros that complete the frame for data.
                     self._drop(client, "memory that it was reading was deregistered")
                     break
                 client.link.stop(number)

@@ -6,8 +6,9 @@
             delivers the notification and answers.
 
 The side that requests connects, and its requests use that connection (`peer_link`, `tcp_server`).
-It sends the secret in the peer's metadata first. Bytes go directly from and into the rows (`rows`),
-in frames that take turns (`framed_socket`). Data without a transfer under way are discarded.
+First it sends the secret from the peer's metadata. Bytes go directly from and into the rows
+(`rows`), in frames that take turns (`framed_socket`). Data without a transfer under way are
+discarded.
 """
 
 from __future__ import annotations

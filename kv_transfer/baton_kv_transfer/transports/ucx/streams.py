@@ -103,7 +103,7 @@ class Stream:
             self._post(self._connection.send)
 
     def stop(self, error: str) -> None:
-        """Post nothing more and cancel receives without a message.
+        """Post nothing more, and cancel the receives that no message has matched.
 
         The stream ends later if UCX still holds requests.
         """

@@ -367,7 +367,10 @@ class UCXTransport(Transport):
         return bool(failed)
 
     def _cut_all(self, reason: str) -> None:
-        """Cut all connections, before the worker is dropped. None is opened until the next one."""
+        """Cut all connections before the worker is dropped.
+
+        No connection is opened until there is a new worker.
+        """
         self._is_cutting = True
         for connection in self._by_address.values():
             connection.fail(reason)

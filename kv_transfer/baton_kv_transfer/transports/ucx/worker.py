@@ -19,8 +19,8 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
 from baton_kv_transfer.transports.ucx import library
 from baton_kv_transfer.transports.ucx.library import UCXError
 
-#: Shorter messages are sent at once. The receiver fetches longer ones, so their end proves that it
-#: lives.
+#: Shorter messages are sent at once. The receiver fetches longer ones, so their completion proves
+#: that the receiver is alive.
 RENDEZVOUS_BYTES = 2**16
 #: UCX's settings, unless the environment has others.
 SETTINGS = {
@@ -39,7 +39,7 @@ SETTINGS = {
 MAX_EAGER_BYTES = 4096
 #: How long a destroyed worker may take to end messages whose senders are gone.
 DRAIN_TIMEOUT_S = 0.2
-#: Held while a worker opens its listening sockets, which tells them from those of other agents.
+#: Held while a worker opens its listening sockets, so that it does not claim another agent's.
 _CREATION = threading.Lock()
 
 
@@ -134,7 +134,7 @@ def _find_listeners() -> dict[int, str]:
 
 
 def _name_socket(fd: int) -> str:
-    """Return a name that no other open socket of this process has, also at the same descriptor."""
+    """Return a name that identifies the socket, even if another one reuses its descriptor."""
     return os.path.realpath(f"/proc/self/fd/{fd}")
 
 
@@ -161,7 +161,7 @@ class Buffer:
 
     @classmethod
     def of(cls, address: int, nbytes: int) -> Buffer:
-        """Return contiguous memory. Without bytes the message is discarded."""
+        """Return a buffer of contiguous memory. With 0 bytes it discards what is received."""
         run = c.create_string_buffer(pack_run(address, nbytes), RUN_BYTES)
         return cls(run, c.addressof(run), 1 if nbytes else 0, nbytes)
 
@@ -283,7 +283,11 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def probe(self, tag: int, mask: int) -> tuple[int, int] | None:
-        """Return (message, bytes) of an arrived message that no posted receive matches; take it."""
+        """Take an arrived message that no posted receive matches.
+
+        Returns:
+            The message and its size in bytes; None if there is no such message.
+        """
         message = self._ucp.ucp_tag_probe_nb(self._handle, tag, mask, 1, c.byref(self._info))
         return (message, self._info.length) if message else None
 
@@ -347,7 +351,7 @@ class UCXWorker:
         )
 
     def destroy(self) -> None:
-        """Destroy the worker, after its endpoints.
+        """Destroy the worker. Its endpoints must have been dropped before.
 
         All requests end and UCX touches no memory any more.
         """

@@ -101,7 +101,7 @@ class ApiServer:
         if path == "/version":
             return _json(discovery.VERSION)
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        # Schemes are case-insensitive, and in-cluster clients send it in lower case.
+        # Schemes are case-insensitive, and in-cluster clients send `bearer`.
         if kind.lower() != "bearer":
             raise errors.unauthorized()
         self._cluster.tokens.user(token)

@@ -102,8 +102,8 @@ def openapi_v3_index(catalog: Catalog) -> Object:
 def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
     """Return the paths with their query parameters, and the schemas of custom resources.
 
-    The parameters tell kubectl that the server validates fields and can run dry. Built-in kinds are
-    plain objects, because clients have their schemas compiled in.
+    The parameters tell kubectl that the server validates fields and supports dry runs. Built-in
+    kinds are plain objects, because clients have their schemas compiled in.
     """
     paths: Object = {}
     schemas: Object = {}

@@ -158,7 +158,7 @@ def _seen_as(event: Event, chosen: Selection) -> tuple[str, Object] | None:
     """Return the type and object to send; None for no event.
 
     An object is added to a watch with a selector when it starts to match, and deleted when it
-    stops. The second event has the object as it last matched, with the version of the change.
+    stops. That DELETED event has the object as it last matched, with the version of the change.
     """
     if chosen.namespace and event.namespace != chosen.namespace:
         return None
