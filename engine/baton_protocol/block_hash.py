@@ -1,8 +1,8 @@
 """Chained hashes of KV blocks.
 
 Equal hashes mean equal tokens from the start of the sequence, under the same keys. The prefix
-cache and routers find blocks by them. The KV hand-off binds checksums to them, so that the right
-bytes of the wrong block fail.
+cache and routers find blocks by them. The KV hand-off binds checksums to them, so that the bytes
+of another block fail verification.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
     Args:
         parent: hash of the block before it, or the root hash.
-        token_ids: of the block.
+        token_ids: token ids of the block.
     """
     packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return hashlib.blake2b(

@@ -66,8 +66,8 @@ class EngineClient:
     It is not thread-safe: all calls come from the event loop that called `connect`.
 
     Args:
-        host: of the engine's ROUTER.
-        port: of the engine's ROUTER.
+        host: host of the engine's ROUTER.
+        port: port of the engine's ROUTER.
         client_id: name of this client in the engine's log.
         service_key: the key of the engine's service; None if it has none.
         on_kv_events: called with each batch of changes of the engine's prefix cache. None: the
@@ -211,7 +211,7 @@ class EngineClient:
         return init
 
     async def wait_ready(self, timeout_s: float) -> Ready:
-        """Wait until the engine accepts requests.
+        """Wait for the engine's first READY.
 
         Raises:
             EngineDeadError: the engine went away.
@@ -268,7 +268,7 @@ class EngineClient:
 
         Args:
             method: name, one of the engine's allow-list.
-            args: arguments left out at the end have the engine's defaults.
+            args: positional arguments. Trailing ones may be left out if the method has defaults.
             timeout_s: None: no limit. `pause` and `sleep` wait for the running requests.
 
         Raises:

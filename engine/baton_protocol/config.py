@@ -417,9 +417,9 @@ def compatibility_hash(
 
     Args:
         model_files: small files that identify the checkpoint (config.json, weight index), by name.
-        dtype: of weights and KV cache.
+        dtype: dtype of weights and KV cache.
         layout: name of the KV layout.
-        quantization: of weights: KV computed with rounded weights differs.
+        quantization: quantization of weights: KV computed with rounded weights differs.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compat")
     for name in sorted(model_files):

@@ -8,7 +8,7 @@ HEARTBEAT_INTERVAL_S = 0.5
 #: Silence after which an engine counts as dead. The connection of a killed process ends at once,
 #: so this detects a process that is stopped or stalled.
 HEARTBEAT_TIMEOUT_S = 3.0
-#: Factor of the timeout while an engine loads its model: imports and weights hold its interpreter
+#: Factor of the timeout while an engine loads its model. Imports and weight loading hold the GIL
 #: for seconds.
 LOADING_FACTOR = 5
 #: Intervals of silence after which an engine is suspect.
@@ -74,9 +74,9 @@ class Heartbeat:
         return self.silence_s >= self._timeout_s * (LOADING_FACTOR if loading else 1)
 
     def num_requests(self, num_unfinished: int) -> int:
-        """Return the number of requests at the engine.
+        """Return an estimate of the number of requests at the engine.
 
-        These are all that the last PONG reported, and those that this client sent later.
+        It is the number in the last PONG, plus the requests that this client has sent since then.
         """
         if self.status is None:
             return num_unfinished

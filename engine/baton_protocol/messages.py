@@ -100,8 +100,8 @@ class ErrorCode(enum.IntEnum):
     INTERNAL = 3
     #: KV blocks could not be fetched, and load_failure_policy is fail.
     KV_LOAD = 4
-    #: It can never fit this engine: longer than max_model_len, or than the KV memory. The
-    #: finish_reason is LENGTH.
+    #: The request can never fit this engine: it is longer than max_model_len, or needs more than
+    #: the KV memory. The finish_reason is LENGTH.
     LENGTH = 5
 
 
@@ -170,12 +170,12 @@ class KVSide(enum.IntEnum):
 
 
 class KVTransferParams(_Wire):
-    """How the KV blocks of one request travel. Each side gets one that names the other side."""
+    """The KV hand-off of one request. Each engine receives one that names the other engine."""
 
     side: KVSide
     #: The same on both sides, unique per attempt.
     transfer_id: str
-    #: Instance id of the other engine. Others are refused.
+    #: Instance id of the other engine. Other instances are refused.
     peer_instance_id: str
     #: CONSUME only: the producer's address.
     remote_host: str = ""
@@ -204,9 +204,9 @@ class EngineCoreRequest(_Wire):
     data_parallel_rank: int | None = None
     #: W3C trace context of the caller. No component sets or reads it. It is reserved for tracing.
     trace_headers: dict[str, str] | None = None
-    #: Samples of one prompt name the same group: the engine computes the prompt once, they share
-    #: its blocks (copy-on-write) and are swapped together. All members have equal prompts, no
-    #: generated tokens and no kv_transfer; empty: alone.
+    #: Samples of one prompt have the same group id. The engine computes the prompt once. They share
+    #: its blocks (copy-on-write) and are swapped together. They have equal prompts, no generated
+    #: tokens and no kv_transfer. Empty: no group.
     group_id: str = ""
 
 
@@ -229,11 +229,11 @@ class TokenLogprobs(_Wire):
     logprob: float
     #: 1 for the most likely token.
     rank: int = 0
-    #: The `logprobs` most likely (token id, logprob), best first.
+    #: The most likely tokens as (token id, logprob), best first; as many as were requested.
     top: list[tuple[int, float]] = []
 
 
-#: Of consecutive prompt tokens. A prompt's first token has none: nothing predicts it.
+#: Logprobs of consecutive prompt tokens. A prompt's first token has none: nothing predicts it.
 PromptLogprobs = list[TokenLogprobs]
 
 
@@ -290,7 +290,7 @@ class EngineCoreOutput(_Wire):
     events: list[EngineCoreEvent] | None = None
     #: Logprobs from prompt position 1 on, all on the first output with a token.
     prompt_logprobs: PromptLogprobs | None = None
-    #: Beam search: all finished beams, best first, on the one and last output.
+    #: Beam search: all finished beams, best first. The request has no other output.
     beams: list[BeamOutput] | None = None
     num_nans_in_logits: int = 0
     #: Experts of all tokens computed since the last output.

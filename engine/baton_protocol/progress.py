@@ -39,5 +39,5 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     kv: KVCompatibility | None = None
     #: Bytes of KV that an engine sent and received, by transport and lane: `ucx tcp/lo`.
     kv_bytes: dict[str, int] = {}
-    #: The last failure of an attempt that is repeated, until one makes progress.
+    #: Error of the last failed attempt; empty once an attempt makes progress.
     error: str = ""

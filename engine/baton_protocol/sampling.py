@@ -9,7 +9,7 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 64
-#: Length of a list of token ids or of logit_bias: a large vocabulary.
+#: Maximum length of a list of token ids, and of logit_bias: the size of a large vocabulary.
 MAX_TOKEN_IDS = 2**18
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1024
@@ -131,8 +131,8 @@ class SamplingParams(_Params):
     prompt_logprobs: int | None = None
     #: Only these tokens are sampled.
     allowed_token_ids: list[int] | None = None
-    #: Token sequences that are never completed: their last token is masked where the others stand
-    #: before it.
+    #: Token sequences that are never generated. The last token of a sequence is masked after its
+    #: other tokens.
     bad_words_token_ids: list[list[int]] | None = None
     repetition_detection: RepetitionDetection | None = None
     structured_output: StructuredOutput | None = None

@@ -101,7 +101,7 @@ class ServiceKey:
         )
 
     def protect_server(self, socket: zmq.Socket[Any]) -> None:
-        """Encrypt a server's socket and admit only clients with the key; before `bind`."""
+        """Encrypt a server's socket and admit only clients with the key. Call before `bind`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("server")
         # One domain per key: a process may have several.
@@ -109,7 +109,7 @@ class ServiceKey:
         require_client_key(socket, domain, z85.decode(self._curve_keys("client")[0]))
 
     def protect_client(self, socket: zmq.Socket[Any]) -> None:
-        """Encrypt a client's socket and accept only servers with the key; before `connect`."""
+        """Encrypt a client's socket and accept only servers with the key. Call before `connect`."""
         socket.curve_serverkey = self._curve_keys("server")[0]
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("client")
 

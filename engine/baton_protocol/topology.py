@@ -60,7 +60,7 @@ class Generation(_Wire, frozen=True):
     #: In rank order.
     members: tuple[Member, ...]
     placement: Placement
-    #: Address of the rendezvous store of this generation's process groups: a member's.
+    #: Address of the rendezvous store of this generation's process groups. A member runs it.
     store_host: str
     store_port: int
     operation_id: str = ""
@@ -139,7 +139,8 @@ class Status(_Wire, frozen=True):
     committed: Generation | None = None
     #: Number of exchanges of votes that it began, in all generations.
     step: int = 0
-    #: Activity in that step. If step and activity stay the same, the loop is stalled.
+    #: Activity in that step. The coordinator detects a stalled loop by step and activity that do
+    #: not change.
     activity: Activity = Activity.RESTS
 
 
@@ -168,7 +169,8 @@ class StartWave(_Wire, frozen=True):
 class TopologyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of PUT /topology: the requested topology.
 
-    The same operation id again changes nothing. A newer one supersedes one that is not committed.
+    A repeated operation id changes nothing. A new one supersedes an operation that has not
+    committed.
     """
 
     operation_id: str
@@ -177,7 +179,7 @@ class TopologyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OperationPhase(enum.StrEnum):
-    #: For members that have not registered.
+    #: The operation waits for members that have not registered.
     WAITING = "waiting"
     PREPARING = "preparing"
     COMMITTING = "committing"
@@ -200,7 +202,7 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: Number of the generation that it leads to; 0: not known yet.
     generation: int
     reason: str = ""
-    #: Seconds per phase; of the present one so far.
+    #: Seconds spent in each phase, including the current phase so far.
     seconds: dict[str, float] = {}
 
 
@@ -218,12 +220,12 @@ class MemberStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 class TopologyStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The body of GET /topology: the present topology."""
 
-    #: 0: none yet.
+    #: Number of the present generation; 0: none yet.
     generation: int
     desired: list[str]
-    #: All registered ones, ranks first.
+    #: All registered processes, members of the present generation first.
     members: list[MemberStatus]
-    #: The running one, or the last.
+    #: The running operation, or the last one.
     operation: OperationStatus | None = None
     #: host:port of the rendezvous store of the generation's process groups.
     store: str = ""

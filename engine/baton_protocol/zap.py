@@ -49,7 +49,7 @@ class _Handler:
         except zmq.ContextTerminated:
             pass
         finally:
-            with _lock:  # before the context can be gone, and another at its address
+            with _lock:  # before another context can be created at the same address
                 _handlers.pop(self._context.underlying, None)
             self._socket.close()
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from baton_text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-#: Tokens at which a window without a clean end is cut, because the cost is quadratic. Broken UTF-8
-#: has no clean end.
+#: Number of tokens above which a window without a clean end is cut, because the cost of decoding
+#: grows with its square. Broken UTF-8 has no clean end.
 _LONG_WINDOW = 16
 
 
@@ -28,7 +28,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
-        #: Leading tokens of the window that were emitted before the last clean end.
+        #: Number of leading tokens of the window that were emitted before the last clean end.
         self._context = 0
         #: Characters of the window's text already emitted.
         self._emitted = 0

@@ -36,7 +36,7 @@ class TextOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     #: "stop", "length" or "repetition" in the last part.
     finish_reason: str | None = None
-    #: The stop string or token id that ended the text. None: the model's EOS.
+    #: The stop string or token id that ended the text. None: EOS, or another finish_reason.
     stop_reason: int | str | None = None
     #: From prompt position 1 on, if requested. They arrive with the first token.
     prompt_logprobs: PromptLogprobs | None = None
@@ -50,8 +50,8 @@ class OutputProcessor:
         stops: strings that end the text.
         include_stop: the text includes the string or token that ends it.
         skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings have no effect in the text of this many first tokens.
-        stop_token_ids: as in the request. If one ends the text, it is the stop_reason.
+        min_tokens: stop strings have no effect in the text of the first `min_tokens` tokens.
+        stop_token_ids: those of the request. If one ends the text, it is the stop_reason.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ def completion_logprobs(
     if first_token_id is not None:
         add(first_token_id, None, None)
     for item in logprobs:
-        # The token itself is always in. Of tokens with the same text, the most likely one is.
+        # The token itself is always included. Of tokens with the same text, the likeliest is kept.
         top: dict[str, float] = {}
         for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
             top.setdefault(text(token_id), logprob)

@@ -46,7 +46,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
-    #: Number of characters before each token in the generated text.
+    #: Number of characters before each token in the choice's text.
     text_offset: list[int] = []
 
 

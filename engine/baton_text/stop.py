@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopScanner:
     """A filter that ends a text at a stop string.
 
-    It holds back an end of the text that may become a stop string. The match that ends first wins,
-    and the longest of those that end together. So the result does not depend on the pieces.
+    It holds back an end of the text that may become a stop string. The match that ends first wins.
+    Of matches that end together, the longest wins. So the result does not depend on the pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:

@@ -10,13 +10,13 @@ import msgspec
 from baton_protocol.sampling import MAX_BAD_WORDS, StructuredOutput, StructuredOutputKind
 from baton_text.tokenizer import Tokenizer
 
-#: Bad words: each may be two token sequences, as it starts a text and as it follows a space.
+#: Limit of bad words. Each may need two token sequences: at the start of a text, and after a space.
 MAX_WORDS = MAX_BAD_WORDS // 2
 MAX_WORD_LENGTH = 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The structure that a text must have, as exactly one of the fields describes it."""
+    """The structure that a text must have. At most one field describes it."""
 
     #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | bool | None = None

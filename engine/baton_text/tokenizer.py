@@ -115,7 +115,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"the text is no Unicode: character {error.start} is half of a surrogate pair"
+                f"the text is invalid Unicode: character {error.start} is half of a surrogate pair"
             ) from error
         # The batch call lets other threads run and keeps no offsets.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -238,7 +238,7 @@ def _template_of(config: dict[str, Any]) -> str | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the bytes of GPT-2's printable characters for the 256 bytes."""
+    """Return the byte for each character of GPT-2's byte-level alphabet."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     chars = {chr(byte): byte for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in printable]

@@ -59,9 +59,9 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     """Compute y = x W^T + b.
 
     Args:
-        x: of shape [..., in_features].
-        weight: of shape [out_features, in_features]; plain, packed or int8.
-        bias: of shape [out_features].
+        x: tensor of shape [..., in_features].
+        weight: tensor of shape [out_features, in_features]; plain, packed or int8.
+        bias: tensor of shape [out_features].
     """
     y: Tensor
     if isinstance(weight, Int8Weight):

@@ -58,11 +58,13 @@ class TransferConnector(KVConnectorWorker):
 
         Args:
             config: the engine's kv_transfer section.
-            instance_id: of this engine process.
-            compatibility_hash: of the settings that peers must share; see `baton_protocol.config`.
+            instance_id: id of this engine process.
+            compatibility_hash: hash of the settings that peers must share, see
+                `baton_protocol.config`.
             host: the pod's own address. Rank 0 binds its side channel to config.port there (0: any
                 free port), the other ranks to any free port: see `port`.
-            rank: of this worker in its engine. The transfer agent is called `<instance_id>/<rank>`.
+            rank: rank of this worker in its engine. The transfer agent is called
+                `<instance_id>/<rank>`.
             service_key: peers without it are refused. None: peers with one are refused.
 
         Raises:

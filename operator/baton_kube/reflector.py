@@ -29,7 +29,7 @@ class Reflector:
     """Mirrors the collection at `path`. Use either `run` with listeners or `changes`.
 
     Attributes:
-        objects: by `namespace/name`, or by name where objects have no namespace.
+        objects: the objects by `namespace/name`, or by name where objects have no namespace.
         synced: set after the first list.
     """
 

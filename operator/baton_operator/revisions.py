@@ -144,7 +144,7 @@ async def find_previous_revisions(
 
     Args:
         newest: name of the record of the spec that is rolled out.
-        templates: of the newest revision.
+        templates: templates of the newest revision.
 
     Raises:
         KubeError: the records cannot be read.

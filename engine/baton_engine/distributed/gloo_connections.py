@@ -65,7 +65,7 @@ def open_device(host: str) -> tuple[Any, Address]:
                 for _, inode, tcp in _tcp_sockets()
                 if inode not in before and tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             ]
-            # With several new listeners another thread has opened one, and the owner is unknown.
+            # If there are several, another thread has opened a listener, and ours is unknown.
             if len(addresses) == 1:
                 return device, addresses[0]
     raise RuntimeError(

@@ -53,7 +53,7 @@ class Group(Protocol):
     def abort(self) -> None:
         """Make current and later operations raise GroupBrokenError at once.
 
-        For members that may be frozen. Any thread may call it; it is idempotent.
+        Call it when a member may be frozen. Any thread may call it; it is idempotent.
         """
 
     def close(self) -> None:

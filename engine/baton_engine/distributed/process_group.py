@@ -179,6 +179,7 @@ def create_parallel_context(
 
     Raises:
         TimeoutError: the store does not respond, or a rank did not join.
+        GroupBrokenError: a rank joined and is gone.
     """
     if parallel.world_size == 1:
         return ParallelContext()
@@ -212,7 +213,8 @@ class TorchGroup:
         self.rank = rank
         self.size = size
         self._backend: Backend | None = backend
-        #: Kept alive for NCCL, which uses it when two ranks first send. The backend holds only C++.
+        #: Kept alive for NCCL, which uses it when two ranks first send. The backend keeps
+        #: only the C++ object alive.
         self._store: Store | None = store
         self._timeout_s = timeout_s
         self._abort = abort
@@ -378,7 +380,7 @@ def _gloo(
 def _nccl(
     store: Store, rank: int, size: int, timeout: timedelta, host: str | None
 ) -> tuple[Backend, Abort]:
-    """Create a backend, which chooses its own address.
+    """Create a backend. NCCL chooses its own address, so `host` has no effect.
 
     Its operations run on the CUDA stream and return before they are complete. After an abort
     their data is incomplete, so the caller must discard the step. If a member is lost, NCCL's

@@ -11,7 +11,7 @@ Each rank has a word and two buffers. In exchange k a rank
 4. reads all buffers.
 
 Two buffers are enough. A rank starts exchange k + 2 only when all words are at least k + 2. A rank
-sets its word to that only after it has read all buffers of exchange k.
+sets its word to k + 2 only after it has read all buffers of exchange k.
 
 An all_to_all starts with an exchange of the counts. The rows are in the same exchange if they fit
 into every rank's buffer. Otherwise they follow in several exchanges, each with a share of every
@@ -44,7 +44,8 @@ NUMBER_NBYTES = 8
 WORD_NBYTES = 64
 TOKEN_NBYTES = 64
 SPIN_S = 1e-3
-#: Maximum that one round of waiting counts. A longer one means that this process was stopped.
+#: Maximum time that one round of waiting adds towards the timeout. A longer round means that this
+#: process was stopped.
 LONGEST_ROUND_S = 1.0
 #: Bit in the word of a rank that has closed or aborted the group. Its exchanges stay valid.
 LEFT = 2**63
@@ -205,8 +206,8 @@ class SharedMemoryGroup:
         """Exchange runs that do not fit into the buffers, with an equal share of each per round.
 
         Args:
-            sources: by rank, [bytes] uint8.
-            targets: by rank, [bytes] uint8.
+            sources: one tensor per rank, [bytes] uint8.
+            targets: one tensor per rank, [bytes] uint8.
             runs: [source][target]: bytes; 0 where source equals target.
         """
         # A share may be rounded up by one byte.

@@ -44,7 +44,7 @@ class WaveCalls(Protocol):
     def set_peers(self, members: Sequence[Member]) -> None: ...
 
     def start_wave(self, start: StartWave) -> None:
-        """Send START_WAVE to all peers, repeatedly until `end_start`."""
+        """Send a StartWave to all peers, and repeat it until `end_start`."""
 
     def end_start(self) -> None: ...
 
@@ -103,7 +103,7 @@ def join_control_group(
     timeout_s: float,
     secret: bytes,
 ) -> ControlGroup:
-    """Join the other members in the generation's store.
+    """Join the control group of a generation through the generation's store.
 
     Args:
         timeout_s: limit of an exchange. It must exceed the longest step of any member.

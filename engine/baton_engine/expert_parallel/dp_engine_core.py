@@ -81,13 +81,13 @@ class DPEngineCore(EngineCore):
         pauses: Mapping[str, Histogram] | None = None,
         **hooks: Any,
     ) -> None:
-        """Create a rank in no generation. It has the hooks of EngineCore.
+        """Create a rank in no generation. `hooks` are keyword arguments of EngineCore.
 
         Args:
             member: this rank.
             join: joins control groups.
             unreachable: returns the members that cannot be reached. Called by another thread.
-            wakeup: called by other threads when `advance` has something new to find.
+            wakeup: called by other threads to wake the loop, which then calls `advance`.
             pauses: histograms of pauses, as `topology_stats.commit_pauses` creates them.
         """
         super().__init__(config, executor, **hooks)
@@ -155,7 +155,7 @@ class DPEngineCore(EngineCore):
             return
         rank = target.rank_of(self._instance_id)
         if rank is None if self.generation is None else target.number <= self.generation.number:
-            return  # for other ranks, or older than the current generation
+            return  # for other ranks, or not newer than the current generation
         if target.urgent and self.phase is RankPhase.SERVING and self.generation is not None:
             self._break(f"the coordinator replaces generation {self.generation.number}")
             if standby is not None and standby.committed and standby.ready:
@@ -211,7 +211,7 @@ class DPEngineCore(EngineCore):
     # Changes of the generation
 
     def advance(self) -> None:
-        """Advance the preparation, and commit it if no step of the current generation is needed."""
+        """Advance the preparation. Commit it without a vote if this rank is not serving."""
         now = time.monotonic()
         standby = self._standby
         if standby is not None:
@@ -227,7 +227,7 @@ class DPEngineCore(EngineCore):
             )[0]
 
     def _commit(self, standby: StandbyGeneration) -> None:
-        """Serve in a prepared generation from the next step on."""
+        """Commit a prepared generation: serve in it from the next step on, or leave the group."""
         generation, started = standby.generation, time.monotonic()
         self._standby = None
         if standby.rank is None:
@@ -332,7 +332,7 @@ class DPEngineCore(EngineCore):
 
     @property
     def _wants_vote(self) -> bool:
-        """Whether this rank must vote for a committed generation, in an exchange for that alone.
+        """Whether this rank must start an exchange only to vote for a committed generation.
 
         The vote is repeated, because another rank may have died before it received the commit.
         """
@@ -408,7 +408,7 @@ class DPEngineCore(EngineCore):
             GroupBrokenError: a rank is gone.
             TimeoutError: a rank did not vote within the timeout.
         """
-        assert self._group is not None, "waves are a generation's, and so is the group"
+        assert self._group is not None, "a rank with waves has a control group"
         if not waves.running:
             self._calls.start_wave(waves.begin())
         num_tokens = step.total_num_scheduled_tokens

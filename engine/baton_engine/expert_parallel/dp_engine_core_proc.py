@@ -57,7 +57,7 @@ class DPEngineCoreProc(EngineCoreProc):
         if not RANK_NAME.fullmatch(name):
             message = (
                 f"parallel.rank_name: {name!r} is no DNS label: "
-                "at most 63 of a-z, 0-9, and - in between"
+                "use at most 63 of a-z, 0-9 and -, with - neither first nor last"
             )
             raise ConfigurationError("InvalidConfig", message)
         super().__init__(config, host)

@@ -42,7 +42,7 @@ class StandbyGeneration:
         Args:
             rank: rank of this engine in it. None: the engine leaves, which needs no preparation.
             current: the generation that serves.
-            wakeup: called, by another thread, when `advance` has something new to find.
+            wakeup: called by another thread when the join of the control group has ended.
         """
         self.generation = generation
         self.rank = rank

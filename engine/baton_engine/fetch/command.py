@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     restart may succeed.
     """
     args = _parser().parse_args(argv)
-    # Process 1 of a container has no default handler.
+    # Process 1 of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(

@@ -19,7 +19,7 @@ from baton_engine.fetch.source import RemoteFile, Source, verify
 logger = logging.getLogger(__name__)
 
 WORKERS = 4
-#: Downloads of one file that may fail verification.
+#: Number of downloads of one file that fail verification before the fetch fails.
 CORRUPT_TRIES = 3
 
 

@@ -110,8 +110,8 @@ class Partial:
     def reuse_leftovers(self) -> None:
         """Move the files of other partial folders here, then remove those folders.
 
-        A folder whose fetcher lives on this machine stays. Verified files have no writer. An
-        incomplete file is moved only if its writer is known to be dead: from the same machine.
+        A folder whose fetcher is alive on this machine stays. Verified files have no writer. An
+        incomplete file is moved only if its fetcher ran on this machine, and is known to be dead.
         """
         for other in sorted(self._target.parent.glob(f"{self._target.name}.partial-*")):
             if other != self.path and not other.is_symlink():
@@ -188,7 +188,8 @@ class Partial:
         """Write the marker and rename the folder. If another fetcher did so first, keep its folder.
 
         Raises:
-            TransientError: another fetcher declared this one dead and moved its files.
+            TransientError: another fetcher declared this one dead and moved its files, or the
+                folder that another fetcher renamed first is damaged.
         """
         if not all(self.has(file) for file in files):
             raise TransientError(f"another fetcher moved files out of {self.path}")

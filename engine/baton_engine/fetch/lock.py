@@ -1,7 +1,7 @@
 """The lock of fetchers that share a cache: one downloads, the others wait for its folder.
 
-The lock only saves bandwidth. Every fetcher writes into its own folder, and a rename decides. If
-a file system does not share locks between machines, the cost is a second download.
+The lock only saves bandwidth. Every fetcher writes into its own folder, and the first rename
+wins. If a file system does not share locks between machines, the cost is a second download.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Beyond this number, the connection with the oldest request is closed.
 MAX_CONNECTIONS = 128
-#: From the start of a connection, or its last response, to its next response.
+#: Maximum time from the start of a connection, or its last response, to its next response.
 REQUEST_TIMEOUT_S = 20.0
 MAX_BODY_BYTES = 2**20
 ACCEPT_PAUSE_S = 0.1

@@ -96,7 +96,8 @@ class LLM:
         Args:
             prompts: one or several. Each is a text or token ids, also as `{"prompt": ...}` or
                 `{"prompt_token_ids": ...}`.
-            sampling_params: for all prompts, or one per prompt. None: the defaults.
+            sampling_params: parameters of all prompts, or a list with one per prompt. None: the
+                defaults.
             use_tqdm: whether to show a progress bar, or a function that creates one from tqdm's
                 arguments.
 
@@ -104,6 +105,7 @@ class LLM:
             One output per prompt, in their order.
 
         Raises:
+            TypeError: an argument has the wrong type.
             ValueError: a prompt or its parameters cannot be served. Nothing is left running.
             RuntimeError: the engine failed, or this LLM is closed.
         """
@@ -135,8 +137,8 @@ class LLM:
             As `generate`.
 
         Raises:
+            TypeError, RuntimeError: as `generate`.
             ValueError: as `generate`; also if the template is missing, or refuses the messages.
-            RuntimeError: as `generate`.
         """
         if chat_template is None:
             template = self._tokenizer.chat_template
@@ -180,8 +182,7 @@ class LLM:
             One output per prompt, in their order. Its sequences are sorted, best first.
 
         Raises:
-            ValueError: as `generate`.
-            RuntimeError: as `generate`.
+            TypeError, ValueError, RuntimeError: as `generate`.
         """
         _check_params(params, BeamSearchParams, "params")
         wire = params.to_wire()

@@ -67,6 +67,7 @@ class RequestLifecycle:
     def swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
         """Return swapped requests to the batch. `step` copies their blocks."""
         step.output.swap_in += decision.copies
+        self.state.swapped.remove(decision.requests)
         self.state.counters.num_swapped_in_blocks += len(decision.copies)
         for request in decision.requests:
             for sequence in [request, *request.sequences]:
@@ -113,6 +114,7 @@ class RequestLifecycle:
     def swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
         """Remove running requests from the batch. `step` copies their blocks to host memory."""
         step.output.swap_out += decision.copies
+        self.state.swapped.add(decision.requests)
         self.state.counters.num_swapped_out_blocks += len(decision.copies)
         for request in decision.requests:
             for sequence in request.sequences:

@@ -67,7 +67,6 @@ class Preemptor:
                     [sequence for member in members for sequence in member.sequences]
                 )
                 if copies is not None:
-                    self.state.swapped.add(members)
                     return SwappedOut(members, copies)
         return Preempted(victim)
 
@@ -95,7 +94,6 @@ class Preemptor:
             copies = self.state.kv.swap_in(sequences, keep_free=keep_free)
             if copies is None:
                 return
-            self.state.swapped.remove(unit)
             yield SwappedIn(unit, copies)
 
     def _wants_swap(self, members: list[Request]) -> bool:

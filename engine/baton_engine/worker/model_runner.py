@@ -219,7 +219,7 @@ class ModelRunner:
         """Return what engines must have in common to exchange blocks with this one.
 
         Args:
-            version: of the side channel.
+            version: version of the side channel.
         """
         layout = self.kv_cache_layout(1)
         return KVCompatibility(

@@ -23,7 +23,7 @@ class Profiler:
 
         Args:
             directory: folder of the traces, as the container sees it; empty: profiling is refused.
-            rank: of the worker in the engine; it is part of the traces' names.
+            rank: rank of the worker in the engine; it is part of the traces' names.
             device: the worker's.
         """
         self._directory = directory

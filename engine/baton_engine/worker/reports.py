@@ -29,12 +29,12 @@ def prompt_logprobs_of(
     They begin at position `starts[i] + 1`.
 
     Args:
-        hidden: of the step's tokens, [num_tokens, hidden_size].
+        hidden: hidden states of the step's tokens, [num_tokens, hidden_size].
         scheduled: the step's rows.
         batch: the rows' requests.
         compute_logits: [n, hidden_size] -> float32 [n, vocab_size]. It is collective, so all ranks
             call it with the same slices.
-        vocab_size: of the model.
+        vocab_size: size of the model's vocabulary.
     """
     slice_size = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
     first_tokens = scheduled.first_tokens.tolist()

@@ -27,9 +27,9 @@ class StaticInputs:
         """Allocate the tensors.
 
         Args:
-            max_tokens: of the largest graph.
-            max_seqs: of the largest graph.
-            max_blocks: of one sequence.
+            max_tokens: number of tokens of the largest graph.
+            max_seqs: number of sequences of the largest graph.
+            max_blocks: number of blocks of one sequence.
             device: the model's.
             hidden: buffer for the output of an earlier pipeline stage, [max_tokens, hidden_size];
                 None on the first stage.

@@ -52,7 +52,7 @@ class Worker:
 
         Args:
             config: the engine's.
-            instance_id: of the engine process of this worker.
+            instance_id: id of the engine process of this worker.
             rank: global rank of this worker.
         """
         self.config = config
@@ -81,7 +81,7 @@ class Worker:
         """Join the groups with the other ranks. Collective.
 
         Args:
-            store_address: of the store at which ranks find each other.
+            store_address: address of the store at which ranks find each other.
             generation: number of the groups.
             host: this worker's own address; None: the pod's.
             secret: the store's.

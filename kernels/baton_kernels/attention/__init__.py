@@ -126,10 +126,10 @@ def paged_attention(
     graph can capture them and replay them with other lengths and block tables.
 
     Args:
-        query: of shape [num_tokens, num_heads, head_dim].
-        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype or
-            float8_e4m3fn. The last stride is 1. On a CPU the tokens of a block and head are
-            contiguous, and the other strides are multiples of their size.
+        query: tensor of shape [num_tokens, num_heads, head_dim].
+        key_cache: tensor of shape [num_blocks, num_kv_heads, block_size, head_dim], in query's
+            dtype or float8_e4m3fn. The last stride is 1. On a CPU the tokens of a block and head
+            are contiguous, and the other strides are multiples of their size.
         value_cache: like key_cache, with the same strides.
         plan: result of `plan_attention` for this step.
         scale: positive factor of the scores, usually head_dim ** -0.5.

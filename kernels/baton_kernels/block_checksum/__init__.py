@@ -61,7 +61,7 @@ def block_sums(
     On a GPU the call does not wait for the device.
 
     Args:
-        kv_cache: of shape [num_blocks, heads, ...], contiguous.
+        kv_cache: tensor of shape [num_blocks, heads, ...], contiguous.
         block_ids: int64 [n], in host memory.
         first_head: first head of the range, an index into the heads of this cache.
         num_heads: heads of the range, at least 1.

@@ -22,7 +22,7 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
     """Copy blocks within one cache, on its device. On a GPU the call does not wait for the device.
 
     Args:
-        kv_cache: of shape [num_blocks, ...], contiguous.
+        kv_cache: tensor of shape [num_blocks, ...], contiguous.
         pairs: int64 (source block, target block), of shape [n, 2], in host memory.
 
     Raises:
@@ -48,7 +48,7 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     because the copy engine would need a call for each.
 
     Args:
-        source: of shape [num_blocks, ...], contiguous.
+        source: tensor of shape [num_blocks, ...], contiguous.
         target: like source; the number of blocks may differ.
         pairs: int64 (block of source, block of target), of shape [n, 2], in host memory. Targets
             are distinct.

@@ -59,7 +59,8 @@ def copy_blocks_triton(
     """Copy in one launch, without waiting for the device.
 
     Args:
-        source: of shape [num_blocks, ...], contiguous; on the device or in pinned host memory.
+        source: tensor of shape [num_blocks, ...], contiguous, on the device or in pinned host
+            memory.
         target: like source; the number of blocks may differ. May be `source` itself.
         chains: (source block, target block) pairs in order. A block that one chain writes occurs in
             no other chain.

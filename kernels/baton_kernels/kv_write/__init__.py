@@ -24,7 +24,7 @@ def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
     """Prepare the KV write of a step, once for all layers.
 
     Args:
-        slot_mapping: as in `write_kv`.
+        slot_mapping: the same as in `write_kv`.
         block_size: slots per block.
 
     Returns:
@@ -46,9 +46,9 @@ def write_kv(
     """Write keys and values into the caches, on the device of `key`.
 
     Args:
-        key: of shape [num_tokens, num_kv_heads, head_dim].
+        key: tensor of shape [num_tokens, num_kv_heads, head_dim].
         value: like key.
-        key_cache: of shape [num_blocks, num_kv_heads, block_size, head_dim], last stride 1.
+        key_cache: tensor of shape [num_blocks, num_kv_heads, block_size, head_dim], last stride 1.
         value_cache: like key_cache, with the same strides.
         slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
         plan: result of `plan_write` for this slot mapping. None computes it here.

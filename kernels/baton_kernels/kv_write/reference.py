@@ -12,8 +12,8 @@ def to_fp8(values: Tensor, scale: Tensor | None) -> Tensor:
     """Divide values by the scale of their head and saturate to float8_e4m3fn. NaN stays NaN.
 
     Args:
-        values: of shape [num_tokens, num_kv_heads, head_dim].
-        scale: of shape [num_kv_heads]; None means 1.
+        values: tensor of shape [num_tokens, num_kv_heads, head_dim].
+        scale: tensor of shape [num_kv_heads]; None means 1.
     """
     scaled = values.float() if scale is None else values.float() / scale[:, None]
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

@@ -31,7 +31,7 @@ def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[T
     weights NaN.
 
     Args:
-        router_logits: of shape [num_tokens, num_experts], at most 512 experts on a GPU.
+        router_logits: tensor of shape [num_tokens, num_experts], at most 512 experts on a GPU.
         top_k: at most 16 on a GPU.
         renormalize: scale the weights of a token to sum 1.
 
@@ -53,11 +53,11 @@ def run_experts(
     Weights of experts without tokens are not read.
 
     Args:
-        x: of shape [num_tokens, hidden].
+        x: tensor of shape [num_tokens, hidden].
         gate_up: gate rows, then up rows of each expert: [num_experts, 2 * intermediate, hidden]. On
             a CPU it may be a sequence of packed or int8 weights; see `linear`.
-        down: of shape [num_experts, hidden, intermediate], or a sequence.
-        weights: of shape [num_tokens, top_k].
+        down: tensor of shape [num_experts, hidden, intermediate], or a sequence.
+        weights: tensor of shape [num_tokens, top_k].
         expert_ids: int64 of shape [num_tokens, top_k].
 
     Returns:

@@ -20,8 +20,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize the last dimension, with the mean in float32.
 
     Args:
-        x: of shape [..., dim].
-        weight: of shape [dim].
+        x: tensor of shape [..., dim].
+        weight: tensor of shape [dim].
     """
     # torch.compile fuses the reference with its neighbours.
     if x.is_cuda and not torch.compiler.is_compiling():
@@ -37,9 +37,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Add a layer's output to its residual and normalize the sum for the next layer.
 
     Args:
-        x: of shape [num_tokens, dim].
+        x: tensor of shape [num_tokens, dim].
         residual: like x.
-        weight: of shape [dim].
+        weight: tensor of shape [dim].
 
     Returns:
         rms_norm(residual + x) and residual + x, both like x.

@@ -62,9 +62,9 @@ def tokens_at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tens
     """Return row indices and ids of the tokens that reach their row's bound, sorted by row and id.
 
     Args:
-        logits: of shape [rows, vocab_size].
+        logits: tensor of shape [rows, vocab_size].
         maxima: the logits' `block_maxima`.
-        bound: of shape [rows, 1].
+        bound: tensor of shape [rows, 1].
     """
     rows, blocks = (maxima >= bound).nonzero(as_tuple=True)
     token_ids = _tokens_of(blocks[:, None], logits.shape[-1])

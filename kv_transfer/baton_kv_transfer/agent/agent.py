@@ -67,7 +67,7 @@ class XferHandle:
 
         Args:
             peer: name of the peer.
-            known_peer: as in DlistHandle.
+            known_peer: the same as in DlistHandle.
             num_descs: number of descriptors after merging.
             notif: notification for the peer; empty for none.
         """

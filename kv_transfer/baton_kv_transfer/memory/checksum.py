@@ -75,8 +75,8 @@ def bind(
 
     Args:
         word_sum: see `sum_runs`.
-        transfer_id: of the load.
-        generation: of the load, drawn by the consumer: 0 to 2^64 - 1.
+        transfer_id: id of the load.
+        generation: number of the load, drawn by the consumer: 0 to 2^64 - 1.
         chain_hash: hash of the tokens of the block and of all blocks before it.
         heads: heads of the model that the sum covers.
     """

@@ -72,8 +72,9 @@ class HostMemory(SlotMemory):
         """Describe memory that the caller owns.
 
         Args:
-            base_address: of block 0; block i begins at base_address + i * layout.block_nbytes.
-            layout: of the blocks.
+            base_address: address of block 0. Block i begins at
+                base_address + i * layout.block_nbytes.
+            layout: layout of the blocks.
             sum_runs: computes checksums. The default uses numpy; a compiled function is faster.
 
         Raises:

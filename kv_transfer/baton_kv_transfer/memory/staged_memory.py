@@ -42,10 +42,10 @@ class StagedMemory(SlotMemory):
         """Divide host memory of the caller into slots.
 
         Args:
-            base_address: of slot 0 in host memory; slot i begins at base_address + i *
+            base_address: address of slot 0 in host memory; slot i begins at base_address + i *
                 layout.block_nbytes.
             num_slots: size of the host memory.
-            layout: of the blocks.
+            layout: layout of the blocks.
             copy_out: copies blocks into slots.
             copy_in: copies slots into blocks.
             sum_runs: computes checksums of slots.

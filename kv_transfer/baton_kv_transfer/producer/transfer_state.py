@@ -137,8 +137,8 @@ def explain_invalid(
     """Return why the request is invalid for every transfer; empty if it is valid.
 
     Args:
-        layout: of the producer's worker.
-        session: of the consumer's worker.
+        layout: layout of the producer's worker.
+        session: session of the consumer's worker.
         message: the request.
         stats: descriptors_refused is counted there.
     """

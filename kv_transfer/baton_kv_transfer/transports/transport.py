@@ -29,7 +29,7 @@ class TransportContext:
 
         Args:
             thread: not started yet.
-            name: of the agent.
+            name: name of the agent.
             host: address at which to listen and to be reached.
             deliver: called by the thread with (sender, notification).
             wakeup: called after a transfer ended.

@@ -96,7 +96,7 @@ class TransportThread:
         """Prepare the thread without starting it.
 
         Args:
-            name: of the thread.
+            name: name of the thread.
         """
         self.jobs: deque[Job] = deque()
         #: By descriptor: the events to wait for, and the handler.

@@ -81,7 +81,7 @@ class Autoscaler:
 
     Args:
         clock: seconds, for the measurements.
-        wall_clock: for `lastScaleTime`.
+        wall_clock: clock of `lastScaleTime`.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ def decide(
     Args:
         now: seconds, of the clock of `window` and `history`.
         window: measurements of the last `behavior.window_s`. None: there are none yet.
-        history: of this role.
+        history: earlier decisions of this role.
     """
     choice = _choose(now, group, bounds, targets, window, history, behavior)
     size = choice.size

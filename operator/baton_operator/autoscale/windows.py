@@ -265,7 +265,7 @@ def window(
     Args:
         snapshots: in any order.
         fresh_s: a container whose last sample is this much older than the last snapshot is gone.
-        quantile: of latencies, between 0 and 1.
+        quantile: quantile of latencies, between 0 and 1.
 
     Returns:
         None: there are fewer than two snapshots, or all have the same time.

@@ -141,7 +141,7 @@ class Kube:
         """Return all objects of `kind`.
 
         Args:
-            not_older_than: as in `read`.
+            not_older_than: the same as in `read`.
         """
         path, selected = self.path(kind, namespace), names.serialized(selector or {})
         items, _ = await self.client.list(

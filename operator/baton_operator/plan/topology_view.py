@@ -92,7 +92,7 @@ def record(
     A coordinator without a generation may have been restarted. Then the recorded topology stays.
 
     Args:
-        recorded: of this coordinator address, see `recorded_for`.
+        recorded: the recorded topology of this coordinator address, see `recorded_for`.
         pods: names of the pods that exist.
     """
     operation = (

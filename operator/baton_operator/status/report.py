@@ -48,7 +48,7 @@ def report(
     Args:
         resolved: None if the spec could not be read.
         groups: the observed groups; the condition of a missing group is Unknown.
-        problem: of this reconcile. It decides `Ready`.
+        problem: the error of this reconcile, if any. It decides `Ready`.
         kv: KV compatibility that engines reported, by pod name.
         held_back: fields whose edits wait for the end of a pause.
     """

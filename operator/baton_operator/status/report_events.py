@@ -15,11 +15,11 @@ from baton_operator.status.report_update import PAUSED, UP_TO_DATE
 
 
 def new_events(service: Object, status: Status, problem: Problem | None) -> list[Event]:
-    """Return the Events of what `status` reports and the status of `service` did not.
+    """Return the Events for what is new in `status`.
 
     Args:
-        service: the LLMService with the status before.
-        problem: of this reconcile.
+        service: the LLMService with its previous status.
+        problem: the error of this reconcile, if any.
     """
     events = []
     is_known = problem and condition(service, "Ready").get("reason") == problem.reason

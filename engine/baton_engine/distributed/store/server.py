@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 
 #: Pause before the next accept when the process has no free descriptor.
 ACCEPT_PAUSE_S = 0.1
-#: Limit of connections; a lower one is half of the process's descriptors.
+#: Limit of connections. Half of the process's descriptor limit applies if it is lower.
 MAX_CLIENTS = 4096
-#: Limit of unauthenticated clients; a lower one is MAX_CLIENTS / 2. The oldest is dropped.
+#: Limit of unauthenticated clients. Half of the limit of connections applies if it is lower. Above
+#: the limit, the oldest client is dropped.
 MAX_UNAUTHENTICATED = 1024
 #: Long enough for a handshake on a busy machine.
 HANDSHAKE_TIMEOUT_S = 15.0
@@ -215,7 +216,8 @@ class StoreServer:
             self._drop(
                 heaviest,
                 OverflowError(
-                    f"its buffers are the largest, and all clients' have {self._num_buffered} bytes"
+                    "its buffers are the largest, and the buffers of all clients hold "
+                    f"{self._num_buffered} bytes"
                 ),
             )
 

@@ -126,5 +126,5 @@ def _number(value: bytes) -> int:
 
 
 def _size(key: str, value: bytes) -> int:
-    """Return the size for MAX_BYTES. A key counts by characters, which need no encoding."""
+    """Return the size that counts towards MAX_BYTES: characters of the key, bytes of the value."""
     return len(key) + len(value)

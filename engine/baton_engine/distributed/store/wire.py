@@ -58,7 +58,7 @@ class Append(msgspec.Struct, tag=True):
 
 
 class CompareSet(msgspec.Struct, tag=True):
-    """Set a value if it equals `expected`; the answer has the new value.
+    """Set a value if it equals `expected`. The answer has the value after that.
 
     A missing key is set if `expected` is empty; otherwise the answer has `expected`.
     """
@@ -69,13 +69,13 @@ class CompareSet(msgspec.Struct, tag=True):
 
 
 class Check(msgspec.Struct, tag=True):
-    """Ask whether all keys exist; the answer has it in `number`."""
+    """Ask whether all keys exist; the answer's `number` is 1 if they do, else 0."""
 
     keys: list[str]
 
 
 class Delete(msgspec.Struct, tag=True):
-    """Remove a key; the answer has whether it existed."""
+    """Remove a key; the answer's `number` is 1 if it existed, else 0."""
 
     key: str
 

@@ -5,7 +5,7 @@ coordinator.py          the process: sockets, controller, HTTP
 coordinator_http.py     topology, health and metrics over HTTP
 coordinator_metrics.py  Prometheus metrics
 checks.py               validation of requests and statuses
-controller.py           desired members and statuses to at most one operation
+controller.py           computes at most one operation from desired members and statuses
 controller_config.py    deadlines and thresholds
 roster.py               the latest status of each rank
 observation.py          the change that is needed now

@@ -14,7 +14,7 @@ from baton_protocol.topology import Member, Placement, Status, TopologyRequest
 MAX_EXPERTS = 2**16
 MAX_LAYERS = 2**12
 MAX_MEMBERS = 2**10
-#: Characters of a rank's reason; the rest is truncated.
+#: Maximum characters of `Status.failure`; the rest is truncated.
 MAX_FAILURE = 2**12
 OPERATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 #: An id or address: printable ASCII without white space.
@@ -25,7 +25,7 @@ PRINTABLE = re.compile(r"[!-~]{1,255}")
 class Refusal:
     """Why a request is invalid."""
 
-    field: str  # of the request
+    field: str  # name of the request's field
     message: str
 
 
@@ -64,7 +64,7 @@ def check_status(status: Status) -> None:
     member = status.member
     _check_member(member)
     if len(status.suspects) > MAX_MEMBERS:
-        raise ValueError(f"{member.name}: {len(status.suspects)} suspects")
+        raise ValueError(f"{member.name}: {len(status.suspects)} suspects are over the limit")
     if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
         raise ValueError(
             f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} "
@@ -77,7 +77,10 @@ def check_status(status: Status) -> None:
             f"{status.num_experts} experts"
         )
     if status.num_redundant_experts < 0:
-        raise ValueError(f"{member.name}: {status.num_redundant_experts} redundant experts")
+        raise ValueError(
+            f"{member.name}: num_redundant_experts must not be negative, "
+            f"got {status.num_redundant_experts}"
+        )
     for generation in (status.generation, status.committed):
         if generation is None:
             continue
@@ -86,7 +89,9 @@ def check_status(status: Status) -> None:
             or not 1 <= generation.number < 10**MAX_DIGITS
             or not generation.nonce
         ):
-            raise ValueError(f"{member.name}: a generation has no members, number or nonce")
+            raise ValueError(
+                f"{member.name}: a generation has no members, no nonce or an invalid number"
+            )
         if len(generation.members) > MAX_MEMBERS or not (
             PRINTABLE.fullmatch(generation.nonce) and PRINTABLE.fullmatch(generation.store_host)
         ):

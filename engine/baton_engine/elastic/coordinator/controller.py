@@ -1,11 +1,11 @@
-"""The controller: desired names, statuses and time to at most one operation and its directives.
+"""The controller: computes at most one operation and its directives from names and statuses.
 
 It is level-triggered. Each decision depends on the reported statuses and not on earlier actions,
-so a restarted controller continues where another one ended. It remembers only a commit that it
-has sent. That is never revoked, because a rank may act on it at any time. If it cannot be
-completed, the controller creates an urgent generation above it.
+so a restarted controller continues where another one ended. The exception is a commit that it has
+sent. A commit is never revoked, because a rank may act on it at any time. If a commit cannot be
+completed, the controller creates an urgent generation with a higher number.
 
-The controller has no sockets and no clock. Every call has the time in seconds.
+The controller has no sockets and no clock. Callers pass the time as `now`, in seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Controller:
         self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
         self._stalls = Stalls(self._roster, config)
         self._request: TopologyRequest | None = None
-        #: Highest generation that another controller committed, desired until the first request.
+        #: Highest generation that another controller committed. Its members are desired until the
+        #: first request.
         self._inferred: Generation | None = None
         self._first_status_at: float | None = None
         self._settled = False
@@ -68,13 +69,14 @@ class Controller:
         self._operation: Operation | None = None
         #: A generation whose commit was sent and cannot be completed.
         self._stranded_commit: Generation | None = None
-        #: Nonces of generations whose commits need no attention.
+        #: Nonces of generations that this controller created or resumed, or whose commits a later
+        #: commit has superseded.
         self._nonces: set[str] = set()
         self._highest_target = 0
         self._first_ready_at: float | None = None
         self._retries = Retries(config)
         self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
-        #: Id of the last completed request. Later automatic operations have no id.
+        #: Id of the last completed request.
         self._acknowledged = ""
         #: Whether a rebalance is due.
         self._rebalance = False
@@ -318,7 +320,7 @@ class Controller:
         return now < self._first_ready_at + self._config.form_after_s
 
     def _is_present(self, need: Need) -> bool:
-        """Return whether the missing members did not come, so that nothing would change."""
+        """Return whether scaling would change nothing, because the missing members did not come."""
         return (
             need.kind == "scale"
             and self._present is not None
@@ -326,7 +328,7 @@ class Controller:
         )
 
     def _acknowledge(self, now: float) -> None:
-        """Complete a request for the present members."""
+        """Complete a request that the present generation already satisfies."""
         operation_id = self._operation_id()
         if self._present is None or self._request is None or self._acknowledged == operation_id:
             return
@@ -425,7 +427,7 @@ class Controller:
         return ""
 
     def _follow_commit(self, operation: Operation, now: float) -> None:
-        """End the operation when its commit is complete, or is stranded. It is never revoked."""
+        """End the operation when its commit is complete or stranded. A commit is never revoked."""
         target = operation.target
         assert target is not None
         waiting = not_committed(self._roster, target)

@@ -16,8 +16,8 @@ class ControllerConfig:
     #: The same for a rank that other ranks cannot reach.
     suspect_dead_after_s: float = 0.4
     #: Time after which a rank is stalled although it sends statuses: the others wait for its vote,
-    #: or it ignores an urgent generation. Must exceed the time between two steps, and that of one
-    #: layer.
+    #: or it ignores an urgent generation. Must exceed the time between two steps, and the
+    #: duration of one layer.
     stall_after_s: float = 5.0
     #: Duration of a step after which it is interrupted to find a stalled rank. Must exceed the
     #: longest step. A slower step is run again with twice the limit.
@@ -27,7 +27,7 @@ class ControllerConfig:
     #: Time that scaling waits for missing ranks.
     wait_s: float = 60.0
     prepare_timeout_s: float = 120.0
-    #: Time without progress of a commit.
+    #: Time without progress after which the coordinator stops waiting for a commit.
     commit_timeout_s: float = 20.0
     #: Delay after the first failure; it doubles with each further one in a row.
     retry_s: float = 1.0

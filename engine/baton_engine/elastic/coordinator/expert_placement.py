@@ -19,7 +19,7 @@ No packing of these copies has a heaviest rank below max(mean, w).
 
 With a previous placement, survivors keep their experts, and only missing copies are packed and
 surplus ones dropped. The heaviest rank may be heavier than in a new placement by the tolerance. If
-swaps do not reach that, a new placement is used.
+swaps do not reach this limit, a new placement is used.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
 def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list[int]) -> list[int]:
     """Compute the copies per expert, 1 to num_ranks each, that fill all slots.
 
-    Starting with `at_first`, add copies where the load per copy is highest, or remove them where
-    it stays lowest.
+    Start with `at_first`. Add copies where the load per copy is highest, or remove copies where the
+    load per remaining copy is lowest.
     """
     copies = [min(max(count, 1), num_ranks) for count in at_first]
     missing = num_ranks * num_slots - sum(copies)
@@ -234,7 +234,7 @@ class _Packing:
         return [sorted(experts) for experts in self.ranks]
 
     def keep(self) -> None:
-        """Assign to each rank the experts that it held, unless it has no slot or too many exist."""
+        """Assign to each rank the experts that it held, if it has a slot and the copy is needed."""
         kept = [sorted(experts, key=self._heaviest_first) for experts in self.held]
         surplus = [-count for count in self.missing]
         for expert in itertools.chain(*kept):
@@ -303,8 +303,8 @@ class _Packing:
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
         """Return the best swap (from heavy, from light), None if none helps.
 
-        Of swaps that are good enough it moves the fewest experts. If none is, it gives the lowest
-        maximum of both loads.
+        Of the swaps that are good enough, the best one moves the fewest experts. If no swap is good
+        enough, the best one gives the lowest maximum of both loads.
         """
         high, low = self.rank_loads[heavy], self.rank_loads[light]
         best = None

@@ -109,7 +109,7 @@ class Observation:
         )
 
     def _recover(self, present: Generation, reason: str) -> Need:
-        """Build the change to the survivors, in their order, and new members.
+        """Build the change to a generation of survivors, in their present order, and new members.
 
         Unwanted and excluded survivors leave, unless no member would be left.
         """

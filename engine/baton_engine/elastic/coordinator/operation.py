@@ -47,7 +47,7 @@ class Operation:
     #: Generation that the target replaces.
     previous: GenerationKey | None = None
     reason: str = ""
-    #: Experts that ranks must receive, with copies.
+    #: Number of experts that ranks must receive. Each copy counts.
     moves: int = 0
     #: Minus the number of ranks that have not completed the commit.
     progress: int = 0
@@ -73,7 +73,7 @@ class Operation:
         self.phase, self.since, self.reason = phase, now, reason
 
     def seconds(self, now: float) -> dict[str, float]:
-        """Return the duration of each phase, with that of the current one until now."""
+        """Return the seconds spent in each phase. The current phase counts until `now`."""
         return (
             {**self._seconds, self.phase: now - self.since} if self.active else dict(self._seconds)
         )
@@ -123,7 +123,7 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank has another generation that is not older, and refuses the target."""
+    """Return whether a rank refuses the target, because it is in another one that is not older."""
     return any(
         generation.number >= target.number and generation.nonce != target.nonce
         for _, generation in roster.serving()
@@ -213,7 +213,10 @@ def commit_obstacle(roster: Roster, operation: Operation, target: Generation) ->
 
 
 def latest_commit(roster: Roster, present: Generation | None) -> Generation | None:
-    """Return the highest generation whose commit a living rank has received."""
+    """Return the highest generation whose commit a living rank has received.
+
+    It is `present` if no such generation is higher.
+    """
     commits = [each.committed for each in roster.living.values() if each.committed is not None]
     above = [each for each in commits if present is None or each.number > present.number]
     return max(above, key=key_of, default=present)

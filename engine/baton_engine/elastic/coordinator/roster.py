@@ -36,7 +36,7 @@ def number_of(nonce: str) -> int:
 
 
 def serves_in(status: Status) -> Generation | None:
-    """Return the generation in which the rank has requests, also if that is broken."""
+    """Return the generation that the rank serves in, or that broke; None in other phases."""
     return status.generation if status.phase in (RankPhase.SERVING, RankPhase.BROKEN) else None
 
 

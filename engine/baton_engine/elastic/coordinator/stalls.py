@@ -7,8 +7,8 @@
 
 A probe is an urgent generation of all members. It interrupts a waiting rank, which reports within
 milliseconds that its generation is broken. A rank that does not do so within `stall_after_s` is
-stalled and excluded. If all ranks do, the step was only slow. It is run again, and the limit of
-the next step is doubled.
+stalled and excluded. If all ranks report in time, the step was only slow. It is run again, and
+the limit of the next step is doubled.
 
 Durations are measured by the coordinator, from the last change of a rank's status.
 """
@@ -67,7 +67,7 @@ class Stalls:
             now: the time.
 
         Returns:
-            The names of the stalled members.
+            The names of the stalled members, separated by commas; empty if there are none.
         """
         if not target.urgent or now - since <= self._config.stall_after_s:
             return ""

@@ -123,7 +123,7 @@ class RankLink:
             self._wake_pipe.wake()
 
     def set_peers(self, members: Sequence[Member]) -> None:
-        """Set the ranks that receive StartWaves, and end the current one."""
+        """Set the ranks that receive StartWaves. Stop repeating the current StartWave."""
         addresses = [(member.host, member.link_port) for member in members]
         self._submit(lambda: self._connect(addresses))
 

@@ -32,7 +32,7 @@ class StepVote(NamedTuple):
     num_tokens: int
     #: 1 if the rank has tokens for this or the next step. Paused or loading requests do not count.
     has_work: int
-    #: `vote_for` the generation to commit; 0 if there is none.
+    #: Result of `vote_for` for the generation to commit; 0 if there is none.
     commit: int = 0
 
 
@@ -59,7 +59,7 @@ class Waves:
         #: Number of the current wave, or of the next one outside a wave.
         self.wave = 0
         self.running = False
-        #: The latest wave of a received StartWave.
+        #: Highest wave number in a received StartWave; -1 before the first one.
         self._awaited = -1
 
     def begin(self) -> StartWave:

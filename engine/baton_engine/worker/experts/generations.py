@@ -172,10 +172,10 @@ class _LocalGeneration:
         worker: ExpertWorker,
         before: _LocalGeneration | None,
     ) -> None:
-        """Start the thread that prepares.
+        """Start the thread that prepares the generation.
 
         Args:
-            before: the generation whose experts are shared.
+            before: the generation whose expert weights this one reuses where both have them.
         """
         self.generation = generation
         self.rank = rank

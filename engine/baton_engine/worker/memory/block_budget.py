@@ -66,7 +66,7 @@ def blocks_on_gpu(
 
     Args:
         cache: the configuration.
-        size: of one block.
+        size: number of bytes of one block.
         device: the GPU.
         run_largest_step: its peak of memory, weights included, is measured.
         graph_bytes: the memory of captured graphs.

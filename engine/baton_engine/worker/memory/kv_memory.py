@@ -34,9 +34,10 @@ class KVMemory:
         """Allocate the cache, zeroed. Host blocks are allocated at their first use.
 
         Args:
-            layout: of the cache, [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+            layout: layout of the cache,
+                [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
             num_swap_blocks: host blocks for swapped requests.
-            device: of the cache.
+            device: device of the cache.
             num_offload_blocks: host blocks of the offload tier.
         """
         self.layout = layout

@@ -34,7 +34,7 @@ class PeerMemory:
 
         Args:
             cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
-            layout: of the cache.
+            layout: layout of the cache.
             staging_bytes: limit for the slots.
             staged: whether blocks travel through slots; None: if the cache is on a GPU.
 

@@ -61,8 +61,9 @@ def sample(
 ) -> SamplerOutput:
     """Sample one token per row.
 
-    A row with a beam_width is not sampled: `logprobs` has its best continuations in `top`. There
-    are at least 2 * beam_width, and beam_width that are no end tokens, if that many are possible.
+    A row with a beam_width is not sampled: `logprobs` has its best continuations in `top`. These
+    are at least 2 * beam_width tokens, of which at least beam_width are no end tokens. There are
+    fewer only if fewer tokens are possible.
 
     Args:
         logits: raw, float32 [rows, vocab_size]; not changed.

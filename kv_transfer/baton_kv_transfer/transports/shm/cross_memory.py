@@ -50,7 +50,7 @@ class Process:
         """Open the process and read its cell.
 
         Args:
-            pid: of the process.
+            pid: id of the process.
             cell_address: address of its cell.
             cell: content of its cell.
 

@@ -63,8 +63,8 @@ class PeerLink(abc.ABC):
         """Send a message and its rows. What the socket does not take at once is sent later.
 
         Args:
-            kind: of the message.
-            payload: of the message.
+            kind: kind of the message.
+            payload: payload of the message.
             transfer: ends when it is answered, or when `incoming` is filled.
             outgoing: rows whose bytes follow the message.
             incoming: rows to fill with what the peer sends.

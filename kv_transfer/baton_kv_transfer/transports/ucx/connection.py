@@ -38,7 +38,7 @@ class Connection:
 
         Args:
             worker: the local worker.
-            address: of the remote worker.
+            address: address of the remote worker.
             on_close: called with `session` when UCX reports that the connection failed.
             moved: bytes by lane, to add to.
 

@@ -153,7 +153,7 @@ class Buffer:
 
         Args:
             runs: what keeps them allocated.
-            address: of the first one, packed as struct iovec.
+            address: address of the first one, packed as struct iovec.
             count: number of runs.
             nbytes: bytes of all of them.
         """
@@ -228,9 +228,9 @@ class UCXWorker:
         """Return ucxx's endpoint of a remote worker.
 
         Args:
-            address: of the remote worker.
+            address: address of the remote worker.
             on_close: called with `number` within `progress` when the endpoint failed.
-            number: for on_close.
+            number: argument of on_close.
 
         Raises:
             UCXError: UCX cannot reach the address from here.
