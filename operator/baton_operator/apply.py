@@ -33,20 +33,20 @@ from baton_protocol.service_key import ServiceKey
 
 async def apply_objects(
     kube: Kube, resolved: ResolvedService, desired: Desired, observed: Observation
-) -> list[Problem]:
+) -> list[tuple[str, Problem]]:
     """Create, update and delete the objects beside the members, and add them to `observed`.
 
     Kinds that were not listed are skipped. A refused object does not stop the others.
 
     Returns:
-        The refusals.
+        Each refused object's kind, and the reason as a problem.
 
     Raises:
         StaleReadError: an object is to be deleted, and the reads may come from a cache.
     """
-    problems: list[Problem] = []
+    refused: list[tuple[str, Problem]] = []
     if resolved.spec.gateway.http_route is not None and not kube.http_routes:
-        problems.append(GatewayAPIMissing())
+        refused.append(("HTTPRoute", GatewayAPIMissing()))
     for obj in desired.objects:
         if obj["kind"] not in observed.kinds:
             continue
@@ -54,15 +54,15 @@ async def apply_objects(
         try:
             observed.objects[key] = await _apply(kube, resolved, obj, observed.objects.get(key))
         except (NameConflict, KubeError) as error:
-            problems.append(problem_of(error))
+            refused.append((obj["kind"], problem_of(error)))
     for kind, name in desired.absent:
         if present := observed.owned(kind, name):
             observed.freshness.require_consistent()
             try:
                 await kube.delete(kind, resolved.namespace, name, present["metadata"]["uid"])
             except KubeError as error:
-                problems.append(problem_of(error))
-    return problems
+                refused.append((kind, problem_of(error)))
+    return refused
 
 
 async def ensure_service_key(

@@ -36,7 +36,13 @@ from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_members import plan_members
 from baton_operator.plan.refused_pods import RefusedPods
 from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
-from baton_operator.reconcile_problems import InvalidSpec, Paused, Problem, problem_of
+from baton_operator.reconcile_problems import (
+    GatewayAPIMissing,
+    InvalidSpec,
+    Paused,
+    Problem,
+    problem_of,
+)
 from baton_operator.revisions import (
     PreviousRevision,
     find_previous_revisions,
@@ -72,6 +78,8 @@ class _Step:
     desired: Desired | None = None
     #: Content hash of the objects beside the members.
     content: str = ""
+    #: All these objects are as desired. An HTTPRoute that the cluster cannot have does not count.
+    objects_match: bool = False
     #: Problems in the order of their occurrence. The first one decides `Ready`.
     problems: list[Problem] = field(default_factory=list)
     is_ready: bool = False
@@ -176,13 +184,11 @@ class Reconciler:
             # 2. Compute what should exist.
             await self._decide(step)
             # 3. Write the objects beside the members.
-            refused = await self._write_objects(step)
+            await self._write_objects(step)
             # 4. Take the next step of each group of members, even if an object was refused.
-            refused += await self._move_members(step)
-            if refused:
-                raise refused[0]
-            # 5. Delete ConfigMaps that no pod needs.
-            await self._collect(step)
+            if await self._move_members(step):
+                # 5. Delete ConfigMaps that no pod needs.
+                await self._collect(step)
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
@@ -260,10 +266,13 @@ class Reconciler:
         except ValueError as error:
             raise InvalidSpec(error) from error
 
-    async def _write_objects(self, step: _Step) -> list[Problem]:
-        """Write the objects beside the members. Return the refusals.
+    async def _write_objects(self, step: _Step) -> None:
+        """Write the objects beside the members. Refused objects are problems of the step.
 
         If all objects matched before and no event showed a change, only MOVING_KINDS are compared.
+
+        Raises:
+            Problem: a ConfigMap that pods would mount is missing or has another owner.
         """
         resolved, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
@@ -282,14 +291,18 @@ class Reconciler:
         else:  # a new service: `apply` reads each object by name before it creates it
             observed.kinds.update(kinds)
         refused = await apply_objects(self._kube, resolved, desired, observed)
+        # The first problem decides `Ready`, and only a ConfigMap stops the members.
+        refused.sort(key=lambda each: each[0] != "ConfigMap")
+        for _, problem in refused:
+            step.fail(problem)
         if "ConfigMap" in observed.kinds and any(
             not observed.owned("ConfigMap", name) for name in desired.config_maps
         ):
-            raise refused[0]  # pods would mount a ConfigMap that is missing or has another owner
-        return refused
+            raise refused[0][1]
+        step.objects_match = all(isinstance(problem, GatewayAPIMissing) for _, problem in refused)
 
-    async def _move_members(self, step: _Step) -> list[Problem]:
-        """Take the next step of each group. Return the problems.
+    async def _move_members(self, step: _Step) -> bool:
+        """Take the next step of each group. Return whether none of them had a problem.
 
         A refused pod is not a problem: the condition of its group reports it.
         """
@@ -298,15 +311,16 @@ class Reconciler:
         previous = await find_previous_revisions(
             self._kube, resolved, observed.service, step.spec_revision, desired.members
         )
-        refused: list[Problem] = []
+        all_went_well = True
         for role, template in desired.members.items():
             try:
                 await self._move_group(step, role, template, previous.get(role))
             except (OSError, StaleReadError):
                 raise
             except Exception as error:  # a defect in one group does not stop the other
-                refused.append(problem_of(error))
-        return refused
+                step.fail(error)
+                all_went_well = False
+        return all_went_well
 
     async def _move_group(
         self,
@@ -362,11 +376,12 @@ class Reconciler:
             await self._events.emit(observed.service, "TopologyRequested", message)
 
     async def _collect(self, step: _Step) -> None:
-        """Delete ConfigMaps that no pod needs, and mark the objects as verified."""
+        """Delete ConfigMaps that no pod needs. If all objects match, mark them as verified."""
         resolved, desired = step.target
         needed = desired.config_maps | step.restored_config_maps
         await collect_config_maps(self._kube, resolved, needed, step.observed)
-        self._verified[step.observed.key] = step.content
+        if step.objects_match:
+            self._verified[step.observed.key] = step.content
 
     async def _report(self, step: _Step) -> bool:
         """Write the status and the Events. Return whether the service is Ready."""
