@@ -55,11 +55,25 @@ class EventStream:
             response = await self.open()
             await response.write(_COMMENT)
 
-    async def fail(self, body: bytes) -> web.StreamResponse:
-        """End a stream that has sent only comments with the error `body`, as JSON."""
+    async def send(self, event: bytes) -> None:
+        """Send one event, as JSON. Raises ConnectionError if the client has disconnected."""
+        response = self._response if self._response is not None else await self.open()
+        await response.write(b"data: " + event + b"\n\n")
+
+    async def end(self) -> None:
+        """End the stream. Raises ConnectionError if the client has disconnected."""
+        await self.send(b"[DONE]")
         response = await self.open()
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(ERROR_TIMEOUT_S):
-                await response.write(b"data: " + body + b"\n\n")
-                await response.write_eof()
-        return response
+        await response.write_eof()
+
+    async def fail(self, body: bytes) -> None:
+        """End the stream with the error `body`, as JSON.
+
+        Raises:
+            ConnectionError: the client has disconnected.
+            TimeoutError: the client does not read.
+        """
+        async with asyncio.timeout(ERROR_TIMEOUT_S):
+            await self.send(body)
+            response = await self.open()
+            await response.write_eof()

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -22,7 +22,7 @@ from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
-from baton_gateway.http.event_stream import ERROR_TIMEOUT_S, EventStream
+from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.request_body import parse_body, read_body
 from baton_gateway.http.slow_clients import (
     abort_connection,
@@ -128,7 +128,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                 raise
             error = bad_request(failure) if isinstance(failure, RequestError) else failure
             http[FINAL_STATUS] = error.status
-            return await stream.fail(self._encode(error.body))
+            with suppress(ConnectionError, TimeoutError):
+                await stream.fail(self._encode(error.body))
+            return await stream.open()
         finally:
             self._admission.release(request.num_sequences, client)
 
@@ -167,30 +169,13 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
         response = await stream.open()
-
-        async def send(event: bytes) -> None:
-            await response.write(b"data: " + event + b"\n\n")
-
         try:
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._send_all(request, job, first, events, send)
-                    await response.write(b"data: [DONE]\n\n")
-                    await response.write_eof()
+                    await self._send_all(request, job, first, events, stream)
+                    await stream.end()
             except (APIError, TimeoutError) as failure:
-                error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
-                logger.warning(
-                    "request %s%s failed while it was streamed, the client got the error: %s",
-                    job.id,
-                    client_name(http),
-                    error.message,
-                )
-                http[FINAL_STATUS] = error.status
-                if isinstance(failure, TimeoutError) and has_unread_bytes(http):
-                    raise
-                async with asyncio.timeout(ERROR_TIMEOUT_S):
-                    await send(self._encode(error.body))
-                    await response.write_eof()
+                await self._fail_stream(http, job, stream, failure)
         except TimeoutError:  # a client that does not read must not count as in flight
             abort_connection(http, f"request {job.id}")
         except ConnectionError:
@@ -198,13 +183,34 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
         return response
 
+    async def _fail_stream(
+        self, http: web.Request, job: Job, stream: EventStream, failure: APIError | TimeoutError
+    ) -> None:
+        """End the stream with an error.
+
+        Raises:
+            ConnectionError: the client has disconnected.
+            TimeoutError: the client does not read.
+        """
+        error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
+        logger.warning(
+            "request %s%s failed while it was streamed, the client got the error: %s",
+            job.id,
+            client_name(http),
+            error.message,
+        )
+        http[FINAL_STATUS] = error.status
+        if isinstance(failure, TimeoutError) and has_unread_bytes(http):
+            raise failure
+        await stream.fail(self._encode(error.body))
+
     async def _send_all(
         self,
         request: _Request,
         job: Job,
         first: tuple[Choice, TextOutput],
         events: _Events,
-        send: Callable[[bytes], Awaitable[None]],
+        stream: EventStream,
     ) -> None:
         offsets = {choice.index: 0 for choice in job.choices}
 
@@ -221,7 +227,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                     event = await run_off_loop(
                         lambda: msgspec.json.encode(chunk()), size, INLINE_ENTRIES
                     )
-                await send(event)
+                await stream.send(event)
             if output.prompt_logprobs is not None:  # streamed only with echo
                 prompt = choice.prompt_token_ids
                 offsets[choice.index] += await run_off_loop(
@@ -230,12 +236,12 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)
 
         for chunk in self.opening_chunks(request, job):
-            await send(self._encode(chunk))
+            await stream.send(self._encode(chunk))
         await send_output(*first)
         async for choice, output in events:
             await send_output(choice, output)
         if request.include_usage:
-            await send(self._encode(self.usage_chunk(job)))
+            await stream.send(self._encode(self.usage_chunk(job)))
 
     def _length(self, token_id: int) -> int:
         return len(self._tokenizer.token_text(token_id))

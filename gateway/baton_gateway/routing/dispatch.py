@@ -269,8 +269,9 @@ class Dispatcher:
         """Yield the decode engine's outputs up to the finished one.
 
         Args:
-            first: a task that already waits for the first output.
+            first: a task that already waits for the first output, after a prefill stage.
         """
+        # After a prefill stage the sequence has a token, but it has not run on another engine.
         is_resumed = sequence.has_begun and first is None
         while True:
             output = await _received(anext(stream) if first is None else first)

@@ -29,7 +29,7 @@ AWAY_NS = 1_000_000
 
 
 class Holder(enum.Enum):
-    """Who has the work."""
+    """The one that has the work."""
 
     THREAD = enum.auto()
     NOBODY = enum.auto()
