@@ -60,6 +60,6 @@ async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_lin
 async def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri):
     state = StateDir(tmp_path / "home")
     model = model_folder(tmp_path / "other")
-    with pytest.raises(UpError, match=f"spec.model.uri is {uri}; write file:///models/demo"):
+    with pytest.raises(UpError, match=f"spec.model.uri is {uri}; set it to file:///models/demo"):
         await provide_model(model, {"spec": {"model": {"uri": uri}}}, state, Console())
     assert not state.host_root.exists()
