@@ -135,10 +135,10 @@ class TransportThread:
         self._progress = progress
 
     def close(self) -> None:
-        self._loan.close()
         if self._thread.ident is None:  # never started
             self._close()
         elif self.mailbox.close():
+            self._loan.close()  # after the mailbox, so that the thread does not rest again
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error(
@@ -229,6 +229,7 @@ class TransportThread:
             logger.exception("the thread %s failed; its transfers end", self._thread.name)
             self.failure = f"the thread {self._thread.name} failed: {error!r}"
         with self._work:
+            self._loan.close()  # a user would poll descriptors that are about to be closed
             self.mailbox.finish()  # callers that wait for an answer get it
             self._at_end()
         self._close()
@@ -281,7 +282,7 @@ class TransportThread:
             os.eventfd_write(self._event_fd, 1)
 
     def _time_left_s(self, at_most_s: float) -> float:
-        first = self._later[:1]  # a user that does the work may run the timer meanwhile
+        first = self._later[:1]  # a user that does the work may run the timer at the same time
         return min(at_most_s, max(0.0, first[0][0] - time.monotonic())) if first else at_most_s
 
     def _run_due(self) -> None:

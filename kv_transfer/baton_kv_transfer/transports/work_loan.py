@@ -93,7 +93,7 @@ class WorkLoan:
             return self.holder is Holder.THREAD or self._closed
 
     def close(self) -> None:
-        """Refuse further loans."""
+        """Refuse further loans. The thread does not `rest` afterwards."""
         with self._lock:
             self._closed = True
 

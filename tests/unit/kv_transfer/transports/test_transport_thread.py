@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_kv_transfer.transports import transport_thread
+from baton_kv_transfer.transports import transport_thread, work_loan
 from baton_kv_transfer.transports.transport_thread import TransportThread
 from baton_kv_transfer.transports.work_loan import AWAY_NS
 from support.waiting import eventually
@@ -230,6 +230,21 @@ def test_a_defect_during_a_users_work_ends_the_transport_only(transport: Transpo
     transport.act = fail
     transport.wait_as_worker(meanwhile=lambda: transport.send(1))
     eventually(lambda: transport.ended, "the end of the transport", DEADLINE_S)
+
+
+def test_after_a_defect_while_the_last_user_is_away_no_user_gets_the_work(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_loan, "AWAY_NS", 60 * 10**9)
+    monkeypatch.setattr(transport_thread, "MAX_PARKED_S", 0.05)
+
+    def fail() -> None:
+        raise RuntimeError("a defect")
+
+    transport.act = lambda number: transport.thread.call_later(0.02, fail)
+    transport.wait_as_worker(meanwhile=lambda: transport.send(1))
+    eventually(lambda: transport.ended, "the end of the transport", DEADLINE_S)
+    assert not transport.wait(), "a user waits after the end"
 
 
 def test_a_thread_that_does_not_end_is_logged(

@@ -30,7 +30,7 @@ class FakeAlarm:
 
 
 class Thread(enum.Enum):
-    """What the thread does, and what it sees meanwhile."""
+    """What the thread does, and what it sees at that time."""
 
     WORKS = enum.auto()
     #: It sees events, and that a user takes the work.
