@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -96,6 +97,18 @@ def main(argv: list[str] | None = None) -> int:
         return report_fatal(error.reason, error)
 
 
+def run() -> NoReturn:
+    """Run `main` and end the process at once.
+
+    Threads of torch may still join or close a group. A thread that returns from C++ code while the
+    interpreter unloads its modules aborts the process.
+    """
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def _check_model(config: EngineConfig) -> None:
     """Check the checkpoint as the workers will, but before torch is imported, which takes seconds.
 
@@ -152,4 +165,4 @@ def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()
