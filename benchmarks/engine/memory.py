@@ -28,14 +28,14 @@ class ReservedScheduler(Scheduler):
 
     def __init__(self, state: SchedulerState) -> None:
         super().__init__(state)
-        allocate = self.kv.allocate
+        allocate = state.kv.allocate
 
         def reserve(
             request: Request, num_tokens: int, cached: Sequence[Block] = (), **options: Any
         ) -> list[int] | None:
             return allocate(request, MAX_MODEL_LEN, cached, **options)
 
-        self.kv.allocate = reserve  # type: ignore[method-assign]
+        state.kv.allocate = reserve  # type: ignore[method-assign]
 
 
 RESERVED = "memory.ReservedScheduler"

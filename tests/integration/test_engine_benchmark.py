@@ -1,0 +1,31 @@
+"""The parts of the engine benchmark that need no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OCCUPANCY = """
+import json, memory, workload
+works = workload.sample(scale=0.1)
+runs = [memory.occupancy(works, 512, way) for way in (memory.PAGED, memory.RESERVED)]
+print(json.dumps([run["waste_percent"] for run in runs]))
+"""
+
+
+def test_requests_with_reserved_memory_waste_more_of_it_than_paged_ones() -> None:
+    folders = [str(BENCHMARKS / "engine"), str(BENCHMARKS), *sys.path]
+    process = subprocess.run(
+        [sys.executable, "-c", OCCUPANCY],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    paged, reserved = json.loads(process.stdout)
+    assert 0 < paged < reserved < 100
