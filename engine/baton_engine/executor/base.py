@@ -125,9 +125,11 @@ class Executor(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not serve expert-parallel groups")
 
-    @abc.abstractmethod
-    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Set `callback(reason)`, called once, from any thread, when a worker process dies."""
+    def set_failure_callback(self, callback: Callable[[str], None]) -> None:  # noqa: B027
+        """Set `callback(reason)`, called once, from any thread, when a worker process dies.
+
+        An executor whose worker ends only with this process does not call it.
+        """
 
     @abc.abstractmethod
     def connector_stats(self) -> ConnectorStats | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,7 @@ from baton_engine.distributed.store.handshake import store_secret
 from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
-from baton_engine.executor.base import Executor, ModelInfo, WorkerError
+from baton_engine.executor.base import ModelInfo, WorkerError
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.startup import (
     JOIN_TIMEOUT_S,
@@ -35,9 +34,9 @@ from baton_engine.executor.startup import (
     refuse_expert_parallel,
     share_threads,
 )
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput
+from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ConfigurationError
-from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
@@ -56,25 +55,21 @@ class _Result(msgspec.Struct):
     reason: str = ""
 
 
-class ExternalLauncherExecutor(Executor):
+class ExternalLauncherExecutor(UniProcExecutor):
     """The executor of one rank."""
-
-    #: With several steps in flight, schedules would depend on when steps end, and ranks would
-    #: decide differently.
-    max_concurrent_batches = 1
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
+        # With several steps in flight, schedules would depend on when steps end, and ranks would
+        # decide differently.
+        self.max_concurrent_batches = 1
         self._rank = _environment("RANK")
         self._world_size = config.parallel.world_size
         self._output_rank = output_rank(config)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
-        self._worker: Any = None  # of the class that the configuration names
         #: All ranks. It carries everything except the model's tensors. The worker's thread uses it,
         #: in the order of the steps.
         self._control: Group = LoneGroup()
         self._store: StoreServer | None = None  # the one that this rank holds for all
-        self._forward: Future[None] | None = None
 
     def initialize(self) -> ModelInfo:
         refuse_expert_parallel(self.config, "external_launcher")
@@ -122,21 +117,7 @@ class ExternalLauncherExecutor(Executor):
         if self._world_size > 1:
             self.collective_rpc("join_groups", (address, generation, None, secret))
         initialize_workers(config, self.collective_rpc, wakeup_args=(self.wakeup,))
-        info: ModelInfo = self._worker.model_info()
-        return info
-
-    def execute_model(self, step: SchedulerOutput) -> None:
-        self._forward = self._thread.submit(self._worker.execute_model, step)
-
-    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        forward, self._forward = self._forward, None
-        assert forward is not None, "call execute_model() first"
-
-        def sample() -> ModelRunnerOutput:
-            forward.result()  # raises the exception of the forward, if any
-            return self._share_output(self._worker.sample_tokens(grammar))
-
-        return self._thread.submit(sample)
+        return self._worker.model_info()
 
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
@@ -155,25 +136,10 @@ class ExternalLauncherExecutor(Executor):
                 f"{method} was not answered by all ranks within {timeout_s} s"
             ) from None
 
-    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Do nothing. This rank's worker ends only with this process.
-
-        A dead rank fails the steps of the others.
-        """
-
-    def connector_stats(self) -> ConnectorStats | None:
-        stats: ConnectorStats | None = (
-            self._worker.connector_stats() if self._world_size == 1 else None
-        )
-        return stats
-
     def shutdown(self) -> None:
+        super().shutdown()
         if self.is_forked_copy:
             return
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            self._thread.submit(worker.shutdown).result()
-        self._thread.shutdown()
         self._control.close()
         if self._store is not None:
             self._store.close()
@@ -210,22 +176,13 @@ class ExternalLauncherExecutor(Executor):
 
     # In the worker's thread
 
-    def _share_output(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Return the output rank's output. Tensor ranks of a single stage sample the same bits."""
+    def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Return the output rank's results. Tensor ranks of a single stage sample the same bits."""
+        output = super()._sample(grammar)
         if self.config.parallel.pipeline_parallel_size == 1:
             return output
-        if self._rank != self._output_rank:
-            length = self._control.recv(torch.empty(1, dtype=torch.int64), self._output_rank)
-            payload = self._control.recv(
-                torch.empty(int(length), dtype=torch.uint8), self._output_rank
-            )
-            return msgspec.msgpack.decode(payload.numpy().data, type=ModelRunnerOutput)
-        payload = _as_tensor(msgspec.msgpack.encode(output))
-        for rank in range(self._world_size):
-            if rank != self._rank:
-                self._control.send(torch.tensor([len(payload)]), rank)
-                self._control.send(payload, rank)
-        return output
+        outputs = self._gather(msgspec.msgpack.encode(output))
+        return msgspec.msgpack.decode(outputs[self._output_rank], type=ModelRunnerOutput)
 
     def _call_everywhere(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         own = None

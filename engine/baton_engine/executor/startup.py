@@ -54,8 +54,7 @@ def initialize_workers(
     ranks = call("open_connector", wakeup_args, timeout_s=JOIN_TIMEOUT_S)
     if config.kv_transfer.role is not KVRole.NONE:  # each worker gives peers all addresses
         call("connect", (ranks,), timeout_s=JOIN_TIMEOUT_S)
-    info: ModelInfo = call("model_info", timeout_s=JOIN_TIMEOUT_S)[0]
-    return info
+    return call("model_info", timeout_s=JOIN_TIMEOUT_S)[0]
 
 
 def load_worker_class(config: EngineConfig) -> type[Any]:
@@ -96,15 +95,4 @@ def refuse_expert_parallel(config: EngineConfig, executor: str) -> None:
             "InvalidConfig",
             f"parallel.enable_expert_parallel is set, but executor {executor} cannot serve in an "
             "expert-parallel group; set parallel.executor_class to auto, uniproc or multiproc",
-        )
-
-
-def check_single_worker(config: EngineConfig, executor: str) -> None:
-    """Raise ConfigurationError if the configuration needs more than one worker."""
-    if config.parallel.world_size > 1:
-        raise ConfigurationError(
-            "InvalidConfig",
-            f"executor {executor} has one worker, but tensor_parallel_size x "
-            f"pipeline_parallel_size is {config.parallel.world_size}; set "
-            "parallel.executor_class to auto, multiproc, external_launcher or ray",
         )

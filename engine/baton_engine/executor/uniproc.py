@@ -10,13 +10,13 @@ from typing import Any
 from baton_engine.executor.base import Executor, ModelInfo
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.startup import (
-    check_single_worker,
     initialize_workers,
     load_worker_class,
     num_concurrent_batches,
     share_threads,
 )
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.models.errors import ConfigurationError
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
 
@@ -32,7 +32,13 @@ class UniProcExecutor(Executor):
         self._forward: Future[None] | None = None
 
     def initialize(self) -> ModelInfo:
-        check_single_worker(self.config, "uniproc")
+        if self.config.parallel.world_size > 1:
+            raise ConfigurationError(
+                "InvalidConfig",
+                "executor uniproc has one worker, but tensor_parallel_size x "
+                f"pipeline_parallel_size is {self.config.parallel.world_size}; set "
+                "parallel.executor_class to auto, multiproc, external_launcher or ray",
+            )
         # torch reads OMP_NUM_THREADS by itself, so an explicit setting wins.
         config = self.config if "OMP_NUM_THREADS" in os.environ else share_threads(self.config, 1)
         worker_class = load_worker_class(config)
@@ -48,29 +54,38 @@ class UniProcExecutor(Executor):
 
         def sample() -> ModelRunnerOutput:
             forward.result()  # raises the exception of the forward, if any
-            output: ModelRunnerOutput = self._worker.sample_tokens(grammar)
-            return output
+            return self._sample(grammar)
 
         return self._thread.submit(sample)
+
+    def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Return the results of the step that has run last. Called in the worker's thread."""
+        return self._worker.sample_tokens(grammar)
 
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        return [call_in_thread(self._thread, self._worker, method, args, timeout_s, rank=0)]
+        def call() -> Any:
+            try:
+                return getattr(self._worker, method)(*args)
+            except Exception as error:
+                raise Failure.of(error, rank=0).exception(method) from error
+
+        future = self._thread.submit(call)
+        try:
+            return [future.result(timeout_s)]
+        except TimeoutError:
+            raise TimeoutError(
+                f"{method} was not answered within {timeout_s} s by worker [0]"
+            ) from None
 
     def interrupt(self, nonce: str = "") -> None:
         worker = self._worker  # another thread may shut down
         if worker is not None:
             worker.interrupt(nonce)
 
-    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Do nothing: the worker ends only with this process."""
-
     def connector_stats(self) -> ConnectorStats | None:
-        stats: ConnectorStats | None = (
-            self._worker.connector_stats() if self._worker is not None else None
-        )
-        return stats
+        return self._worker.connector_stats() if self._worker is not None else None
 
     def shutdown(self) -> None:
         if self.is_forked_copy:
@@ -84,32 +99,3 @@ class UniProcExecutor(Executor):
             else:
                 ended.result()
         self._thread.shutdown()
-
-
-def call_in_thread(
-    thread: ThreadPoolExecutor,
-    worker: Any,
-    method: str,
-    args: tuple[Any, ...],
-    timeout_s: float | None,
-    *,
-    rank: int,
-) -> Any:
-    """Return `worker.method(*args)`, called in the worker's thread.
-
-    Raises the errors of `Executor.collective_rpc`.
-    """
-
-    def call() -> Any:
-        try:
-            return getattr(worker, method)(*args)
-        except Exception as error:
-            raise Failure.of(error, rank).exception(method) from error
-
-    future = thread.submit(call)
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError(
-            f"{method} was not answered within {timeout_s} s by worker [{rank}]"
-        ) from None
