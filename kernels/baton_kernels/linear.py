@@ -85,8 +85,7 @@ def can_pack(weight: Tensor) -> bool:
 
 def pack_weight(weight: Tensor) -> Tensor:
     """Copy a weight into oneDNN's order, which only `linear` can read. Requires `can_pack`."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
 
 
 def native_instructions(dtype: torch.dtype) -> str:

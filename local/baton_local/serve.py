@@ -429,8 +429,7 @@ def _free_port(host: str, port: int) -> int:
         # Ports of ended connections count as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
-        found: int = probe.getsockname()[1]
-        return found
+        return probe.getsockname()[1]
 
 
 def _print(text: str) -> None:

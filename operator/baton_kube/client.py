@@ -304,8 +304,7 @@ class KubeClient:
             auth_settings=["BearerToken"],
         )
         answer = await self._api.call_api(*request, _request_timeout=timeout)
-        response: aiohttp.ClientResponse = answer.response
-        return response
+        return answer.response
 
 
 def error_text(error: Exception) -> str:

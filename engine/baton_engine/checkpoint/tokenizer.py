@@ -47,8 +47,7 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, in
         "chat_template": CHAT_TEMPLATE,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    return vocabulary
+    return tokenizer.get_vocab(with_added_tokens=True)
 
 
 # The tokenizer's corpus: sentences drawn from these words, and chained word parts, so that a few

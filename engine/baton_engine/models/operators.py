@@ -68,8 +68,7 @@ def mix_experts(
             [weights] if isinstance(weights, Tensor) else list(weights)
             for weights in (gate_up, down)
         ]
-        y: Tensor = torch.ops.baton.mix_experts(x, router_logits, *experts, top_k, renormalize)
-        return y
+        return torch.ops.baton.mix_experts(x, router_logits, *experts, top_k, renormalize)
     weights, expert_ids = _route(router_logits, top_k, renormalize)
     return run_experts(x, gate_up, down, weights, expert_ids)
 

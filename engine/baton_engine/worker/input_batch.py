@@ -225,8 +225,7 @@ class InputBatch:
 
     def reaches_last_token(self, scheduled: ScheduledRows) -> BoolArray:
         """Return the sequences that run their last known token: the next one can be sampled."""
-        reaches: BoolArray = scheduled.ends == self.num_tokens[scheduled.rows]
-        return reaches
+        return scheduled.ends == self.num_tokens[scheduled.rows]
 
     def sampling_inputs(self, rows: Int64Array) -> list[SamplingInput]:
         """Return the sampler's inputs. Their token ids are views, valid until the batch changes."""

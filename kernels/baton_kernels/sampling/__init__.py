@@ -52,7 +52,7 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
         return draw_tokens_triton(logits, params, keys)
     if (ops := ops_for(logits)) is not None:
         vocab_size = logits.shape[-1]
-        drawn: Tensor = ops.draw_tokens(
+        return ops.draw_tokens(
             logits,
             [max(p.temperature, MIN_TEMPERATURE) for p in params],
             [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params],
@@ -60,7 +60,6 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
             [p.min_p for p in params],
             [signed(key) for key in keys],
         )
-        return drawn
     return draw_tokens_cpu(logits, params, keys)
 
 

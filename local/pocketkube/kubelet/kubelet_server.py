@@ -36,8 +36,7 @@ class KubeletServer:
         await self._runner.setup()
         site = web.TCPSite(self._runner, address, 0, ssl_context=_tls_context(address))
         await site.start()
-        bound: int = self._runner.addresses[0][1]
-        return bound
+        return self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Close the server and its connections."""

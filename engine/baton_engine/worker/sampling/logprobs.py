@@ -72,8 +72,7 @@ def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[To
 
 def count_nans(logits: Tensor) -> list[int]:
     """Return the number of NaNs in each row of logits [rows, vocab_size]."""
-    counts: list[int] = logits.isnan().sum(dim=-1).tolist()
-    return counts
+    return logits.isnan().sum(dim=-1).tolist()
 
 
 def without_nans(logits: Tensor) -> Tensor:
