@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -17,8 +17,15 @@ from baton_protocol.topology import Generation, Member, StartWave
 CPU = torch.device("cpu")
 
 
-class ControlGroup(Protocol):
-    """The engine cores of one generation."""
+class ControlGroup:
+    """The engine cores of one generation.
+
+    Exchanges run in a thread of their own, so that the main thread handles signals while it waits.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group = group
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def exchange(self, vote: StepVote) -> list[StepVote]:
         """Exchange votes. Collective.
@@ -30,12 +37,22 @@ class ControlGroup(Protocol):
             GroupBrokenError: a member is gone, or `abort` was called.
             TimeoutError: a member does not answer.
         """
+        return self._thread.submit(self._exchange, vote).result()
 
     def abort(self) -> None:
         """Fail all current and later exchanges at once. Callable from any thread. Idempotent."""
+        self._group.abort()
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections after the current exchange. Idempotent."""
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._thread.submit(self._group.close)
+        self._thread.shutdown(wait=False)
+
+    def _exchange(self, vote: StepVote) -> list[StepVote]:
+        # [ranks, 3]
+        rows = self._group.all_gather(torch.tensor([vote], dtype=torch.int64), 0)
+        return [StepVote(*row) for row in rows.tolist()]
 
 
 class WaveCalls(Protocol):
@@ -47,52 +64,6 @@ class WaveCalls(Protocol):
         """Send a StartWave to all peers, and repeat it until `end_start`."""
 
     def end_start(self) -> None: ...
-
-
-class VoteGroup:
-    """A control group over a `Group`, whose exchanges run in a thread of their own.
-
-    The main thread can handle signals while it waits.
-    """
-
-    def __init__(self, group: Group, name: str) -> None:
-        self._group = group
-        self._name = name
-        self._lock = threading.Condition()
-        self._next: tuple[StepVote, Future[list[StepVote]]] | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def exchange(self, vote: StepVote) -> list[StepVote]:
-        votes: Future[list[StepVote]] = Future()
-        with self._lock:
-            self._next = (vote, votes)
-            self._lock.notify()
-        return votes.result()
-
-    def abort(self) -> None:
-        self._group.abort()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._lock.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._closed or self._next is not None)
-                if self._next is None:
-                    break
-                (vote, votes), self._next = self._next, None
-            try:
-                # [ranks, 3]
-                rows = self._group.all_gather(torch.tensor([vote], dtype=torch.int64), 0)
-                votes.set_result([StepVote(*row) for row in rows.tolist()])
-            except Exception as error:
-                votes.set_exception(error)
-        self._group.close()
 
 
 def join_control_group(
@@ -116,4 +87,4 @@ def join_control_group(
     group = join_generation(
         "control", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret
     )
-    return VoteGroup(group, f"control-{generation.number}")
+    return ControlGroup(group, f"control-{generation.number}")
