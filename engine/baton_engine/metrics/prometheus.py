@@ -20,6 +20,8 @@ from baton_engine.metrics.topology_stats import TopologyStats
 from baton_kv_transfer.connector import ConnectorStats, FailureReason
 from baton_protocol.topology import RankPhase
 
+_Family = GaugeMetricFamily | CounterMetricFamily
+
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to run, including those waiting for remote KV.",
@@ -91,51 +93,41 @@ class EngineCollector(Collector):
         self._stats = stats
         self._requests = requests
         self._commit_pauses = commit_pauses
-        self._labels = {"model_name": model_name}
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        for field, text in _GAUGES.items():
-            yield self._sample(
-                GaugeMetricFamily(f"baton:{field}", text, labels=["model_name"]),
-                getattr(stats, field),
-            )
-        usage = GaugeMetricFamily(
-            "baton:kv_cache_usage_perc",
+        yield from self._fields(GaugeMetricFamily, "", _GAUGES, stats)
+        yield self._family(
+            GaugeMetricFamily,
+            "kv_cache_usage_perc",
             "Fraction of KV blocks in use, 0 to 1.",
-            labels=["model_name"],
+            {(): stats.kv_cache_usage},
         )
-        yield self._sample(usage, stats.kv_cache_usage)
-        for field, text in _COUNTERS.items():
-            yield self._sample(
-                CounterMetricFamily(f"baton:{field}", text, labels=["model_name"]),
-                getattr(stats, field),
-            )
-        busy = CounterMetricFamily(
-            "baton:busy_seconds",
+        yield from self._fields(CounterMetricFamily, "", _COUNTERS, stats)
+        yield self._family(
+            CounterMetricFamily,
+            "busy_seconds",
             "Seconds in which a step with tokens was in flight.",
-            labels=["model_name"],
+            {(): self._requests.busy_s},
         )
-        yield self._sample(busy, self._requests.busy_s)
-        finished = CounterMetricFamily(
-            "baton:request_success", "Ended requests.", labels=["model_name", "finished_reason"]
+        yield self._family(
+            CounterMetricFamily,
+            "request_success",
+            "Ended requests.",
+            {(reason,): count for reason, count in stats.requests_finished.items()},
+            "finished_reason",
         )
-        for reason, count in stats.requests_finished.items():
-            finished.add_metric([*self._labels.values(), reason], count)
-        yield finished
-        sleep = GaugeMetricFamily(
-            "baton:engine_sleep_state",
+        yield self._family(
+            GaugeMetricFamily,
+            "engine_sleep_state",
             "1 for the state the engine is in.",
-            labels=["model_name", "sleep_state"],
+            {(state,): float(stats.sleep_level == level) for level, state in _SLEEP_STATES.items()},
+            "sleep_state",
         )
-        for level, state in _SLEEP_STATES.items():
-            sleep.add_metric([*self._labels.values(), state], float(stats.sleep_level == level))
-        yield sleep
         for name, histogram in self._requests.histograms.items():
             family = HistogramMetricFamily(f"baton:{name}", histogram.text, labels=["model_name"])
-            family.add_metric(
-                list(self._labels.values()), _buckets(histogram), sum_value=histogram.sum
-            )
+            family.add_metric([self._model_name], _buckets(histogram), sum_value=histogram.sum)
             yield family
         if stats.kv_transfer is not None:
             yield from self._transfers(stats.kv_transfer)
@@ -143,50 +135,41 @@ class EngineCollector(Collector):
             yield from self._topology(stats.topology)
 
     def _transfers(self, stats: ConnectorStats) -> Iterator[Metric]:
-        for field, text in _TRANSFER_COUNTERS.items():
-            counter = CounterMetricFamily(f"baton:kv_transfer_{field}", text, labels=["model_name"])
-            yield self._sample(counter, getattr(stats, field))
-        for field, text in _TRANSFER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"baton:kv_transfer_{field}", text, labels=["model_name"])
-            yield self._sample(gauge, getattr(stats, field))
-        moved = CounterMetricFamily(
-            "baton:kv_transfer_bytes",
+        yield from self._fields(CounterMetricFamily, "kv_transfer_", _TRANSFER_COUNTERS, stats)
+        yield from self._fields(GaugeMetricFamily, "kv_transfer_", _TRANSFER_GAUGES, stats)
+        yield self._family(
+            CounterMetricFamily,
+            "kv_transfer_bytes",
             "Bytes of KV sent and received, by the transport that moved them and its lane.",
-            labels=["model_name", "transport", "lane"],
+            {tuple(carrier.split(" ", 1)): n for carrier, n in stats.bytes_moved.items()},
+            "transport",
+            "lane",
         )
-        for carrier, nbytes in stats.bytes_moved.items():
-            moved.add_metric([*self._labels.values(), *carrier.split(" ", 1)], nbytes)
-        yield moved
-        failed = CounterMetricFamily(
-            "baton:kv_transfer_transfers_failed",
+        yield self._family(
+            CounterMetricFamily,
+            "kv_transfer_transfers_failed",
             "KV transfers that did not transfer all their blocks, counted once per worker.",
-            labels=["model_name", "reason"],
+            # Including those with 0: Prometheus rates need that sample.
+            {(reason,): stats.failures.get(reason, 0) for reason in FailureReason},
+            "reason",
         )
-        for reason in FailureReason:  # including those with 0: Prometheus rates need that sample
-            failed.add_metric([*self._labels.values(), reason], stats.failures.get(reason, 0))
-        yield failed
-        works = GaugeMetricFamily(
-            "baton:kv_transfer_up",
+        yield self._family(
+            GaugeMetricFamily,
+            "kv_transfer_up",
             "0 after the connector of a worker has failed.",
-            labels=["model_name"],
+            {(): float(not stats.failure)},
         )
-        yield self._sample(works, float(not stats.failure))
 
     def _topology(self, stats: TopologyStats) -> Iterator[Metric]:
-        for field, text in _TOPOLOGY_GAUGES.items():
-            gauge = GaugeMetricFamily(f"baton:topology_{field}", text, labels=["model_name"])
-            yield self._sample(gauge, getattr(stats, field))
-        for field, text in _TOPOLOGY_COUNTERS.items():
-            counter = CounterMetricFamily(f"baton:topology_{field}", text, labels=["model_name"])
-            yield self._sample(counter, getattr(stats, field))
-        phases = GaugeMetricFamily(
-            "baton:topology_phase",
+        yield from self._fields(GaugeMetricFamily, "topology_", _TOPOLOGY_GAUGES, stats)
+        yield from self._fields(CounterMetricFamily, "topology_", _TOPOLOGY_COUNTERS, stats)
+        yield self._family(
+            GaugeMetricFamily,
+            "topology_phase",
             "1 for the phase the rank is in.",
-            labels=["model_name", "phase"],
+            {(phase.value,): float(stats.phase is phase) for phase in RankPhase},
+            "phase",
         )
-        for phase in RankPhase:
-            phases.add_metric([*self._labels.values(), phase.value], float(stats.phase is phase))
-        yield phases
         pauses = HistogramMetricFamily(
             "baton:topology_commit_pause_seconds",
             "Pause between steps while the generation changed.",
@@ -194,12 +177,29 @@ class EngineCollector(Collector):
         )
         for kind, histogram in self._commit_pauses.items():
             pauses.add_metric(
-                [*self._labels.values(), kind], _buckets(histogram), sum_value=histogram.sum
+                [self._model_name, kind], _buckets(histogram), sum_value=histogram.sum
             )
         yield pauses
 
-    def _sample(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
-        family.add_metric(list(self._labels.values()), value)
+    def _fields(
+        self, kind: type[_Family], prefix: str, texts: Mapping[str, str], stats: object
+    ) -> Iterator[Metric]:
+        """Yield one metric per field of `stats` that is a key of `texts`."""
+        for field, text in texts.items():
+            yield self._family(kind, prefix + field, text, {(): getattr(stats, field)})
+
+    def _family(
+        self,
+        kind: type[_Family],
+        name: str,
+        text: str,
+        values: Mapping[tuple[str, ...], float],
+        *labels: str,
+    ) -> Metric:
+        """Return a metric with the samples `values`, by the values of `labels`."""
+        family = kind(f"baton:{name}", text, labels=["model_name", *labels])
+        for label_values, value in values.items():
+            family.add_metric([self._model_name, *label_values], value)
         return family
 
 
