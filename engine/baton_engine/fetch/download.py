@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from baton_engine.fetch.fetch_errors import FetchError, TransientError, no_space
+from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.folder import Partial
 from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.source import RemoteFile, Source, verify
@@ -153,7 +153,7 @@ class Download:
 def _disk_error(error: OSError) -> Exception:
     """Return a FetchError with the reason of a condition if a user has to act, else `error`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return no_space(f"the cache is full: {error}")
+        return FetchError("NoSpace", f"the cache is full: {error}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return FetchError("ModelCacheInvalid", f"the cache is not writable: {error}")
     return error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_engine.fetch.download import Download, RetryPolicy
-from baton_engine.fetch.fetch_errors import TransientError, no_space
+from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.folder import Marker, Partial, read_complete
 from baton_engine.fetch.lock import FetchLock
 from baton_engine.fetch.open_source import open_source
@@ -78,9 +78,10 @@ def _fetch_once(
     files = _taken(listing, request.only)
     total = sum(file.size for file in files)
     if request.max_bytes is not None and total > request.max_bytes:
-        raise no_space(
+        raise FetchError(
+            "NoSpace",
             f"the model has {total} bytes, more than the cache's size limit of "
-            f"{request.max_bytes} bytes"
+            f"{request.max_bytes} bytes",
         )
     partial = Partial(request.target, request.uri, listing.revision)
     try:
@@ -88,9 +89,10 @@ def _fetch_once(
         lacking = total - sum(map(partial.size_of, files))
         free = shutil.disk_usage(request.target.parent).free
         if lacking > free:
-            raise no_space(
+            raise FetchError(
+                "NoSpace",
                 f"the model needs {lacking} bytes more, and the cache at {request.target.parent} "
-                f"has {free} bytes left"
+                f"has {free} bytes left",
             )
         progress.set_step(
             f"fetching {request.uri} at {listing.revision}",

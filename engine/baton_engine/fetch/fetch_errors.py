@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
+from baton_protocol.fatal import ConfigurationError
 
-class FetchError(Exception):
+
+class FetchError(ConfigurationError):
     """The fetch failed. A retry without a change does not help unless the error is `temporary`."""
 
     def __init__(self, reason: str, message: str, *, temporary: bool = False) -> None:
-        super().__init__(message)
-        #: Reason of a condition: one CamelCase word.
-        self.reason = reason
-        self.message = message
+        super().__init__(reason, message)
         self.temporary = temporary
-
-
-def missing(message: str) -> FetchError:
-    return FetchError("ModelMissing", message)
-
-
-def access_denied(message: str) -> FetchError:
-    return FetchError("ModelAccessDenied", message)
-
-
-def no_space(message: str) -> FetchError:
-    return FetchError("NoSpace", message)
-
-
-def invalid(message: str) -> FetchError:
-    """Return the error for files that cannot be served or are not safe to download."""
-    return FetchError("ModelInvalid", message)
-
-
-def source_invalid(message: str) -> FetchError:
-    """Return the error for settings of the source that cannot work."""
-    return FetchError("ModelSourceInvalid", message)
 
 
 class TransientError(Exception):

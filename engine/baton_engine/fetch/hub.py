@@ -15,7 +15,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from baton_engine.fetch.fetch_errors import TransientError, access_denied, invalid, missing
+from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.source import Listing, RemoteFile
 from baton_engine.fetch.uri import HubModel
 
@@ -39,11 +39,14 @@ class HubSource:
                 timeout=TIMEOUT_S,
             )
         if not info.sha:
-            raise invalid(f"{self._name}: the hub returned no commit")
+            raise FetchError("ModelInvalid", f"{self._name}: the hub returned no commit")
         files = []
         for entry in info.siblings or []:
             if entry.size is None:
-                raise invalid(f"{self._name}: the hub returned no size for {entry.rfilename!r}")
+                raise FetchError(
+                    "ModelInvalid",
+                    f"{self._name}: the hub returned no size for {entry.rfilename!r}",
+                )
             if entry.lfs is not None:
                 digest = f"sha256:{entry.lfs.sha256}"
             else:
@@ -75,7 +78,7 @@ class HubSource:
         except HfHubHTTPError as error:
             raise self._refusal(error) from error
         except HFValidationError as error:
-            raise invalid(f"{self._name}: {error}") from error
+            raise FetchError("ModelInvalid", f"{self._name}: {error}") from error
         except OSError as error:
             if error.errno is not None:
                 raise  # an error of the local disk
@@ -86,16 +89,18 @@ class HubSource:
     def _refusal(self, error: HfHubHTTPError) -> Exception:
         status = error.response.status_code
         if isinstance(error, GatedRepoError):
-            return access_denied(
-                f"{self._name} is gated: its terms must be accepted by the owner of HF_TOKEN"
+            return FetchError(
+                "ModelAccessDenied",
+                f"{self._name} is gated: its terms must be accepted by the owner of HF_TOKEN",
             )
         if status in (401, 403):
-            return access_denied(
+            return FetchError(
+                "ModelAccessDenied",
                 f"the hub answered {status} for {self._name}: the repository does not exist, or "
-                "HF_TOKEN is missing or has no access"
+                "HF_TOKEN is missing or has no access",
             )
         if status == 404:
-            return missing(f"the hub has no {self._name}")
+            return FetchError("ModelMissing", f"the hub has no {self._name}")
         if status in (408, 429) or status >= 500:
             return TransientError(f"the hub answered {status} for {self._name}")
-        return invalid(f"the hub answered {status} for {self._name}: {error}")
+        return FetchError("ModelInvalid", f"the hub answered {status} for {self._name}: {error}")

@@ -25,13 +25,7 @@ from obstore.exceptions import (
 )
 from obstore.store import GCSStore, S3Store
 
-from baton_engine.fetch.fetch_errors import (
-    FetchError,
-    TransientError,
-    access_denied,
-    missing,
-    source_invalid,
-)
+from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.source import Listing, RemoteFile
 from baton_engine.fetch.uri import StoredModel
 
@@ -75,8 +69,9 @@ class ObjectStoreSource:
                 client["allow_http"] = _endpoint().startswith("http://")
                 self._store = S3Store(model.bucket, client_options=client, retry_config=retry)
         except BaseError as error:
-            raise source_invalid(
-                f"invalid settings of {model.scheme}:// in the environment: {_first_line(error)}"
+            raise FetchError(
+                "ModelSourceInvalid",
+                f"invalid settings of {model.scheme}:// in the environment: {_first_line(error)}",
             ) from error
         self._tags: dict[str, str] = {}
 
@@ -92,7 +87,7 @@ class ObjectStoreSource:
             digest.update(f"{name}\0{entry['size']}\0{tag}\n".encode())
             files.append(RemoteFile(name, entry["size"]))
         if not files:
-            raise missing(f"there is no object directly below {self._name}/")
+            raise FetchError("ModelMissing", f"there is no object directly below {self._name}/")
         return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
@@ -129,26 +124,28 @@ class ObjectStoreSource:
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise self._denied(error) from error
         except FileNotFoundError as error:
-            raise missing(f"{self._name}: {_first_line(error)}") from error
+            raise FetchError("ModelMissing", f"{self._name}: {_first_line(error)}") from error
         except (BaseError, OSError) as error:
             text = str(error)
             if any(word in text for word in _DENIED):
                 raise self._denied(error) from error
             if any(word in text for word in _MISSING):
-                raise missing(f"{self._name}: {_first_line(error)}") from error
+                raise FetchError("ModelMissing", f"{self._name}: {_first_line(error)}") from error
             raise TransientError(f"{self._name}: {_first_line(error)}") from error
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
             # The library panics on settings that it does not check; this is not an Exception.
-            raise source_invalid(
+            raise FetchError(
+                "ModelSourceInvalid",
                 f"{self._name}: the library failed on the settings in the environment: "
-                f"{_first_line(error)}"
+                f"{_first_line(error)}",
             ) from error
 
     def _denied(self, error: Exception) -> FetchError:
-        return access_denied(
-            f"the credentials in the Secret have no access to {self._name}: {_first_line(error)}"
+        return FetchError(
+            "ModelAccessDenied",
+            f"the credentials in the Secret have no access to {self._name}: {_first_line(error)}",
         )
 
 
@@ -169,8 +166,9 @@ def _endpoint() -> str:
     except ValueError:  # an invalid port or host
         usable = False
     if not usable or not url.isascii() or not url.isprintable() or " " in url:
-        raise source_invalid(
-            f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}"
+        raise FetchError(
+            "ModelSourceInvalid",
+            f"AWS_ENDPOINT_URL must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}",
         )
     return url
 

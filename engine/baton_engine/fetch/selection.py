@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Literal
 
-from baton_engine.fetch.fetch_errors import invalid
+from baton_engine.fetch.fetch_errors import FetchError
 
 Only = Literal["all", "tokenizer"]
 
@@ -49,9 +49,12 @@ def select(names: Iterable[str], only: Only) -> list[str]:
         if text or (engine and only == "all"):
             taken.append(name)
     if CONFIG_FILE not in taken:
-        raise invalid(f"the model has no {CONFIG_FILE}")
+        raise FetchError("ModelInvalid", f"the model has no {CONFIG_FILE}")
     if only == "all" and not any(name.endswith(WEIGHTS_SUFFIX) for name in taken):
-        raise invalid(f"the model has no {WEIGHTS_SUFFIX} file; pickled weights are not loaded")
+        raise FetchError(
+            "ModelInvalid",
+            f"the model has no {WEIGHTS_SUFFIX} file; pickled weights are not loaded",
+        )
     return taken
 
 
@@ -69,4 +72,6 @@ def check_name(name: str) -> None:
         or not name.isprintable()
     )
     if hostile or PurePosixPath(name).is_absolute() or len(name) > 255:
-        raise invalid(f"the file name {name!r} may lead out of the model's folder")
+        raise FetchError(
+            "ModelInvalid", f"the file name {name!r} may lead out of the model's folder"
+        )
