@@ -78,22 +78,12 @@ def connections_among(listening: Collection[Address]) -> list[Connection]:
 
     If several ranks are threads of this process, it returns the connections of all of them.
     """
-    found = []
-    for fd, inode, tcp in _tcp_sockets():
-        with contextlib.suppress(OSError):  # not connected
-            if {_address(tcp.getsockname()), _address(tcp.getpeername())} & set(listening):
-                found.append(Connection(fd, inode))
-    return found
+    return [each for each, own, peer in _connected() if {own, peer} & set(listening)]
 
 
 def connected_from(listening: Collection[Address]) -> list[tuple[Address, Address]]:
     """Return (own address, peer's address) of this process's connections to these addresses."""
-    found = []
-    for _, _, tcp in _tcp_sockets():
-        with contextlib.suppress(OSError):  # not connected
-            if _address(tcp.getpeername()) in listening:
-                found.append((_address(tcp.getsockname()), _address(tcp.getpeername())))
-    return found
+    return [(own, peer) for _, own, peer in _connected() if peer in listening]
 
 
 def reject_non_members(own: Address, members: Collection[Address]) -> int:
@@ -113,11 +103,7 @@ def reject_non_members(own: Address, members: Collection[Address]) -> int:
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
             _drop_new_connections(tcp)
-    accepted = []
-    for fd, inode, tcp in _tcp_sockets():
-        with contextlib.suppress(OSError):  # not connected
-            if _address(tcp.getsockname()) == own:
-                accepted.append((_address(tcp.getpeername()), Connection(fd, inode)))
+    accepted = [(peer, each) for each, local, peer in _connected() if local == own]
     # With address translation the peers' addresses may differ, so an equal number is accepted.
     if len(accepted) == len(set(members)):
         return 0
@@ -163,6 +149,13 @@ def end_connections(connections: Collection[Connection]) -> None:
         if tcp := _copy_of(connection.fd, connection.inode):
             with tcp, contextlib.suppress(OSError):  # the peer has closed it
                 tcp.shutdown(socket.SHUT_RDWR)
+
+
+def _connected() -> Iterator[tuple[Connection, Address, Address]]:
+    """Yield this process's TCP connections, each with its own address and its peer's."""
+    for fd, inode, tcp in _tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected
+            yield Connection(fd, inode), _address(tcp.getsockname()), _address(tcp.getpeername())
 
 
 def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
