@@ -18,7 +18,6 @@ from torch.fx.passes.split_module import split_module
 
 from baton_engine.compilation.cache_key import environment_key, traced_source_files
 from baton_engine.compilation.inductor import Compiled, PieceCompiler
-from baton_engine.models.dynamic_dims import mark_dynamic
 from baton_engine.models.forward_context import current_context
 
 logger = logging.getLogger(__name__)
@@ -132,11 +131,14 @@ def split_at(graph: fx.GraphModule, operators: SplittingOperators) -> fx.GraphMo
 
 
 def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., Tensor]:
-    """Return the model's forward, compiled for all sizes of its dynamic dimensions.
+    """Return the model's forward, compiled for all numbers of tokens: dimension 0 of its arguments.
 
-    The first call traces the model; each dynamic dimension must be at least 2 then (see
-    `support_torch_compile`). Later calls check no guards. Only the values of tensors and the sizes
-    of dynamic dimensions may change; everything else that the traced code reads must stay the same.
+    The first call traces the model, with at least 2 tokens. Later calls check no guards. Only the
+    values of tensors and the number of tokens may change; everything else that the traced code
+    reads must stay the same.
+
+    Raises:
+        ValueError: by the first call, with fewer tokens. torch's graph would serve no other number.
     """
 
     def forward(*args: Tensor | None) -> Tensor:
@@ -145,7 +147,6 @@ def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., 
     # torch keeps compiled code with the code object, so each model of the process needs its own.
     code = forward.__code__.replace()
     own = types.FunctionType(code, forward.__globals__, forward.__name__, None, forward.__closure__)
-    names = list(_forward_arguments(model))
     compiled = torch.compile(
         own, backend=backend, fullgraph=True, options={"guard_filter_fn": _keep_no_guards}
     )
@@ -154,7 +155,7 @@ def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., 
     def run(*args: Tensor | None) -> Tensor:
         nonlocal traced
         if not traced:
-            mark_dynamic(model, dict(zip(names, args, strict=False)))
+            _mark_number_of_tokens(args)
         result: Tensor = compiled(*args)
         traced = True
         return result
@@ -162,9 +163,12 @@ def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., 
     return run
 
 
-def _forward_arguments(model: nn.Module) -> Sequence[str]:
-    code = type(model).forward.__code__
-    return code.co_varnames[1 : code.co_argcount]
+def _mark_number_of_tokens(args: Sequence[Tensor | None]) -> None:
+    for tensor in args:
+        if tensor is not None:
+            if len(tensor) < 2:
+                raise ValueError(f"a model is traced with at least 2 tokens, not {len(tensor)}")
+            torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def _keep_no_guards(guards: Sequence[Any]) -> list[bool]:

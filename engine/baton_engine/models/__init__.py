@@ -13,6 +13,5 @@ rope.py               rotary frequencies and their scalings
 loader.py             safetensors files: headers, checks, copies into parameters
 sharding.py           the part of a model, and of each tensor, that one rank holds
 checkpoint_config.py  config.json as a struct; torch-free
-dynamic_dims.py       dimensions that vary from step to step
 errors.py             why a checkpoint cannot be served
 """

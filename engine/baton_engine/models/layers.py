@@ -18,7 +18,6 @@ from torch.nn.functional import embedding
 
 from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.checkpoint_config import CheckpointConfig
-from baton_engine.models.dynamic_dims import support_torch_compile
 from baton_engine.models.operators import all_reduce, attend
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
@@ -223,7 +222,6 @@ class DecoderLayer(nn.Module):
         )
 
 
-@support_torch_compile(dynamic={"input_ids": 0, "positions": 0, "hidden": 0})
 class CausalLM(nn.Module):
     """Embedding, decoder layers, final norm and output projection.
 

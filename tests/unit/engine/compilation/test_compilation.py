@@ -18,7 +18,6 @@ from baton_engine.compilation.inductor import InductorCompiler, PieceCompiler
 from baton_engine.compilation.passes import RemoveNoOps
 from baton_engine.compilation.piecewise import PiecewiseBackend, compile_model
 from baton_engine.distributed.group import ParallelContext
-from baton_engine.models.dynamic_dims import mark_dynamic, support_torch_compile
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.operators import SPLITTING
 from support.engine.model_cases import CPU, load, run_model, run_ranks
@@ -305,24 +304,7 @@ def test_a_conversion_and_its_inverse_are_removed_if_they_are_exact(
     assert sum(node.op == "call_function" for node in traced.graph.nodes) == left
 
 
-def test_support_torch_compile_refuses_arguments_and_dimensions_it_cannot_mark() -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-            return x
-
-    with pytest.raises(ValueError, match=r"forward has no argument 'z'; it has x, y"):
-        support_torch_compile(dynamic={"z": 0})(Model)
-    with pytest.raises(TypeError, match="must be integers"):
-        support_torch_compile(dynamic={"x": ("batch",)})(Model)  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="at least one dynamic dimension"):
-        support_torch_compile(dynamic={})(Model)
-    with pytest.raises(TypeError, match="classes of modules"):
-        support_torch_compile(dynamic={"x": 0})(len)  # type: ignore[type-var]
-    with pytest.raises(TypeError, match="decorate it with support_torch_compile"):
-        mark_dynamic(Model(), {"x": torch.zeros(2)})
-    decorated = support_torch_compile(dynamic={"x": (0, -1), "y": 2})(Model)()
-    mark_dynamic(decorated, {"x": torch.zeros(2, 3), "y": None})
-    with pytest.raises(ValueError, match="y has 1 dimensions"):
-        mark_dynamic(decorated, {"y": torch.zeros(2)})
-    with pytest.raises(ValueError, match="at least 2 in dynamic dimension 0 of x"):
-        mark_dynamic(decorated, {"x": torch.zeros(1, 3)})
+def test_a_model_is_not_traced_with_one_token() -> None:
+    compiled = compile_model(nn.Linear(3, 3), backend=lambda graph, _: graph.forward)
+    with pytest.raises(ValueError, match="at least 2 tokens, not 1"):
+        compiled(torch.zeros(1, 3))
