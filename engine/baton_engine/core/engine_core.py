@@ -453,13 +453,6 @@ class EngineCore:
             logger.info("draining: %d requests unfinished", self.scheduler.stats().num_unfinished)
         return self.get_stats()
 
-    def abort_all(self) -> int:
-        """End all requests as aborted. Return their number."""
-        num_requests = len(self.scheduler.state.requests)
-        self.end_requests()
-        self._pause.advance()
-        return num_requests
-
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
         """Stop scheduling. New requests wait; `core/pause.py` describes what happens to the others.
 

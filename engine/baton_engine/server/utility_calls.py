@@ -19,7 +19,6 @@ from baton_engine.core.engine_core import EngineCore
 #: The methods that may be called.
 UTILITIES = frozenset(
     {
-        "abort_all",
         "drain",
         "get_stats",
         "is_paused",
