@@ -108,7 +108,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
     It is the minimum of its own group and all parent groups.
     """
     limits = []
-    for folder in _control_groups(root):
+    for folder in control_groups(root, "cpu"):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -121,18 +121,22 @@ def cpu_limit(root: Path = ROOT) -> float | None:
     return min(limits, default=None)
 
 
-def _control_groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's groups that may limit CPU time, and all above them."""
+def control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's groups that may have limits, and all above them.
+
+    Args:
+        controller: cpu or memory.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         for mount in (
-            ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct")
+            (f"sys/fs/cgroup/{controller}", "sys/fs/cgroup/cpu,cpuacct")
             if controllers
             else ("sys/fs/cgroup",)
         ):

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
+from baton_engine.executor.placement import ROOT, control_groups
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import CacheConfig
 
 GIB = 2**30
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
     num_offload_blocks = offload_blocks(cache, size)
     available = available_host_memory()
     needed = (num_blocks + num_swap_blocks + num_offload_blocks) * size.rank
-    if available is not None and needed > available:
+    if needed > available:
         setting = "cache.memory_bytes" if cache.num_blocks is None else "cache.num_blocks"
         raise ConfigurationError(
             "InsufficientMemory",
@@ -106,36 +107,14 @@ def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
     return cache.offload_memory_bytes // size.engine
 
 
-def available_host_memory(
-    meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS
-) -> int | None:
+def available_host_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process can still allocate without swapping or an OOM kill.
 
     It is the minimum of the machine's memory and the limits of the process's control groups
     (version 2). Page cache counts as available, because the kernel reclaims it.
-
-    Returns:
-        None if the system does not report it.
     """
-    found = []
-    try:
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
-    found += [left for group in _control_groups(cgroups) if (left := _left_in(group)) is not None]
-    return min(found, default=None)
-
-
-def _control_groups(root: Path) -> list[Path]:
-    """Return this process's control group and its parents."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    group = root / own
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+    lefts = map(_left_in, control_groups(root, "memory"))
+    return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])
 
 
 def _left_in(group: Path) -> int | None:

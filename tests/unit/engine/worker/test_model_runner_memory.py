@@ -9,6 +9,7 @@ import json
 import mmap
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -86,18 +87,22 @@ def test_budgets_below_one_block_or_above_the_available_memory_are_refused(
     assert refused.value.reason == "InsufficientMemory"
 
 
-def test_available_memory_is_the_least_of_the_machine_and_the_cgroup_limit(tmp_path: Path) -> None:
-    meminfo, cgroups = tmp_path / "meminfo", tmp_path / "cgroup"
-    meminfo.write_text("MemTotal:       8000 kB\nMemAvailable:   4000 kB\n")
-    cgroups.mkdir()
-    assert available_host_memory(meminfo, cgroups) == 4000 * 1024
-    (cgroups / "memory.max").write_text("1000000\n")
-    (cgroups / "memory.current").write_text("700000\n")
-    (cgroups / "memory.stat").write_text("anon 400000\nfile 250000\nshmem 50000\n")
-    assert available_host_memory(meminfo, cgroups) == 1000000 - 700000 + 200000
-    (cgroups / "memory.max").write_text("max\n")
-    assert available_host_memory(meminfo, cgroups) == 4000 * 1024
-    assert available_host_memory(tmp_path / "nothing", tmp_path / "nowhere") is None
+def test_available_memory_is_the_least_of_the_machine_and_the_cgroup_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SimpleNamespace(available=4000 * 1024)
+    monkeypatch.setattr(block_budget.psutil, "virtual_memory", lambda: machine)
+    group = tmp_path / "sys/fs/cgroup"
+    for folder in (group, tmp_path / "proc/self"):
+        folder.mkdir(parents=True)
+    assert available_host_memory(tmp_path) == 4000 * 1024
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (group / "memory.max").write_text("1000000\n")
+    (group / "memory.current").write_text("700000\n")
+    (group / "memory.stat").write_text("anon 400000\nfile 250000\nshmem 50000\n")
+    assert available_host_memory(tmp_path) == 1000000 - 700000 + 200000
+    (group / "memory.max").write_text("max\n")
+    assert available_host_memory(tmp_path) == 4000 * 1024
 
 
 def test_swap_memory_becomes_resident_at_its_first_use(checkpoint: Path) -> None:
