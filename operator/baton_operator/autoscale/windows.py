@@ -24,8 +24,6 @@ REFUSALS = ("400", "401", "403", "404", "405", "408", "413", "415", "422")
 
 TTFT = "baton:time_to_first_token_seconds"
 ITL = "baton:inter_token_latency_seconds"
-CLIENT_TTFT = "baton:gateway_time_to_first_token_seconds"
-CLIENT_ITL = "baton:gateway_inter_token_latency_seconds"
 QUEUE_TIME = "baton:request_queue_time_seconds"
 PREFILL_TIME = "baton:request_prefill_time_seconds"
 RUNNING = "baton:num_requests_running"
@@ -40,12 +38,10 @@ HTTP_REQUESTS = "baton:http_requests"
 ENGINE_GAUGES = (RUNNING, WAITING, WAITING_FOR_REMOTE_KV, KV_USAGE)
 ENGINE_HISTOGRAMS = (TTFT, ITL, QUEUE_TIME, PREFILL_TIME)
 GATEWAY_GAUGES = (IN_FLIGHT, HELD)
-GATEWAY_HISTOGRAMS = (CLIENT_TTFT, CLIENT_ITL)
 _METRICS = (
     *ENGINE_GAUGES,
     *ENGINE_HISTOGRAMS,
     *GATEWAY_GAUGES,
-    *GATEWAY_HISTOGRAMS,
     BUSY,
     HTTP_REQUESTS,
 )
@@ -199,15 +195,10 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: float = 0.0
     #: Requests of `in_flight` that wait for a decode engine to start.
     held: float = 0.0
-    #: Generation requests that the gateways answered, without client errors.
-    requests_per_s: float = 0.0
     #: Time of the last scrape that showed a new answered request. None: there was none.
     answered_at: float | None = None
     #: Time of the last scrape that showed a request, running or newly answered. None: none did.
     active_at: float | None = None
-    #: Quantile at the gateways, as clients see it. It is reported only; no decision uses it.
-    client_ttft_s: float | None = None
-    client_itl_s: float | None = None
 
 
 def sample(role: MemberRole | None, text: str) -> Sample:
@@ -224,13 +215,12 @@ def sample(role: MemberRole | None, text: str) -> Sample:
     lines = [line for line in text.splitlines(keepends=True) if _READ.match(line)]
     if not lines:
         raise ValueError("the reply has no metric of an engine or a gateway")
-    wanted = GATEWAY_HISTOGRAMS if role is None else ENGINE_HISTOGRAMS
     gauges: dict[str, float] = {}
     histograms: dict[str, Histogram] = {}
     requests = 0.0
     busy_s: float | None = None
     for family in text_string_to_metric_families("".join(lines)):
-        if family.name in wanted:
+        if family.name in ENGINE_HISTOGRAMS:
             buckets: dict[float, float] = {}
             total = 0.0
             for item in family.samples:
@@ -300,13 +290,10 @@ def window(
         gateways=len(answering),
         in_flight=sum(last.gauges.get(IN_FLIGHT, 0.0) for last in answering),
         held=sum(last.gauges.get(HELD, 0.0) for last in answering),
-        requests_per_s=sum(each.requests for each in gateways) / span,
         answered_at=max((at for each in gateways for at in each.answered), default=None),
         active_at=max(
             (at for each in gateways for at in (*each.answered, *each.occupied)), default=None
         ),
-        client_ttft_s=_total(gateways, CLIENT_TTFT).quantile(quantile),
-        client_itl_s=_total(gateways, CLIENT_ITL).quantile(quantile),
     )
 
 
@@ -314,7 +301,6 @@ class _Series(msgspec.Struct, frozen=True):
     """The scrapes of one container in order of time, and the growth of its counters."""
 
     scrapes: list[tuple[float, Sample]]
-    requests: float
     #: Times of scrapes that showed a new answered request.
     answered: list[float]
     busy_s: float | None
@@ -352,11 +338,10 @@ class _Series(msgspec.Struct, frozen=True):
 
 
 def _series_of(scrapes: list[tuple[float, Sample]]) -> _Series:
-    requests, answered, histograms = 0.0, list[float](), dict[str, Histogram]()
+    answered, histograms = list[float](), dict[str, Histogram]()
     busy_s = None if scrapes[-1][1].busy_s is None else 0.0
     for (_, before), (at, after) in pairwise(scrapes):
         origin = Sample(after.role, {}, {}) if after.began_after(before) else before
-        requests += after.requests - origin.requests
         if after.requests > origin.requests:
             answered.append(at)
         if busy_s is not None:
@@ -364,7 +349,7 @@ def _series_of(scrapes: list[tuple[float, Sample]]) -> _Series:
         for name, histogram in after.histograms.items():
             grown = histogram.since(origin.histograms.get(name, Histogram()))
             histograms[name] = histograms.get(name, Histogram()) + grown
-    return _Series(scrapes, requests, answered, busy_s, histograms)
+    return _Series(scrapes, answered, busy_s, histograms)
 
 
 def _role(series: list[_Series], live: list[_Series], span: float, quantile: float) -> RoleWindow:
