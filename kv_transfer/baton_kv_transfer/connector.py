@@ -163,8 +163,7 @@ class ConnectorStats(msgspec.Struct):
     #: Descriptors after merging.
     descriptors_posted: int = 0
     transfers_completed: int = 0
-    transfers_failed: int = 0
-    #: `transfers_failed` by FailureReason.
+    #: Failed transfers by FailureReason.
     failures: dict[str, int] = {}
     checksum_failures: int = 0
     leases_expired: int = 0
@@ -189,7 +188,6 @@ class ConnectorStats(msgspec.Struct):
     failure: str = ""
 
     def count_failure(self, reason: FailureReason) -> None:
-        self.transfers_failed += 1
         self.failures[reason] = self.failures.get(reason, 0) + 1
 
     @staticmethod

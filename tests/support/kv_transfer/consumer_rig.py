@@ -442,7 +442,6 @@ def tensor_parallel(size: int, instance_id: str = "P") -> list[Worker]:
 
 def failures(rig: Rig) -> dict[str, int]:
     """Return the number of failed loads by reason."""
-    assert sum(rig.stats.failures.values()) == rig.stats.transfers_failed
     return rig.stats.failures
 
 
