@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import Registry
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.timestamps import timestamp
 
 _DEFAULT_TOKEN_S = 3600
@@ -34,25 +34,27 @@ class Tokens:
         self._admin = admin_token
         self._key = secrets.token_bytes(32)
 
-    def request(self, accounts: Resource, namespace: str, name: str, body: Object) -> Object:
-        account = self._registry.stored(accounts, namespace, name)
+    def request(self, info: RequestInfo, body: Object) -> Object:
+        account = self._registry.stored(info)
         spec = body.get("spec") or {}
         seconds = spec.get("expirationSeconds") or _DEFAULT_TOKEN_S
         if type(seconds) is not int or seconds < _MIN_TOKEN_S:
             detail = f"may not specify a duration less than {_MIN_TOKEN_S // 60} minutes"
             raise errors.invalid(
-                accounts, name, [errors.invalid_value("spec.expirationSeconds", seconds, detail)]
+                info.resource,
+                info.name,
+                [errors.invalid_value("spec.expirationSeconds", seconds, detail)],
             )
         expires = int(time.time()) + seconds
         claims = {
             "iss": "https://kubernetes.default.svc",
-            "sub": f"system:serviceaccount:{namespace}:{name}",
+            "sub": f"system:serviceaccount:{info.namespace}:{info.name}",
             "aud": spec.get("audiences") or ["https://kubernetes.default.svc"],
             "exp": expires,
             "iat": int(time.time()),
             "kubernetes.io": {
-                "namespace": namespace,
-                "serviceaccount": {"name": name, "uid": account["metadata"]["uid"]},
+                "namespace": info.namespace,
+                "serviceaccount": {"name": info.name, "uid": account["metadata"]["uid"]},
             },
         }
         header = {"alg": "HS256", "typ": "JWT"}
@@ -60,7 +62,7 @@ class Tokens:
         return {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
-            "metadata": {"name": name, "namespace": namespace},
+            "metadata": {"name": info.name, "namespace": info.namespace},
             "spec": {**spec, "expirationSeconds": seconds, "audiences": claims["aud"]},
             "status": {
                 "token": f"{signed}.{self._signature(signed)}",
