@@ -25,7 +25,7 @@ class ClusterState:
         self.store = Store(window)
         self.catalog = Catalog()
         self.registry = Registry(self.store, self.catalog, ipaddress.IPv4Network(service_network))
-        self.deletion = Deletion(self.store, self.catalog)
+        self.deletion = Deletion(self.store)
         self.collector = Collector(self.store, self.catalog, self.deletion)
         self.scale = Scale(self.registry, self.catalog)
         self.tokens = Tokens(self.registry, admin_token)

@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts
 from pocketkube.apiserver.resources import Object, RequestInfo, Resource
-from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
 from pocketkube.conditions import TERMINAL_PHASES
 from pocketkube.timestamps import timestamp
@@ -33,9 +32,8 @@ class DeleteOptions:
 class Deletion:
     """DELETE of one object."""
 
-    def __init__(self, store: Store, catalog: Catalog) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._catalog = catalog
 
     def delete(self, info: RequestInfo, options: DeleteOptions) -> tuple[Object, bool]:
         """Remove the object, or mark it as terminating.

@@ -30,8 +30,8 @@ from pocketkube.apiserver.serving.request import (
     delete_options,
     parse_body,
     parse_path,
+    parse_selectors,
     require_object,
-    selection,
     verb_of,
     write_options,
 )
@@ -106,7 +106,7 @@ class ApiServer:
         # Schemes are case-insensitive, and in-cluster clients send `bearer`.
         if kind.lower() != "bearer":
             raise errors.unauthorized()
-        self._cluster.tokens.user(token)
+        self._cluster.tokens.authenticate(token)
         if found := self._discovery(request):
             return found
         info = parse_path(path, self._cluster.catalog)
@@ -156,7 +156,7 @@ class ApiServer:
         return None
 
     async def _serve(self, request: web.Request, info: RequestInfo) -> web.StreamResponse:
-        verb = verb_of(info, request.method, request.query)
+        verb = verb_of(info, request)
         subresource = info.resource.subresource(info.subresource)
         offered = subresource.verbs if subresource else VERBS
         if verb not in offered:
@@ -232,7 +232,7 @@ class ApiServer:
     async def _read_many(
         self, request: web.Request, info: RequestInfo, verb: str
     ) -> web.StreamResponse:
-        matches = selection(info, request.query)
+        matches = parse_selectors(info, request.query)
         printer = self._printer(request, info.resource)
         include = request.query.get("includeObject", "Metadata")
         if verb == "watch":
@@ -270,7 +270,7 @@ class ApiServer:
 
     async def _delete_collection(self, request: web.Request, info: RequestInfo) -> web.Response:
         options = replace(await delete_options(request), uid="", resource_version="")
-        matches = selection(info, request.query)
+        matches = parse_selectors(info, request.query)
         cluster, resource = self._cluster, info.resource
         deleted = []
         for obj in cluster.store.list(resource.storage_key, info.namespace):

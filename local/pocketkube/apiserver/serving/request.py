@@ -17,12 +17,12 @@ from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.serving import selectors
 
 
-def verb_of(info: RequestInfo, method: str, query: Mapping[str, str]) -> str:
-    match method:
-        case "GET" if info.name:
-            return "watch" if is_set(query, "watch") and not info.subresource else "get"
+def verb_of(info: RequestInfo, request: web.Request) -> str:
+    match request.method:
+        case "GET" if is_set(request.query, "watch") and not info.subresource:
+            return "watch"
         case "GET":
-            return "watch" if is_set(query, "watch") else "list"
+            return "get" if info.name else "list"
         case "POST" if not info.name or info.subresource:
             return "create"
         case "PUT" if info.name:
@@ -31,7 +31,7 @@ def verb_of(info: RequestInfo, method: str, query: Mapping[str, str]) -> str:
             return "patch"
         case "DELETE":
             return "delete" if info.name else "deletecollection"
-    return method.lower()
+    return request.method.lower()
 
 
 def write_options(info: RequestInfo, request: web.Request) -> WriteOptions:
@@ -52,7 +52,12 @@ def write_options(info: RequestInfo, request: web.Request) -> WriteOptions:
     if checking not in ("Ignore", "Warn", "Strict"):
         raise errors.bad_request(f"fieldValidation: {checking!r}: use Ignore, Warn or Strict")
     agent = request.headers.get("User-Agent", "").partition("/")[0]
-    return WriteOptions(manager or agent or "unknown", bool(dry_run), checking, force)
+    return WriteOptions(
+        manager or agent or "unknown",
+        dry_run=bool(dry_run),
+        field_validation=checking,
+        force=force,
+    )
 
 
 async def delete_options(request: web.Request) -> DeleteOptions:
@@ -120,7 +125,7 @@ def parse_path(path: str, catalog: Catalog) -> RequestInfo | None:
     return RequestInfo(resource, namespace, name, subresource)
 
 
-def selection(info: RequestInfo, query: Mapping[str, str]) -> selectors.Predicate:
+def parse_selectors(info: RequestInfo, query: Mapping[str, str]) -> selectors.Predicate:
     """Combine the selectors of the query, and the name for a watch of one object."""
     by_label = selectors.label_selector(query.get("labelSelector", ""))
     by_field = selectors.field_selector(query.get("fieldSelector", ""), info.resource.storage_key)
