@@ -32,6 +32,10 @@ MAX_SIMULATED_S = 1e7
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
+class NoClusterError(Exception):
+    """No local cluster is running, or its API server does not answer because it is ending."""
+
+
 def main() -> None:
     """Run the command line of the `baton` script."""
     try:
@@ -44,7 +48,7 @@ def main() -> None:
         sys.exit(args.run(args))
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ServerGoneError, StateDirError) as error:
+    except (NoClusterError, StateDirError) as error:
         sys.exit(f"baton: {error}")
     except BrokenPipeError:  # `baton logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -146,47 +150,6 @@ def _run_up(args: argparse.Namespace) -> int:
     return run_up(options, StateDir(), Console())
 
 
-class ServerGoneError(Exception):
-    """The API server of the cluster does not answer, because it is ending."""
-
-
-async def _status(info: ClusterInfo) -> ServiceStatus | None:
-    """Read the service; None if it was deleted.
-
-    Raises:
-        ServerGoneError: the API server does not answer.
-    """
-    from baton_kube.client import KubeError
-    from baton_local.cluster_api import ClusterApi
-
-    async with ClusterApi.connect(Path(info.kubeconfig)) as api:
-        try:
-            return await api.service(info.namespace, info.service)
-        except KubeError as error:
-            if error.status == 404:
-                return None
-            raise
-        except OSError as error:
-            raise ServerGoneError(
-                f"the cluster does not answer ({error}); see {StateDir().logs}"
-            ) from None
-
-
-def _running(command: str) -> ClusterInfo | None:
-    state = StateDir()
-    info = state.read_info()
-    if info is None:
-        what = (
-            "is still starting"
-            if state.supervisor()
-            else f"is not running (no supervisor holds {state.root})"
-        )
-        Console(stderr=True).print(
-            f"[red]baton {command}:[/] the local cluster {what}; start one with `baton up -f FILE`"
-        )
-    return info
-
-
 def _add_plan(commands: _Commands) -> None:
     plan = commands.add_parser(
         "plan", help="print every step of a rollout or resize, without a cluster"
@@ -257,6 +220,46 @@ def _run_plan(args: argparse.Namespace) -> int:
     )
 
 
+def _running_cluster() -> ClusterInfo:
+    """Read the description of the running cluster.
+
+    Raises:
+        NoClusterError: none is running.
+    """
+    state = StateDir()
+    info = state.read_info()
+    if info is None:
+        what = (
+            "is still starting"
+            if state.supervisor()
+            else f"is not running (no supervisor holds {state.root})"
+        )
+        raise NoClusterError(f"the local cluster {what}; start one with `baton up -f FILE`")
+    return info
+
+
+async def _status(info: ClusterInfo) -> ServiceStatus | None:
+    """Read the service; None if it was deleted.
+
+    Raises:
+        NoClusterError: the API server does not answer.
+    """
+    from baton_kube.client import KubeError
+    from baton_local.cluster_api import ClusterApi
+
+    async with ClusterApi.connect(Path(info.kubeconfig)) as api:
+        try:
+            return await api.service(info.namespace, info.service)
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+        except OSError as error:
+            raise NoClusterError(
+                f"the cluster does not answer ({error}); see {StateDir().logs}"
+            ) from None
+
+
 def _add_status(commands: _Commands) -> None:
     status = commands.add_parser("status", help="service, conditions, endpoint, pods, kubeconfig")
     status.add_argument("-o", "--output", choices=["table", "json"], default="table")
@@ -264,9 +267,7 @@ def _add_status(commands: _Commands) -> None:
 
 
 def _run_status(args: argparse.Namespace) -> int:
-    info = _running("status")
-    if info is None:
-        return 1
+    info = _running_cluster()
     found = asyncio.run(_status(info))
     from baton_local.display import print_status
     from baton_local.kv_bytes import ask_kv_bytes
@@ -301,9 +302,7 @@ def _add_logs(commands: _Commands) -> None:
 
 
 def _run_logs(args: argparse.Namespace) -> int:
-    info = _running("logs")
-    if info is None:
-        return 1
+    info = _running_cluster()
     component = StateDir().logs / f"{args.name}.log"
     if args.name and component.is_file():
         tail = [

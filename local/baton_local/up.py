@@ -28,7 +28,7 @@ from baton_local.cluster_api import ClusterApi, UnknownKindError
 from baton_local.display import Progress, service_tables
 from baton_local.kv_bytes import ask_kv_bytes, format_kv_bytes, kv_bytes_received
 from baton_local.manifest_file import as_kubectl_applies, load_documents, load_service
-from baton_local.service_status import ServiceStatus
+from baton_local.service_status import PodStatus, ServiceStatus
 from baton_local.state import ClusterInfo, StateDir, StateDirError
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
@@ -221,21 +221,21 @@ class _Up:
         self.console.print(service_tables(status))
         for pod in status.pods:
             if not pod.ready:
-                ended = pod.restarts > 0  # the running container has not failed yet
-                self.console.print(
-                    f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]"
-                )
-                try:
-                    async for chunk in api.log(
-                        self.namespace, pod.name, follow=False, tail=10, previous=ended
-                    ):
-                        self.console.out(chunk.decode(errors="replace"), end="")
-                except KubeError as error:
-                    self.console.print(escape(str(error)), style="dim")
+                await self._print_last_lines(api, pod)
         raise UpError(
             f"{self.namespace}/{self.name} was not Ready within {self.options.timeout_s:g} s; "
             f"more is in {self.cluster.logs}"
         )
+
+    async def _print_last_lines(self, api: ClusterApi, pod: PodStatus) -> None:
+        ended = pod.restarts > 0  # the running container has not failed yet
+        self.console.print(f"\n[bold]last lines of {pod.name}{' before its restart' * ended}[/]")
+        log = api.log(self.namespace, pod.name, follow=False, tail=10, previous=ended)
+        try:
+            async for chunk in log:
+                self.console.out(chunk.decode(errors="replace"), end="")
+        except KubeError as error:
+            self.console.print(escape(str(error)), style="dim")
 
     async def _watch(self, api: ClusterApi) -> None:
         """Restart components and report changes of the service until `stopped` is set."""

@@ -16,6 +16,19 @@ logger = logging.getLogger(__name__)
 REPEAT_WINDOW_S = 600.0
 #: Longest message. The API server refuses longer ones.
 MESSAGE_LIMIT = 1024
+#: Reasons of events of type Warning. The others are Normal.
+WARNINGS = frozenset(
+    {
+        "BackOff",
+        "BindFailed",
+        "Failed",
+        "FailedCreate",
+        "FailedMount",
+        "FailedScheduling",
+        "Unhealthy",
+        "UnsupportedProtocol",
+    }
+)
 
 
 @dataclass
@@ -34,7 +47,7 @@ class EventRecorder:
         self._api = api
         self._source = {"component": component, "host": host} if host else {"component": component}
         self._series: dict[str, _Series] = {}
-        self._queue: asyncio.Queue[tuple[Object, str, str, str, str]] = asyncio.Queue(maxsize=1000)
+        self._queue: asyncio.Queue[Object] = asyncio.Queue(maxsize=1000)
 
     def record(
         self,
@@ -47,64 +60,73 @@ class EventRecorder:
         api_version: str = "v1",
     ) -> None:
         """Queue an event. Its type is Warning for a reason in `WARNINGS`, else Normal."""
+        metadata, when = obj["metadata"], timestamp()
         reference = {
             "kind": kind,
             "apiVersion": api_version,
-            "name": obj["metadata"]["name"],
-            "namespace": obj["metadata"].get("namespace"),
-            "uid": obj["metadata"].get("uid"),
-            "resourceVersion": obj["metadata"].get("resourceVersion"),
+            "name": metadata["name"],
+            "namespace": metadata.get("namespace"),
+            "uid": metadata.get("uid"),
+            "resourceVersion": metadata.get("resourceVersion"),
             "fieldPath": field_path or None,
         }
-        event_type = "Warning" if reason in WARNINGS else "Normal"
+        event: Object = {
+            "kind": "Event",
+            "apiVersion": "v1",
+            "involvedObject": {key: value for key, value in reference.items() if value},
+            "type": "Warning" if reason in WARNINGS else "Normal",
+            "reason": reason,
+            "message": message[:MESSAGE_LIMIT],
+            "source": self._source,
+            "count": 1,
+            "firstTimestamp": when,
+            "lastTimestamp": when,
+        }
         try:
-            self._queue.put_nowait(
-                (
-                    {k: v for k, v in reference.items() if v},
-                    event_type,
-                    reason,
-                    message[:MESSAGE_LIMIT],
-                    timestamp(),
-                )
-            )
+            self._queue.put_nowait(event)
         except asyncio.QueueFull:
             logger.warning(
                 "Event %s of %s is lost, because too many Events wait to be written: %s",
                 reason,
-                obj["metadata"]["name"],
+                metadata["name"],
                 message,
             )
 
     async def run(self) -> None:
         """Write queued events until cancelled."""
         while True:
-            reference, event_type, reason, message, when = await self._queue.get()
+            event = await self._queue.get()
             try:
-                await self._write(reference, event_type, reason, message, when)
+                await self._write(event)
             except (KubeError, OSError) as error:
                 logger.warning(
-                    "could not write event %s of %s: %s", reason, reference["name"], error
+                    "could not write event %s of %s: %s",
+                    event["reason"],
+                    event["involvedObject"]["name"],
+                    error,
                 )
 
-    async def _write(
-        self, reference: Object, event_type: str, reason: str, message: str, when: str
-    ) -> None:
+    async def _write(self, event: Object) -> None:
+        """Create the event, or raise the count of the same event."""
         now = time.monotonic()
         self._series = {
             key: series
             for key, series in self._series.items()
             if now - series.last < REPEAT_WINDOW_S
         }
+        reference = event["involvedObject"]
         namespace = reference.get("namespace", "default")
         collection = f"/api/v1/namespaces/{namespace}/events"
-        key = "|".join((reference.get("uid", ""), reference.get("fieldPath", ""), reason, message))
+        same = (reference.get("uid", ""), reference.get("fieldPath", ""))
+        key = "|".join((*same, event["reason"], event["message"]))
         series = self._series.get(key)
         if series is not None:
             series.count += 1
             series.last = now
             try:
                 await self._api.merge(
-                    f"{collection}/{series.name}", {"count": series.count, "lastTimestamp": when}
+                    f"{collection}/{series.name}",
+                    {"count": series.count, "lastTimestamp": event["lastTimestamp"]},
                 )
                 return
             except KubeError as error:
@@ -113,31 +135,5 @@ class EventRecorder:
         digest = hashlib.sha256(f"{key}|{time.time_ns()}".encode()).hexdigest()[:16]
         series = _Series(f"{reference['name'][:200]}.{digest}", 1, now)
         self._series[key] = series
-        event: Object = {
-            "kind": "Event",
-            "apiVersion": "v1",
-            "metadata": {"name": series.name, "namespace": namespace},
-            "involvedObject": reference,
-            "type": event_type,
-            "reason": reason,
-            "message": message,
-            "source": self._source,
-            "count": 1,
-            "firstTimestamp": when,
-            "lastTimestamp": when,
-        }
+        event["metadata"] = {"name": series.name, "namespace": namespace}
         await self._api.create(collection, event)
-
-
-WARNINGS = frozenset(
-    {
-        "BackOff",
-        "BindFailed",
-        "Failed",
-        "FailedCreate",
-        "FailedMount",
-        "FailedScheduling",
-        "Unhealthy",
-        "UnsupportedProtocol",
-    }
-)

@@ -20,7 +20,7 @@ def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
 
 def write_kubeconfig(
     path: Path, server: str, authority: Path, token: str, user: str = "pocketkube-admin"
-) -> Path:
+) -> None:
     """Write a kubeconfig with the context `pocketkube`, readable by its owner only."""
     data = base64.b64encode(authority.read_bytes()).decode()
     document = {
@@ -42,7 +42,6 @@ def write_kubeconfig(
         "current-context": "pocketkube",
     }
     write_private(path, yaml.safe_dump(document, sort_keys=False).encode())
-    return path
 
 
 def certificate_authority(kubeconfig: Path) -> bytes:

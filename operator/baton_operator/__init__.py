@@ -14,6 +14,7 @@ packages:
 Beside the rooms:
 
 - `handlers`: kopf's handlers, which make services due.
+- `kopf_settings`: turns off everything in kopf but the watches.
 - `controller`: runs `reconcile` for services that are due.
 - `apply`: writes the differences.
 - `revisions`: the revision history.

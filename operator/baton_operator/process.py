@@ -18,7 +18,8 @@ from typing import Any
 
 import kopf
 
-from baton_operator import handlers
+from baton_operator import handlers as handlers  # registers them
+from baton_operator import kopf_settings
 from baton_operator.kube.kinds import Kube
 from baton_operator.kube.leader import Election, Elector
 from baton_operator.metrics import serve
@@ -31,7 +32,7 @@ STOP_TRIES, STOP_TRY_S = 6, 2.0
 CHECK_S = 2.0
 #: Every watch is renewed after WATCH_S. kopf is started again when its watches get no answer for
 #: this long.
-SILENCE_S = 2 * handlers.WATCH_S + 120.0
+SILENCE_S = 2 * kopf_settings.WATCH_S + 120.0
 RESTART_S = 2.0
 
 

@@ -22,7 +22,7 @@ COMMIT = timedelta(seconds=1)
 class Coordinator:
     """Prepares a generation for each request, then commits it."""
 
-    def __init__(self, ranks: Iterable[str] = ()) -> None:
+    def __init__(self, ranks: Iterable[str]) -> None:
         """Start with generation 1 of `ranks`, if there are any."""
         self.ranks = sorted(ranks)
         #: `NEVER` if no operation is running.

@@ -9,6 +9,7 @@ from pocketkube.apiserver.objects.garbage_collection import Collector
 from pocketkube.apiserver.objects.registry import Registry, WriteOptions
 from pocketkube.apiserver.objects.subresources import Scale
 from pocketkube.apiserver.objects.tokens import Tokens
+from pocketkube.apiserver.resources import RequestInfo
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import DEFAULT_WINDOW, Event, Store
 
@@ -24,14 +25,14 @@ class ClusterState:
         self.store = Store(window)
         self.catalog = Catalog()
         self.registry = Registry(self.store, self.catalog, ipaddress.IPv4Network(service_network))
-        self.deletion = Deletion(self.store, self.catalog)
+        self.deletion = Deletion(self.store)
         self.collector = Collector(self.store, self.catalog, self.deletion)
         self.scale = Scale(self.registry, self.catalog)
         self.tokens = Tokens(self.registry, admin_token)
         self.store.listen(self._default_account)
-        namespaces = self.catalog.builtin("namespaces")
+        namespaces = RequestInfo(self.catalog.builtin("namespaces"))
         for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
-            self.registry.create(namespaces, "", {"metadata": {"name": name}}, _BY_CLUSTER)
+            self.registry.create(namespaces, {"metadata": {"name": name}}, _BY_CLUSTER)
 
     def _default_account(self, storage: str, event: Event) -> None:
         """Create the `default` service account of a new namespace, and again after its deletion."""
@@ -48,9 +49,5 @@ class ClusterState:
                 return
         else:
             return
-        self.registry.create(
-            self.catalog.builtin("serviceaccounts"),
-            namespace,
-            {"metadata": {"name": "default"}},
-            _BY_CLUSTER,
-        )
+        accounts = RequestInfo(self.catalog.builtin("serviceaccounts"), namespace)
+        self.registry.create(accounts, {"metadata": {"name": "default"}}, _BY_CLUSTER)

@@ -91,6 +91,22 @@ class Resource:
         return next((sub for sub in self.subresources if sub.name == name), None)
 
 
+@dataclass(frozen=True)
+class RequestInfo:
+    """What a request addresses: a collection, an object or a subresource.
+
+    kube-apiserver's type of this name also has the verb.
+    """
+
+    resource: Resource
+    #: Empty for cluster scope and for all namespaces.
+    namespace: str = ""
+    #: Empty for a collection.
+    name: str = ""
+    #: For example `status`; empty for the object itself.
+    subresource: str = ""
+
+
 _RBAC = "rbac.authorization.k8s.io"
 _UNENFORCED = "stored, not enforced: every valid token may do everything"
 

@@ -28,9 +28,9 @@ class Terminated:
     exit_code: int
     reason: str
     message: str
-    started_at: datetime | None
-    finished_at: datetime | None
-    container_id: str
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    container_id: str = ""
 
 
 @dataclass

@@ -122,9 +122,6 @@ class ContainerRunner:
                 137,
                 "ContainerStatusUnknown",
                 "the pod was deleted before this container ran",
-                None,
-                None,
-                "",
             )
             self.state.last = None
 
@@ -160,9 +157,24 @@ class ContainerRunner:
         self._event(
             "Started", f"Started container {self.container['name']} (process {process.pid})"
         )
+        code = await self._wait(process)
+        self.state.started = self.state.ready = False
+        self.state.state = Terminated(
+            code,
+            "Completed" if code == 0 else "Error",
+            self._termination_message(root, code),
+            started_at=started_at,
+            finished_at=datetime.now(UTC),
+            container_id=self.state.container_id,
+        )
+        self._context.changed()
+        return loop.time() - began
+
+    async def _wait(self, process: Process) -> int:
+        """Run the probes until `process` ends, and return its exit code."""
         probes = asyncio.create_task(self._run_probes(process))
         try:
-            code = await process.wait()
+            return await process.wait()
         finally:
             probes.cancel()
             (outcome,) = await asyncio.gather(probes, return_exceptions=True)
@@ -176,17 +188,6 @@ class ContainerRunner:
             assert self.log is not None
             self.log.close()
             self._process = None
-        self.state.started = self.state.ready = False
-        self.state.state = Terminated(
-            code,
-            "Completed" if code == 0 else "Error",
-            self._termination_message(root, code),
-            started_at,
-            datetime.now(UTC),
-            self.state.container_id,
-        )
-        self._context.changed()
-        return loop.time() - began
 
     async def _prepare(self) -> tuple[dict[str, str], list[str], Path]:
         context, services = self._context, self._context.services

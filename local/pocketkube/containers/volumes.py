@@ -92,7 +92,7 @@ def with_service_account_token(pod: Object, service_account: Object | None) -> O
 
 
 class PodVolumes:
-    """Makes, refreshes and removes the volumes of one pod."""
+    """Makes and refreshes the volumes of one pod, and mounts them."""
 
     def __init__(
         self,
@@ -114,10 +114,6 @@ class PodVolumes:
         self._host_root = host_root
         self._tokens: dict[tuple[str, str], _Token] = {}
         self._written: dict[str, Payload] = {}
-
-    def root(self, container: str) -> Path:
-        """Return the container's $POCKETKUBE_POD_ROOT."""
-        return self._folder / "containers" / container / "root"
 
     async def make(self) -> None:
         """Make all volumes, or refresh their files. Idempotent.
@@ -141,12 +137,12 @@ class PodVolumes:
                 self._written[name] = payload
 
     def mount(self, container: Object) -> Path:
-        """Rebuild the container's mounts below its root, and return the root.
+        """Rebuild the container's mounts below its $POCKETKUBE_POD_ROOT, and return that folder.
 
         Raises:
             MountError: a mount is invalid.
         """
-        root = self.root(container["name"])
+        root = self._folder / "containers" / container["name"] / "root"
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
         # Folders that belong to this pod alone. Another mount may lie in them.
@@ -175,10 +171,6 @@ class PodVolumes:
             link.unlink(missing_ok=True)  # a link in a volume outlives the container
             link.symlink_to(self._source(mount))
         return root
-
-    def remove(self) -> None:
-        """Remove the pod's folder. The targets of hostPath links stay."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _source(self, mount: Object) -> Path:
         """Return the path of a mount in its volume. A missing `subPath` is created as a folder."""

@@ -34,7 +34,7 @@ from pocketkube.certificates import (
 )
 from pocketkube.children import Children, ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
-from pocketkube.ports import free_ports
+from pocketkube.ports import LOOPBACK, free_ports
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 DEFAULT_SERVICE_NETWORK = "198.19.0.0/16"
@@ -48,7 +48,6 @@ omitStages: [RequestReceived]
 rules:
 - level: Metadata
 """
-_HOST = "127.0.0.1"
 
 
 def find_assets() -> Path | None:
@@ -144,14 +143,14 @@ class RealControlPlane:
         self._state_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
         shutil.rmtree(self._state_dir / "etcd", ignore_errors=True)
         pki = self._state_dir / "pki"
-        certificate = create_server_certificate(pki, [_HOST])
+        certificate = create_server_certificate(pki, [LOOPBACK])
         accounts_key = create_signing_key(pki / "service-accounts.key")
         tokens = _create_tokens(pki / "tokens.csv")
         etcd, peer, api = free_ports(3)
-        server = f"https://{_HOST}:{api}"
+        server = f"https://{LOOPBACK}:{api}"
 
         self._spawn_etcd(etcd, peer)
-        self._await("etcd", lambda: self._answers(f"http://{_HOST}:{etcd}/health"), deadline)
+        self._await("etcd", lambda: self._answers(f"http://{LOOPBACK}:{etcd}/health"), deadline)
         self._spawn_apiserver(api, etcd, certificate, accounts_key, pki / "tokens.csv")
         tls = ssl.create_default_context(cafile=str(certificate.authority))
         self._await(
@@ -168,7 +167,7 @@ class RealControlPlane:
         write_kubeconfig(self.kubeconfig, server, certificate.authority, tokens["admin"])
 
     def _spawn_etcd(self, port: int, peer_port: int) -> None:
-        client, peer = f"http://{_HOST}:{port}", f"http://{_HOST}:{peer_port}"
+        client, peer = f"http://{LOOPBACK}:{port}", f"http://{LOOPBACK}:{peer_port}"
         self._spawn(
             "etcd",
             f"--data-dir={self._state_dir / 'etcd'}",
@@ -190,9 +189,9 @@ class RealControlPlane:
         # Without a reconciler: it would publish a loopback address, which kube-apiserver refuses.
         self._spawn(
             "kube-apiserver",
-            f"--etcd-servers=http://{_HOST}:{etcd_port}",
-            f"--bind-address={_HOST}",
-            f"--advertise-address={_HOST}",
+            f"--etcd-servers=http://{LOOPBACK}:{etcd_port}",
+            f"--bind-address={LOOPBACK}",
+            f"--advertise-address={LOOPBACK}",
             "--endpoint-reconciler-type=none",
             f"--secure-port={port}",
             f"--cert-dir={self._state_dir / 'pki'}",
@@ -222,7 +221,7 @@ class RealControlPlane:
             write_kubeconfig(kubeconfig, server, certificate.authority, tokens[name], name)
             return (
                 "--leader-elect=false",
-                f"--bind-address={_HOST}",
+                f"--bind-address={LOOPBACK}",
                 f"--cert-dir={self._state_dir / 'pki'}",
                 f"--kubeconfig={kubeconfig}",
                 f"--secure-port={port}",

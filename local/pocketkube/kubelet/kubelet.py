@@ -92,16 +92,16 @@ class Kubelet:
         config = self._config
         events = EventRecorder(api, "kubelet", config.node_name)
         services = Services(
-            api,
-            certificate_authority(config.kubeconfig),
-            events,
-            guard,
-            http,
-            _lookup(api),
-            config.backoff,
-            config.refresh_s,
-            pool.node_address,
-            config.host_root,
+            api=api,
+            ca_pem=certificate_authority(config.kubeconfig),
+            events=events,
+            guard=guard,
+            http=http,
+            lookup=_lookup(api),
+            backoff=config.backoff,
+            refresh_s=config.refresh_s,
+            host_ip=pool.node_address,
+            host_root=config.host_root,
         )
         server = KubeletServer(self._workers)
         port = await server.start(pool.node_address)

@@ -96,9 +96,8 @@ def inherited_state(previous: Object, restart_policy: str, *, init: bool = False
             137,
             "ContainerStatusUnknown",
             "the kubelet that ran this container ended, and the container with it",
-            parse_time(running.get("startedAt")),
-            None,
-            result.container_id,
+            started_at=parse_time(running.get("startedAt")),
+            container_id=result.container_id,
         )
         if restart_policy == "Never":
             result.state, result.last = result.last, _read_last(previous)
@@ -117,9 +116,9 @@ def _read_terminated(ended: Object) -> Terminated:
         int(ended["exitCode"]),
         ended.get("reason", "Error"),
         ended.get("message", ""),
-        parse_time(ended.get("startedAt")),
-        parse_time(ended.get("finishedAt")),
-        ended.get("containerID", ""),
+        started_at=parse_time(ended.get("startedAt")),
+        finished_at=parse_time(ended.get("finishedAt")),
+        container_id=ended.get("containerID", ""),
     )
 
 

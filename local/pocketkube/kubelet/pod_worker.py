@@ -165,20 +165,20 @@ class PodWorker:
         volumes = PodVolumes(
             pod,
             self._folder,
-            self._services.api,
-            self._services.ca_pem,
-            self._services.lookup,
-            addresses,
-            self._services.host_root,
+            api=self._services.api,
+            ca_pem=self._services.ca_pem,
+            lookup=self._services.lookup,
+            addresses=addresses,
+            host_root=self._services.host_root,
         )
         context = PodContext(
-            self._services,
-            pod,
-            self._address,
-            volumes,
-            self._folder / "logs",
-            self._dirty.set,
-            lambda: self._deadline,
+            services=self._services,
+            pod=pod,
+            pod_ip=self._address,
+            volumes=volumes,
+            log_folder=self._folder / "logs",
+            changed=self._dirty.set,
+            grace_deadline=lambda: self._deadline,
         )
         self._context = context
         self._dirty.set()

@@ -23,6 +23,7 @@ from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.deletion import DeleteOptions
 from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.resources import RequestInfo
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.request import parse_path
 from pocketkube.apiserver.serving.selectors import label_selector
@@ -59,7 +60,9 @@ class ApiServer:
 
     def __post_init__(self) -> None:
         crds = self._resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
-        self.cluster.registry.create(crds, "", _without_rules(custom_resource_definition()), SYSTEM)
+        self.cluster.registry.create(
+            RequestInfo(crds), _without_rules(custom_resource_definition()), SYSTEM
+        )
         self.cluster.store.listen(self._confirm)
 
     def seconds(self) -> float:
@@ -113,44 +116,42 @@ class ApiServer:
                 if version not in cluster.catalog.versions(group):
                     raise ApiError(404, "NotFound", path)
                 return discovery.resource_list(cluster.catalog, group, version)
-        call = parse_path(path, cluster.catalog)
-        if call is None:
+        info = parse_path(path, cluster.catalog)
+        if info is None:
             raise ApiError(404, "NotFound", path)
-        target = (call.resource, call.namespace)
         options = WriteOptions(
             query.get("fieldManager", "test"), force=query.get("force") == "true"
         )
-        sub = call.subresource.name if call.subresource else ""
         if method == "GET" and "resourceVersion" in query:
-            return self._cached(call, query)
-        if method == "GET" and call.name:
-            return cluster.registry.get(*target, call.name)
+            return self._cached(info, query)
+        if method == "GET" and info.name:
+            return cluster.registry.get(info)
         if method == "GET":
             matches = label_selector(query.get("labelSelector", ""))
-            items = cluster.store.list(call.resource.storage_key, call.namespace, matches)
+            items = cluster.store.list(info.resource.storage_key, info.namespace, matches)
             return {"metadata": {"resourceVersion": str(cluster.store.version)}, "items": items}
         if method == "POST":
-            return self._made(call.resource, cluster.registry.create(*target, body, options))
+            return self._made(info.resource, cluster.registry.create(info, body, options))
         if method == "PATCH":
             existed = (
-                cluster.store.get(call.resource.storage_key, call.namespace, call.name) is not None
+                cluster.store.get(info.resource.storage_key, info.namespace, info.name) is not None
             )
-            written = cluster.registry.patch(*target, call.name, content_type, body, options, sub)
-            return written if existed else self._made(call.resource, written)
+            written = cluster.registry.patch(info, content_type, body, options)
+            return written if existed else self._made(info.resource, written)
         assert method == "DELETE", method
         uid = ((body or {}).get("preconditions") or {}).get("uid", "")
-        last, gone = cluster.deletion.delete(*target, call.name, DeleteOptions(uid=uid))
+        last, gone = cluster.deletion.delete(info, DeleteOptions(uid=uid))
         if not gone:
             grace = timedelta(seconds=last["metadata"].get("deletionGracePeriodSeconds", 0))
             last = self._edit_metadata(
-                call.resource, last, deletionTimestamp=_timestamp(self.now + grace)
+                info.resource, last, deletionTimestamp=_timestamp(self.now + grace)
             )
         self.cluster.collector.drain()
         return last
 
-    def _cached(self, call: Any, query: dict[str, str]) -> Any:
+    def _cached(self, info: RequestInfo, query: dict[str, str]) -> Any:
         """Read from the watch cache, which may lag behind."""
-        items, version = self.wire_of(call.resource.storage_key).cached(
+        items, version = self.wire_of(info.resource.storage_key).cached(
             label_selector(query.get("labelSelector", ""))
         )
         if version < int(query["resourceVersion"]):
@@ -159,11 +160,11 @@ class ApiServer:
                 "Timeout",
                 f"Too large resource version: {query['resourceVersion']}, current: {version}",
             )
-        if not call.name:
+        if not info.name:
             return {"metadata": {"resourceVersion": str(version)}, "items": items}
-        found = [obj for obj in items if obj["metadata"]["name"] == call.name]
+        found = [obj for obj in items if obj["metadata"]["name"] == info.name]
         if not found:
-            raise ApiError(404, "NotFound", call.name)
+            raise ApiError(404, "NotFound", info.name)
         return found[0]
 
     def _made(self, resource: Any, obj: Object) -> Object:
@@ -191,10 +192,8 @@ class ApiServer:
 
     def put(self, obj: Object, plural: str) -> Object:
         """Create an object as another client."""
-        call = parse_path(f"/api/v1/namespaces/{NAMESPACE}/{plural}", self.cluster.catalog)
-        return self._made(
-            call.resource, self.cluster.registry.create(call.resource, NAMESPACE, obj, SYSTEM)
-        )
+        info = RequestInfo(self.cluster.catalog.builtin(plural), NAMESPACE)
+        return self._made(info.resource, self.cluster.registry.create(info, obj, SYSTEM))
 
     def remove(self, storage: str, name: str) -> None:
         self.cluster.store.remove(storage, NAMESPACE, name)

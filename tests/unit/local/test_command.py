@@ -43,6 +43,16 @@ def test_a_state_folder_that_cannot_be_created_is_refused(monkeypatch, capsys):
     assert "cannot keep a local cluster in /proc/self/nowhere: " in str(ended.value.code)
 
 
+@pytest.mark.parametrize("command", ["status", "logs"])
+def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["baton", command])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert "the local cluster is not running" in str(ended.value.code)
+    assert "`baton up -f FILE`" in str(ended.value.code)
+
+
 @pytest.mark.parametrize("output", ["json", "table"])
 def test_status_of_a_deleted_service_names_the_kubeconfig(monkeypatch, capsys, output):
     async def deleted(_: ClusterInfo) -> None:

@@ -106,7 +106,8 @@ def check_status(status: Status) -> None:
             _check_member(each)
         if not _fits(generation.placement, generation.size, status):
             raise ValueError(
-                f"{member.name}: generation {generation.number} has a placement of another shape"
+                f"{member.name}: the shape of the placement of generation {generation.number} is "
+                f"not {status.num_sparse_layers} layers of {generation.size} ranks"
             )
 
 

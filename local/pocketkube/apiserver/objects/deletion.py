@@ -8,8 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts
-from pocketkube.apiserver.resources import Object, Resource
-from pocketkube.apiserver.schema.catalog import Catalog
+from pocketkube.apiserver.resources import Object, RequestInfo, Resource
 from pocketkube.apiserver.store import Store
 from pocketkube.conditions import TERMINAL_PHASES
 from pocketkube.timestamps import timestamp
@@ -33,13 +32,10 @@ class DeleteOptions:
 class Deletion:
     """DELETE of one object."""
 
-    def __init__(self, store: Store, catalog: Catalog) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._catalog = catalog
 
-    def delete(
-        self, resource: Resource, namespace: str, name: str, options: DeleteOptions
-    ) -> tuple[Object, bool]:
+    def delete(self, info: RequestInfo, options: DeleteOptions) -> tuple[Object, bool]:
         """Remove the object, or mark it as terminating.
 
         Finalizers, a grace period and dependents keep a terminating object in the store.
@@ -50,9 +46,10 @@ class Deletion:
         Raises:
             ApiError: 404, or 409 for a precondition that failed.
         """
-        obj = self._store.get(resource.storage_key, namespace, name)
+        resource = info.resource
+        obj = self._store.get(resource.storage_key, info.namespace, info.name)
         if obj is None:
-            raise errors.not_found(resource, name)
+            raise errors.not_found(resource, info.name)
         metadata = obj["metadata"]
         conflicts.check_preconditions(resource, metadata, options.uid, options.resource_version)
         finalizers = list(metadata.get("finalizers") or ())
@@ -70,7 +67,7 @@ class Deletion:
         if options.dry_run:
             return obj, not held
         if not held:
-            return self._store.remove(resource.storage_key, namespace, name), True
+            return self._store.remove(resource.storage_key, info.namespace, info.name), True
         marked = _mark(resource, obj, finalizers, grace)
         if marked == obj:
             return obj, False

@@ -14,7 +14,7 @@ from pocketkube.apiserver.objects.deletion import (
     Deletion,
     owners_of,
 )
-from pocketkube.apiserver.resources import DEFINITIONS, Object
+from pocketkube.apiserver.resources import DEFINITIONS, Object, RequestInfo
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Event, Store
 from pocketkube.lifecycle import wait_up_to
@@ -80,10 +80,10 @@ class Collector:
     def _delete(self, storage: str, obj: Object) -> None:
         metadata = obj["metadata"]
         if not metadata.get("deletionTimestamp") and self._current(storage, obj) is not None:
-            resource = self._catalog.by_storage(storage)
-            self._deletion.delete(
-                resource, metadata.get("namespace", ""), metadata["name"], DeleteOptions()
+            info = RequestInfo(
+                self._catalog.by_storage(storage), metadata.get("namespace", ""), metadata["name"]
             )
+            self._deletion.delete(info, DeleteOptions())
 
     def _collect_if_orphaned(self, storage: str, obj: Object) -> None:
         uids = {owner.get("uid", "") for owner in owners_of(obj)}

@@ -20,7 +20,7 @@ from typing import Any
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts, patches, server_side_apply
 from pocketkube.apiserver.objects.strategies import strategies
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import Object, RequestInfo, Resource
 from pocketkube.apiserver.schema import decoding, defaults, validation
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
@@ -45,8 +45,7 @@ class WriteOptions:
 class Registry:
     """All operations on objects but their deletion.
 
-    Methods take a resource, a namespace ("" for cluster-scoped kinds) and a name. They return the
-    object in the resource's version, and raise ApiError.
+    Methods return the object in the resource's version, and raise ApiError.
     """
 
     def __init__(self, store: Store, catalog: Catalog, service_network: IPv4Network) -> None:
@@ -56,14 +55,14 @@ class Registry:
         for resource in catalog:
             store.open(resource.storage_key)
 
-    def stored(self, resource: Resource, namespace: str, name: str) -> Object:
-        found = self.store.get(resource.storage_key, namespace, name)
+    def stored(self, info: RequestInfo) -> Object:
+        found = self.store.get(info.resource.storage_key, info.namespace, info.name)
         if found is None:
-            raise errors.not_found(resource, name)
+            raise errors.not_found(info.resource, info.name)
         return found
 
-    def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        return self.view(resource, self.stored(resource, namespace, name))
+    def get(self, info: RequestInfo) -> Object:
+        return self.view(info.resource, self.stored(info))
 
     def view(self, resource: Resource, obj: Object) -> Object:
         """Convert a stored object to the version of `resource`."""
@@ -73,21 +72,19 @@ class Registry:
             return obj
         return {**obj, "apiVersion": resource.api_version}
 
-    def create(
-        self, resource: Resource, namespace: str, obj: Object, options: WriteOptions
-    ) -> Object:
-        new = self._decode(resource, namespace, obj, options)
-        return self.view(resource, self._create(resource, namespace, new, options))
+    def create(self, info: RequestInfo, obj: Object, options: WriteOptions) -> Object:
+        new = self._decode(info, obj, options)
+        return self.view(info.resource, self._create(info, new, options))
 
     def _create(
         self,
-        resource: Resource,
-        namespace: str,
+        info: RequestInfo,
         new: Object,
         options: WriteOptions,
         owned: server_side_apply.FieldSet | None = None,
     ) -> Object:
-        metadata, strategy = new["metadata"], self._strategies[resource.storage_key]
+        resource, metadata = info.resource, new["metadata"]
+        strategy = self._strategies[resource.storage_key]
         if not metadata.get("name") and metadata.get("generateName"):
             suffix = "".join(secrets.choice(_NAME_ALPHABET) for _ in range(5))
             metadata["name"] = metadata["generateName"][:58] + suffix
@@ -96,9 +93,9 @@ class Registry:
                 resource, "", [errors.required("metadata.name", "name or generateName is required")]
             )
         if resource.namespaced:
-            metadata["namespace"] = namespace
-            self._require_namespace(resource, namespace, metadata["name"])
-        if self.store.get(resource.storage_key, namespace, metadata["name"]) is not None:
+            metadata["namespace"] = info.namespace
+            self._require_namespace(info, metadata["name"])
+        if self.store.get(resource.storage_key, info.namespace, metadata["name"]) is not None:
             raise errors.already_exists(resource, metadata["name"])
         for name in (
             "resourceVersion",
@@ -122,22 +119,11 @@ class Registry:
             return new
         return strategy.after_write(self.store.put(resource.storage_key, new))
 
-    def update(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        obj: Object,
-        options: WriteOptions,
-        subresource: str = "",
-    ) -> Object:
-        old = self.stored(resource, namespace, name)
-        new = self._decode(
-            resource,
-            namespace,
-            {**obj, "metadata": {"name": name, **(obj.get("metadata") or {})}},
-            options,
-        )
+    def update(self, info: RequestInfo, obj: Object, options: WriteOptions) -> Object:
+        resource, name = info.resource, info.name
+        old = self.stored(info)
+        named = {**obj, "metadata": {"name": name, **(obj.get("metadata") or {})}}
+        new = self._decode(info, named, options)
         if not new["metadata"].get("resourceVersion") and (
             resource.custom or resource.kind in defaults.VERSIONED
         ):
@@ -152,23 +138,15 @@ class Registry:
             raise errors.bad_request(
                 f"the name of the object ({given}) does not match the name on the URL ({name})"
             )
-        return self.view(resource, self._replace(resource, old, new, options, subresource))
+        return self.view(resource, self._replace(resource, old, new, options, info.subresource))
 
     def patch(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        content_type: str,
-        body: Any,
-        options: WriteOptions,
-        subresource: str = "",
+        self, info: RequestInfo, content_type: str, body: Any, options: WriteOptions
     ) -> Object:
         if content_type == "application/apply-patch+yaml":
-            return self._apply(resource, namespace, name, body, options, subresource)
-        old = self.stored(resource, namespace, name)
-        patched = self.patched(resource, self.view(resource, old), content_type, body)
-        return self.update(resource, namespace, name, patched, options, subresource)
+            return self._apply(info, body, options)
+        patched = self.patched(info.resource, self.get(info), content_type, body)
+        return self.update(info, patched, options)
 
     def patched(self, resource: Resource, obj: Object, content_type: str, body: Any) -> Object:
         """Apply a JSON patch, a merge patch or a strategic merge patch to `obj`."""
@@ -194,15 +172,8 @@ class Registry:
             raise errors.bad_request("the patched document is no object with metadata")
         return result
 
-    def _apply(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        body: Any,
-        options: WriteOptions,
-        subresource: str,
-    ) -> Object:
+    def _apply(self, info: RequestInfo, body: Any, options: WriteOptions) -> Object:
+        resource, name, subresource = info.resource, info.name, info.subresource
         metadata = body.get("metadata") or {}
         if metadata.get("managedFields"):
             raise errors.bad_request("metadata.managedFields must be nil")
@@ -211,7 +182,7 @@ class Registry:
                 f"metadata.name {metadata['name']} does not match the name on the URL ({name})"
             )
         body = {**body, "metadata": {**metadata, "name": name}}
-        wanted = self._decode(resource, namespace, body, options, require_type=True)
+        wanted = self._decode(info, body, options, require_type=True)
         if subresource:
             wanted = {
                 k: v
@@ -229,7 +200,7 @@ class Registry:
             options.manager, "Apply", resource.api_version, subresource
         )
         types = self.catalog.types(resource)
-        old = self.store.get(resource.storage_key, namespace, name)
+        old = self.store.get(resource.storage_key, info.namespace, name)
         if old is None:
             if subresource:
                 raise errors.not_found(resource, name)
@@ -237,7 +208,7 @@ class Registry:
                 raise errors.conflict(resource, name, "the object to be applied no longer exists")
             empty: Object = {"metadata": {}}
             new, owned = server_side_apply.apply(empty, wanted, manager, types, options.force)
-            return self.view(resource, self._create(resource, namespace, new, options, owned))
+            return self.view(resource, self._create(info, new, options, owned))
         live = self.view(resource, old)
         new, owned = server_side_apply.apply(live, wanted, manager, types, options.force)
         if version := metadata.get("resourceVersion"):
@@ -302,17 +273,13 @@ class Registry:
         return stored
 
     def _decode(
-        self,
-        resource: Resource,
-        namespace: str,
-        obj: Any,
-        options: WriteOptions,
-        require_type: bool = False,
+        self, info: RequestInfo, obj: Any, options: WriteOptions, *, require_type: bool = False
     ) -> Object:
         """Return the object in stored form, without unknown fields. Check its type and namespace.
 
         The metadata is a copy. Other parts may be shared with `obj`, until `_default` copies them.
         """
+        resource = info.resource
         _check_type(resource, obj, require_type or resource.custom)
         obj = {
             **obj,
@@ -328,11 +295,11 @@ class Registry:
             options.warnings.extend(f'unknown field "{path}"' for path in unknown)
         if not resource.namespaced:
             new["metadata"].pop("namespace", None)
-        elif new["metadata"].setdefault("namespace", namespace) != namespace:
+        elif new["metadata"].setdefault("namespace", info.namespace) != info.namespace:
             raise errors.bad_request(
                 "the namespace of the provided object does not match "
                 "the namespace sent on the request: "
-                f"{new['metadata']['namespace']} is not {namespace}"
+                f"{new['metadata']['namespace']} is not {info.namespace}"
             )
         return (
             defaults.event_to_core(new)
@@ -352,19 +319,19 @@ class Registry:
         except decoding.DecodeError as error:
             raise _not_decoded(resource, str(error)) from error
 
-    def _require_namespace(self, resource: Resource, namespace: str, name: str) -> None:
-        found = self.stored(self.catalog.builtin("namespaces"), "", namespace)
+    def _require_namespace(self, info: RequestInfo, name: str) -> None:
+        found = self.stored(RequestInfo(self.catalog.builtin("namespaces"), name=info.namespace))
         if found["metadata"].get("deletionTimestamp"):
             why = (
-                f"unable to create new content in namespace {namespace} "
+                f"unable to create new content in namespace {info.namespace} "
                 "because it is being terminated"
             )
             cause = {
                 "reason": "NamespaceTerminating",
-                "message": f"namespace {namespace} is being terminated",
+                "message": f"namespace {info.namespace} is being terminated",
                 "field": "metadata.namespace",
             }
-            raise errors.forbidden(resource, name, why, [cause])
+            raise errors.forbidden(info.resource, name, why, [cause])
 
     def _keep_system_fields(self, resource: Resource, before: Object, metadata: Object) -> None:
         for name in (

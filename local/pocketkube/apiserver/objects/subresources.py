@@ -6,7 +6,7 @@ from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import Registry, WriteOptions
-from pocketkube.apiserver.resources import Object, Resource, lookup
+from pocketkube.apiserver.resources import Object, RequestInfo, Resource, lookup
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.timestamps import timestamp
 
@@ -20,8 +20,8 @@ class Scale:
         self._registry = registry
         self._catalog = catalog
 
-    def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        return self._view(resource, self._registry.stored(resource, namespace, name))
+    def get(self, info: RequestInfo) -> Object:
+        return self._view(info.resource, self._registry.stored(info))
 
     def _paths(self, resource: Resource) -> Object:
         custom = self._catalog.custom(resource)
@@ -45,19 +45,17 @@ class Scale:
             "status": status,
         }
 
-    def update(
-        self, resource: Resource, namespace: str, name: str, scale: Object, options: WriteOptions
-    ) -> Object:
+    def update(self, info: RequestInfo, scale: Object, options: WriteOptions) -> Object:
         replicas = (scale.get("spec") or {}).get("replicas", 0)
         if type(replicas) is not int:
             raise errors.bad_request(f"spec.replicas: expected an integer, got {replicas!r}")
         if replicas < 0:
             detail = "must be greater than or equal to 0"
             raise errors.invalid(
-                resource, name, [errors.invalid_value("spec.replicas", replicas, detail)]
+                info.resource, info.name, [errors.invalid_value("spec.replicas", replicas, detail)]
             )
-        old = self._registry.stored(resource, namespace, name)
-        *parents, last = self._paths(resource)["specReplicasPath"].strip(".").split(".")
+        old = self._registry.stored(info)
+        *parents, last = self._paths(info.resource)["specReplicasPath"].strip(".").split(".")
 
         def edit(obj: Object) -> None:
             given = (scale.get("metadata") or {}).get("resourceVersion")
@@ -68,16 +66,11 @@ class Scale:
                 target = target.setdefault(parent, {})
             target[last] = replicas
 
-        return self._view(resource, self._registry.change(resource, old, edit, options, "scale"))
+        new = self._registry.change(info.resource, old, edit, options, info.subresource)
+        return self._view(info.resource, new)
 
     def patch(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        content_type: str,
-        body: Any,
-        options: WriteOptions,
+        self, info: RequestInfo, content_type: str, body: Any, options: WriteOptions
     ) -> Object:
         if content_type == "application/apply-patch+yaml":
             raise errors.unsupported_media_type(
@@ -85,24 +78,17 @@ class Scale:
             )
         if content_type == "application/strategic-merge-patch+json":
             content_type = "application/merge-patch+json"  # equal for an object without lists
-        current = self.get(resource, namespace, name)
-        scale = self._registry.patched(resource, current, content_type, body)
-        return self.update(resource, namespace, name, scale, options)
+        scale = self._registry.patched(info.resource, self.get(info), content_type, body)
+        return self.update(info, scale, options)
 
 
-def bind(
-    registry: Registry,
-    pods: Resource,
-    namespace: str,
-    name: str,
-    binding: Object,
-    options: WriteOptions,
-) -> Object:
+def bind(registry: Registry, info: RequestInfo, binding: Object, options: WriteOptions) -> Object:
     """Bind a pod to the node that a scheduler chose."""
+    pods, name = info.resource, info.name
     target = (binding.get("target") or {}).get("name")
     if not target:
         raise errors.invalid(pods, name, [errors.required("target.name")])
-    pod = registry.stored(pods, namespace, name)
+    pod = registry.stored(info)
     if assigned := pod["spec"].get("nodeName"):
         raise errors.conflict(pods, name, f"pod {name} is already assigned to node {assigned!r}")
     if pod["metadata"].get("deletionTimestamp"):

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.registry import Registry
-from pocketkube.apiserver.resources import Object, Resource
+from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.timestamps import timestamp
 
 _DEFAULT_TOKEN_S = 3600
@@ -34,25 +34,27 @@ class Tokens:
         self._admin = admin_token
         self._key = secrets.token_bytes(32)
 
-    def request(self, accounts: Resource, namespace: str, name: str, body: Object) -> Object:
-        account = self._registry.stored(accounts, namespace, name)
+    def request(self, info: RequestInfo, body: Object) -> Object:
+        account = self._registry.stored(info)
         spec = body.get("spec") or {}
         seconds = spec.get("expirationSeconds") or _DEFAULT_TOKEN_S
         if type(seconds) is not int or seconds < _MIN_TOKEN_S:
             detail = f"may not specify a duration less than {_MIN_TOKEN_S // 60} minutes"
             raise errors.invalid(
-                accounts, name, [errors.invalid_value("spec.expirationSeconds", seconds, detail)]
+                info.resource,
+                info.name,
+                [errors.invalid_value("spec.expirationSeconds", seconds, detail)],
             )
         expires = int(time.time()) + seconds
         claims = {
             "iss": "https://kubernetes.default.svc",
-            "sub": f"system:serviceaccount:{namespace}:{name}",
+            "sub": f"system:serviceaccount:{info.namespace}:{info.name}",
             "aud": spec.get("audiences") or ["https://kubernetes.default.svc"],
             "exp": expires,
             "iat": int(time.time()),
             "kubernetes.io": {
-                "namespace": namespace,
-                "serviceaccount": {"name": name, "uid": account["metadata"]["uid"]},
+                "namespace": info.namespace,
+                "serviceaccount": {"name": info.name, "uid": account["metadata"]["uid"]},
             },
         }
         header = {"alg": "HS256", "typ": "JWT"}
@@ -60,7 +62,7 @@ class Tokens:
         return {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
-            "metadata": {"name": name, "namespace": namespace},
+            "metadata": {"name": info.name, "namespace": info.namespace},
             "spec": {**spec, "expirationSeconds": seconds, "audiences": claims["aud"]},
             "status": {
                 "token": f"{signed}.{self._signature(signed)}",
@@ -71,8 +73,8 @@ class Tokens:
     def _signature(self, signed: str) -> str:
         return _encode(hmac.digest(self._key, signed.encode(), hashlib.sha256))
 
-    def user(self, token: str) -> str:
-        """Return the user of a token.
+    def authenticate(self, token: str) -> None:
+        """Check a bearer token.
 
         Raises:
             ApiError: 401, the token is unknown, has expired or belongs to a deleted account.
@@ -80,7 +82,7 @@ class Tokens:
         if not token.isascii():  # a header can hold any bytes
             raise errors.unauthorized()
         if hmac.compare_digest(token.encode(), self._admin.encode()):
-            return "kubernetes-admin"
+            return
         signed, _, signature = token.rpartition(".")
         if not signed or not hmac.compare_digest(
             signature.encode(), self._signature(signed).encode()
@@ -96,4 +98,3 @@ class Tokens:
             raise errors.unauthorized()
         if account["metadata"]["uid"] != private["serviceaccount"]["uid"]:
             raise errors.unauthorized()
-        return str(claims["sub"])

@@ -1,7 +1,7 @@
 """The HTTPS server of the Kubernetes API.
 
-It authenticates a request, parses it into a `Call` (request.py) and calls the cluster. watch.py
-streams watches, and pod_logs.py streams logs from the kubelet.
+It authenticates a request, parses it (request.py) and calls the cluster. watch.py streams watches,
+and pod_logs.py streams logs from the kubelet.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from pocketkube.apiserver import errors
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects import subresources
-from pocketkube.apiserver.objects.deletion import DeleteOptions
-from pocketkube.apiserver.resources import VERBS, Object, Resource
+from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.resources import VERBS, Object, RequestInfo, Resource
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
 from pocketkube.apiserver.serving.request import (
-    Call,
+    delete_options,
     parse_body,
     parse_path,
+    parse_selectors,
     require_object,
-    selection,
+    verb_of,
+    write_options,
 )
 from pocketkube.apiserver.serving.selectors import required_labels
 from pocketkube.apiserver.serving.tables import TablePrinter
@@ -104,13 +106,13 @@ class ApiServer:
         # Schemes are case-insensitive, and in-cluster clients send `bearer`.
         if kind.lower() != "bearer":
             raise errors.unauthorized()
-        self._cluster.tokens.user(token)
+        self._cluster.tokens.authenticate(token)
         if found := self._discovery(request):
             return found
-        call = parse_path(path, self._cluster.catalog)
-        if call is None:
+        info = parse_path(path, self._cluster.catalog)
+        if info is None:
             raise errors.no_such_path(path)
-        return await self._serve(request, call)
+        return await self._serve(request, info)
 
     def _discovery(self, request: web.Request) -> web.Response | None:
         catalog = self._cluster.catalog
@@ -153,64 +155,60 @@ class ApiServer:
                 return _json(discovery.openapi_v3(catalog, group, version))
         return None
 
-    async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
-        verb = call.verb(request.method, request.query)
-        offered = call.subresource.verbs if call.subresource else VERBS
+    async def _serve(self, request: web.Request, info: RequestInfo) -> web.StreamResponse:
+        verb = verb_of(info, request)
+        subresource = info.resource.subresource(info.subresource)
+        offered = subresource.verbs if subresource else VERBS
         if verb not in offered:
-            below = f"/{call.subresource.name}" if call.subresource else ""
+            below = f"/{info.subresource}" if info.subresource else ""
             raise errors.method_not_allowed(
-                f"{call.resource.qualified}{below} offers {', '.join(offered)}, not {verb}"
+                f"{info.resource.qualified}{below} offers {', '.join(offered)}, not {verb}"
             )
-        if call.subresource and call.subresource.name == "log":
+        if info.subresource == "log":
             assert self._kubelets is not None, "requests come after start()"
-            return await stream_logs(
-                request, self._cluster.registry, self._kubelets, call.namespace, call.name
-            )
+            return await stream_logs(request, info, self._cluster.registry, self._kubelets)
         if verb in ("list", "watch"):
-            return await self._read_many(request, call, verb)
+            return await self._read_many(request, info, verb)
         if verb == "deletecollection":
-            return await self._delete_collection(request, call)
+            return await self._delete_collection(request, info)
         if verb == "delete":
-            return await self._delete(request, call)
+            return await self._delete(request, info)
         if verb == "get":
-            return self._respond(request, call, self._read_one(call))
-        options = call.write_options(request)
+            return self._respond(request, info, self._read_one(info))
+        options = write_options(info, request)
         body = parse_body(await request.read(), request.content_type)
         if request.content_type != "application/json-patch+json":
             body = require_object(body)
-        result, code = self._write(request, call, verb, body, options)
-        response = self._respond(request, call, result, code)
+        result, code = self._write(request, info, verb, body, options)
+        response = self._respond(request, info, result, code)
         for warning in options.warnings:
             response.headers.add("Warning", f"299 - {json.dumps(warning)}")
         return response
 
-    def _read_one(self, call: Call) -> Object:
-        cluster = self._cluster
-        if call.subresource and call.subresource.name == "scale":
-            return cluster.scale.get(call.resource, call.namespace, call.name)
-        return cluster.registry.get(call.resource, call.namespace, call.name)
+    def _read_one(self, info: RequestInfo) -> Object:
+        reader = self._cluster.scale if info.subresource == "scale" else self._cluster.registry
+        return reader.get(info)
 
     def _write(
-        self, request: web.Request, call: Call, verb: str, body: Any, options: Any
+        self, request: web.Request, info: RequestInfo, verb: str, body: Any, options: WriteOptions
     ) -> tuple[Object, int]:
-        cluster, resource = self._cluster, call.resource
-        target = (resource, call.namespace, call.name)
-        sub = call.subresource.name if call.subresource else ""
-        match sub, verb:
+        cluster = self._cluster
+        match info.subresource, verb:
             case "", "create":
-                return cluster.registry.create(resource, call.namespace, body, options), 201
+                return cluster.registry.create(info, body, options), 201
             case "token", "create":
-                return cluster.tokens.request(resource, call.namespace, call.name, body), 201
+                return cluster.tokens.request(info, body), 201
             case "binding", "create":
-                return subresources.bind(cluster.registry, *target, body, options), 201
+                return subresources.bind(cluster.registry, info, body, options), 201
             case "scale", "update":
-                return cluster.scale.update(*target, body, options), 200
+                return cluster.scale.update(info, body, options), 200
             case "scale", "patch":
-                return cluster.scale.patch(*target, request.content_type, body, options), 200
+                return cluster.scale.patch(info, request.content_type, body, options), 200
             case _, "update":
-                return cluster.registry.update(*target, body, options, sub), 200
-        existed = cluster.store.get(resource.storage_key, call.namespace, call.name) is not None
-        result = cluster.registry.patch(*target, request.content_type, body, options, sub)
+                return cluster.registry.update(info, body, options), 200
+        storage = info.resource.storage_key
+        existed = cluster.store.get(storage, info.namespace, info.name) is not None
+        result = cluster.registry.patch(info, request.content_type, body, options)
         return result, 200 if existed else 201
 
     def _printer(self, request: web.Request, resource: Resource) -> TablePrinter | None:
@@ -222,42 +220,44 @@ class ApiServer:
         return TablePrinter(resource, custom.columns if custom else ())
 
     def _respond(
-        self, request: web.Request, call: Call, obj: Object, code: int = 200
+        self, request: web.Request, info: RequestInfo, obj: Object, code: int = 200
     ) -> web.Response:
-        if call.subresource is None and (printer := self._printer(request, call.resource)):
+        if not info.subresource and (printer := self._printer(request, info.resource)):
             version = {"resourceVersion": obj["metadata"].get("resourceVersion", "")}
             return _json(
                 printer.table([obj], version, request.query.get("includeObject", "Metadata")), code
             )
         return _json(obj, code)
 
-    async def _read_many(self, request: web.Request, call: Call, verb: str) -> web.StreamResponse:
-        matches = selection(call, request.query)
-        printer = self._printer(request, call.resource)
+    async def _read_many(
+        self, request: web.Request, info: RequestInfo, verb: str
+    ) -> web.StreamResponse:
+        matches = parse_selectors(info, request.query)
+        printer = self._printer(request, info.resource)
         include = request.query.get("includeObject", "Metadata")
         if verb == "watch":
-            chosen = Selection(call.resource, call.namespace, matches, printer, include)
+            chosen = Selection(info.resource, info.namespace, matches, printer, include)
             return await watch(request, self._cluster, chosen)
         store, registry = self._cluster.store, self._cluster.registry
         labels = required_labels(request.query.get("labelSelector", ""))
-        stored = store.list(call.resource.storage_key, call.namespace, matches, labels)
-        objects = [registry.view(call.resource, obj) for obj in stored]
+        stored = store.list(info.resource.storage_key, info.namespace, matches, labels)
+        objects = [registry.view(info.resource, obj) for obj in stored]
         objects, metadata = _page(objects, request.query, str(store.version))
         if printer:
             return _json(printer.table(objects, metadata, include))
-        if not call.resource.custom:
+        if not info.resource.custom:
             objects = [
                 {key: value for key, value in obj.items() if key not in ("apiVersion", "kind")}
                 for obj in objects
             ]
-        return _list(call.resource, metadata, objects)
+        return _list(info.resource, metadata, objects)
 
-    async def _delete(self, request: web.Request, call: Call) -> web.Response:
-        options = await self._delete_options(request)
-        obj, gone = self._cluster.deletion.delete(call.resource, call.namespace, call.name, options)
-        if not gone or call.resource.kind == "Pod":
-            return self._respond(request, call, self._cluster.registry.view(call.resource, obj))
-        details = errors.details(call.resource, call.name)
+    async def _delete(self, request: web.Request, info: RequestInfo) -> web.Response:
+        options = await delete_options(request)
+        obj, gone = self._cluster.deletion.delete(info, options)
+        if not gone or info.resource.kind == "Pod":
+            return self._respond(request, info, self._cluster.registry.view(info.resource, obj))
+        details = errors.details(info.resource, info.name)
         return _json(
             {
                 "kind": "Status",
@@ -268,49 +268,18 @@ class ApiServer:
             }
         )
 
-    async def _delete_collection(self, request: web.Request, call: Call) -> web.Response:
-        options = replace(await self._delete_options(request), uid="", resource_version="")
-        matches = selection(call, request.query)
-        cluster, resource = self._cluster, call.resource
+    async def _delete_collection(self, request: web.Request, info: RequestInfo) -> web.Response:
+        options = replace(await delete_options(request), uid="", resource_version="")
+        matches = parse_selectors(info, request.query)
+        cluster, resource = self._cluster, info.resource
         deleted = []
-        for obj in cluster.store.list(resource.storage_key, call.namespace):
+        for obj in cluster.store.list(resource.storage_key, info.namespace):
             if matches(obj):
                 metadata = obj["metadata"]
-                last, _ = cluster.deletion.delete(
-                    resource, metadata.get("namespace", ""), metadata["name"], options
-                )
+                each = RequestInfo(resource, metadata.get("namespace", ""), metadata["name"])
+                last, _ = cluster.deletion.delete(each, options)
                 deleted.append(cluster.registry.view(resource, last))
         return _list(resource, {"resourceVersion": str(cluster.store.version)}, deleted)
-
-    @staticmethod
-    async def _delete_options(request: web.Request) -> DeleteOptions:
-        raw = await request.read()
-        body = parse_body(raw, request.content_type) if raw else {}
-        if not isinstance(body, dict):
-            raise errors.bad_request("the body of a DELETE is a DeleteOptions object")
-        query = request.query
-        grace = body.get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
-        propagation = body.get("propagationPolicy") or query.get("propagationPolicy")
-        if body.get("orphanDependents"):
-            propagation = "Orphan"
-        if propagation not in (None, "Background", "Foreground", "Orphan"):
-            raise errors.bad_request(
-                f"propagationPolicy {propagation!r}: use Background, Foreground or Orphan"
-            )
-        wanted = body.get("preconditions") or {}
-        try:
-            grace_s = None if grace is None else int(grace)
-        except (TypeError, ValueError) as error:
-            raise errors.bad_request(
-                f"gracePeriodSeconds: {grace!r} is no number of seconds"
-            ) from error
-        return DeleteOptions(
-            grace_period_s=grace_s,
-            propagation=propagation or "Background",
-            uid=wanted.get("uid", ""),
-            resource_version=wanted.get("resourceVersion", ""),
-            dry_run=bool(body.get("dryRun") or query.get("dryRun")),
-        )
 
 
 def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Object], Object]:

@@ -8,7 +8,7 @@ from aiohttp import web
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
-from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.resources import Object, RequestInfo
 
 _PARAMETERS = (
     "follow",
@@ -60,19 +60,16 @@ def _container(pod: Object, asked: str) -> str:
 
 
 async def stream_logs(
-    request: web.Request,
-    registry: Registry,
-    session: aiohttp.ClientSession,
-    namespace: str,
-    name: str,
+    request: web.Request, info: RequestInfo, registry: Registry, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
-    pod = registry.get(registry.catalog.builtin("pods"), namespace, name)
+    pod = registry.get(info)
     container = _container(pod, request.query.get("container", ""))
     node_name = pod["spec"].get("nodeName")
     if not node_name:
-        raise errors.bad_request(f"pod {name} does not have a host assigned")
-    kubelet = _kubelet(registry.get(registry.catalog.builtin("nodes"), "", node_name))
-    url = f"{kubelet}/containerLogs/{namespace}/{name}/{container}"
+        raise errors.bad_request(f"pod {info.name} does not have a host assigned")
+    nodes = registry.catalog.builtin("nodes")
+    kubelet = _kubelet(registry.get(RequestInfo(nodes, name=node_name)))
+    url = f"{kubelet}/containerLogs/{info.namespace}/{info.name}/{container}"
     parameters = {key: request.query[key] for key in _PARAMETERS if key in request.query}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     try:

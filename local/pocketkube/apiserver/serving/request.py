@@ -4,68 +4,90 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from aiohttp import web
 
 from pocketkube.apiserver import errors
+from pocketkube.apiserver.objects.deletion import DeleteOptions
 from pocketkube.apiserver.objects.registry import WriteOptions
-from pocketkube.apiserver.resources import Object, Resource, Subresource
+from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.serving import selectors
 
 
-@dataclass(frozen=True)
-class Call:
-    """The target of a request.
+def verb_of(info: RequestInfo, request: web.Request) -> str:
+    match request.method:
+        case "GET" if is_set(request.query, "watch") and not info.subresource:
+            return "watch"
+        case "GET":
+            return "get" if info.name else "list"
+        case "POST" if not info.name or info.subresource:
+            return "create"
+        case "PUT" if info.name:
+            return "update"
+        case "PATCH" if info.name:
+            return "patch"
+        case "DELETE":
+            return "delete" if info.name else "deletecollection"
+    return request.method.lower()
 
-    `name` is empty for collections. `namespace` is empty for cluster scope and for all namespaces.
-    """
 
-    resource: Resource
-    namespace: str
-    name: str
-    subresource: Subresource | None
+def write_options(info: RequestInfo, request: web.Request) -> WriteOptions:
+    query = request.query
+    applying = request.method == "PATCH" and request.content_type == "application/apply-patch+yaml"
+    manager = query.get("fieldManager", "")
+    if applying and not manager:
+        missing = errors.required("fieldManager", "is required for apply patch")
+        raise errors.invalid(info.resource, info.name, [missing])
+    force = is_set(query, "force")
+    if force and not applying:
+        refused = errors.forbidden_value("force", "may not be specified for non-apply patch")
+        raise errors.invalid(info.resource, info.name, [refused])
+    dry_run = query.getall("dryRun", [])
+    if any(value != "All" for value in dry_run):
+        raise errors.bad_request(f"dryRun: {dry_run[0]!r}: the only supported value is All")
+    checking = query.get("fieldValidation") or "Warn"
+    if checking not in ("Ignore", "Warn", "Strict"):
+        raise errors.bad_request(f"fieldValidation: {checking!r}: use Ignore, Warn or Strict")
+    agent = request.headers.get("User-Agent", "").partition("/")[0]
+    return WriteOptions(
+        manager or agent or "unknown",
+        dry_run=bool(dry_run),
+        field_validation=checking,
+        force=force,
+    )
 
-    def verb(self, method: str, query: Mapping[str, str]) -> str:
-        match method:
-            case "GET" if self.name:
-                return "watch" if is_set(query, "watch") and not self.subresource else "get"
-            case "GET":
-                return "watch" if is_set(query, "watch") else "list"
-            case "POST" if not self.name or self.subresource:
-                return "create"
-            case "PUT" if self.name:
-                return "update"
-            case "PATCH" if self.name:
-                return "patch"
-            case "DELETE":
-                return "delete" if self.name else "deletecollection"
-        return method.lower()
 
-    def write_options(self, request: web.Request) -> WriteOptions:
-        query = request.query
-        applying = (
-            request.method == "PATCH" and request.content_type == "application/apply-patch+yaml"
+async def delete_options(request: web.Request) -> DeleteOptions:
+    raw = await request.read()
+    body = parse_body(raw, request.content_type) if raw else {}
+    if not isinstance(body, dict):
+        raise errors.bad_request("the body of a DELETE is a DeleteOptions object")
+    query = request.query
+    grace = body.get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
+    propagation = body.get("propagationPolicy") or query.get("propagationPolicy")
+    if body.get("orphanDependents"):
+        propagation = "Orphan"
+    if propagation not in (None, "Background", "Foreground", "Orphan"):
+        raise errors.bad_request(
+            f"propagationPolicy {propagation!r}: use Background, Foreground or Orphan"
         )
-        manager = query.get("fieldManager", "")
-        if applying and not manager:
-            missing = errors.required("fieldManager", "is required for apply patch")
-            raise errors.invalid(self.resource, self.name, [missing])
-        force = is_set(query, "force")
-        if force and not applying:
-            refused = errors.forbidden_value("force", "may not be specified for non-apply patch")
-            raise errors.invalid(self.resource, self.name, [refused])
-        dry_run = query.getall("dryRun", [])
-        if any(value != "All" for value in dry_run):
-            raise errors.bad_request(f"dryRun: {dry_run[0]!r}: the only supported value is All")
-        checking = query.get("fieldValidation") or "Warn"
-        if checking not in ("Ignore", "Warn", "Strict"):
-            raise errors.bad_request(f"fieldValidation: {checking!r}: use Ignore, Warn or Strict")
-        agent = request.headers.get("User-Agent", "").partition("/")[0]
-        return WriteOptions(manager or agent or "unknown", bool(dry_run), checking, force)
+    wanted = body.get("preconditions") or {}
+    try:
+        grace_s = None if grace is None else int(grace)
+    except (TypeError, ValueError) as error:
+        raise errors.bad_request(
+            f"gracePeriodSeconds: {grace!r} is no number of seconds"
+        ) from error
+    return DeleteOptions(
+        grace_period_s=grace_s,
+        propagation=propagation or "Background",
+        uid=wanted.get("uid", ""),
+        resource_version=wanted.get("resourceVersion", ""),
+        dry_run=bool(body.get("dryRun") or query.get("dryRun")),
+    )
 
 
 def is_set(query: Mapping[str, str], name: str) -> bool:
@@ -73,7 +95,7 @@ def is_set(query: Mapping[str, str], name: str) -> bool:
     return query.get(name, "").lower() in ("1", "true")
 
 
-def parse_path(path: str, catalog: Catalog) -> Call | None:
+def parse_path(path: str, catalog: Catalog) -> RequestInfo | None:
     """Parse a path such as `/api/v1/namespaces/x/pods/y/log`; None if nothing is served there."""
     match [part for part in path.split("/") if part]:
         case ["api", "v1", *rest]:
@@ -97,17 +119,17 @@ def parse_path(path: str, catalog: Catalog) -> Call | None:
     name = rest[1] if len(rest) > 1 else ""
     if resource.namespaced and name and not namespace:
         return None
-    subresource = resource.subresource(rest[2]) if len(rest) == 3 else None
-    if len(rest) == 3 and subresource is None:
+    subresource = rest[2] if len(rest) > 2 else ""
+    if subresource and resource.subresource(subresource) is None:
         return None
-    return Call(resource, namespace, name, subresource)
+    return RequestInfo(resource, namespace, name, subresource)
 
 
-def selection(call: Call, query: Mapping[str, str]) -> selectors.Predicate:
+def parse_selectors(info: RequestInfo, query: Mapping[str, str]) -> selectors.Predicate:
     """Combine the selectors of the query, and the name for a watch of one object."""
     by_label = selectors.label_selector(query.get("labelSelector", ""))
-    by_field = selectors.field_selector(query.get("fieldSelector", ""), call.resource.storage_key)
-    name = call.name
+    by_field = selectors.field_selector(query.get("fieldSelector", ""), info.resource.storage_key)
+    name = info.name
     return lambda obj: (
         by_label(obj) and by_field(obj) and (not name or obj["metadata"]["name"] == name)
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from baton_operator.handlers import INACTIVITY_S
+from baton_operator.kopf_settings import INACTIVITY_S
 from baton_operator.observe.observation import member
 from support.operator.convergence_machine import Machine
 from support.operator.service_simulation import KEY, RESYNC_S, Service, settled

@@ -1,10 +1,12 @@
 """The garbage collector deletes old events and objects whose owners are gone."""
 
 import asyncio
+from dataclasses import replace
 
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.objects import deletion, garbage_collection
 from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.resources import RequestInfo
 from support.waiting import until
 
 
@@ -13,20 +15,19 @@ def test_events_expire_while_the_cluster_is_busy(monkeypatch):
         monkeypatch.setattr(garbage_collection, "EXPIRE_EVERY_S", 0.05)
         cluster = ClusterState("token", "127.96.0.0/24")
         options = WriteOptions("test")
-        events, maps = (
-            cluster.catalog.find("", "v1", plural) for plural in ("events", "configmaps")
-        )
+        events = RequestInfo(cluster.catalog.builtin("events"), "default")
+        maps = RequestInfo(cluster.catalog.builtin("configmaps"), "default")
         old = {
             "metadata": {"name": "e"},
             "involvedObject": {"kind": "Pod"},
             "lastTimestamp": "2020-01-01T00:00:00Z",
         }
-        cluster.registry.create(events, "default", old, options)
+        cluster.registry.create(events, old, options)
         collector = asyncio.create_task(cluster.collector.run())
 
         def is_deleted_during_changes() -> bool:
-            cluster.registry.create(maps, "default", {"metadata": {"name": "m"}}, options)
-            cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
+            cluster.registry.create(maps, {"metadata": {"name": "m"}}, options)
+            cluster.deletion.delete(replace(maps, name="m"), deletion.DeleteOptions())
             return not cluster.store.list("events")
 
         await until(is_deleted_during_changes, "the deletion of the event")
@@ -39,15 +40,11 @@ def test_the_collector_does_not_restore_a_deleted_object():
     """An object with a missing owner is deleted before the collector processes it."""
     cluster = ClusterState("token", "127.96.0.0/24")
     options = WriteOptions("test")
-    maps = cluster.catalog.find("", "v1", "configmaps")
-    uid = cluster.registry.create(maps, "default", {"metadata": {"name": "owner"}}, options)[
-        "metadata"
-    ]["uid"]
+    maps = RequestInfo(cluster.catalog.builtin("configmaps"), "default")
+    uid = cluster.registry.create(maps, {"metadata": {"name": "owner"}}, options)["metadata"]["uid"]
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner"}
     owners = [{**owner, "uid": uid}, {**owner, "uid": "gone"}]
-    cluster.registry.create(
-        maps, "default", {"metadata": {"name": "m", "ownerReferences": owners}}, options
-    )
-    cluster.deletion.delete(maps, "default", "m", deletion.DeleteOptions())
+    cluster.registry.create(maps, {"metadata": {"name": "m", "ownerReferences": owners}}, options)
+    cluster.deletion.delete(replace(maps, name="m"), deletion.DeleteOptions())
     cluster.collector.drain()
     assert cluster.store.get("configmaps", "default", "m") is None

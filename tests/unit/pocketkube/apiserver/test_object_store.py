@@ -1,8 +1,11 @@
 """The store's label index and its watches."""
 
+from dataclasses import replace
+
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.objects import deletion
 from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.resources import RequestInfo
 from pocketkube.apiserver.serving.selectors import label_selector, required_labels
 from pocketkube.apiserver.store import Store
 
@@ -10,7 +13,7 @@ from pocketkube.apiserver.store import Store
 def test_a_list_by_labels_reflects_creations_updates_and_deletions():
     cluster = ClusterState("token", "127.96.0.0/24")
     options = WriteOptions("test")
-    maps = cluster.catalog.find("", "v1", "configmaps")
+    maps = RequestInfo(cluster.catalog.builtin("configmaps"), "default")
 
     def names(selector: str) -> list[str]:
         matches, labels = label_selector(selector), required_labels(selector)
@@ -20,15 +23,13 @@ def test_a_list_by_labels_reflects_creations_updates_and_deletions():
         ]
 
     for name, labels in (("c", {"a": "1"}), ("b", {"a": "1", "b": "2"}), ("a", {"b": "2"})):
-        cluster.registry.create(
-            maps, "default", {"metadata": {"name": name, "labels": labels}}, options
-        )
+        cluster.registry.create(maps, {"metadata": {"name": name, "labels": labels}}, options)
     assert names("a=1") == ["b", "c"]
     assert names("a=1,b==2") == ["b"]
     assert names("a=1,b!=2") == ["c"]
     assert names("a=1,b=3") == []
-    cluster.registry.update(maps, "default", "c", {"metadata": {"labels": {"b": "2"}}}, options)
-    cluster.deletion.delete(maps, "default", "a", deletion.DeleteOptions())
+    cluster.registry.update(replace(maps, name="c"), {"metadata": {"labels": {"b": "2"}}}, options)
+    cluster.deletion.delete(replace(maps, name="a"), deletion.DeleteOptions())
     assert (names("a=1"), names("b=2")) == (["b"], ["b", "c"])
 
 

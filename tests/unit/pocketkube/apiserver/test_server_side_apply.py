@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.resources import RequestInfo
 
 MANAGERS = st.sampled_from(["one", "two", "three"])
 DATA = st.dictionaries(st.sampled_from("abcd"), st.sampled_from("12"), max_size=3)
@@ -27,7 +28,7 @@ def _owners(obj):
 @settings(max_examples=60, deadline=None)
 def test_applied_fields_are_stored_and_owned_by_their_managers(steps):
     cluster = ClusterState("token", "127.96.0.0/24")
-    maps = cluster.catalog.find("", "v1", "configmaps")
+    info = RequestInfo(cluster.catalog.builtin("configmaps"), "default", "m")
     for manager, how, data in steps:
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "m"}, "data": data}
         before = cluster.store.get("configmaps", "default", "m")
@@ -37,10 +38,10 @@ def test_applied_fields_are_stored_and_owned_by_their_managers(steps):
                 if before is None:
                     continue
                 after = cluster.registry.patch(
-                    maps, "default", "m", "application/merge-patch+json", {"data": data}, options
+                    info, "application/merge-patch+json", {"data": data}, options
                 )
             else:
-                after = cluster.registry.patch(maps, "default", "m", APPLY, body, options)
+                after = cluster.registry.patch(info, APPLY, body, options)
         except ApiError as error:
             refused = (error.code, how)
         else:

@@ -1,0 +1,65 @@
+"""Settings of kopf that turn off everything but its watches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import kopf
+
+from baton_operator import names
+
+REQUEST_TIMEOUT_S = 30.0
+#: Seconds after which the server ends a watch. kopf then resumes it from the last resource version.
+#: So a working watch gets an answer at least this often.
+WATCH_S = 240
+INACTIVITY_S = 70.0  # API servers send a bookmark every minute
+STOP_S = 30.0
+LAST_BACKOFF_S = 10.0
+OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
+
+
+class NoDiffBase(kopf.DiffBaseStorage):
+    """A storage that keeps no state in objects.
+
+    kopf's default storage copies every object to compute its state.
+    """
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        raise AssertionError("event handlers store nothing")
+
+
+class Backoffs:
+    """Seconds between retries of kopf's requests.
+
+    The sequence is infinite: after the last retry kopf would end.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain([0.5, 1.0, 2.0, 4.0, 8.0], itertools.repeat(LAST_BACKOFF_S))
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    """Turn off peering, Events, finalizers and annotations, and set the timeouts of the watches."""
+    settings.peering.standalone = True
+    settings.posting.enabled = False
+    settings.scanning.disabled = True  # scanning needs the right to watch CRDs and namespaces
+    settings.persistence.finalizer = f"{names.GROUP}/never-set"
+    settings.persistence.diffbase_storage = NoDiffBase()
+    settings.process.ultimate_exiting_timeout = STOP_S
+    settings.networking.request_timeout = REQUEST_TIMEOUT_S
+    settings.networking.error_backoffs = Backoffs()
+    # how long the worker of an object waits for its next event
+    settings.queueing.idle_timeout = 0.1
+    settings.watching.chunk_size = 500
+    settings.watching.connect_timeout = REQUEST_TIMEOUT_S
+    settings.watching.inactivity_timeout = INACTIVITY_S
+    settings.watching.server_timeout = WATCH_S
+    settings.watching.label_selectors[lambda resource: resource.kind != names.KIND] = OURS
