@@ -34,16 +34,12 @@ DECODE: dict[str, Any] = {
 def window(
     role: MemberRole, engines: int = 4, *, age: float = 0.0, gateways: int = 1, **fields: Any
 ) -> Window:
-    demand = {
-        name: fields.pop(name)
-        for name in ("in_flight", "gateway_rps", "answered_at")
-        if name in fields
-    }
+    demand = {name: fields.pop(name) for name in ("in_flight", "answered_at") if name in fields}
     usual = PREFILL if role == "prefill" else DECODE
     return Window(
         start=NOW - age - 60, end=NOW - age, quantile=0.95, gateways=gateways,
         roles={role: RoleWindow(engines=engines, **{**usual, **fields})},
-        in_flight=demand.get("in_flight", 5.0), requests_per_s=demand.get("gateway_rps", 10.0),
+        in_flight=demand.get("in_flight", 5.0),
         held=demand.get("in_flight", 5.0) if engines == 0 else 0.0,
         answered_at=demand.get("answered_at"), active_at=demand.get("answered_at"),
     )  # fmt: skip
@@ -74,7 +70,6 @@ NOTHING = {
     "ttft_s": None, "first_tokens": 0, "itl_s": None, "tokens": 0, "requests_per_s": 0.0,
     "tokens_per_s": 0.0, "busy": 0.0,
     "running": 0.0, "queue_s": 0.0, "prefill_s": 0.0, "kv_usage": 0.0, "in_flight": 0,
-    "gateway_rps": 0.0,
 }  # fmt: skip
 
 BUSY_MOMENT = History(
@@ -335,7 +330,7 @@ measurements = st.fixed_dictionaries(
         "running": st.floats(0, 300),
         "waiting": st.floats(0, 300), "waiting_growth_per_s": st.floats(-100, 100),
         "kv_usage": fractions,
-        "in_flight": st.integers(0, 5), "gateway_rps": st.floats(0, 5),
+        "in_flight": st.integers(0, 5),
     }
 )  # fmt: skip
 histories = st.builds(
