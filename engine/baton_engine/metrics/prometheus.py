@@ -98,32 +98,36 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         yield from self._fields(GaugeMetricFamily, "", _GAUGES, stats)
-        yield self._family(
-            GaugeMetricFamily,
-            "kv_cache_usage_perc",
-            "Fraction of KV blocks in use, 0 to 1.",
+        yield self._filled(
+            GaugeMetricFamily(
+                "baton:kv_cache_usage_perc",
+                "Fraction of KV blocks in use, 0 to 1.",
+                labels=["model_name"],
+            ),
             {(): stats.kv_cache_usage},
         )
         yield from self._fields(CounterMetricFamily, "", _COUNTERS, stats)
-        yield self._family(
-            CounterMetricFamily,
-            "busy_seconds",
-            "Seconds in which a step with tokens was in flight.",
+        yield self._filled(
+            CounterMetricFamily(
+                "baton:busy_seconds",
+                "Seconds in which a step with tokens was in flight.",
+                labels=["model_name"],
+            ),
             {(): self._requests.busy_s},
         )
-        yield self._family(
-            CounterMetricFamily,
-            "request_success",
-            "Ended requests.",
+        yield self._filled(
+            CounterMetricFamily(
+                "baton:request_success", "Ended requests.", labels=["model_name", "finished_reason"]
+            ),
             {(reason,): count for reason, count in stats.requests_finished.items()},
-            "finished_reason",
         )
-        yield self._family(
-            GaugeMetricFamily,
-            "engine_sleep_state",
-            "1 for the state the engine is in.",
+        yield self._filled(
+            GaugeMetricFamily(
+                "baton:engine_sleep_state",
+                "1 for the state the engine is in.",
+                labels=["model_name", "sleep_state"],
+            ),
             {(state,): float(stats.sleep_level == level) for level, state in _SLEEP_STATES.items()},
-            "sleep_state",
         )
         for name, histogram in self._requests.histograms.items():
             family = HistogramMetricFamily(f"baton:{name}", histogram.text, labels=["model_name"])
@@ -137,38 +141,42 @@ class EngineCollector(Collector):
     def _transfers(self, stats: ConnectorStats) -> Iterator[Metric]:
         yield from self._fields(CounterMetricFamily, "kv_transfer_", _TRANSFER_COUNTERS, stats)
         yield from self._fields(GaugeMetricFamily, "kv_transfer_", _TRANSFER_GAUGES, stats)
-        yield self._family(
-            CounterMetricFamily,
-            "kv_transfer_bytes",
-            "Bytes of KV sent and received, by the transport that moved them and its lane.",
+        yield self._filled(
+            CounterMetricFamily(
+                "baton:kv_transfer_bytes",
+                "Bytes of KV sent and received, by the transport that moved them and its lane.",
+                labels=["model_name", "transport", "lane"],
+            ),
             {tuple(carrier.split(" ", 1)): n for carrier, n in stats.bytes_moved.items()},
-            "transport",
-            "lane",
         )
-        yield self._family(
-            CounterMetricFamily,
-            "kv_transfer_transfers_failed",
-            "KV transfers that did not transfer all their blocks, counted once per worker.",
+        yield self._filled(
+            CounterMetricFamily(
+                "baton:kv_transfer_transfers_failed",
+                "KV transfers that did not transfer all their blocks, counted once per worker.",
+                labels=["model_name", "reason"],
+            ),
             # Including those with 0: Prometheus rates need that sample.
             {(reason,): stats.failures.get(reason, 0) for reason in FailureReason},
-            "reason",
         )
-        yield self._family(
-            GaugeMetricFamily,
-            "kv_transfer_up",
-            "0 after the connector of a worker has failed.",
+        yield self._filled(
+            GaugeMetricFamily(
+                "baton:kv_transfer_up",
+                "0 after the connector of a worker has failed.",
+                labels=["model_name"],
+            ),
             {(): float(not stats.failure)},
         )
 
     def _topology(self, stats: TopologyStats) -> Iterator[Metric]:
         yield from self._fields(GaugeMetricFamily, "topology_", _TOPOLOGY_GAUGES, stats)
         yield from self._fields(CounterMetricFamily, "topology_", _TOPOLOGY_COUNTERS, stats)
-        yield self._family(
-            GaugeMetricFamily,
-            "topology_phase",
-            "1 for the phase the rank is in.",
+        yield self._filled(
+            GaugeMetricFamily(
+                "baton:topology_phase",
+                "1 for the phase the rank is in.",
+                labels=["model_name", "phase"],
+            ),
             {(phase.value,): float(stats.phase is phase) for phase in RankPhase},
-            "phase",
         )
         pauses = HistogramMetricFamily(
             "baton:topology_commit_pause_seconds",
@@ -186,20 +194,13 @@ class EngineCollector(Collector):
     ) -> Iterator[Metric]:
         """Yield one metric per field of `stats` that is a key of `texts`."""
         for field, text in texts.items():
-            yield self._family(kind, prefix + field, text, {(): getattr(stats, field)})
+            family = kind(f"baton:{prefix}{field}", text, labels=["model_name"])
+            yield self._filled(family, {(): getattr(stats, field)})
 
-    def _family(
-        self,
-        kind: type[_Family],
-        name: str,
-        text: str,
-        values: Mapping[tuple[str, ...], float],
-        *labels: str,
-    ) -> Metric:
-        """Return a metric with the samples `values`, by the values of `labels`."""
-        family = kind(f"baton:{name}", text, labels=["model_name", *labels])
-        for label_values, value in values.items():
-            family.add_metric([self._model_name, *label_values], value)
+    def _filled(self, family: _Family, values: Mapping[tuple[str, ...], float]) -> Metric:
+        """Return the family with one sample per value, by the labels after model_name."""
+        for labels, value in values.items():
+            family.add_metric([self._model_name, *labels], value)
         return family
 
 
