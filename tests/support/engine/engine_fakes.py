@@ -16,7 +16,7 @@ from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
-from support.engine.fake_runner import (
+from support.engine.scheduling.fake_runner import (
     EOS,
     VOCAB_SIZE,
     FakeConnector,

@@ -24,9 +24,9 @@ from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_protocol.config import ParallelConfig
-from support import engine
+from support.engine import ranks
 
-MEMBERS = Path(engine.__file__).with_name("group_member.py")
+MEMBERS = Path(ranks.__file__).with_name("group_member.py")
 WAIT_S = 60.0
 CPU = torch.device("cpu")
 T = TypeVar("T")
