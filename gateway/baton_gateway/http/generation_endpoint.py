@@ -118,8 +118,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         try:
             await self._queue.wait(stream.keep_alive)
             job = await self.build_job(request, started, len(body))
-            on_backlog = partial(abort_if_unread, http, f"request {job.id}")
-            async with aclosing(self._generator.run(job, on_backlog)) as events:
+            on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
+            async with aclosing(self._generator.run(job, on_output)) as events:
                 if request.stream:
                     return await self._stream(http, request, job, events, deadline, stream)
                 return await self._answer(http, request, job, events, deadline)
