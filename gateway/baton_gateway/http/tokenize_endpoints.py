@@ -72,10 +72,10 @@ class TokenizeEndpoints:
         try:
             deadline = asyncio.get_running_loop().time() + self._timeout_s
             body = await read_body(http, deadline, self._timeout_s)
-            request = await parse_body(body, kind, self._pool.max_model_len)
+            max_model_len = self._pool.max_model_len
+            request = await parse_body(body, kind, max_model_len)
             if request.model not in (None, self._served_name):
                 raise unknown_model(str(request.model), self._served_name)
-            max_model_len = self._pool.max_model_len
             bounds = TextBounds(
                 PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._limits.max_prompt_tokens)
             )
