@@ -42,13 +42,13 @@ class JobBuilder:
         tokenizer: Tokenizer,
         pool: EnginePool,
         metrics: GatewayMetrics,
-        limits: AccessConfig,
+        access: AccessConfig,
     ) -> None:
         self.tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
         self._pool = pool
         self._metrics = metrics
-        self._limits = limits
+        self._access = access
 
     @property
     def max_model_len(self) -> int | None:
@@ -72,7 +72,7 @@ class JobBuilder:
         max_model_len = self._pool.max_model_len
         if max_model_len is None:
             raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
-        bounds = PromptBounds(max_model_len, self._limits.max_prompt_tokens)
+        bounds = PromptBounds(max_model_len, self._access.max_prompt_tokens)
         return await run_off_loop(lambda: self._job(request, started, bounds), size)
 
     def _job(
@@ -198,7 +198,7 @@ class JobBuilder:
         needed = requested if requested is not None and is_explicit else 1
         if prompt_len + needed > bounds.max_model_len:
             raise context_length_exceeded(bounds.max_model_len, prompt_len, needed, field)
-        room, limit = bounds.max_model_len - prompt_len, self._limits.max_completion_tokens
+        room, limit = bounds.max_model_len - prompt_len, self._access.max_completion_tokens
         if limit is not None:
             if is_explicit and needed > limit:
                 raise RequestError(

@@ -1,4 +1,4 @@
-"""Executors with the fake model of `fake_runner`, for tests of engine cores and their processes."""
+"""Executors with the fake model of `scheduling`, for tests of engine cores and their processes."""
 
 from __future__ import annotations
 
