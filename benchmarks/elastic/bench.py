@@ -35,11 +35,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from baton_engine.checkpoint import create_checkpoint
 from report import Goal, print_table, write
-from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
-from support.parity import reference_model
+from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
+from support.load import Load
+from support.parity import assert_right_tokens, reference_model
 from support.pods import Pod, Pods, pods
-from support.streams import Load
-from support.token_rule import assert_right_tokens
 
 WIDTH = 32
 SIZES = (4, 3, 6, 2)

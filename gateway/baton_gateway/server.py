@@ -23,9 +23,9 @@ from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.routing.discovery import Discovery
-from baton_gateway.routing.dispatch import PREFILL_TIMEOUT_S, Dispatcher
+from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.routing.placer import Placer
-from baton_gateway.routing.pool import MAX_BACKOFF_S, EnginePool
+from baton_gateway.routing.pool import EnginePool
 from baton_protocol.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
 from baton_text.tokenizer import Tokenizer
@@ -49,15 +49,7 @@ class Gateway:
         ServiceKeyError: the engines' key cannot be read.
     """
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        tokenizer: Tokenizer,
-        discovery: Discovery,
-        *,
-        prefill_timeout_s: float = PREFILL_TIMEOUT_S,
-        max_backoff_s: float = MAX_BACKOFF_S,
-    ) -> None:
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, discovery: Discovery) -> None:
         self.config = config
         self.served_name = served_name(config)
         self.metrics = GatewayMetrics()
@@ -67,7 +59,6 @@ class Gateway:
             service_key=ServiceKey.load(config.service_key_file),
             heartbeat_interval_s=config.heartbeat_interval_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            max_backoff_s=max_backoff_s,
         )
         access = config.access
         self._keys = ApiKeys(container_path(access.api_keys_dir)) if access.api_keys_dir else None
@@ -90,7 +81,7 @@ class Gateway:
             queue_wait_s=config.queue_wait_s,
             resume_wait_s=config.resume_wait_s,
         )
-        dispatcher = Dispatcher(placer, self.metrics, prefill_timeout_s=prefill_timeout_s)
+        dispatcher = Dispatcher(placer, self.metrics)
         builder = JobBuilder(tokenizer, self.pool, self.metrics, access)
         self._generator = Generator(dispatcher, self.metrics)
         self.app = self._routes(tokenizer, builder).app

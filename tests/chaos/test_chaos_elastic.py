@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
+from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
+from support.load import Load, under_load
 from support.parity import reference_model
 from support.pods import Pod, pods
-from support.streams import Load
-from support.under_load import under_load
 
 pytestmark = pytest.mark.chaos
 CYCLES = int(os.environ.get("BATON_CHAOS_CYCLES", "1"))

@@ -39,10 +39,10 @@ from baton_protocol.topology import (
     StartWave,
     Status,
 )
-from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
+from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
+from support.load import Load, Stream
 from support.parity import reference_model
 from support.pods import Pod, pods
-from support.streams import Load, Stream
 from support.waiting import eventually
 
 DEADLINE_S = 120.0

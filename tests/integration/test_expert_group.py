@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from support.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
+from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
+from support.load import Load, Stream
 from support.parity import reference_model
 from support.pods import pods
-from support.streams import Load, Stream
 from support.waiting import until
 
 

@@ -18,7 +18,7 @@ from baton_protocol.client import EngineClient
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 from baton_protocol.sampling import SamplingParams
-from support.expert_group import ExpertGroup
+from support.elastic.expert_group import ExpertGroup
 from support.parity import assert_greedy, prompts, reference_model
 from support.pods import Pods, pods
 

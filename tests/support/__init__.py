@@ -1,1 +1,11 @@
-"""Helpers of several test suites: the reference model and its tie rule, waiting, processes."""
+"""Helpers of the tests.
+
+A folder has the helpers of one room: of one package's unit tests, or of the chaos, install,
+integration or service tests. These modules serve several rooms:
+
+- `waiting`: wait for a condition with a deadline.
+- `pods`: engines, gateways and coordinators as processes.
+- `http_server`: an HTTP server from a few routes.
+- `load`: streams and short requests to a gateway, and checks of their responses.
+- `parity`: the reference model, and the comparison of tokens with it.
+"""

@@ -35,6 +35,7 @@ from baton_engine.distributed.shared_memory_group import over_shared_memory
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_protocol.config import ParallelConfig, pod_ip
+from baton_protocol.fatal import ConfigurationError
 from baton_protocol.topology import Generation
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def create_group(
         host: this rank's address for gloo; None means the pod's.
 
     Raises:
+        ConfigurationError: the device is cuda, and torch has no NCCL.
         TimeoutError: a member did not join.
         GroupBrokenError: a member joined and is gone.
     """
@@ -178,6 +180,7 @@ def create_parallel_context(
         secret: secret of the store; see `store.handshake`.
 
     Raises:
+        ConfigurationError: the device is cuda, and torch has no NCCL.
         TimeoutError: the store does not respond, or a rank did not join.
         GroupBrokenError: a rank joined and is gone.
     """
@@ -387,8 +390,10 @@ def _nccl(
     watchdog ends this process.
     """
     if not dist.is_nccl_available():
-        raise RuntimeError(
-            "parallel workers on CUDA devices need NCCL; install a build of torch that has it"
+        raise ConfigurationError(
+            "InvalidConfig",
+            "parallel workers on CUDA devices need NCCL, which this build of torch lacks; install "
+            "a build that has it, or set device to cpu",
         )
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

@@ -43,7 +43,10 @@ class JSONHandler(BaseHTTPRequestHandler):
 
     def _unauthorized(self) -> None:
         """Answer 401. The body is not read, so the Connection header closes the connection."""
-        message = "this needs the service's key: send the Authorization header of ServiceKey.bearer"
+        message = (
+            "this request needs the service's key: send `Authorization: Bearer TOKEN`, where TOKEN "
+            "is the HMAC-SHA256 of baton/http with that key, in hex"
+        )
         body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
         self._answer(
             401, body, headers={"WWW-Authenticate": 'Bearer realm="baton"', "Connection": "close"}

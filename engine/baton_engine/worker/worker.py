@@ -87,7 +87,7 @@ class Worker:
             secret: the store's.
 
         Raises:
-            ConfigurationError: there are fewer GPUs than ranks.
+            ConfigurationError: there are fewer GPUs than ranks, or torch has no NCCL.
             TimeoutError: not all ranks joined.
         """
         self._leave_groups()

@@ -43,10 +43,10 @@ class ApiKeys:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._entries: dict[str, bytes] = {}
+        self._entries: dict[str, bytes] | None = None
         self._failure = ""
         self._clients: list[tuple[bytes, str]] = []  # (SHA-256 of the key, name of the client)
-        self._refresh(first=True)
+        self._refresh()
 
     def refresh(self) -> None:
         """Read changed keys. While the folder cannot be read, the known keys stay."""
@@ -82,9 +82,9 @@ class ApiKeys:
             raise _refused("This server does not know the API key.")
         return found
 
-    def _refresh(self, *, first: bool = False) -> None:
+    def _refresh(self) -> None:
         entries = _read(self._folder)
-        if entries == self._entries and not first:
+        if entries == self._entries:
             return
         clients: dict[bytes, str] = {}
         for client, digest in entries.items():

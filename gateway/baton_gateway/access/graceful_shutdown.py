@@ -46,8 +46,7 @@ class GracefulShutdown:
         It ends when no request is in flight and none has arrived for `quiet_s`.
         """
         loop = asyncio.get_running_loop()
-        if not self.has_begun:
-            self.has_begun, self._last_arrival = True, loop.time()
+        self.has_begun, self._last_arrival = True, loop.time()
         try:
             async with asyncio.timeout(timeout_s):
                 while (

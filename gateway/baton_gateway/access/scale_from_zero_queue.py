@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 
 from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.pool import EnginePool
 
 #: Interval of comments in a waiting stream. Proxies close connections that are silent for a minute.
@@ -62,7 +61,9 @@ class ScaleFromZeroQueue:
         self._held.add(timeout)
         try:
             async with timeout:
-                while not await self._pool.wait_for(self._available, KEEP_ALIVE_S):
+                while not await self._pool.wait_for(
+                    lambda: self._pool.available("decode") or None, KEEP_ALIVE_S
+                ):
                     await keep_alive()
         except TimeoutError:
             raise _refusal("No engine started in time; retry later.") from None
@@ -74,9 +75,6 @@ class ScaleFromZeroQueue:
         now = asyncio.get_running_loop().time()
         for timeout in self._held:
             timeout.reschedule(now)
-
-    def _available(self) -> list[PoolMember] | None:
-        return self._pool.available("decode") or None
 
 
 def _refusal(message: str) -> APIError:

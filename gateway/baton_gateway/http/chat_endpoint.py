@@ -22,9 +22,6 @@ from baton_text.responses import (
 class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
     kind = ChatCompletionRequest
 
-    async def build_job(self, request: ChatCompletionRequest, started: float, size: int) -> Job:
-        return await self._builder.build_chat(request, started, size)
-
     def response(
         self, request: ChatCompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]
     ) -> ChatCompletion:

@@ -18,9 +18,6 @@ from baton_text.responses import Completion, CompletionChoice, CompletionLogprob
 class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     kind = CompletionRequest
 
-    async def build_job(self, request: CompletionRequest, started: float, size: int) -> Job:
-        return await self._builder.build_completion(request, started, size)
-
     def response(
         self, request: CompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]
     ) -> Completion:

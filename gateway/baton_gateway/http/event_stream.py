@@ -60,9 +60,9 @@ class EventStream:
         response = self._response if self._response is not None else await self.open()
         await response.write(b"data: " + event + b"\n\n")
 
-    async def end(self) -> None:
-        """End the stream. Raises ConnectionError if the client has disconnected."""
-        await self.send(b"[DONE]")
+    async def end(self, last: bytes = b"[DONE]") -> None:
+        """Send the last event. Raises ConnectionError if the client has disconnected."""
+        await self.send(last)
         response = await self.open()
         await response.write_eof()
 
@@ -74,6 +74,4 @@ class EventStream:
             TimeoutError: the client does not read.
         """
         async with asyncio.timeout(ERROR_TIMEOUT_S):
-            await self.send(body)
-            response = await self.open()
-            await response.write_eof()
+            await self.end(body)

@@ -34,6 +34,8 @@ from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.thread_pool import run_off_loop
+from baton_text.chat_request import ChatCompletionRequest
+from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
 from baton_text.generation_request import GenerationRequest
 from baton_text.output import TextOutput
@@ -53,7 +55,7 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: A response or chunk with more tokens and log-probabilities is encoded in a thread.
 INLINE_ENTRIES = 1024
 
-_Request = TypeVar("_Request", bound=GenerationRequest)
+_Request = TypeVar("_Request", ChatCompletionRequest, CompletionRequest)
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
 
 
@@ -117,9 +119,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         stream = EventStream(http, is_wanted=bool(request.stream))
         try:
             await self._queue.wait(stream.keep_alive)
-            job = await self.build_job(request, started, len(body))
-            on_backlog = partial(abort_if_unread, http, f"request {job.id}")
-            async with aclosing(self._generator.run(job, on_backlog)) as events:
+            job = await self._builder.build(request, started, len(body))
+            on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
+            async with aclosing(self._generator.run(job, on_output)) as events:
                 if request.stream:
                     return await self._stream(http, request, job, events, deadline, stream)
                 return await self._answer(http, request, job, events, deadline)
@@ -245,10 +247,6 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
 
     def _length(self, token_id: int) -> int:
         return len(self._tokenizer.token_text(token_id))
-
-    @abc.abstractmethod
-    async def build_job(self, request: _Request, started: float, size: int) -> Job:
-        """Build the job of a request whose body has `size` bytes."""
 
     @abc.abstractmethod
     def response(

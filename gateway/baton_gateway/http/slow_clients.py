@@ -14,6 +14,8 @@ from baton_gateway.access.api_keys import client_name
 
 logger = logging.getLogger(__name__)
 
+#: Outputs per choice that may wait for a client: text for at least a minute, a few megabytes.
+MAX_UNREAD_OUTPUTS = 4096
 #: Smaller bodies fit into the connection's own buffer.
 BUFFERED_BYTES = 2**16
 
@@ -38,13 +40,17 @@ def abort_connection(http: web.Request, name: str) -> None:
         http.transport.abort()
 
 
-def abort_if_unread(http: web.Request, name: str) -> None:
-    """Close the connection if the client has not read the bytes sent to it.
+def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs: int) -> None:
+    """Close the connection if too many outputs wait for a client that does not read.
 
-    Called when many outputs wait for the client. Without unread bytes it is the gateway that is
-    slow, and the connection stays.
+    Without unread bytes in the connection it is the gateway that is slow, and the connection stays.
+
+    Args:
+        name: the request's name for the log.
+        num_choices: choices of the request.
+        num_outputs: outputs that wait.
     """
-    if has_unread_bytes(http):
+    if num_outputs > MAX_UNREAD_OUTPUTS * num_choices and has_unread_bytes(http):
         abort_connection(http, name)
 
 

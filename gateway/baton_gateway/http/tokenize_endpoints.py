@@ -41,7 +41,7 @@ class TokenizeEndpoints:
         tokenizer: Tokenizer,
         pool: EnginePool,
         admission: Admission,
-        limits: AccessConfig,
+        access: AccessConfig,
         *,
         served_name: str,
         request_timeout_s: float,
@@ -50,7 +50,7 @@ class TokenizeEndpoints:
         self._reader = PromptReader(tokenizer)
         self._pool = pool
         self._admission = admission
-        self._limits = limits
+        self._access = access
         self._served_name = served_name
         self._timeout_s = request_timeout_s
 
@@ -72,12 +72,12 @@ class TokenizeEndpoints:
         try:
             deadline = asyncio.get_running_loop().time() + self._timeout_s
             body = await read_body(http, deadline, self._timeout_s)
-            request = await parse_body(body, kind, self._pool.max_model_len)
+            max_model_len = self._pool.max_model_len
+            request = await parse_body(body, kind, max_model_len)
             if request.model not in (None, self._served_name):
                 raise unknown_model(str(request.model), self._served_name)
-            max_model_len = self._pool.max_model_len
             bounds = TextBounds(
-                PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._limits.max_prompt_tokens)
+                PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
             )
             encoded = await run_off_loop(
                 lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)

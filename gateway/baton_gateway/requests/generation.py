@@ -26,24 +26,9 @@ INLINE_TOKENS = 64
 STAGGERED_TOKENS = 2**16
 #: Further cost of sending one sequence, in tokens.
 SEQUENCE_TOKENS = 2**11
-#: Outputs per choice that may wait for a client: text for at least a minute, a few megabytes.
-MAX_UNREAD_OUTPUTS = 4096
 
-_Event = tuple[Choice, TextOutput] | Exception | None  # output, failure, or end of a run
-
-
-class _EventQueue(asyncio.Queue[_Event]):
-    """The events of one job. Calls `on_backlog` for every event beyond `max_events`."""
-
-    def __init__(self, max_events: int, on_backlog: Callable[[], None] | None) -> None:
-        super().__init__()
-        self._max_events = max_events
-        self._on_backlog = on_backlog
-
-    def put_nowait(self, item: _Event) -> None:
-        super().put_nowait(item)
-        if self._on_backlog is not None and self.qsize() > self._max_events:
-            self._on_backlog()
+#: The outputs of one job, its failure, and None at the end of each run.
+_EventQueue = asyncio.Queue[tuple[Choice, TextOutput] | Exception | None]
 
 
 class Generator:
@@ -68,27 +53,26 @@ class Generator:
             )
 
     async def run(
-        self, job: Job, on_backlog: Callable[[], None] | None = None
+        self, job: Job, on_output: Callable[[int], None]
     ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
         """Yield the outputs of all choices as they come. The outputs of one choice stay in order.
 
         Closing the iterator early aborts the sequences that still run.
 
         Args:
-            on_backlog: called for every output that arrives while MAX_UNREAD_OUTPUTS per choice
-                wait to be taken.
+            on_output: called after every output with the number of outputs that wait to be taken.
 
         Raises:
             APIError: one sequence failed. The others are aborted.
         """
-        queue = _EventQueue(MAX_UNREAD_OUTPUTS * len(job.choices), on_backlog)
+        queue = _EventQueue()
         runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
         tasks: list[asyncio.Task[None]] = []
         num_unfinished, num_tokens, num_options = len(runs), 0, _num_options(job.request)
         self._running[queue] = job
         try:
             for prompt, run in runs:
-                tasks.append(asyncio.create_task(self._run(job, prompt, run, queue)))
+                tasks.append(asyncio.create_task(self._run(job, prompt, run, queue, on_output)))
                 num_tokens += len(prompt.token_ids) + num_options + SEQUENCE_TOKENS
                 if num_tokens > STAGGERED_TOKENS:
                     num_tokens = 0
@@ -108,12 +92,20 @@ class Generator:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.e2e_latency.observe(time.monotonic() - job.started)
 
-    async def _run(self, job: Job, prompt: PromptJob, run: Run, queue: _EventQueue) -> None:
+    async def _run(
+        self,
+        job: Job,
+        prompt: PromptJob,
+        run: Run,
+        queue: _EventQueue,
+        on_output: Callable[[int], None],
+    ) -> None:
         """Put the events of one run into `queue`, up to its end or its failure."""
         try:
             async with aclosing(self._outputs(job, prompt, run)) as outputs:
                 async for item in outputs:
                     queue.put_nowait(item)
+                    on_output(queue.qsize())
             queue.put_nowait(None)
         except APIError as error:
             if error.status == 400 and error.code is None:  # the engine refused an option

@@ -42,21 +42,23 @@ class JobBuilder:
         tokenizer: Tokenizer,
         pool: EnginePool,
         metrics: GatewayMetrics,
-        limits: AccessConfig,
+        access: AccessConfig,
     ) -> None:
         self.tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
         self._pool = pool
         self._metrics = metrics
-        self._limits = limits
+        self._access = access
 
     @property
     def max_model_len(self) -> int | None:
         """Tokens per request that the engines hold. None before the first decode engine."""
         return self._pool.max_model_len
 
-    async def build_chat(self, request: ChatCompletionRequest, started: float, size: int) -> Job:
-        """Build the job of a chat completion.
+    async def build(
+        self, request: ChatCompletionRequest | CompletionRequest, started: float, size: int
+    ) -> Job:
+        """Build the job of a request.
 
         Args:
             started: monotonic time of the request's arrival.
@@ -64,72 +66,27 @@ class JobBuilder:
 
         Raises:
             RequestError: the messages cannot be rendered, or an option is invalid.
-            APIError: the prompt is too long, or no decode engine is ready.
+            APIError: a prompt is too long, or no decode engine has been ready.
         """
         self._check_rank(request.data_parallel_rank)
-        bounds = self._bounds()
-        return await run_off_loop(lambda: self._chat_job(request, started, bounds), size)
-
-    def _chat_job(
-        self, request: ChatCompletionRequest, started: float, bounds: PromptBounds
-    ) -> Job:
-        variables = request.chat_template_kwargs or {}
-        reserved = {"messages", "add_generation_prompt"} & variables.keys()
-        if reserved:
-            name = f"chat_template_kwargs.{min(reserved)}"
-            raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
-        add_generation_prompt = request.add_generation_prompt is not False
-        text = self._reader.render(
-            request.messages, variables, bounds, add_generation_prompt=add_generation_prompt
-        )
-        token_ids = self._reader.encode(text, "messages", bounds, add_special_tokens=False)
-        return self._job(request, "chatcmpl", [token_ids], [""], "messages", started, bounds)
-
-    async def build_completion(self, request: CompletionRequest, started: float, size: int) -> Job:
-        """Build the job of a completion of one or several prompts, as `build_chat` does."""
-        self._check_rank(request.data_parallel_rank)
-        bounds = self._bounds()
-        return await run_off_loop(lambda: self._completion_job(request, started, bounds), size)
-
-    def _completion_job(
-        self, request: CompletionRequest, started: float, bounds: PromptBounds
-    ) -> Job:
-        prompts = request.prompts()
-        add_special = request.add_special_tokens is not False
-        token_ids: list[list[int]] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                token_ids.append(
-                    self._reader.encode(prompt, "prompt", bounds, add_special_tokens=add_special)
-                )
-            else:
-                self._reader.check_ids(prompt, "prompt")
-                token_ids.append(prompt)
-        echoes = [""] * len(prompts)
-        if request.echo:
-            echoes = [
-                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-                for prompt in prompts
-            ]
-        return self._job(request, "cmpl", token_ids, echoes, "prompt", started, bounds)
-
-    def _bounds(self) -> PromptBounds:
-        """Return the bounds of prompts. Raises APIError before the first decode engine."""
-        limit = self._pool.max_model_len
-        if limit is None:
+        max_model_len = self._pool.max_model_len
+        if max_model_len is None:
             raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
-        return PromptBounds(limit, self._limits.max_prompt_tokens)
+        bounds = PromptBounds(max_model_len, self._access.max_prompt_tokens)
+        return await run_off_loop(lambda: self._job(request, started, bounds), size)
 
     def _job(
         self,
-        request: GenerationRequest,
-        prefix: str,
-        prompts: list[list[int]],
-        echoes: list[str],
-        field: str,
+        request: ChatCompletionRequest | CompletionRequest,
         started: float,
         bounds: PromptBounds,
     ) -> Job:
+        if isinstance(request, ChatCompletionRequest):
+            prefix, field = "chatcmpl", "messages"
+            prompts, echoes = [self._chat_prompt(request, bounds)], [""]
+        else:
+            prefix, field = "cmpl", "prompt"
+            prompts, echoes = self._completion_prompts(request, bounds)
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
         _check_options(request)
@@ -163,6 +120,41 @@ class JobBuilder:
                 runs.append(Run(sequence, part))
             jobs.append(PromptJob(token_ids, runs))
         return Job(job_id, request, int(arrival), started, jobs)
+
+    def _chat_prompt(self, request: ChatCompletionRequest, bounds: PromptBounds) -> list[int]:
+        variables = request.chat_template_kwargs or {}
+        reserved = {"messages", "add_generation_prompt"} & variables.keys()
+        if reserved:
+            name = f"chat_template_kwargs.{min(reserved)}"
+            raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
+        add_generation_prompt = request.add_generation_prompt is not False
+        text = self._reader.render(
+            request.messages, variables, bounds, add_generation_prompt=add_generation_prompt
+        )
+        return self._reader.encode(text, "messages", bounds, add_special_tokens=False)
+
+    def _completion_prompts(
+        self, request: CompletionRequest, bounds: PromptBounds
+    ) -> tuple[list[list[int]], list[str]]:
+        """Return the token ids of each prompt, and the text of each if it is echoed."""
+        prompts = request.prompts()
+        add_special = request.add_special_tokens is not False
+        token_ids: list[list[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                token_ids.append(
+                    self._reader.encode(prompt, "prompt", bounds, add_special_tokens=add_special)
+                )
+            else:
+                self._reader.check_ids(prompt, "prompt")
+                token_ids.append(prompt)
+        echoes = [""] * len(prompts)
+        if request.echo:
+            echoes = [
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+                for prompt in prompts
+            ]
+        return token_ids, echoes
 
     def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
         """Return the checked sampling parameters by max_tokens.
@@ -206,7 +198,7 @@ class JobBuilder:
         needed = requested if requested is not None and is_explicit else 1
         if prompt_len + needed > bounds.max_model_len:
             raise context_length_exceeded(bounds.max_model_len, prompt_len, needed, field)
-        room, limit = bounds.max_model_len - prompt_len, self._limits.max_completion_tokens
+        room, limit = bounds.max_model_len - prompt_len, self._access.max_completion_tokens
         if limit is not None:
             if is_explicit and needed > limit:
                 raise RequestError(

@@ -55,18 +55,11 @@ class Dispatcher:
     sample has its own prefill stage, because a transfer's blocks belong to one pair of engines. The
     samples then use the memory bandwidth of several decode engines. Samples whose engine is lost
     move to one other engine together. A sample that fails alone moves alone.
-
-    Args:
-        prefill_timeout_s: how long a prefill stage may take before the decode engine computes the
-            prompt.
     """
 
-    def __init__(
-        self, placer: Placer, metrics: GatewayMetrics, *, prefill_timeout_s: float
-    ) -> None:
+    def __init__(self, placer: Placer, metrics: GatewayMetrics) -> None:
         self._placer = placer
         self._metrics = metrics
-        self._prefill_timeout_s = prefill_timeout_s
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
         """Yield the outputs of `sequence` in order, without gap or repetition.
@@ -193,14 +186,14 @@ class Dispatcher:
         prefill_stage: asyncio.Task[EngineCoreOutput],
         decode_stage: asyncio.Task[EngineCoreOutput],
     ) -> None:
-        """Wait until the prefill stage has ended or `prefill_timeout_s` has passed.
+        """Wait until the prefill stage has ended or PREFILL_TIMEOUT_S has passed.
 
         Raises:
             AttemptError, APIError: the decode stage has ended before the prefill stage.
         """
         await asyncio.wait(
             [prefill_stage, decode_stage],
-            timeout=self._prefill_timeout_s,
+            timeout=PREFILL_TIMEOUT_S,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if decode_stage.done() and not prefill_stage.done():
@@ -245,7 +238,7 @@ class Dispatcher:
         except (EngineDeadError, StopAsyncIteration) as error:
             problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
         except asyncio.InvalidStateError:  # the stage has not ended
-            problem, outcome = f"no first token within {self._prefill_timeout_s:g} s", "timed_out"
+            problem, outcome = f"no first token within {PREFILL_TIMEOUT_S:g} s", "timed_out"
         if output is not None and not problem:
             self._metrics.prefill_stages.labels("done").inc()
             return PrefillResult(attempt_id, output.new_token_ids), output

@@ -24,9 +24,8 @@ class FileDiscovery(Discovery):
     disconnect every engine.
     """
 
-    def __init__(self, path: Path, *, poll_s: float = FILE_POLL_S) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._poll_s = poll_s
 
     async def watch(self) -> AsyncGenerator[list[EngineEndpoint], None]:
         last: bytes | None = None
@@ -47,7 +46,7 @@ class FileDiscovery(Discovery):
                         self._path,
                         error,
                     )
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(FILE_POLL_S)
 
 
 def parse_endpoints(content: bytes) -> list[EngineEndpoint]:

@@ -40,7 +40,8 @@ class KubernetesDiscovery(Discovery):
             path = f"/api/v1/namespaces/{self._namespace}/pods"
             pods = Reflector(kube, path, label_selector=self._selector, relist_s=self._resync_s)
             async for _ in await stack.enter_async_context(aclosing(pods.changes())):
-                yield endpoints_of(pods.objects)
+                endpoints = (endpoint_of(pod) for _, pod in sorted(pods.objects.items()))
+                yield [endpoint for endpoint in endpoints if endpoint is not None]
 
 
 async def _connect(stack: AsyncExitStack) -> KubeClient:
@@ -60,12 +61,6 @@ async def _connect(stack: AsyncExitStack) -> KubeClient:
                 error,
             )
             await asyncio.sleep(CONNECT_RETRY_S)
-
-
-def endpoints_of(pods: dict[str, Object]) -> list[EngineEndpoint]:
-    """Return the endpoints of the pods that accept requests or drain."""
-    endpoints = (endpoint_of(pod) for _, pod in sorted(pods.items()))
-    return [endpoint for endpoint in endpoints if endpoint is not None]
 
 
 def endpoint_of(pod: Object) -> EngineEndpoint | None:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 #: A connected engine may load its model for this long before the pool reconnects.
 LOAD_TIMEOUT_S = 600.0
+#: Shortest and longest pause before the next attempt to connect.
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
 _LEAVING_POLL_S = 0.1
@@ -42,7 +43,6 @@ class EnginePool:
         service_key: encrypts the connections to engines; None: they are not encrypted.
         heartbeat_interval_s: interval of PING.
         heartbeat_timeout_s: an engine that sends nothing for this long counts as dead.
-        max_backoff_s: longest pause before the next attempt to connect.
     """
 
     def __init__(
@@ -53,14 +53,12 @@ class EnginePool:
         service_key: ServiceKey | None,
         heartbeat_interval_s: float,
         heartbeat_timeout_s: float,
-        max_backoff_s: float,
     ) -> None:
         self._discovery = discovery
         self._metrics = metrics
         self._service_key = service_key
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._max_backoff_s = max_backoff_s
         self._client_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self._members: dict[tuple[str, str, int], PoolMember] = {}
         self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
@@ -207,7 +205,7 @@ class EnginePool:
                 member.client = None
                 await client.close()
             await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
-            backoff_s = min(2 * backoff_s, self._max_backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _new_client(self, endpoint: EngineEndpoint) -> EngineClient:
         return EngineClient(

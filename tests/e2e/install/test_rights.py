@@ -21,9 +21,9 @@ from baton_operator.api.crd import custom_resource_definition
 from baton_operator.names import ANNOTATION_EXPERT_GROUP, GROUP, PLURAL, VERSION
 from baton_operator.revisions import LIMIT
 from pocketkube.control_plane.real import RealControlPlane, find_assets, missing_assets
-from support.http_routes import ROUTES
 from support.install.audit import Audit, Right, granted
 from support.install.release_cluster import CHART, RELEASE, Cluster
+from support.operator.http_routes import ROUTES
 from support.waiting import eventually
 
 SERVICE = "demo"

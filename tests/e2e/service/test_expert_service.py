@@ -14,11 +14,11 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_protocol.topology import OperationPhase
-from support.expert_group import SHAPE, VOCAB_SIZE
+from support.elastic.expert_group import SHAPE, VOCAB_SIZE
+from support.load import under_load
 from support.parity import reference_model
 from support.service.expert_service import NAME, SCALED_S, ExpertService, service_of
 from support.service.local_cluster import LocalClusterUnderTest, local_cluster
-from support.under_load import under_load
 from support.waiting import eventually
 
 STREAMS = 6

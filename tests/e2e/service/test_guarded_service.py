@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from support.certificates import write_certificate
+from support.gateway.certificates import write_certificate
 from support.service.local_cluster import LocalClusterUnderTest, manifest
 from support.waiting import eventually
 

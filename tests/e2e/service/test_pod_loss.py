@@ -14,13 +14,13 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_operator.names import ordinal_of
-from support.expert_group import SHAPE
-from support.expert_group import VOCAB_SIZE as EXPERT_VOCAB_SIZE
+from support.elastic.expert_group import SHAPE
+from support.elastic.expert_group import VOCAB_SIZE as EXPERT_VOCAB_SIZE
+from support.load import fresh_connections, under_load
 from support.parity import reference_model
 from support.service import expert_service
 from support.service.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 from support.service.pod_loss import delete_pod, lose_pod, uids
-from support.under_load import fresh_connections, under_load
 from support.waiting import eventually
 
 NAME = "pod-loss"

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
+from support.load import fresh_connections, under_load
 from support.parity import reference_model
 from support.service.local_cluster import (
     LocalClusterUnderTest,
@@ -23,7 +24,6 @@ from support.service.local_cluster import (
     processes_with_home,
 )
 from support.service.pod_loss import uids
-from support.under_load import fresh_connections, under_load
 from support.waiting import eventually
 
 NAME = "rolling"

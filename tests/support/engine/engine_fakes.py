@@ -1,4 +1,4 @@
-"""Executors with the fake model of `fake_runner`, for tests of engine cores and their processes."""
+"""Executors with the fake model of `scheduling`, for tests of engine cores and their processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
-from support.engine.fake_runner import (
+from support.engine.scheduling.fake_runner import (
     EOS,
     VOCAB_SIZE,
     FakeConnector,

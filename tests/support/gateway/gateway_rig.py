@@ -36,14 +36,7 @@ def http_session() -> aiohttp.ClientSession:
 class GatewayRig:
     """A gateway, its discovery file and its engines."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        *,
-        prefill_timeout_s: float = DEADLINE_S,
-        **config: Any,
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, **config: Any) -> None:
         self.tokenizer = tokenizer
         self.file = folder / "engines.json"
         self.engines: list[FakeEngine] = []
@@ -58,13 +51,7 @@ class GatewayRig:
                 **config,
             },
         )
-        self.gateway = Gateway(
-            self.config,
-            tokenizer,
-            FileDiscovery(self.file, poll_s=0.02),
-            prefill_timeout_s=prefill_timeout_s,
-            max_backoff_s=0.2,
-        )
+        self.gateway = Gateway(self.config, tokenizer, FileDiscovery(self.file))
         self.url = ""
         self._clients: list[openai.AsyncOpenAI] = []
 

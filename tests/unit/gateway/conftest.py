@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from baton_gateway.routing import file_discovery, pool
 from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig
@@ -58,7 +59,11 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture
-async def make_rig(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[MakeRig]:
+async def make_rig(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MakeRig]:
+    monkeypatch.setattr(file_discovery, "FILE_POLL_S", 0.02)
+    monkeypatch.setattr(pool, "MAX_BACKOFF_S", 0.2)
     rigs: list[GatewayRig] = []
 
     def make(**config: Any) -> GatewayRig:

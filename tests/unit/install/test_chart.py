@@ -24,7 +24,7 @@ from support.install.rendered_chart import (
     pod_spec,
     render,
 )
-from support.pod_security import violations
+from support.operator.pod_security import violations
 
 ALL_OPTIONS: Object = {
     name: {"enabled": True}

@@ -17,7 +17,7 @@ from baton_protocol.config import (
 )
 from baton_protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
 from baton_protocol.sampling import SamplingParams
-from support.block_hashes import hash_blocks
+from support.engine.scheduling.block_hashes import hash_blocks
 
 TOKENS = st.lists(st.integers(0, 200_000), max_size=70)
 

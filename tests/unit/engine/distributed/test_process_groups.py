@@ -24,9 +24,10 @@ from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_protocol.config import ParallelConfig
-from support import engine
+from baton_protocol.fatal import ConfigurationError
+from support.engine import ranks
 
-MEMBERS = Path(engine.__file__).with_name("group_member.py")
+MEMBERS = Path(ranks.__file__).with_name("group_member.py")
 WAIT_S = 60.0
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -190,3 +191,11 @@ def test_the_parallel_context_has_tensor_and_pipeline_groups() -> None:
 
 def test_a_group_of_one_rank_needs_no_store() -> None:
     assert isinstance(create_group("test", 0, 1, HashStore(), 0, CPU, 1.0), LoneGroup)
+
+
+def test_a_torch_without_nccl_is_an_invalid_configuration_for_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigurationError, match="need NCCL, which this build of torch lacks"):
+        create_group("test", 0, 2, HashStore(), 0, torch.device("cuda"), 1.0)

@@ -24,7 +24,6 @@ from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Generation, Member
-from support.engine.expert_ranks import place_experts
 from support.engine.greedy_steps import (
     NUM_TOKENS,
     PROMPTS,
@@ -32,6 +31,7 @@ from support.engine.greedy_steps import (
     make_step,
     model_config,
 )
+from support.engine.ranks.expert_ranks import place_experts
 from support.waiting import eventually
 
 WAIT_S = 60.0

@@ -13,7 +13,7 @@ from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import KVRole
 from support.engine.fake_workers import engine_config
-from support.engine.torchrun import run_under_torchrun, run_without_an_agent
+from support.engine.ranks.torchrun import run_under_torchrun, run_without_an_agent
 
 
 @pytest.mark.parametrize("run", [run_under_torchrun, run_without_an_agent])

@@ -14,7 +14,7 @@ from baton_engine.worker.worker import Worker
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_protocol.config import EngineConfig, KVRole, KVTransferConfig
 from support.engine.greedy_steps import generate, model_config
-from support.engine.torchrun import run_under_torchrun
+from support.engine.ranks.torchrun import run_under_torchrun
 
 ARCHITECTURES = ("llama", "qwen3_moe")
 

@@ -10,7 +10,7 @@ import pytest
 from baton_protocol.messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase, StartWave
 from support.engine.engine_fakes import continuation
-from support.engine.rank_fakes import DEADLINE_S, Network, Rank, commit, generation
+from support.engine.ranks.rank_fakes import DEADLINE_S, Network, Rank, commit, generation
 from support.waiting import eventually
 
 Start = Callable[[int], list[Rank]]

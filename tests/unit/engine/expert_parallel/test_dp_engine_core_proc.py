@@ -27,7 +27,7 @@ from support.engine.engine_process import (
     request,
     tokens,
 )
-from support.engine.rank_processes import ScriptedCoordinator
+from support.engine.ranks.rank_processes import ScriptedCoordinator
 from support.waiting import eventually, until
 
 
@@ -52,7 +52,7 @@ def ranks(coordinator: ScriptedCoordinator, tmp_path: Path) -> Iterator[Ranks]:
             folder.mkdir()
             flags = (
                 "--executor",
-                "support.engine.rank_processes.IndependentExpertExecutor",
+                "support.engine.ranks.rank_processes.IndependentExpertExecutor",
                 "--rank-name",
                 name,
             )

@@ -19,7 +19,7 @@ from baton_engine.scheduling.request import Request
 from baton_protocol.block_hash import root_hash
 from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
-from support.block_hashes import hash_blocks
+from support.engine.scheduling.block_hashes import hash_blocks
 
 BLOCK, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 10, 6
 MAX_TOKENS = 20

@@ -17,8 +17,8 @@ from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.config import EngineConfig, ModelConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams
-from support.engine.fake_runner import continuation
-from support.engine.scheduler_engine import BLOCK, Engine
+from support.engine.scheduling.fake_runner import continuation
+from support.engine.scheduling.scheduler_engine import BLOCK, Engine
 
 
 def test_the_least_recently_used_block_is_evicted() -> None:

@@ -26,7 +26,8 @@ from baton_engine.worker.experts.expert_weights import ExpertForm
 from baton_engine.worker.packed_weights import quantize_weights
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.reference import run_experts_reference
-from support.engine.expert_ranks import (
+from support.engine.model_cases import CPU, load, run_model, run_threads
+from support.engine.ranks.expert_ranks import (
     ThreadNetwork,
     ThreadRank,
     commit_everywhere,
@@ -36,7 +37,6 @@ from support.engine.expert_ranks import (
     run_expert_parallel,
     thread_groups,
 )
-from support.engine.model_cases import CPU, load, run_model, run_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

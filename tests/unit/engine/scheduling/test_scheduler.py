@@ -7,8 +7,8 @@ import pytest
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.messages import EngineCoreRequest, ErrorCode, FinishReason
 from baton_protocol.sampling import SamplingParams
-from support.engine.fake_runner import continuation, next_token
-from support.engine.scheduler_engine import Engine
+from support.engine.scheduling.fake_runner import continuation, next_token
+from support.engine.scheduling.scheduler_engine import Engine
 
 
 def test_long_prompts_are_chunked_and_do_not_stall_decodes():

@@ -7,8 +7,8 @@ import pytest
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.messages import ErrorCode, FinishReason
 from baton_protocol.sampling import SamplingParams
-from support.engine.fake_runner import beam_search, candidates
-from support.engine.scheduler_engine import Engine
+from support.engine.scheduling.fake_runner import beam_search, candidates
+from support.engine.scheduling.scheduler_engine import Engine
 
 PROMPT = list(range(1, 11))
 

@@ -6,9 +6,9 @@ import pytest
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_protocol.messages import FinishReason, KVSide, KVTransferParams
-from support.engine.fake_runner import continuation
-from support.engine.scheduler_engine import Engine
-from support.engine.scheduler_machine import Loss
+from support.engine.scheduling.fake_runner import continuation
+from support.engine.scheduling.scheduler_engine import Engine
+from support.engine.scheduling.scheduler_machine import Loss
 
 pytestmark = pytest.mark.parametrize("loss", Loss)
 

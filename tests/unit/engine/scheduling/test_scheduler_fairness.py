@@ -7,8 +7,8 @@ import pytest
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.messages import ErrorCode
-from support.engine.fake_runner import continuation
-from support.engine.scheduler_engine import Engine
+from support.engine.scheduling.fake_runner import continuation
+from support.engine.scheduling.scheduler_engine import Engine
 
 LONG = list(range(1, 61))
 

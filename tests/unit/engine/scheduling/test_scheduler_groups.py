@@ -6,8 +6,8 @@ import pytest
 
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.messages import ErrorCode, FinishReason
-from support.engine.fake_runner import continuation
-from support.engine.scheduler_engine import Engine
+from support.engine.scheduling.fake_runner import continuation
+from support.engine.scheduling.scheduler_engine import Engine
 
 PROMPT = list(range(1, 11))  # two blocks and a half
 

@@ -6,9 +6,9 @@ import pytest
 
 from baton_protocol.block_hash import hash_block, root_hash
 from baton_protocol.messages import ErrorCode, FinishReason, KVSide, KVTransferParams, PrefillResult
-from support.block_hashes import hash_blocks
-from support.engine.fake_runner import VOCAB_SIZE, continuation, next_token
-from support.engine.scheduler_engine import BLOCK, Engine
+from support.engine.scheduling.block_hashes import hash_blocks
+from support.engine.scheduling.fake_runner import VOCAB_SIZE, continuation, next_token
+from support.engine.scheduling.scheduler_engine import BLOCK, Engine
 
 
 def produce(transfer_id: str) -> KVTransferParams:

@@ -7,9 +7,9 @@ import pytest
 from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.messages import FinishReason
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
-from support.engine.fake_runner import continuation
-from support.engine.scheduler_engine import Engine
-from support.engine.scheduler_machine import FakeGrammars
+from support.engine.scheduling.fake_runner import continuation
+from support.engine.scheduling.scheduler_engine import Engine
+from support.engine.scheduling.scheduler_machine import FakeGrammars
 
 
 def run_with(engine: Engine, depth: int) -> None:

@@ -8,9 +8,9 @@ from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
-from support.engine.fake_runner import VOCAB_SIZE, continuation, next_token
-from support.engine.scheduler_engine import Engine
-from support.engine.scheduler_machine import FakeGrammars
+from support.engine.scheduling.fake_runner import VOCAB_SIZE, continuation, next_token
+from support.engine.scheduling.scheduler_engine import Engine
+from support.engine.scheduling.scheduler_machine import FakeGrammars
 
 
 def grammar(spec: str) -> dict[str, object]:

@@ -10,8 +10,15 @@ from baton_engine.scheduling.scheduler import PauseState
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
-from support.engine.fake_runner import candidates, continuation, next_token
-from support.engine.scheduler_machine import BLOCK, BUDGET, MAX_NUM_SEQS, MAX_QUEUE, Loss, World
+from support.engine.scheduling.fake_runner import candidates, continuation, next_token
+from support.engine.scheduling.scheduler_machine import (
+    BLOCK,
+    BUDGET,
+    MAX_NUM_SEQS,
+    MAX_QUEUE,
+    Loss,
+    World,
+)
 
 SIDES = st.sampled_from([None, None, KVSide.PRODUCE, KVSide.CONSUME])
 

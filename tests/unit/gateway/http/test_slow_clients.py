@@ -9,10 +9,9 @@ import socket
 import pytest
 from aiohttp import web
 
-from baton_gateway.http import generation_endpoint
+from baton_gateway.http import generation_endpoint, slow_clients
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.slow_clients import has_unread_bytes
-from baton_gateway.requests import generation
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
@@ -29,7 +28,7 @@ async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_complete
             sent.append(http)
 
     monkeypatch.setattr(generation_endpoint, "EventStream", RecordedStream)
-    monkeypatch.setattr(generation, "MAX_UNREAD_OUTPUTS", 50)
+    monkeypatch.setattr(slow_clients, "MAX_UNREAD_OUTPUTS", 50)
     engine = rig.engine("d", "decode")
     engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 100_000, 200_000, 50
     # More than the buffers hold. Otherwise the engine could finish before they are full.

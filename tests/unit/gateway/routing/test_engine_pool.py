@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from baton_gateway.routing import file_discovery
 from baton_gateway.routing.file_discovery import FileDiscovery, parse_endpoints
 from baton_gateway.routing.kubernetes_discovery import endpoint_of
 from support.gateway.gateway_rig import GatewayRig
@@ -84,9 +85,10 @@ async def test_requests_are_sent_to_the_least_loaded_engine(rig: GatewayRig):
     assert await asyncio.gather(*running) == [TEXT] * 9
 
 
-async def test_an_invalid_discovery_file_keeps_the_last_engines(tmp_path):
+async def test_an_invalid_discovery_file_keeps_the_last_engines(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_discovery, "FILE_POLL_S", 0.01)
     path = tmp_path / "engines.json"
-    sets = FileDiscovery(path, poll_s=0.01).watch()
+    sets = FileDiscovery(path).watch()
     first = asyncio.create_task(anext(sets))
     path.write_text('{"engines": [{"name": "a", "role": "decode", "host": "127.0.0.9"}]}')
     [endpoint] = await asyncio.wait_for(first, 60)

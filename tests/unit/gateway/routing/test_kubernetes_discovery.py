@@ -15,7 +15,7 @@ from aiohttp import web
 
 from baton_gateway.routing import kubernetes_discovery
 from baton_gateway.routing.kubernetes_discovery import KubernetesDiscovery
-from support.certificates import write_certificate
+from support.gateway.certificates import write_certificate
 from support.http_server import serving
 
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton_operator.autoscale.policy import Bounds
 from baton_operator.autoscale.recommendations import Targets
 from baton_operator.names import MEMBER_ROLES
-from support.operator.autoscale_simulation import PERIOD_S, Simulation, Workload
+from support.operator.simulation.autoscale import PERIOD_S, Simulation, Workload
 
 TARGETS = Targets(ttft_s=1.0, itl_s=0.025)
 

@@ -14,8 +14,8 @@ from baton_operator.builders import coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import MEMBER_ROLES
+from support.operator.pod_security import violations
 from support.operator.services import resolved
-from support.pod_security import violations
 
 ROOT = Path(__file__).parents[4]
 CLAIM = {"uri": "pvc://models/x"}

@@ -24,8 +24,8 @@ from baton_protocol.topology import (
     RankPhase,
     TopologyStatus,
 )
-from support.operator.expert_group_simulation import Simulation
 from support.operator.services import NOW
+from support.operator.simulation.expert_group import Simulation
 
 TIMEOUT_S = 60.0
 STANDBY, SERVING, LOADING = RankPhase.STANDBY, RankPhase.SERVING, RankPhase.LOADING

@@ -12,9 +12,9 @@ from baton_kube.client import KubeError, Object
 from baton_operator.names import Key
 from baton_operator.plan.plan_group import GroupPlan
 from baton_operator.plan.refused_pods import LAST_DELAY_S, Refusal, RefusedPods, refusal_of
-from support.operator.service_simulation import Service
 from support.operator.services import NOW
-from support.operator.simulated_api_server import NAMESPACE
+from support.operator.simulation.api_server import NAMESPACE
+from support.operator.simulation.service import Service
 
 QUOTA = (
     'pods "demo-decode-2" is forbidden: exceeded quota: gpus, '

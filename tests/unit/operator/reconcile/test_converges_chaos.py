@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from support.operator.convergence_machine import Machine
+from support.operator.simulation.convergence_machine import Machine
 
 EXAMPLES, STEPS = 150, 30
 

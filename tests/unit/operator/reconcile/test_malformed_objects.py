@@ -21,9 +21,9 @@ from baton_operator.builders.free_form_fields import MAX_DEPTH
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
 from baton_operator.plan.plan_members import plan_members
-from support.operator.service_simulation import KEY, NAME, Service
 from support.operator.services import resolved
-from support.operator.simulated_api_server import service_path
+from support.operator.simulation.api_server import service_path
+from support.operator.simulation.service import KEY, NAME, Service
 
 SPEC: Object = {
     "model": {"uri": "hf://o/m"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.operator.service_simulation import Service, settled
+from support.operator.simulation.service import Service, settled
 
 SPEC: dict[str, Any] = {
     "model": {"uri": "file:///m"},

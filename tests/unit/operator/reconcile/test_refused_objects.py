@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton_kube.client import Object
-from support.operator.service_simulation import ROUND_S, Service, settled
-from support.operator.simulated_api_server import Fault
+from support.operator.simulation.api_server import Fault
+from support.operator.simulation.service import ROUND_S, Service, settled
 
 SPEC: Object = {"model": {"uri": "hf://o/m"}, "decode": {"replicas": 1}}
 #: The simulated cluster has no Gateway API.

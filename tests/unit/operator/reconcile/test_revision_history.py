@@ -9,7 +9,7 @@ import pytest
 
 from baton_operator import names
 from baton_operator.revisions import LIMIT, _pod_fields, held_back
-from support.operator.service_simulation import NAME, Service, settled
+from support.operator.simulation.service import NAME, Service, settled
 
 SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}}
 

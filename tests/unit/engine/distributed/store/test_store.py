@@ -29,13 +29,13 @@ from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import LENGTH, MAX_REQUEST_BYTES, StoreAddress
 from pocketkube.ports import free_ports
-from support import engine
+from support.engine import ranks
 from support.waiting import eventually
 
 WAIT_S = 60.0
 AT_ONCE_S = 20.0
 HOST = "127.0.0.1"
-LOOKUPS = Path(engine.__file__).with_name("name_lookups.py")
+LOOKUPS = Path(ranks.__file__).with_name("name_lookups.py")
 
 
 keys = st.sampled_from(["a", "b", "a key"])

@@ -22,8 +22,8 @@ from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import ParallelConfig
 from baton_protocol.sampling import SamplingParams
-from support.engine.expert_ranks import ThreadNetwork, generation, place_experts
 from support.engine.model_cases import DEADLINE_S, Meeting, ThreadGroup, run_threads
+from support.engine.ranks.expert_ranks import ThreadNetwork, generation, place_experts
 from support.engine.step_driver import (
     GREEDY,
     NUM_SWAP_BLOCKS,

@@ -24,7 +24,8 @@ from baton_engine.worker.experts.expert_exchange import plan_transfers, wanted_b
 from baton_engine.worker.experts.expert_weights import Expert, ExpertForm, ExpertKey, ExpertStore
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import ExpertLoads, Generation, Placement
-from support.engine.expert_ranks import (
+from support.engine.model_cases import Meeting, ThreadGroup, load, run_model, run_threads
+from support.engine.ranks.expert_ranks import (
     ThreadNetwork,
     ThreadRank,
     commit_everywhere,
@@ -33,7 +34,6 @@ from support.engine.expert_ranks import (
     prepare_everywhere,
     run_expert_parallel,
 )
-from support.engine.model_cases import Meeting, ThreadGroup, load, run_model, run_threads
 from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,10 +12,10 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from support.operator.service_simulation import WATCHED, Service
-from support.operator.simulated_api_server import Fault
-from support.operator.simulated_nodes import BROKEN
-from support.operator.simulated_watches import Lists
+from support.operator.simulation.api_server import Fault
+from support.operator.simulation.nodes import BROKEN
+from support.operator.simulation.service import WATCHED, Service
+from support.operator.simulation.watches import Lists
 
 SIZES = st.integers(0, 3)
 BOUNDS = st.sampled_from([(0, 1), (1, 0), (2, 0), (1, 1), ("50%", "25%"), (0, "100%")])

@@ -21,9 +21,9 @@ from baton_protocol.topology import (
     TopologyRequest,
     TopologyStatus,
 )
+from support.load import Stream
+from support.parity import assert_right_tokens
 from support.pods import Pod, Pods
-from support.streams import Stream
-from support.token_rule import assert_right_tokens
 from support.waiting import eventually
 
 VOCAB_SIZE = 512

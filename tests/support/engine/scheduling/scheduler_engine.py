@@ -12,8 +12,8 @@ from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
-from support.engine.fake_runner import EOS, FakeConnector, FakeRunner
-from support.engine.scheduler_machine import FakeGrammars
+from support.engine.scheduling.fake_runner import EOS, FakeConnector, FakeRunner
+from support.engine.scheduling.scheduler_machine import FakeGrammars
 
 BLOCK = 4
 

@@ -29,8 +29,8 @@ from pocketkube.apiserver.serving.request import parse_path
 from pocketkube.apiserver.serving.selectors import label_selector
 from pocketkube.apiserver.store import Event
 from support.operator.services import NOW
-from support.operator.simulated_session import SimulatedSession
-from support.operator.simulated_watches import Wire
+from support.operator.simulation.session import SimulatedSession
+from support.operator.simulation.watches import Wire
 
 NAMESPACE = "default"
 SYSTEM = WriteOptions("test")

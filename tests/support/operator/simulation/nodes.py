@@ -10,7 +10,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders.resolved_service import controlled_by
 from baton_operator.observe.observation import member
-from support.operator.simulated_api_server import NAMESPACE, ApiServer
+from support.operator.simulation.api_server import NAMESPACE, ApiServer
 
 #: Environment variable of templates whose pods never become ready.
 BROKEN = {"name": "BROKEN", "value": "1"}

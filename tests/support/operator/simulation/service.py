@@ -27,8 +27,7 @@ from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.observation import member
 from baton_operator.reconcile import Reconciler
 from baton_operator.runtime import Runtime
-from support.operator.service_checks import StepChecks, is_rank
-from support.operator.simulated_api_server import (
+from support.operator.simulation.api_server import (
     NAMESPACE,
     ApiServer,
     Crash,
@@ -36,10 +35,11 @@ from support.operator.simulated_api_server import (
     SimulatedClient,
     service_path,
 )
-from support.operator.simulated_coordinator import Coordinator
-from support.operator.simulated_loop import SimulatedLoop
-from support.operator.simulated_nodes import MEMBER_NAME, Nodes
-from support.operator.simulated_watches import Wire
+from support.operator.simulation.coordinator import Coordinator
+from support.operator.simulation.loop import SimulatedLoop
+from support.operator.simulation.nodes import MEMBER_NAME, Nodes
+from support.operator.simulation.service_checks import StepChecks, is_rank
+from support.operator.simulation.watches import Wire
 
 NAME = "demo"
 KEY = Key(NAMESPACE, NAME)

@@ -15,7 +15,7 @@ from baton_kube.client import KubeError
 from pocketkube.apiserver.serving.selectors import label_selector
 
 if TYPE_CHECKING:
-    from support.operator.simulated_api_server import ApiServer
+    from support.operator.simulation.api_server import ApiServer
 
 
 class SimulatedSession:

@@ -15,8 +15,8 @@ from baton_operator.api.spec_groups import surge_and_unavailable
 from baton_operator.builders.resolved_service import controlled_by
 from baton_operator.observe.observation import member
 from baton_operator.plan.plan_group import STUCK_TERMINATING, Member
-from support.operator.simulated_api_server import ApiServer, SimulatedClient
-from support.operator.simulated_nodes import MEMBER_NAME
+from support.operator.simulation.api_server import ApiServer, SimulatedClient
+from support.operator.simulation.nodes import MEMBER_NAME
 
 #: Members by name.
 Pods = dict[str, Object]

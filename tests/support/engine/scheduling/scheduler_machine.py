@@ -20,8 +20,8 @@ from baton_protocol.block_hash import root_hash
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 from baton_protocol.sampling import StructuredOutput
-from support.block_hashes import hash_blocks
-from support.engine.fake_runner import (
+from support.engine.scheduling.block_hashes import hash_blocks
+from support.engine.scheduling.fake_runner import (
     EOS,
     VOCAB_SIZE,
     FakeConnector,

@@ -1,0 +1,1 @@
+"""Ranks of one group as threads, as processes or under torchrun."""
