@@ -45,7 +45,6 @@ from baton_protocol.messages import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
-    KVEvent,
     PrefillResult,
 )
 
@@ -215,11 +214,12 @@ class Scheduler:
 
         Call it before `update_from_output` of the step, while the model runs.
         """
-        return self.state.grammars.bitmask(
-            entry.request
+        grammars = {
+            entry.request.request_id: entry.request.grammar
             for entry in self._in_flight.get(step.step_id, ())
             if entry.samples and entry.request.grammar is not None and not entry.request.finished
-        )
+        }
+        return self.state.grammars.bitmask(grammars)
 
     def discard(self, step: SchedulerOutput) -> None:
         """Take back the newest step in flight, whose tokens have not run. Later steps run them.
@@ -346,10 +346,6 @@ class Scheduler:
         if reset_running:
             self.preempt_all()
         self.state.kv.reset_prefix_cache()
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call."""
-        return self.state.kv.take_events()
 
     def stats(self) -> EngineStats:
         """Return the counters since start and the current gauges."""
