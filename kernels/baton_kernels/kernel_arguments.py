@@ -19,7 +19,7 @@ class Heads(NamedTuple):
 
 
 class Caches(NamedTuple):
-    """Both caches [num_blocks, num_kv_heads, block_size, head_dim], with last stride 1."""
+    """Both KV caches [num_blocks, num_kv_heads, block_size, head_dim], with last stride 1."""
 
     k_ptr: Tensor
     v_ptr: Tensor
@@ -28,16 +28,3 @@ class Caches(NamedTuple):
     stride_block: int
     stride_head: int
     stride_slot: int
-
-
-class Partials(NamedTuple):
-    """The results of segments, which `join_segments_kernel` joins.
-
-    The kernel writes only `segments_ptr` for a sequence of one segment.
-    """
-
-    #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
-    out_ptr: Tensor
-    sum_ptr: Tensor  #: float32 [items, num_kv_heads, BLOCK_M].
-    max_ptr: Tensor  #: float32, like the sums: base-2 logarithm of the weights' divisor.
-    segments_ptr: Tensor  #: int32 [num_seqs, 2]: first item and segments of each sequence.
