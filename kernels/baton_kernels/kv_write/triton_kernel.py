@@ -48,10 +48,10 @@ def _write_kv_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = (head < num_kv_heads) & (dims < HEAD_DIM)
-    key_row = keys.ptr + token * keys.stride_token + head * keys.stride_head
-    value_row = values.ptr + token * values.stride_token + head * values.stride_head
-    key = tl.load(key_row + dims, mask=mask)
-    value = tl.load(value_row + dims, mask=mask)
+    key = tl.load(keys.ptr + token * keys.stride_token + head * keys.stride_head + dims, mask=mask)
+    value = tl.load(
+        values.ptr + token * values.stride_token + head * values.stride_head + dims, mask=mask
+    )
     dtype = caches.k_ptr.dtype.element_ty
     if caches.key_scale_ptr is not None:
         key = _to_fp8(key, caches.key_scale_ptr, head, head < num_kv_heads, dtype)

@@ -140,7 +140,7 @@ for dtype in ("fp32", "bf16"):
             _rms_norm_kernel, dtype, {"ROWS": 1, "TILE": 4096, "ADD": 1, "ONE_TILE": one_tile}
         )
     halves = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 4}
-    compile_kernel(_rotate_qk_kernel, dtype, halves | {"NORM": 1})
+    compile_kernel(_rotate_qk_kernel, dtype, halves)
     compile_kernel(_silu_and_mul_kernel, dtype, {"TILE": 1024})
 compile_kernel(_copy_blocks_kernel, "i64", {"TILE": 1024})
 compile_kernel(_block_sums_kernel, "i64", {"PERIOD": 8192, "TILE": 1024, "TILES": 4})
