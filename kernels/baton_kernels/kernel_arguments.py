@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
+Pointer = Any  #: A tensor on the host, a pointer in a kernel.
 
 
 class Heads(NamedTuple):
     """A tensor [num_tokens, num_heads, head_dim] with last stride 1."""
 
-    ptr: Any  #: A tensor on the host, a pointer in a kernel.
+    ptr: Pointer
     stride_token: int
     stride_head: int
 
@@ -21,10 +21,10 @@ class Heads(NamedTuple):
 class Caches(NamedTuple):
     """Both KV caches [num_blocks, num_kv_heads, block_size, head_dim], with last stride 1."""
 
-    k_ptr: Tensor
-    v_ptr: Tensor
-    key_scale_ptr: Tensor | None  #: float32 [num_kv_heads]; fp8 caches only.
-    value_scale_ptr: Tensor | None
+    k_ptr: Pointer
+    v_ptr: Pointer
+    key_scale_ptr: Pointer | None  #: float32 [num_kv_heads]; fp8 caches only.
+    value_scale_ptr: Pointer | None
     stride_block: int
     stride_head: int
     stride_slot: int
