@@ -244,8 +244,8 @@ class EngineCore:
             self._outputs += outputs
 
     def take_kv_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call."""
-        return self.scheduler.take_kv_events() if self.config.cache.enable_kv_events else []
+        """Return the changes of the prefix cache since the last call. Empty unless enabled."""
+        return self.scheduler.state.kv.take_events()
 
     # What `PauseControl` needs, see `PausedEngine`
 

@@ -1,6 +1,7 @@
 """Decisions of the scheduler's collaborators.
 
-They return these values, and `RequestLifecycle` applies them.
+They return these values, and `RequestLifecycle` applies them: `Scheduler._apply` selects the method
+while a step is built. `RequestLifecycle.settle` applies `Finished` and `Queued` at any time.
 """
 
 from __future__ import annotations
@@ -84,5 +85,5 @@ class Finished(NamedTuple):
         return cls(request, output)
 
 
-#: Decisions that `Scheduler.schedule()` applies while it builds a step.
-Decision = Admitted | WaitsForPrompt | LoadStarted | Preempted | SwappedOut | Finished
+#: Decisions that are made while a step is built.
+Decision = Admitted | WaitsForPrompt | LoadStarted | Preempted | SwappedOut | SwappedIn | Finished

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 from baton_engine.executor.step import GrammarOutput
@@ -82,16 +82,12 @@ class GrammarQueue:
                     ),
                 )
 
-    def bitmask(self, requests: Iterable[Request]) -> GrammarOutput | None:
-        """Return the tokens allowed next for requests with a grammar, or None if there are none."""
-        rows = [request for request in requests if request.grammar is not None]
-        if not rows:
+    def bitmask(self, grammars: dict[str, Grammar]) -> GrammarOutput | None:
+        """Return the tokens that the grammars of these request ids allow next. None without any."""
+        if not grammars:
             return None
         assert self._manager is not None
-        grammars = [request.grammar for request in rows if request.grammar is not None]
-        return GrammarOutput(
-            [request.request_id for request in rows], self._manager.bitmask(grammars)
-        )
+        return GrammarOutput(list(grammars), self._manager.bitmask(list(grammars.values())))
 
 
 def accept_tokens(request: Request) -> bool:

@@ -7,17 +7,14 @@ request that it already contains.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton_engine.executor.step import BlockCopy
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
-from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.request import BeamGroup, Request
+from baton_engine.scheduling.request import BeamGroup, Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import StepBuilder
-from baton_protocol.messages import ErrorCode, FinishReason
 
 
 @dataclass(slots=True)
@@ -26,7 +23,6 @@ class RunningPlanner:
 
     state: SchedulerState
     preemptor: Preemptor
-    beams: BeamSearches
     #: Running requests of this step whose prompt is not computed.
     _prefills: list[Request] = field(default_factory=list, init=False)
 
@@ -37,22 +33,21 @@ class RunningPlanner:
         """
         prefills = self._prefills
         prefills.clear()
-        in_order = self.state.running.in_order
-        index = 0
-        while index < len(in_order) and step.budget > 0:
-            request = in_order[index]
-            stays = True
+        running = RequestStatus.RUNNING  # reading the enum's member per request takes time
+        for request in self.state.running.values():
+            if step.budget == 0:
+                break
+            if request.status is not running:
+                continue  # preempted for an earlier request
             if request.beams is not None:
-                stays = yield from self._plan_beams(step, request, index)
+                yield from self._plan_beams(step, request, request.beams)
             elif not request.num_in_flight or self._may_follow(request):
                 if request.num_uncomputed_tokens > 1:
                     prefills.append(request)
                 elif step.may_write(request):
                     step.run(request, 1)
                 else:
-                    stays = yield from self._plan_growing(step, request, index)
-            if stays:  # else the next request has moved to this index
-                index += 1
+                    yield from self._plan_decodes(step, request, [request])
         for sequence in prefills:
             if step.budget == 0:
                 break
@@ -95,75 +90,35 @@ class RunningPlanner:
             if other is not sequence
         )
 
-    def _plan_growing(
-        self, step: StepBuilder, request: Request, index: int
-    ) -> Generator[Preempted | SwappedOut, None, bool]:
-        """Run a decode that needs a block. Return False if the request itself was preempted."""
-        while (copies := step.reserve(request, request.num_computed_tokens + 1)) is None:
-            victim = self.preemptor.find_victim(index)
-            if (
-                victim in (None, request)
-                and (loaded := self.preemptor.find_loaded_victim(request)) is not None
-            ):
-                yield Preempted(loaded)
-                continue
-            # It and all requests behind it are PRODUCE requests. It waits for earlier ones to end.
-            if victim is None:
-                return True
-            yield self.preemptor.preempt(victim, beneficiary=request)
-            if victim is request:
-                return False
-        step.run(request, 1, copies)
-        return True
-
     def _plan_beams(
-        self, step: StepBuilder, root: Request, index: int
-    ) -> Generator[Preempted | SwappedOut | Finished, None, bool]:
-        """Run the beams that have not reported, within the budget.
-
-        Returns:
-            False if the search was preempted, or ended.
-        """
-        group = root.beams
-        assert group is not None
+        self, step: StepBuilder, root: Request, group: BeamGroup
+    ) -> Iterator[Preempted | SwappedOut | Finished]:
+        """Run the beams that have not reported, within the budget."""
         beams = [
             beam for beam in group.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight
         ]
         if beams and beams[0].num_uncomputed_tokens > 1:  # a single beam that computes its prompt
             self._prefills += beams
-            return True
-        beams = beams[: step.budget]
-        # All or none: a search is preempted as a whole, and then the step must not contain any of
-        # its beams.
-        while self.beams.num_blocks_needed(beams) > self.state.kv.num_free_blocks:
-            victim = self.preemptor.find_victim(index)
-            assert victim is not None
-            if victim is root and (loaded := self.preemptor.find_loaded_victim(root)) is not None:
-                yield Preempted(loaded)
-            elif victim is root and self._needs_all_memory(group):
-                yield self._out_of_memory(root)
-                return False
-            else:
-                yield self.preemptor.preempt(victim, beneficiary=root)
-                if victim is root:
-                    return False
-        for beam in beams:
-            copies: list[BlockCopy] | None = []
-            if not step.may_write(beam):
-                copies = step.reserve(beam, beam.num_computed_tokens + 1)
-                assert copies is not None, "the blocks were counted"
-            step.run(beam, 1, copies)
-        return True
+        else:
+            yield from self._plan_decodes(step, root, beams[: step.budget])
 
-    def _needs_all_memory(self, group: BeamGroup) -> bool:
-        """Return whether all other blocks are free already."""
-        own = {block.block_id for beam in group.live for block in beam.blocks}
-        return len(own) + self.state.kv.num_free_blocks == self.state.kv.pool.num_blocks
+    def _plan_decodes(
+        self, step: StepBuilder, request: Request, sequences: Sequence[Request]
+    ) -> Iterator[Preempted | SwappedOut | Finished]:
+        """Run one token of each of these sequences of `request`, once all of them have memory.
 
-    def _out_of_memory(self, root: Request) -> Finished:
-        message = (
-            f"beam_width={root.sampling_params.beam_width} has used up all "
-            f"{self.state.kv.pool.num_blocks} KV blocks; "
-            "use fewer beams, fewer tokens or an engine with more KV memory"
-        )
-        return Finished.without_token(root, FinishReason.LENGTH, ErrorCode.LENGTH, message)
+        All or none: a search is preempted as a whole, and then the step must not contain any of its
+        beams.
+        """
+        while not step.has_memory_for(sequences):
+            decision = self.preemptor.preempt_for(request)
+            if decision is None:
+                return
+            yield decision
+            if request.status is not RequestStatus.RUNNING:
+                return
+        for sequence in sequences:
+            end = sequence.num_computed_tokens + 1
+            copies = [] if step.may_write(sequence) else step.reserve(sequence, end)
+            assert copies is not None, "the blocks were counted"
+            step.run(sequence, 1, copies)

@@ -93,33 +93,33 @@ class SwappedRequests:
 
     def __init__(self) -> None:
         #: By the order of their first request. No unit is empty.
-        self.units: list[list[Request]] = []
+        self._units: list[list[Request]] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self.units))
+        return sum(map(len, self._units))
 
     def add(self, unit: list[Request]) -> None:
-        bisect.insort(self.units, unit, key=lambda unit: unit[0].order)
+        bisect.insort(self._units, unit, key=lambda unit: unit[0].order)
 
     def first(self) -> list[Request] | None:
         """Return the unit that is resumed first, or None."""
-        return self.units[0] if self.units else None
+        return self._units[0] if self._units else None
 
     def remove(self, unit: list[Request]) -> None:
-        self.units.remove(unit)
+        self._units.remove(unit)
 
     def discard(self, request: Request) -> None:
         """Remove `request`, if it is swapped."""
-        for unit in self.units:
+        for unit in self._units:
             if request in unit:
                 unit.remove(request)
                 if not unit:
-                    self.units.remove(unit)
+                    self._units.remove(unit)
                 return
 
     def take_all(self) -> list[Request]:
         """Remove and return all requests, in order."""
-        units, self.units = self.units, []
+        units, self._units = self._units, []
         return [request for unit in units for request in unit]
 
 

@@ -24,6 +24,7 @@ from baton_engine.scheduling.decisions import (
     Finished,
     LoadStarted,
     Preempted,
+    SwappedIn,
     SwappedOut,
     WaitsForPrompt,
 )
@@ -44,7 +45,6 @@ from baton_protocol.messages import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
-    KVEvent,
     PrefillResult,
 )
 
@@ -74,7 +74,7 @@ class Scheduler:
         self._num_steps = 0
         self._beams = BeamSearches(state)
         self._preemptor = Preemptor(state)
-        self._planner = RunningPlanner(state, self._preemptor, self._beams)
+        self._planner = RunningPlanner(state, self._preemptor)
         self._admission = Admission(state)
         self._remote_prefill = RemotePrefill(state)
         self._results = StepResults(state, self._beams)
@@ -116,21 +116,23 @@ class Scheduler:
             self._apply(
                 step, self._admission.admit_loaded(step, only_loaded=bool(self.state.swapped))
             )
-        resumed: list[Request] = []
-        for decision in self._preemptor.resume():
-            self._lifecycle.swap_in(step, decision)
-            resumed += decision.requests
-        for request in resumed:
-            self._lifecycle.settle(self._results.advance_beams(request))
-        # A resumed search may free blocks that this step swaps in. A load started now could write
-        # to them first.
-        if unpaused and not self.state.swapped and not resumed:
+        resumed = self._apply(step, self._preemptor.resume())
+        if resumed:
+            # A search whose beams reported while it was swapped advances now. It may free blocks
+            # that this step swaps in. Another swap-in or a load must not write to them too.
+            for request in self.state.running.values():
+                self._lifecycle.settle(self._results.advance_beams(request))
+        elif unpaused and not self.state.swapped:
             self._apply(step, self._admission.admit(step))
-        return bool(resumed)
+        return resumed
 
     def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
-        """Apply each decision before the next is made. Return whether any request was preempted."""
-        preempted = False
+        """Apply each decision before the next is made.
+
+        Returns:
+            Whether any running request lost its memory, or any swapped one got it back.
+        """
+        moved = False
         for decision in decisions:
             match decision:
                 case Admitted(request, sequence):
@@ -143,12 +145,15 @@ class Scheduler:
                 case Finished():
                     self._lifecycle.settle(decision)
                 case Preempted(request):
-                    preempted = True
+                    moved = True
                     self._lifecycle.preempt(request)
                 case SwappedOut():
-                    preempted = True
+                    moved = True
                     self._lifecycle.swap_out(step, decision)
-        return preempted
+                case SwappedIn():
+                    moved = True
+                    self._lifecycle.swap_in(step, decision)
+        return moved
 
     def _end_waits(self) -> bool:
         """Queue requests whose grammar is compiled, or whose group's prompt is computed.
@@ -209,11 +214,12 @@ class Scheduler:
 
         Call it before `update_from_output` of the step, while the model runs.
         """
-        return self.state.grammars.bitmask(
-            entry.request
+        grammars = {
+            entry.request.request_id: entry.request.grammar
             for entry in self._in_flight.get(step.step_id, ())
             if entry.samples and entry.request.grammar is not None and not entry.request.finished
-        )
+        }
+        return self.state.grammars.bitmask(grammars)
 
     def discard(self, step: SchedulerOutput) -> None:
         """Take back the newest step in flight, whose tokens have not run. Later steps run them.
@@ -340,10 +346,6 @@ class Scheduler:
         if reset_running:
             self.preempt_all()
         self.state.kv.reset_prefix_cache()
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call."""
-        return self.state.kv.take_events()
 
     def stats(self) -> EngineStats:
         """Return the counters since start and the current gauges."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.kv_cache.block_pool import Block
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.worker_mirror import WorkerMirror
@@ -48,6 +51,25 @@ class StepBuilder:
             return False
         block = request.blocks[slot]
         return block.ref_count == 1 and block.block_hash is None
+
+    def has_memory_for(self, sequences: Sequence[Request]) -> bool:
+        """Return whether enough blocks are free to write the next position of each sequence.
+
+        Some sequences need a new block, and others a copy of a shared one.
+        """
+        if len(sequences) <= self._kv.num_free_blocks:  # each needs one block at most
+            return True
+        num_blocks = 0
+        writers: Counter[Block] = Counter()
+        for sequence in sequences:
+            slot = sequence.num_computed_tokens // self._block_size
+            if slot < len(sequence.blocks):
+                writers[sequence.blocks[slot]] += 1
+            else:
+                num_blocks += 1
+        # The last holder of a block writes in place.
+        num_blocks += sum(min(count, block.ref_count - 1) for block, count in writers.items())
+        return num_blocks <= self._kv.num_free_blocks
 
     def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
         """Allocate writable blocks for the positions up to `end`.

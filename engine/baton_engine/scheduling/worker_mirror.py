@@ -18,7 +18,7 @@ class WorkerMirror:
         """
         self._send_token_ids = send_token_ids
         #: Sequences that the next step removes from the worker.
-        self.forgotten_ids: list[str] = []
+        self._forgotten_ids: list[str] = []
 
     def send(
         self,
@@ -64,10 +64,10 @@ class WorkerMirror:
     def forget(self, sequence: Request) -> None:
         """Let the next step remove a sequence from the worker, if the worker has it."""
         if sequence.worker.is_known:
-            self.forgotten_ids.append(sequence.request_id)
+            self._forgotten_ids.append(sequence.request_id)
             sequence.worker.is_known = False
 
     def take_forgotten_ids(self) -> list[str]:
         """Return the sequences to remove since the last call."""
-        forgotten_ids, self.forgotten_ids = self.forgotten_ids, []
+        forgotten_ids, self._forgotten_ids = self._forgotten_ids, []
         return forgotten_ids

@@ -105,8 +105,17 @@ def plan_attention(
         launch = plan_launch(query, key_cache, block_tables, len(seq_lens), window, max_seqlen_q)
     elif implementation == "torch":
         gather = GatherPlan(key_cache, block_tables, cu_seqlens_q, seq_lens, window)
-    sequences = (block_tables, cu_seqlens_q, seq_lens)
-    return AttentionPlan(implementation, query.shape, *sequences, window, soft_cap, launch, gather)
+    return AttentionPlan(
+        implementation,
+        query.shape,
+        block_tables,
+        cu_seqlens_q,
+        seq_lens,
+        window,
+        soft_cap,
+        launch,
+        gather,
+    )
 
 
 def paged_attention(
@@ -157,9 +166,17 @@ def paged_attention(
             assert cpu.OPS is not None
             if out is None:
                 out = torch.empty_like(query, memory_format=torch.contiguous_format)
-            sequences = (plan.block_tables, plan.cu_seqlens_q, plan.seq_lens)
             cpu.OPS.paged_attention(
-                out, query, key_cache, value_cache, *sequences, scale, plan.window, plan.soft_cap
+                out,
+                query,
+                key_cache,
+                value_cache,
+                plan.block_tables,
+                plan.cu_seqlens_q,
+                plan.seq_lens,
+                scale,
+                plan.window,
+                plan.soft_cap,
             )
             return out
         case "torch":

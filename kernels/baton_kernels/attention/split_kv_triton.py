@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from baton_kernels.attention.kernel_arguments import Heads, Partials
+from baton_kernels.kernel_arguments import Heads
 
 
 class Batch(NamedTuple):
@@ -19,6 +20,19 @@ class Batch(NamedTuple):
     cu_seqlens_q_ptr: tl.tensor  #: int32 [num_seqs + 1].
     seq_lens_ptr: tl.tensor  #: int32 [num_seqs].
     num_seqs: tl.tensor
+
+
+class Partials(NamedTuple):
+    """The results of segments, which `join_segments_kernel` joins.
+
+    The kernel writes only `segments_ptr` for a sequence of one segment.
+    """
+
+    #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
+    out_ptr: Tensor
+    sum_ptr: Tensor  #: float32 [items, num_kv_heads, BLOCK_M].
+    max_ptr: Tensor  #: float32, like the sums: base-2 logarithm of the weights' divisor.
+    segments_ptr: Tensor  #: int32 [num_seqs, 2]: first item and segments of each sequence.
 
 
 @triton.jit

@@ -23,9 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.attention import split_kv
-from baton_kernels.attention.kernel_arguments import Caches, Heads, Partials
-from baton_kernels.attention.split_kv_triton import Batch, find_segment, join_segments_kernel
+from baton_kernels.attention.split_kv_triton import (
+    Batch,
+    Partials,
+    find_segment,
+    join_segments_kernel,
+)
 from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.kernel_arguments import Caches, Heads
 
 if TYPE_CHECKING:
     from baton_kernels.attention import AttentionPlan
@@ -343,16 +348,19 @@ def plan_launch(
     block_m, kv_tile = max(config["BLOCK_M"], rows), config["KV_TILE"]
     block_q = block_m // group
 
-    items, target_segments, partials = num_seqs + num_tokens // block_q, 0, None
+    target_segments = 0
     if one_block:
         max_tiles = triton.cdiv(block_tables.shape[1] * block_size, kv_tile)
         target_segments = split_kv.target_segments(
             num_seqs, num_kv_heads, max_tiles, _num_sms(query.device), config["PROGRAMS_PER_SM"]
         )
-        items = num_seqs + target_segments
-    if target_segments:
-        rows_of_items = (items, num_kv_heads, block_m)
-        partials = _empty_partials(rows_of_items, head_dim, num_seqs, query.device)
+    items = num_seqs + (target_segments if one_block else num_tokens // block_q)
+    rows_of_items = (items, num_kv_heads, block_m)
+    partials = (
+        _empty_partials(rows_of_items, head_dim, num_seqs, query.device)
+        if target_segments
+        else None
+    )
     shared = {
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.kernel_arguments import Caches, Heads
 
 #: heads: heads per program, a power of two.
 CANDIDATES: list[Configuration] = [
@@ -30,26 +31,15 @@ def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):
 
 @triton.jit
 def _write_kv_kernel(
-    key_ptr,  # [num_tokens, num_kv_heads, head_dim]
-    value_ptr,  # [num_tokens, num_kv_heads, head_dim]
-    key_cache_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
-    value_cache_ptr,  # like key_cache_ptr, same strides
-    slot_mapping_ptr,  # [num_tokens]
-    key_scale_ptr,  # [num_kv_heads]
-    value_scale_ptr,  # [num_kv_heads]
+    keys: Heads,
+    values: Heads,
+    caches: Caches,
+    slot_mapping_ptr,  # int64 [num_tokens]
     num_kv_heads,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_kv_block,
-    stride_kv_head,
-    stride_kv_slot,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
@@ -58,23 +48,22 @@ def _write_kv_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = (head < num_kv_heads) & (dims < HEAD_DIM)
-    key = tl.load(key_ptr + token * stride_key_token + head * stride_key_head + dims, mask=mask)
+    key = tl.load(keys.ptr + token * keys.stride_token + head * keys.stride_head + dims, mask=mask)
     value = tl.load(
-        value_ptr + token * stride_value_token + head * stride_value_head + dims, mask=mask
+        values.ptr + token * values.stride_token + head * values.stride_head + dims, mask=mask
     )
-    if SCALED:
-        key = _to_fp8(key, key_scale_ptr, head, head < num_kv_heads, key_cache_ptr.dtype.element_ty)
-        value = _to_fp8(
-            value, value_scale_ptr, head, head < num_kv_heads, value_cache_ptr.dtype.element_ty
-        )
+    dtype = caches.k_ptr.dtype.element_ty
+    if caches.key_scale_ptr is not None:
+        key = _to_fp8(key, caches.key_scale_ptr, head, head < num_kv_heads, dtype)
+        value = _to_fp8(value, caches.value_scale_ptr, head, head < num_kv_heads, dtype)
     target = (
-        (slot // BLOCK_SIZE) * stride_kv_block
-        + head * stride_kv_head
-        + (slot % BLOCK_SIZE) * stride_kv_slot
+        (slot // BLOCK_SIZE) * caches.stride_block
+        + head * caches.stride_head
+        + (slot % BLOCK_SIZE) * caches.stride_slot
         + dims
     )
-    tl.store(key_cache_ptr + target, key.to(key_cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(value_cache_ptr + target, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(caches.k_ptr + target, key.to(dtype), mask=mask)
+    tl.store(caches.v_ptr + target, value.to(dtype), mask=mask)
 
 
 def write_kv_triton(
@@ -103,8 +92,9 @@ def write_kv_triton(
         )
     if num_tokens == 0:
         return
-    scaled = key_cache.dtype == torch.float8_e4m3fn
-    if scaled and (key_scale is None or value_scale is None):
+    if key_cache.dtype != torch.float8_e4m3fn:
+        key_scale = value_scale = None
+    elif key_scale is None or value_scale is None:
         key_scale = value_scale = torch.ones(num_kv_heads, dtype=torch.float32, device=key.device)
     head_dim_padded = triton.next_power_of_2(head_dim)
     heads = min(triton.next_power_of_2(num_kv_heads), max(1024 // head_dim_padded, 1))
@@ -113,25 +103,14 @@ def write_kv_triton(
         "kv_write", shape_class(num_tokens, num_kv_heads, head_dim), key.device, default
     )
     _write_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, config["heads"]))](
-        key,
-        value,
-        key_cache,
-        value_cache,
+        Heads(key, *key.stride()[:2]),
+        Heads(value, *value.stride()[:2]),
+        Caches(key_cache, value_cache, key_scale, value_scale, *key_cache.stride()[:3]),
         slot_mapping,
-        key_scale if scaled else slot_mapping,
-        value_scale if scaled else slot_mapping,
         num_kv_heads,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=key_cache.shape[2],
         HEADS=config["heads"],
-        SCALED=scaled,
         num_warps=config["num_warps"],
     )

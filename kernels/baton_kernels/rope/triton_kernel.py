@@ -30,8 +30,8 @@ def _rotate_qk_kernel(
     qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     cos_ptr,  # [num_tokens, head_dim / 2]
     sin_ptr,  # [num_tokens, head_dim / 2]
-    q_weight_ptr,  # [head_dim]
-    k_weight_ptr,  # [head_dim]
+    q_weight_ptr,  # [head_dim]; None: no norm
+    k_weight_ptr,  # like q_weight_ptr
     eps,
     stride_qkv_token,
     stride_cos_token,
@@ -41,7 +41,6 @@ def _rotate_qk_kernel(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
-    NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -52,7 +51,7 @@ def _rotate_qk_kernel(
     first = tl.load(source, mask=mask, other=0.0)  # [HEADS, HALF_PADDED]
     second = tl.load(source + HALF, mask=mask, other=0.0)
     dtype = q_ptr.dtype.element_ty
-    if NORM:
+    if q_weight_ptr is not None:
         first_wide, second_wide = first.to(tl.float32), second.to(tl.float32)
         squares = tl.sum(first_wide * first_wide + second_wide * second_wide, axis=1)
         factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
@@ -101,15 +100,14 @@ def rotate_qk_triton(
         return q, k
     default = {"heads": 4 if num_tokens <= 256 else 8, "num_warps": 2}
     config = configuration("rope", shape_class(num_tokens, head_dim), qkv.device, default)
-    norm = q_weight is not None and k_weight is not None
     _rotate_qk_kernel[(num_tokens, triton.cdiv(num_heads + num_kv_heads, config["heads"]))](
         q,
         k,
         qkv,
         cos,
         sin,
-        q_weight if norm else qkv,
-        k_weight if norm else qkv,
+        q_weight,
+        k_weight,
         eps,
         qkv.stride(0),
         cos.stride(0),
@@ -119,7 +117,6 @@ def rotate_qk_triton(
         HALF=head_dim // 2,
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         HEADS=config["heads"],
-        NORM=norm,
         num_warps=config["num_warps"],
     )
     return q, k

@@ -131,20 +131,21 @@ def compile_kernel(
     return compiled
 
 
+NO_SCALES = {"key_scale_ptr": None, "value_scale_ptr": None}
 for dtype in ("fp32", "bf16"):
     heads = {"HEAD_DIM": 128, "HEAD_DIM_PADDED": 128, "BLOCK_SIZE": 16}
-    compile_kernel(_write_kv_kernel, dtype, heads | {"HEADS": 8, "SCALED": 0})
+    compile_kernel(_write_kv_kernel, dtype, heads | {"HEADS": 8} | NO_SCALES)
     for one_tile in (0, 1):
         compile_kernel(
             _rms_norm_kernel, dtype, {"ROWS": 1, "TILE": 4096, "ADD": 1, "ONE_TILE": one_tile}
         )
     halves = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 4}
-    compile_kernel(_rotate_qk_kernel, dtype, halves | {"NORM": 1})
+    compile_kernel(_rotate_qk_kernel, dtype, halves)
     compile_kernel(_silu_and_mul_kernel, dtype, {"TILE": 1024})
 compile_kernel(_copy_blocks_kernel, "i64", {"TILE": 1024})
 compile_kernel(_block_sums_kernel, "i64", {"PERIOD": 8192, "TILE": 1024, "TILES": 4})
-fp8_cache = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
-compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8, "SCALED": 1}, fp8_cache)
+fp8_cache = dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv")
+compile_kernel(_write_kv_kernel, "bf16", heads | {"HEADS": 8}, fp8_cache)
 
 
 partials = dict.fromkeys(("out_ptr", "sum_ptr", "max_ptr"), "*fp32")
@@ -188,7 +189,6 @@ def compile_attention(
 
 NO_WINDOW = {"WINDOW": 0}
 NO_SPLIT = {"partials": None}
-NO_SCALES = {"key_scale_ptr": None, "value_scale_ptr": None}
 NO_CAP = {"soft_cap": None}
 PLAIN = NO_WINDOW | NO_SCALES | NO_CAP
 for head_dim in (64, 128, 256):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton_engine.scheduling.groups.beam_search import (
@@ -129,24 +127,6 @@ class BeamSearches:
         for index, parent in enumerate(parents):
             if index not in reused:
                 self._end(parent)
-
-    def num_blocks_needed(self, beams: Iterable[Request]) -> int:
-        """Count the blocks for one more token of each beam: new ones, and copies of shared ones."""
-        num_blocks = 0
-        writers: Counter[int] = Counter()
-        holders: dict[int, int] = {}
-        for beam in beams:
-            slot = beam.num_computed_tokens // self.state.kv.block_size
-            if slot >= len(beam.blocks):
-                num_blocks += 1
-            else:
-                block = beam.blocks[slot]
-                writers[block.block_id] += 1
-                holders[block.block_id] = block.ref_count
-        # The last holder of a block writes in place.
-        return num_blocks + sum(
-            min(count, holders[block_id] - 1) for block_id, count in writers.items()
-        )
 
     def _fork(self, root: Request, group: BeamGroup, parent: Beam) -> Beam:
         child = _new_beam(root, group, parent.token_ids)

@@ -7,8 +7,9 @@ import torch
 
 from baton_kernels.attention import paged_attention, split_kv, split_kv_triton
 from baton_kernels.attention import triton_kernel as kernel_file
-from baton_kernels.attention.kernel_arguments import Heads, Partials
+from baton_kernels.attention.split_kv_triton import Partials
 from baton_kernels.configurations import Configuration, answering
+from baton_kernels.kernel_arguments import Heads
 from support.kernels.paged_cases import (
     PagedCase,
     assert_attends,
