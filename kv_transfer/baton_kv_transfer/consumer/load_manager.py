@@ -206,8 +206,9 @@ class LoadManager:
         expected, heads = load.first_worker.ranks[rank].heads, peer.ranks[peer.rank].heads
         if (peer.rank, heads) != (rank, expected):
             why = (
-                f"{peer.name} is worker {peer.rank} with {heads}. "
-                f"{load.first_worker.name} named it worker {rank} with {expected}"
+                f"{peer.name} is worker {peer.rank} with KV heads [{heads.first}, {heads.end}), "
+                f"{load.first_worker.name} names worker {rank} with "
+                f"[{expected.first}, {expected.end})"
             )
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return

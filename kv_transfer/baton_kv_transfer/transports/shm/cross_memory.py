@@ -70,18 +70,10 @@ class Process:
         self._poller = select.poll()
         self._poller.register(self.pidfd, select.POLLIN)
         try:
-            self.check()
+            self.read(b"", b"", 0)  # only the cell
         except CopyError:
             self.close()
             raise
-
-    def check(self) -> None:
-        """Check that its memory may be read.
-
-        Raises:
-            CopyError: it may not.
-        """
-        self.read(b"", b"", 0)
 
     def read(self, local: bytes, remote: bytes, nbytes: int) -> None:
         """Copy runs of the process to runs here, pairwise.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_kv_transfer.connector import FailureReason, LoadResult
-from baton_kv_transfer.memory.layout import HeadRange, RankAddress
+from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.side_channel import (
     Cancelled,
     Pending,
@@ -20,7 +20,6 @@ from baton_kv_transfer.side_channel import (
 )
 from support.kv_transfer.consumer_rig import (
     BLOCK_NBYTES,
-    HOST,
     Rig,
     Worker,
     failures,
@@ -279,21 +278,6 @@ def test_a_worker_loads_its_own_heads_from_a_larger_worker(
     rig.deliver(worker, worker.published(subscribe, [0, 1], last=True))
     assert rig.results == {"t": LoadResult(2)}
     assert rig.stats.bytes_received == BLOCK_NBYTES
-
-
-def test_a_worker_with_other_heads_than_the_first_one_named_fails_the_load(
-    made: Callable[[Any], Any],
-) -> None:
-    rig = made(Rig(heads=HeadRange(2, 2), engine=[HeadRange(0, 2), HeadRange(2, 2)]))
-    first, second = made([Worker("P", 0, HeadRange(0, 2)), Worker("P", 1, HeadRange(1, 3))])
-    named = RankAddress(HOST, second.port, HeadRange(2, 2))
-    first.ranks = [*first.ranks, named]
-    second.ranks = [RankAddress(HOST, first.port, HeadRange(0, 1)), *second.ranks]
-    rig.begin("t", first, [5])
-    for worker in (first, second):
-        rig.shake_hands(worker)
-    assert str(named.heads) in rig.results["t"].error
-    assert failures(rig) == {FailureReason.PROTOCOL: 1}
 
 
 def test_only_workers_with_common_heads_are_used(made: Callable[[Any], Any]) -> None:
