@@ -81,13 +81,16 @@ class LoadManager:
         return self._loads.get(transfer_id)
 
     def begin(self, request: LoadRequest, first_worker: Peer, now: float) -> None:
+        num_blocks = len(request.block_ids)
+        has_fitting_blocks = 0 < num_blocks <= self._memory.num_slots
         load = Load(
             request,
             generation=1 + secrets.randbelow(2**63 - 1),
             first_worker=first_worker,
             started=now,
-            push=self._context.config.mode == "push",
-            missing=np.zeros(len(request.block_ids), dtype=np.int32),
+            # Blocks that never fit at once are read in parts.
+            push=self._context.config.mode == "push" and has_fitting_blocks,
+            missing=np.zeros(num_blocks, dtype=np.int32),
         )
         self._loads[request.transfer_id] = load
         self.advance(load, now)
@@ -212,12 +215,10 @@ class LoadManager:
             )
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        if load.num_blocks and load.push and load.slots is None and not self._accept(load):
+        if load.push and load.slots is None and not self._accept(load):
             return  # tried again at each step, until its deadline
-        rank_transfer.state = (
-            RankTransferState.OPEN if load.slots is None else RankTransferState.PUSHING
-        )
-        self._progress(rank_transfer, now)
+        rank_transfer.state = RankTransferState.PUSHING if load.push else RankTransferState.OPEN
+        self._record_progress(rank_transfer, now)
         if load.num_blocks == 0:
             return
         peer.next_heartbeat = min(peer.next_heartbeat, now + self.heartbeat_s(peer))
@@ -239,10 +240,6 @@ class LoadManager:
 
         The oldest load goes first.
         """
-        if load.num_blocks > self._memory.num_slots:
-            # Its blocks never fit at once. They are read in parts.
-            load.push = False
-            return True
         self._want_slots.setdefault(load.transfer_id, load)
         if next(iter(self._want_slots.values())) is load:
             load.slots = self._memory.accept(load.request.block_ids)
@@ -354,7 +351,7 @@ class LoadManager:
     ) -> None:
         load, request, new = rank_transfer.load, rank_transfer.load.request, []
         is_pushing = rank_transfer.state is RankTransferState.PUSHING
-        if message.written and load.slots is not None and not is_pushing:
+        if message.written and load.push and not is_pushing:
             why = f"{rank_transfer.peer.name} wrote blocks after it had sent RELEASED"
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
@@ -377,7 +374,7 @@ class LoadManager:
             rank_transfer.checksums[position] = block.checksum
             new.append(position)
         if new or (message.last and not rank_transfer.last):
-            self._progress(rank_transfer, now)
+            self._record_progress(rank_transfer, now)
         if message.last:
             rank_transfer.last = True
             num_published = int((rank_transfer.slots_there >= 0).sum())
@@ -394,7 +391,7 @@ class LoadManager:
 
     def on_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
         """Handle a verified batch. A block that differed twice fails the load."""
-        self._progress(rank_transfer, now)
+        self._record_progress(rank_transfer, now)
         if wrong:
             load = rank_transfer.load
             index = load.request.first_block_index + wrong[0]
@@ -414,5 +411,5 @@ class LoadManager:
                         rank_transfer.deadline, min(now + self._load_timeout_s, limit)
                     )
 
-    def _progress(self, rank_transfer: RankTransfer, now: float) -> None:
+    def _record_progress(self, rank_transfer: RankTransfer, now: float) -> None:
         rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s

@@ -163,13 +163,14 @@ class Load:
     generation: int
     first_worker: Peer
     started: float
+    #: The producer writes the blocks to `slots`. False: they are read.
     push: bool
     #: [num_blocks]: number of per-rank transfers that have not verified the block. Valid once the
     #: load has per-rank transfers.
     missing: NDArray[np.int32]
     state: LoadState = LoadState.HANDSHAKE
     rank_transfers: list[RankTransfer] = field(default_factory=list)
-    #: With push: a slot per block, from the first SUBSCRIBE to the end.
+    #: With push: a slot per block, from the first SUBSCRIBE to the end of the load.
     slots: list[int] | None = None
     drain_deadline: float = 0.0
     #: None: no failure so far.
