@@ -154,11 +154,17 @@ class Agent(abc.ABC):
 
         Raises:
             ValueError: a region is empty, or the transport does not move memory of this type here.
+            TransportError: the agent is closed, or its thread does not answer.
         """
 
     @abc.abstractmethod
     def deregister_memory(self, dereg_list: RegDescs) -> None:
-        """End peers' transfers of this memory. Transfers of this agent must have ended before."""
+        """End peers' transfers of this memory. Transfers of this agent must have ended before.
+
+        Raises:
+            TransportError: the agent is closed, or its thread does not answer. Without an answer,
+                peers may still reach the memory.
+        """
 
     @abc.abstractmethod
     def get_agent_metadata(self) -> bytes:
@@ -315,7 +321,8 @@ class Agent(abc.ABC):
         NIXL has no such function.
 
         Raises:
-            TransportError: the agent is closed.
+            TransportError: the agent is closed, or its thread does not answer. Without an answer,
+                peers may still reach the memory.
         """
 
     @abc.abstractmethod

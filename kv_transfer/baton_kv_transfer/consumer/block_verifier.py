@@ -123,7 +123,7 @@ class BlockVerifier:
                 assert peer.blocks is not None
                 rank_transfer = batch.rank_transfer
                 ours, theirs = (
-                    self._context.local_slots(rank_transfer.heads),
+                    self._context.local_slots(rank_transfer.shared.heads),
                     rank_transfer.slots_there[batch.positions],
                 )
                 try:
@@ -172,7 +172,7 @@ class BlockVerifier:
         if load.state is not LoadState.LOADING:
             self._discard(batch)
             return
-        word_sums = self._memory.block_sums(batch.slots, rank_transfer.heads).tolist()
+        word_sums = self._memory.block_sums(batch.slots, rank_transfer.shared.heads).tolist()
         right, right_slots, wrong = [], [], []
         for position, slot, word_sum in zip(batch.positions, batch.slots, word_sums, strict=True):
             computed = checksum.bind(
@@ -180,7 +180,7 @@ class BlockVerifier:
                 transfer_id=load.transfer_id,
                 generation=load.generation,
                 chain_hash=load.request.block_hashes[position],
-                heads=rank_transfer.heads,
+                heads=rank_transfer.shared.heads,
             )
             if computed == rank_transfer.checksums[position]:
                 right.append(position)
@@ -191,7 +191,7 @@ class BlockVerifier:
             self._memory.commit(
                 right_slots,
                 [load.request.block_ids[position] for position in right],
-                rank_transfer.heads,
+                rank_transfer.shared.heads,
             )
             load.missing[right] -= 1
             rank_transfer.num_verified += len(right)

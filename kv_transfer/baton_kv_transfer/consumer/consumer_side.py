@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -23,7 +24,7 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult, LoadWait
 from baton_kv_transfer.consumer.block_verifier import BlockVerifier
 from baton_kv_transfer.consumer.load_manager import LoadManager
-from baton_kv_transfer.consumer.load_state import LoadState, RankTransferState
+from baton_kv_transfer.consumer.load_state import LoadState
 from baton_kv_transfer.consumer.peer import Peer
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
@@ -194,7 +195,7 @@ class ConsumerSide:
         if len(draining) == len(self._loads):
             for load in draining:
                 for rank_transfer in load.rank_transfers:
-                    if rank_transfer.quarantined and rank_transfer.peer.error:
+                    if rank_transfer.may_write and rank_transfer.peer.error:
                         return f"transfer {load.transfer_id}: {rank_transfer.peer.error}"
         return ""
 
@@ -213,7 +214,7 @@ class ConsumerSide:
             )
             for rank_transfer in load.rank_transfers:
                 self._loads.release(rank_transfer)
-                rank_transfer.quarantined = False
+                rank_transfer.end_writes()
             self._loads.advance(load, now)
         for peer in self._peers:
             self._peers.remove(peer)
@@ -226,24 +227,16 @@ class ConsumerSide:
         due = [peer for peer in self._peers if peer.is_ready and now >= peer.next_heartbeat]
         if not due:
             return
-        expected: dict[Peer, list[str]] = {}
+        transfer_ids: dict[Peer, list[str]] = defaultdict(list)
         for transfer_id, first in self._expected.items():
             workers, _ = self._loads.connect_workers(first, now)
             for peer in workers.values():
-                expected.setdefault(peer, []).append(transfer_id)
-        rank_transfers = [
-            rank_transfer
-            for load in self._loads
-            for rank_transfer in load.rank_transfers
-            if rank_transfer.state is not RankTransferState.RELEASED
-        ]
+                transfer_ids[peer].append(transfer_id)
+        for load in self._loads:
+            for rank_transfer in load.rank_transfers:
+                if not rank_transfer.is_released:
+                    transfer_ids[rank_transfer.peer].append(load.transfer_id)
         for peer in due:
             peer.next_heartbeat = now + self._loads.heartbeat_s(peer)
-            transfer_ids = [
-                rank_transfer.load.transfer_id
-                for rank_transfer in rank_transfers
-                if rank_transfer.peer is peer
-            ]
-            transfer_ids += expected.get(peer, [])
-            if transfer_ids:
-                peer.send(side_channel.Heartbeat(transfer_ids))
+            if transfer_ids[peer]:
+                peer.send(side_channel.Heartbeat(transfer_ids[peer]))

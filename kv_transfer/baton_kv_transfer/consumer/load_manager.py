@@ -11,7 +11,13 @@ import zmq
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult
 from baton_kv_transfer.consumer.block_verifier import BlockVerifier
-from baton_kv_transfer.consumer.load_state import Load, LoadState, RankTransfer, RankTransferState
+from baton_kv_transfer.consumer.load_state import (
+    Load,
+    LoadState,
+    RankTransfer,
+    RankTransferState,
+    SharedHeads,
+)
 from baton_kv_transfer.consumer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
@@ -75,13 +81,16 @@ class LoadManager:
         return self._loads.get(transfer_id)
 
     def begin(self, request: LoadRequest, first_worker: Peer, now: float) -> None:
+        num_blocks = len(request.block_ids)
+        has_fitting_blocks = 0 < num_blocks <= self._memory.num_slots
         load = Load(
             request,
             generation=1 + secrets.randbelow(2**63 - 1),
             first_worker=first_worker,
             started=now,
-            push=self._context.config.mode == "push",
-            missing=np.zeros(len(request.block_ids), dtype=np.int32),
+            # Blocks that never fit at once are read in parts.
+            push=self._context.config.mode == "push" and has_fitting_blocks,
+            missing=np.zeros(num_blocks, dtype=np.int32),
         )
         self._loads[request.transfer_id] = load
         self.advance(load, now)
@@ -119,6 +128,7 @@ class LoadManager:
         for load in self._loads.values():
             if load.state is LoadState.DRAINING:
                 deadlines.append(load.drain_deadline)
+                continue
             deadlines += [
                 rank_transfer.deadline
                 for rank_transfer in load.rank_transfers
@@ -153,9 +163,7 @@ class LoadManager:
                     and rank_transfer.peer.is_ready
                 ):
                     self._subscribe(rank_transfer, now)
-                if rank_transfer.is_complete and (
-                    rank_transfer.is_last_write_over or not rank_transfer.quarantined
-                ):
+                if rank_transfer.is_complete and not rank_transfer.may_write:
                     self.release(rank_transfer)  # also while other ranks go on
             if all(rank_transfer.is_complete for rank_transfer in load.rank_transfers):
                 load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
@@ -177,18 +185,14 @@ class LoadManager:
             self.fail(load, FailureReason.PEER_LOST, error, now)
             return
         for rank, peer in workers.items():
-            theirs = first.ranks[rank].heads
-            shared = heads.overlap(theirs)
-            subscribers = [ours for ours in self._worker_heads if ours.overlap(theirs).count]
+            shared = SharedHeads.between(first.ranks[rank].heads, heads, self._worker_heads)
             load.rank_transfers.append(
                 RankTransfer(
                     load,
                     peer,
                     rank,
                     shared,
-                    block_nbytes=shared.count * self._memory.layout.head_nbytes,
-                    subscriber=subscribers.index(heads),
-                    num_subscribers=len(subscribers),
+                    block_nbytes=shared.heads.count * self._memory.layout.head_nbytes,
                     last_block=now,
                     deadline=now + self._load_timeout_s,
                     slots_there=np.full(load.num_blocks, -1, dtype=np.int64),
@@ -201,32 +205,31 @@ class LoadManager:
 
     def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
         """Send SUBSCRIBE to a ready worker. A load without blocks sends only RELEASE, later."""
-        load, peer = rank_transfer.load, rank_transfer.peer
-        heads = self._memory.layout.heads.overlap(peer.ranks[peer.rank].heads)
-        if (peer.rank, heads) != (rank_transfer.rank, rank_transfer.heads):
+        load, peer, rank = rank_transfer.load, rank_transfer.peer, rank_transfer.rank
+        expected, heads = load.first_worker.ranks[rank].heads, peer.ranks[peer.rank].heads
+        if (peer.rank, heads) != (rank, expected):
             why = (
-                f"{peer.name} is worker {peer.rank} with heads {heads}, "
-                f"not {rank_transfer.rank} with {rank_transfer.heads}"
+                f"{peer.name} is worker {peer.rank} with KV heads [{heads.first}, {heads.end}), "
+                f"{load.first_worker.name} names worker {rank} with "
+                f"[{expected.first}, {expected.end})"
             )
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        if load.num_blocks and load.push and load.slots is None and not self._accept(load):
+        if load.push and load.slots is None and not self._accept(load):
             return  # tried again at each step, until its deadline
-        rank_transfer.state = RankTransferState.OPEN
-        rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s
+        rank_transfer.state = RankTransferState.PUSHING if load.push else RankTransferState.OPEN
+        self._record_progress(rank_transfer, now)
         if load.num_blocks == 0:
             return
-        rank_transfer.quarantined = load.push
-        rank_transfer.peer.next_heartbeat = min(
-            rank_transfer.peer.next_heartbeat, now + self.heartbeat_s(rank_transfer.peer)
-        )
-        rank_transfer.peer.send(
+        peer.next_heartbeat = min(peer.next_heartbeat, now + self.heartbeat_s(peer))
+        shared = rank_transfer.shared
+        peer.send(
             side_channel.Subscribe(
                 load.transfer_id,
                 load.generation,
-                rank_transfer.heads,
-                rank_transfer.subscriber,
-                rank_transfer.num_subscribers,
+                shared.heads,
+                shared.subscriber,
+                shared.num_subscribers,
                 load.request.first_block_index,
                 load.slots,
             )
@@ -237,10 +240,6 @@ class LoadManager:
 
         The oldest load goes first.
         """
-        if load.num_blocks > self._memory.num_slots:
-            # Its blocks never fit at once. They are read in parts.
-            load.push = False
-            return True
         self._want_slots.setdefault(load.transfer_id, load)
         if next(iter(self._want_slots.values())) is load:
             load.slots = self._memory.accept(load.request.block_ids)
@@ -254,20 +253,20 @@ class LoadManager:
         Before SUBSCRIBE was sent, RELEASE is queued only if the peer is ready.
         """
         if (
-            rank_transfer.state is RankTransferState.RELEASED
+            rank_transfer.is_released
             or rank_transfer.num_batches
-            or not (rank_transfer.state is RankTransferState.OPEN or rank_transfer.peer.is_ready)
+            or not (rank_transfer.is_open or rank_transfer.peer.is_ready)
         ):
             return
-        rank_transfer.state = RankTransferState.RELEASED
-        if rank_transfer.is_complete and rank_transfer.is_last_write_over:
-            rank_transfer.quarantined = False
-        load = rank_transfer.load
+        rank_transfer.state = (
+            RankTransferState.QUARANTINE if rank_transfer.may_write else RankTransferState.ENDED
+        )
+        load, shared = rank_transfer.load, rank_transfer.shared
         release = side_channel.Release(
             load.transfer_id,
             load.generation,
-            rank_transfer.subscriber,
-            rank_transfer.num_subscribers,
+            shared.subscriber,
+            shared.num_subscribers,
             completed=rank_transfer.is_complete,
         )
         self._releases.append((rank_transfer.peer, release))
@@ -337,11 +336,11 @@ class LoadManager:
             return  # an earlier load of this transfer
         match message:
             case side_channel.Publish() if (
-                load.state is LoadState.LOADING and rank_transfer.state is RankTransferState.OPEN
+                load.state is LoadState.LOADING and rank_transfer.is_open
             ):
                 self._handle_publish(rank_transfer, message, now)
             case side_channel.Released():
-                rank_transfer.quarantined = False
+                rank_transfer.end_writes()
             case side_channel.Cancelled(reason=reason):
                 self.fail(
                     load, FailureReason.PRODUCER_CANCELLED, reason[:MAX_REASON_CHARACTERS], now
@@ -351,7 +350,8 @@ class LoadManager:
         self, rank_transfer: RankTransfer, message: side_channel.Publish, now: float
     ) -> None:
         load, request, new = rank_transfer.load, rank_transfer.load.request, []
-        if message.written and load.slots is not None and not rank_transfer.quarantined:
+        is_pushing = rank_transfer.state is RankTransferState.PUSHING
+        if message.written and load.push and not is_pushing:
             why = f"{rank_transfer.peer.name} wrote blocks after it had sent RELEASED"
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
@@ -374,15 +374,16 @@ class LoadManager:
             rank_transfer.checksums[position] = block.checksum
             new.append(position)
         if new or (message.last and not rank_transfer.last):
-            self._progress(rank_transfer, now)
+            self._record_progress(rank_transfer, now)
         if message.last:
             rank_transfer.last = True
-            if (num := rank_transfer.num_published) < load.num_blocks:
+            num_published = int((rank_transfer.slots_there >= 0).sum())
+            if num_published < load.num_blocks:
                 name = rank_transfer.peer.name
-                why = f"{name} published {num} of the {load.num_blocks} requested blocks"
+                why = f"{name} published {num_published} of the {load.num_blocks} requested blocks"
                 self.fail(load, FailureReason.OTHER_PROMPT, why, now)
                 return
-        if message.written and load.slots is not None:
+        if message.written and is_pushing:
             rank_transfer.num_written += len(new)
             self._blocks.written(rank_transfer, new)
         else:
@@ -390,7 +391,7 @@ class LoadManager:
 
     def on_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
         """Handle a verified batch. A block that differed twice fails the load."""
-        self._progress(rank_transfer, now)
+        self._record_progress(rank_transfer, now)
         if wrong:
             load = rank_transfer.load
             index = load.request.first_block_index + wrong[0]
@@ -404,11 +405,11 @@ class LoadManager:
         for transfer_id in transfer_ids:
             load = self._loads.get(transfer_id)
             for rank_transfer in load.rank_transfers if load is not None else ():
-                if rank_transfer.peer is peer and rank_transfer.state is RankTransferState.OPEN:
+                if rank_transfer.peer is peer and rank_transfer.is_open:
                     limit = rank_transfer.last_block + max_pending_s
                     rank_transfer.deadline = max(
                         rank_transfer.deadline, min(now + self._load_timeout_s, limit)
                     )
 
-    def _progress(self, rank_transfer: RankTransfer, now: float) -> None:
+    def _record_progress(self, rank_transfer: RankTransfer, now: float) -> None:
         rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s

@@ -15,15 +15,25 @@ Load
 
 Per-rank transfer
 
-    HANDSHAKE  connects to its worker; with push it also waits for slots
-    OPEN       SUBSCRIBE was sent
-    RELEASED   RELEASE was sent, or the worker is lost. With push the slots stay in quarantine until
-               the worker confirms, or until a fence cuts it off.
+    HANDSHAKE   connects to its worker; with push it also waits for slots
+    OPEN        SUBSCRIBE was sent. The worker does not write here.
+    PUSHING     SUBSCRIBE was sent with slots: the worker may write to them
+    QUARANTINE  RELEASE was sent, or the worker is lost. The worker may still write to the slots.
+    ENDED       RELEASE was sent, or the worker is lost. The worker cannot write.
+
+    HANDSHAKE  -> OPEN, PUSHING  the worker is ready and, with push, the load has its slots
+    PUSHING    -> OPEN           RELEASED was received: the worker confirms the end of its writes
+    OPEN       -> ENDED          all blocks are verified, or the load has failed
+    PUSHING    -> ENDED          all blocks are verified, and nothing is left to write
+    PUSHING    -> QUARANTINE     the load is DRAINING, and the worker may still write
+    QUARANTINE -> ENDED          RELEASED was received, or a fence cut the worker off
+    HANDSHAKE  -> ENDED          the load is DRAINING, and the worker is ready
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +53,32 @@ class LoadState(enum.Enum):
 class RankTransferState(enum.Enum):
     HANDSHAKE = enum.auto()
     OPEN = enum.auto()
-    RELEASED = enum.auto()
+    PUSHING = enum.auto()
+    QUARANTINE = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedHeads:
+    """Heads that a worker of the producer shares with this worker. See side_channel.Subscribe."""
+
+    heads: HeadRange
+    subscriber: int
+    num_subscribers: int
+
+    @classmethod
+    def between(
+        cls, theirs: HeadRange, ours: HeadRange, engine: Sequence[HeadRange]
+    ) -> SharedHeads:
+        """Compare the heads of two workers.
+
+        Args:
+            theirs: heads of the producer's worker.
+            ours: heads of this worker.
+            engine: heads of all workers of this engine.
+        """
+        subscribers = [heads for heads in engine if heads.overlap(theirs).count]
+        return cls(ours.overlap(theirs), subscribers.index(ours), len(subscribers))
 
 
 @dataclass(slots=True, eq=False)
@@ -57,14 +92,9 @@ class RankTransfer:
     peer: Peer
     #: Rank of the producer's worker.
     rank: int
-    #: Heads that both workers have.
-    heads: HeadRange
-    #: Bytes of these heads in a block.
+    shared: SharedHeads
+    #: Bytes of the shared heads in a block.
     block_nbytes: int
-    #: As in side_channel.Subscribe.
-    subscriber: int
-    #: As in side_channel.Subscribe.
-    num_subscribers: int
     #: Time at which blocks were last published or verified.
     last_block: float
     #: Time at which the load fails. Blocks and PENDING extend it.
@@ -85,8 +115,16 @@ class RankTransfer:
     num_written: int = 0
     #: PUBLISH(last) was received.
     last: bool = False
-    #: The producer's worker may write to the load's slots.
-    quarantined: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """SUBSCRIBE was sent, and RELEASE was not."""
+        return self.state in (RankTransferState.OPEN, RankTransferState.PUSHING)
+
+    @property
+    def is_released(self) -> bool:
+        """RELEASE was sent, or the worker is lost."""
+        return self.state in (RankTransferState.QUARANTINE, RankTransferState.ENDED)
 
     @property
     def is_complete(self) -> bool:
@@ -96,22 +134,25 @@ class RankTransfer:
         )
 
     @property
-    def is_last_write_over(self) -> bool:
-        """The producer's worker has nothing left to write."""
-        return self.last or self.num_written == len(self.checksums)
-
-    @property
-    def num_published(self) -> int:
-        return int((self.slots_there >= 0).sum())
+    def may_write(self) -> bool:
+        """The worker may write to the load's slots."""
+        is_last_write_over = self.last or self.num_written == len(self.checksums)
+        return self.state is RankTransferState.QUARANTINE or (
+            self.state is RankTransferState.PUSHING
+            and not (self.is_complete and is_last_write_over)
+        )
 
     @property
     def is_settled(self) -> bool:
         """No read or write of this transfer can reach this engine's memory any more."""
-        return (
-            self.state is not RankTransferState.OPEN
-            and self.num_batches == 0
-            and not self.quarantined
-        )
+        return self.state in (RankTransferState.HANDSHAKE, RankTransferState.ENDED)
+
+    def end_writes(self) -> None:
+        """Record that the worker cannot write any more: it confirmed, or a fence cut it off."""
+        if self.state is RankTransferState.PUSHING:
+            self.state = RankTransferState.OPEN
+        elif self.state is RankTransferState.QUARANTINE:
+            self.state = RankTransferState.ENDED
 
 
 @dataclass(slots=True, eq=False)
@@ -122,13 +163,14 @@ class Load:
     generation: int
     first_worker: Peer
     started: float
+    #: The producer writes the blocks to `slots`. False: they are read.
     push: bool
     #: [num_blocks]: number of per-rank transfers that have not verified the block. Valid once the
     #: load has per-rank transfers.
     missing: NDArray[np.int32]
     state: LoadState = LoadState.HANDSHAKE
     rank_transfers: list[RankTransfer] = field(default_factory=list)
-    #: With push: a slot per block, from the first SUBSCRIBE to the end.
+    #: With push: a slot per block, from the first SUBSCRIBE to the end of the load.
     slots: list[int] | None = None
     drain_deadline: float = 0.0
     #: None: no failure so far.
@@ -151,7 +193,7 @@ class Load:
         return [
             rank_transfer.peer
             for rank_transfer in self.rank_transfers
-            if rank_transfer.state is not RankTransferState.RELEASED
+            if not rank_transfer.is_released
         ]
 
     def result(self) -> LoadResult:

@@ -18,7 +18,6 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import BlockSave
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory.layout import HeadRange
+from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.early_messages import EarlyMessages, refuse_subscription
 from baton_kv_transfer.producer.sessions import Send, Session
 from baton_kv_transfer.producer.transfer_state import (
@@ -55,19 +55,13 @@ SLOT_RETRY_S = 0.02
 PART_BYTES = 16 * 2**20
 
 
-class _BlockWriter(Protocol):
-    def enqueue(self, subscriber: Subscriber, blocks: list[Block]) -> None: ...
-
-    def stop(self, subscriber: Subscriber) -> None: ...
-
-
 class TransferManager:
     """The transfers that this engine offers, and their subscribers."""
 
     def __init__(
         self,
         context: ConnectorContext,
-        writes: _BlockWriter,
+        writes: BlockWriter,
         *,
         send: Send,
         on_finished: Callable[[str], None],

@@ -31,7 +31,7 @@ class Mailbox:
         """Queue a command.
 
         Raises:
-            TransportError: the mailbox is closed.
+            TransportError: the mailbox is closed. The command will not run.
         """
         with self._lock:
             if self.closed:
@@ -43,7 +43,8 @@ class Mailbox:
         """Run `function` on the thread; return its result or raise its exception.
 
         Raises:
-            TransportError: the mailbox is closed, or there is no answer within CALL_TIMEOUT_S.
+            TransportError: the mailbox is closed, or there is no answer within CALL_TIMEOUT_S. The
+                thread may still run `function` after the timeout.
         """
         future: Future[_T] = Future()
 

@@ -16,7 +16,7 @@ MEM_TYPES = ("DRAM", "VRAM")
 
 
 class TransportError(RuntimeError):
-    """A transport call failed; nothing was started."""
+    """A call of a transport or agent failed. After a timeout, its work may still be done."""
 
 
 class CopyError(RuntimeError):

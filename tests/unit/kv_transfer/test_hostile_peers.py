@@ -43,25 +43,24 @@ def consumer(made: Callable[[Any], Any], producer: Producer) -> Consumer:
 # -- the consumer's side
 
 
+@pytest.mark.parametrize("theirs", [HeadRange(1, 1), HeadRange(1, 3)], ids=["fewer", "more"])
 def test_contradicting_workers_of_a_producer_fail_only_the_load(
-    made: Callable[[Any], Any],
+    made: Callable[[Any], Any], theirs: HeadRange
 ) -> None:
     """The first worker lists needed heads for the second one, which describes others."""
     right = HeadRange(2, 2)
     rig = made(Rig(heads=right, engine=[HeadRange(0, 2), right]))
-    first, second = made([Worker("P", 0, HeadRange(0, 2)), Worker("P", 1, HeadRange(1, 1))])
+    first, second = made([Worker("P", 0, HeadRange(0, 2)), Worker("P", 1, theirs)])
     addresses = [RankAddress(HOST, worker.port, worker.layout.heads) for worker in (first, second)]
     first.ranks = [addresses[0], RankAddress(HOST, second.port, right)]
-    second.ranks = [
-        RankAddress(HOST, first.port, HeadRange(0, 1)),
-        addresses[1],
-        RankAddress(HOST, 1, right),
-    ]
+    second.ranks = [RankAddress(HOST, first.port, HeadRange(0, 1)), addresses[1]]
+    if theirs.end < right.end:
+        second.ranks.append(RankAddress(HOST, 1, right))
     rig.begin("t", first, [3])
     rig.shake_hands(first)
     rig.shake_hands(second)
     assert failures(rig) == {FailureReason.PROTOCOL: 1}
-    assert "heads" in rig.results["t"].error
+    assert f"KV heads [1, {theirs.end}), " in rig.results["t"].error
 
 
 def test_a_producer_without_a_valid_proof_is_disconnected(rig: Rig, worker: Worker) -> None:

@@ -70,18 +70,10 @@ class Process:
         self._poller = select.poll()
         self._poller.register(self.pidfd, select.POLLIN)
         try:
-            self.check()
+            self.read(b"", b"", 0)  # only the cell
         except CopyError:
             self.close()
             raise
-
-    def check(self) -> None:
-        """Check that its memory may be read.
-
-        Raises:
-            CopyError: it may not.
-        """
-        self.read(b"", b"", 0)
 
     def read(self, local: bytes, remote: bytes, nbytes: int) -> None:
         """Copy runs of the process to runs here, pairwise.
@@ -95,7 +87,25 @@ class Process:
             CopyError: the read failed. The content of the local runs must not be used.
         """
         with self._lock:
-            self._read(local, remote, nbytes)
+            if self.pidfd < 0:
+                raise CopyError(f"process {self.pid} was given up")
+            count = len(local) // RUN_BYTES + 1
+            copied = self._readv(
+                self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0
+            )
+            if copied < 0 and c.get_errno() in (errno.EPERM, errno.ENOSYS):
+                raise CopyError(
+                    f"the memory of process {self.pid} may not be read: "
+                    f"{os.strerror(c.get_errno())}"
+                )
+            if copied != nbytes + CELL_BYTES:
+                if (copied < 0 and c.get_errno() == errno.ESRCH) or not self.alive:
+                    raise CopyError(f"process {self.pid} died")
+                raise CopyError(f"process {self.pid} does not have all of that memory any more")
+            if not hmac.compare_digest(self._landing.raw, self._cell):
+                raise CopyError(
+                    f"process {self.pid} withdrew its memory, or is another process now"
+                )
 
     @property
     def busy(self) -> bool:
@@ -112,24 +122,6 @@ class Process:
             if self.pidfd >= 0:
                 os.close(self.pidfd)
                 self.pidfd = -1
-
-    def _read(self, local: bytes, remote: bytes, nbytes: int) -> None:
-        if self.pidfd < 0:
-            raise CopyError(f"process {self.pid} was given up")
-        count = len(local) // RUN_BYTES + 1
-        copied = self._readv(
-            self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0
-        )
-        if copied < 0 and c.get_errno() in (errno.EPERM, errno.ENOSYS):
-            raise CopyError(
-                f"the memory of process {self.pid} may not be read: {os.strerror(c.get_errno())}"
-            )
-        if copied != nbytes + CELL_BYTES:
-            if (copied < 0 and c.get_errno() == errno.ESRCH) or not self.alive:
-                raise CopyError(f"process {self.pid} died")
-            raise CopyError(f"process {self.pid} does not have all of that memory any more")
-        if not hmac.compare_digest(self._landing.raw, self._cell):
-            raise CopyError(f"process {self.pid} withdrew its memory, or is another process now")
 
 
 class BatchedCopy:

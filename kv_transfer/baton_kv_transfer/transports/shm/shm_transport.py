@@ -158,13 +158,12 @@ class SHMTransport(SocketTransport[_SHMLink]):
             self._thread.jobs.popleft().finish(reason)
 
     def _read(self, link: _SHMLink, transfer: Transfer, copy: BatchedCopy) -> None:
-        def finish(error: str) -> None:
-            link.end_read(transfer, copy, error)
-
         if link.error:
-            finish(link.error)
+            link.end_read(transfer, copy, link.error)
         else:
-            self._thread.jobs.append(Job(copy, finish, link))
+            self._thread.jobs.append(
+                Job(copy, lambda error: link.end_read(transfer, copy, error), link)
+            )
 
 
 def _copy_all(copy: BatchedCopy) -> str:

@@ -6,13 +6,15 @@ import ctypes as c
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.messages import Message
-from baton_kv_transfer.transports.ucx.streams import Stream
 from baton_kv_transfer.transports.ucx.worker import RENDEZVOUS_BYTES, Buffer, Request, UCXWorker
+
+if TYPE_CHECKING:  # streams imports this module
+    from baton_kv_transfer.transports.ucx.streams import Stream
 
 
 class Outgoing:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes as c
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Protocol
 
 from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split
 from baton_kv_transfer.transports.ucx import messages
+from baton_kv_transfer.transports.ucx.connection import Connection
 from baton_kv_transfer.transports.ucx.worker import Buffer, Request
 
 #: Fits into a receive segment: larger messages are copied before UCX sends them.
@@ -47,24 +47,12 @@ class Pieces:
         return Buffer(self._rows, self._address + RUN_BYTES * first, count, nbytes)
 
 
-class MessageCarrier(Protocol):
-    """The methods of a connection that a stream uses."""
-
-    def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request: ...
-
-    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request: ...
-
-    def cancel(self, request: Request) -> None: ...
-
-    def fail(self, reason: str) -> None: ...
-
-
 class Stream:
     """One side's part of the data of a transfer."""
 
     def __init__(
         self,
-        connection: MessageCarrier,
+        connection: Connection,
         transfer: int,
         iovec: bytes,
         on_end: Callable[[Stream], None],

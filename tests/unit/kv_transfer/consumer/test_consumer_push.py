@@ -165,6 +165,29 @@ def test_a_publish_after_the_confirmation_is_a_protocol_error(pushed: Rig, worke
     assert failures(pushed) == {FailureReason.PROTOCOL: 1}
 
 
+def test_blocks_that_are_published_after_the_confirmation_are_read(
+    pushed: Rig, worker: Worker
+) -> None:
+    subscribe = pushed.subscribed("t", worker, [9])
+    pushed.deliver(worker, Released("t", subscribe.generation))
+    pushed.deliver(worker, worker.published(subscribe, [0], last=False, written=False))
+    assert pushed.results == {"t": LoadResult(1)}, "the load waits for a second confirmation"
+    assert worker.receive(Release).completed
+
+
+def test_a_load_that_waits_for_the_confirmation_sleeps_until_the_drain_timeout(
+    pushed: Rig, worker: Worker
+) -> None:
+    pushed.subscribed("t", worker, [9])
+    pushed.advance(10.0)
+    worker.receive(Release)
+    pushed.advance(1.0)
+    assert not pushed.results
+    deadline = pushed.consumer.next_deadline()
+    assert deadline is not None
+    assert deadline > pushed.clock.now, "the thread does not sleep"
+
+
 def test_a_producer_that_does_not_confirm_is_fenced(pushed: Rig, worker: Worker) -> None:
     subscribe = pushed.subscribed("t", worker, [9])
     publish = worker.published(subscribe, [0], last=True, written=True)

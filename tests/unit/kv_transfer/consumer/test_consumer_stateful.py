@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import LoadResult
-from baton_kv_transfer.consumer.load_state import RankTransfer, RankTransferState
+from baton_kv_transfer.consumer.load_state import LoadState, RankTransfer, RankTransferState
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 from baton_kv_transfer.memory.staged_memory import StagedMemory
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Released, Subscribe
@@ -286,6 +286,15 @@ class ConsumerMachine(RuleBasedStateMachine):
         assert self.rig.stats.queued_bytes >= 0
         assert self.rig.stats.inflight_bytes >= 0
 
+    @invariant()
+    def a_released_rank_transfer_has_no_batch_and_only_a_push_is_in_quarantine(self) -> None:
+        for transfer_id in self.under_way:
+            for rank_transfer in self._rank_transfers(transfer_id):
+                assert not (rank_transfer.is_released and rank_transfer.num_batches)
+                if rank_transfer.state is RankTransferState.QUARANTINE:
+                    assert self.push
+                    assert rank_transfer.load.state is LoadState.DRAINING
+
     def teardown(self) -> None:
         try:
             for _ in range(40):
@@ -341,11 +350,7 @@ class ConsumerMachine(RuleBasedStateMachine):
                     and part.subscribe.generation == rank_transfer.load.generation
                     for part in self.parts
                 )
-                if (
-                    rank_transfer.state is RankTransferState.OPEN
-                    and not known
-                    and rank_transfer.load.num_blocks
-                ):
+                if rank_transfer.is_open and not known and rank_transfer.load.num_blocks:
                     subscribe = worker.receive(Subscribe)
                     while subscribe.generation != rank_transfer.load.generation:
                         subscribe = worker.receive(Subscribe)
@@ -367,10 +372,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         return (
             self.push
             and not confirmed
-            and any(
-                part.stopped or rank_transfer.state is RankTransferState.RELEASED
-                for rank_transfer in rank_transfers
-            )
+            and any(part.stopped or rank_transfer.is_released for rank_transfer in rank_transfers)
         )
 
     def _land_all(self, part: Part) -> None:

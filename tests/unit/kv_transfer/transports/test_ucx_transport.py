@@ -21,12 +21,15 @@ from baton_kv_transfer.agent.create import create_agent
 from baton_kv_transfer.transports.choose import LOADERS
 from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.transfer import XferState
-from baton_kv_transfer.transports.ucx import messages, worker
+from baton_kv_transfer.transports.transport_thread import TransportThread
+from baton_kv_transfer.transports.ucx import library, messages, worker
 from baton_kv_transfer.transports.ucx import ucx_transport as lane_module
+from baton_kv_transfer.transports.ucx.connection import Connection
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES, Pieces
 from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
 from support.kv_transfer.transport_rig import (
+    HOST,
     WORDS,
     end,
     move_rows_of_all_sizes,
@@ -50,6 +53,20 @@ def make(made: Callable[[Any], Any]) -> Callable[[str], UCXTransportHere]:
 
 
 @pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """Return a list that gets every connection that a transport of this process opens."""
+    opened: list[Connection] = []
+
+    class Recorded(Connection):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            opened.append(self)
+
+    monkeypatch.setattr(lane_module, "Connection", Recorded)
+    return opened
+
+
+@pytest.fixture
 def pair(make: Callable[[str], UCXTransportHere]) -> tuple[UCXTransportHere, UCXTransportHere]:
     """Return a transport that knows the owner, and the owner."""
     one, owner = make("one"), make("owner")
@@ -61,6 +78,16 @@ def pair(make: Callable[[str], UCXTransportHere]) -> tuple[UCXTransportHere, UCX
 def raw(made: Callable[[Any], Any], pair: tuple[UCXTransportHere, UCXTransportHere]) -> Raw:
     """A UCX worker that is connected to the owner."""
     return made(Raw(pair[1]))
+
+
+def ignore_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let UCX hold the endpoint of the next connection that is cut."""
+    disconnect = worker.UCXWorker.disconnect
+
+    def ignore(self: worker.UCXWorker, endpoint: Any, on_end: Callable[[str], None]) -> None:
+        monkeypatch.setattr(worker.UCXWorker, "disconnect", disconnect)
+
+    monkeypatch.setattr(worker.UCXWorker, "disconnect", ignore)
 
 
 @pytest.fixture
@@ -230,7 +257,10 @@ def test_a_refused_write_of_any_length_ends_while_others_go_on(
     "hello", ["none", "wrong secret", "garbage", "invalid UTF-8", "deep", "no message"]
 )
 def test_a_peer_without_the_secret_is_ignored(
-    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, hello: str
+    connections: list[Connection],
+    pair: tuple[UCXTransportHere, UCXTransportHere],
+    raw: Raw,
+    hello: str,
 ) -> None:
     one, owner = pair
     if hello == "wrong secret":
@@ -250,7 +280,7 @@ def test_a_peer_without_the_secret_is_ignored(
     one.transport.send_notif("owner", b"me")
     eventually(lambda: owner.notifs, "a message of a real peer")
     assert owner.notifs == [("one", b"me")]
-    assert not owner.transport._by_session.get(raw.session)
+    assert raw.worker.address not in [connection.address for connection in connections]
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
 
 
@@ -272,22 +302,23 @@ def test_data_that_arrives_while_an_earlier_message_is_handled_is_kept(
     pair: tuple[UCXTransportHere, UCXTransportHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, owner = pair
-    handle_hello = owner.transport._handle_hello
 
-    def let_data_in(hello: messages.Hello) -> None:
-        """Progress UCX while HELLO is handled, as the close of an earlier connection does."""
-        handle_hello(hello)
-        worker = owner.transport._worker
+    class SlowConnection(Connection):
+        """Progresses UCX while HELLO is handled, as the close of an earlier connection does."""
 
-        def has_data() -> bool:
-            worker._worker.progress()
-            info = c.byref(worker._info)
-            bit = messages.DATA_BIT
-            return bool(worker._ucp.ucp_tag_probe_nb(worker._handle, bit, bit, 0, info))
+        def __init__(self, ucx: worker.UCXWorker, address: bytes, *args: Any) -> None:
+            super().__init__(ucx, address, *args)
+            bit, info = messages.DATA_BIT, library.TagInfo()
 
-        eventually(has_data, "the data of the WRITE")
+            def has_data() -> bool:
+                ucx._worker.progress()  # without the callbacks of requests
+                probe = library.load().ucp_tag_probe_nb
+                return bool(probe(ucx._handle, bit, bit, 0, c.byref(info)))
 
-    monkeypatch.setattr(owner.transport, "_handle_hello", let_data_in)
+            if address == one.address.worker:
+                eventually(has_data, "the data of the WRITE")
+
+    monkeypatch.setattr(lane_module, "Connection", SlowConnection)
     one.words[:8] = -1
     write = one.post("WRITE", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8)))
     assert end(write) == (XferState.DONE, "")
@@ -323,14 +354,14 @@ def test_invalid_requests_are_refused_or_ignored(
 
 
 def test_a_piece_of_another_length_ends_the_connection(
-    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw
+    connections: list[Connection], pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw
 ) -> None:
     owner = pair[1]
     raw.send_hello(owner)
     raw.send_message(messages.Write(raw.session, 5, pack(rows(owner.words, (0, 100))), b"n", True))
     raw.wait("the owner's receives", lambda: raw.received == [messages.Go(raw.session, 5)])
     raw.send(messages.data_tag(5, 0), b"x" * 400)
-    raw.wait("the end of the connection", lambda: not owner.transport._by_address)
+    raw.wait("the end of the connection", lambda: connections[0].error)
     assert not owner.notifs
 
 
@@ -354,28 +385,36 @@ def test_a_frozen_peer_times_out(side: Side, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_connection_that_is_idle_between_ticks_is_not_silent(
-    pair: tuple[UCXTransportHere, UCXTransportHere], monkeypatch: pytest.MonkeyPatch
+    connections: list[Connection],
+    make: Callable[[str], UCXTransportHere],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    ticks: dict[TransportThread, Callable[[], None]] = {}
+    monkeypatch.setattr(
+        TransportThread, "call_later", lambda self, delay_s, tick: ticks.update({self: tick})
+    )
     monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
-    one, owner = pair
+    one, owner = make("one"), make("owner")
+    one.transport.add_peer("owner", owner.transport.address)
     one.transport.send_notif("owner", b"first")
-    eventually(lambda: len(owner.notifs) == 1, "the first notification")
-
-    def tick_while(busy: int) -> None:
-        (connection,) = one.transport._by_address.values()
-        connection._num_held += busy
-        one.transport._tick()
-        connection._num_held -= busy
-
-    for busy in (1, 0, 1, 0):
-        one.on_thread(lambda busy=busy: tick_while(busy))
-    one.transport.send_notif("owner", b"second")
-    eventually(lambda: len(owner.notifs) == 2, "the second notification")
-    assert len(one.transport._by_address) == 1
+    eventually(lambda: owner.notifs, "the first notification")
+    connection = connections[0]
+    assert connection.address == owner.address.worker
+    for is_busy in (True, False, True, False):
+        monkeypatch.setattr(Connection, "is_busy", is_busy)
+        one.on_thread(ticks[one.thread])
+    assert not connection.error
+    monkeypatch.setattr(Connection, "is_busy", True)
+    for _ in range(2):
+        one.on_thread(ticks[one.thread])
+    assert "nothing arrived from owner" in connection.error
 
 
 def test_a_peer_that_stops_during_a_transfer_times_out_at_the_owner(
-    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
+    connections: list[Connection],
+    pair: tuple[UCXTransportHere, UCXTransportHere],
+    raw: Raw,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lane_module, "SILENT_TICKS", 2)
     owner = pair[1]
@@ -385,14 +424,12 @@ def test_a_peer_that_stops_during_a_transfer_times_out_at_the_owner(
     )
     raw.wait("the owner's receives", lambda: raw.received)
     raw.send(messages.data_tag(5, 0), b"\xff" * PIECE_BYTES)
-    eventually(
-        lambda: not owner.transport._by_address and not owner.num_held(), "the connection was cut"
-    )
+    eventually(lambda: connections[0].error and not owner.num_held(), "the connection was cut")
     assert not owner.notifs
 
 
 def test_ucx_does_not_hold_memory_after_its_deregistration(
-    pair: tuple[UCXTransportHere, UCXTransportHere],
+    connections: list[Connection], pair: tuple[UCXTransportHere, UCXTransportHere]
 ) -> None:
     one, owner = pair
     everything = [(0, WORDS)] * 64
@@ -400,13 +437,15 @@ def test_ucx_does_not_hold_memory_after_its_deregistration(
         transfer = one.post(
             op, "owner", rows(one.words, *everything), rows(owner.words, *everything)
         )
-        eventually(
-            lambda: any(c.incoming for c in list(owner.transport._by_address.values())), "it began"
-        )
+        eventually(lambda: any(connection.incoming for connection in connections), "it began")
         owner.deregister()
-        held = [connection for connection in owner.transport._cut if connection.is_busy]
+        is_held = any(
+            connection.is_busy
+            for connection in connections
+            if connection.address == one.address.worker
+        )
         owner.words[:] = 7
-        assert not held
+        assert not is_held
         assert end(transfer)[0] is XferState.ERR
         assert (owner.words == 7).all()
         owner.context.regions.append(owner.region)
@@ -442,7 +481,7 @@ def test_removing_a_peer_ends_our_transfers_but_not_those_of_the_peer(
 
 
 def test_a_peer_that_connects_again_replaces_its_connection(
-    pair: tuple[UCXTransportHere, UCXTransportHere],
+    connections: list[Connection], pair: tuple[UCXTransportHere, UCXTransportHere]
 ) -> None:
     one, owner = pair
     some, theirs = rows(one.words, (0, 8)), rows(owner.words, (8, 8))
@@ -451,14 +490,20 @@ def test_a_peer_that_connects_again_replaces_its_connection(
         one.transport.remove_peer("owner")
         one.transport.add_peer("owner", owner.transport.address)
     assert end(one.post("READ", "owner", some, theirs))[0] is XferState.DONE
+    here = one.address.worker
+    at_owner = [connection for connection in connections if connection.address == here]
+    assert len(at_owner) == 6
     eventually(
-        lambda: len(owner.transport._by_address) == 1 and not owner.num_held(),
+        lambda: all(connection.error for connection in at_owner[:-1]) and not owner.num_held(),
         "one connection is left",
     )
+    assert not at_owner[-1].error
 
 
 def test_a_worker_that_does_not_release_memory_is_replaced(
+    connections: list[Connection],
     pair: tuple[UCXTransportHere, UCXTransportHere],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, owner = pair
     before = one.transport.address
@@ -466,13 +511,8 @@ def test_a_worker_that_does_not_release_memory_is_replaced(
         end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
         is XferState.DONE
     )
-
-    def hold() -> None:
-        (connection,) = one.transport._by_address.values()
-        connection._num_held += 1
-        connection.fail("a test")
-
-    one.on_thread(hold)
+    ignore_a_disconnect(monkeypatch)
+    connections[0].fail("a test")
     eventually(lambda: one.transport.address != before, "another worker")
     assert (
         end(one.post("READ", "owner", rows(one.words, (0, 8)), rows(owner.words, (8, 8))))[0]
@@ -480,7 +520,9 @@ def test_a_worker_that_does_not_release_memory_is_replaced(
     )
 
 
-def test_an_agent_reaches_its_own_memory_with_another_worker() -> None:
+def test_an_agent_reaches_its_own_memory_with_another_worker(
+    connections: list[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = np.arange(16, dtype=np.int64)
     agent = create_agent("me", "ucx")
     agent.register_memory([(words.ctypes.data, words.nbytes, 0, "")])
@@ -495,43 +537,60 @@ def test_an_agent_reaches_its_own_memory_with_another_worker() -> None:
         return agent.check_xfer_state(handle)
 
     assert move() == "DONE"
-    agent._thread.mailbox.call(lambda: agent._transports["ucx"]._replace_worker("a test"))
+    before = agent.get_agent_metadata()
+    ignore_a_disconnect(monkeypatch)
+    connections[0].fail("a test")
+    eventually(lambda: agent.get_agent_metadata() != before, "another worker")
     assert move() == "DONE"
     agent.close()
 
 
 def test_no_connection_is_opened_during_a_fence(
-    pair: tuple[UCXTransportHere, UCXTransportHere], raw: Raw, monkeypatch: pytest.MonkeyPatch
+    connections: list[Connection],
+    pair: tuple[UCXTransportHere, UCXTransportHere],
+    raw: Raw,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    owner = pair[1]
-    cut_all = owner.transport._cut_all
+    """The receive of HELLO ends while another connection is cut."""
+    one, owner = pair
+    one.transport.send_notif("owner", b"me")
+    eventually(lambda: owner.notifs, "the connection to cut")
+    take, cut = worker.UCXWorker.take, Connection.cut
+    hello: list[Callable[[], None]] = []
 
-    def cut_all_then_hear(reason: str) -> None:
-        cut_all(reason)
-        owner.transport._handle_hello(
-            messages.Hello(owner.transport._secret, raw.session, "raw", raw.worker.address)
-        )
+    def take_later(
+        self: worker.UCXWorker, message: int, buffer: worker.Buffer, on_end: Callable[[str], None]
+    ) -> worker.Request:
+        return take(self, message, buffer, lambda error: hello.append(lambda: on_end(error)))
 
-    monkeypatch.setattr(owner.transport, "_cut_all", cut_all_then_hear)
+    def cut_and_receive_hello(self: Connection) -> None:
+        cut(self)
+        hello.pop()()
+
+    monkeypatch.setattr(worker.UCXWorker, "take", take_later)
+    monkeypatch.setattr(Connection, "cut", cut_and_receive_hello)
+    raw.send_hello(owner)
+    raw.wait("HELLO", lambda: hello)
     owner.on_thread(owner.transport.fence)
-    assert not owner.transport._by_address
+    assert not hello
+    assert raw.worker.address not in [connection.address for connection in connections]
 
 
-def test_agents_that_start_together_know_their_own_listening_sockets(
-    made: Callable[[Any], Any],
-) -> None:
+def test_workers_that_start_together_know_their_own_listening_sockets() -> None:
     start = threading.Barrier(2)
+    contexts = [worker.UCXContext(HOST) for _ in range(2)]
 
-    def create(name: str) -> UCXTransportHere:
+    def create(context: worker.UCXContext) -> worker.UCXWorker:
         start.wait()
-        return UCXTransportHere(name)
+        return context.create_worker()
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(create, ("first", "second"))
-    made(second.thread)
-    first.thread.close()
-    second.on_thread(second.transport._tick)
-    assert not second.context.failure
+        for _ in range(10):
+            first, second = pool.map(create, contexts)
+            first.destroy()
+            assert second.is_listening
+            second.destroy()
+            assert not second.is_listening
 
 
 def test_a_fence_does_not_wait_for_half_a_message_of_a_frozen_peer(side: Side) -> None:
@@ -548,34 +607,40 @@ def test_a_fence_does_not_wait_for_half_a_message_of_a_frozen_peer(side: Side) -
     assert not side.words.any()
 
 
-class Network:
-    """Makes the creation of workers fail, as without a network device."""
+@pytest.fixture
+def lose_network(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that makes the creation of this many workers fail."""
 
-    def __init__(self, agent: Any) -> None:
-        self._context = agent._transports["ucx"]._ucx
-        self._create = self._context.create_worker
-        self._context.create_worker = self._create_worker
-        self.failures_left = 0.0
+    def lose(num_failures: float) -> None:
+        create = worker.UCXContext.create_worker
 
-    def _create_worker(self) -> Any:
-        if self.failures_left > 0:
-            self.failures_left -= 1
-            raise UCXError("UCX cannot create a worker: No such device")
-        return self._create()
+        def create_worker(self: worker.UCXContext) -> worker.UCXWorker:
+            nonlocal num_failures
+            if num_failures > 0:
+                num_failures -= 1
+                raise UCXError("UCX cannot create a worker: No such device")
+            return create(self)
+
+        monkeypatch.setattr(worker.UCXContext, "create_worker", create_worker)
+
+    return lose
 
 
-def test_a_fence_waits_for_the_network(side: Side) -> None:
-    network = Network(side.agent)
-    network.failures_left = 1
+def test_a_fence_waits_for_the_network(
+    side: Side, lose_network: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_network(1)
     side.agent.fence()
-    assert network.failures_left == 0
+    assert "No such device" in caplog.text
     side.meet(side.owner)
     assert side.run(side.make("READ", [0], [1])) == "DONE"
 
 
-def test_a_fence_without_a_network_is_an_error(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_without_a_network_is_an_error(
+    side: Side, lose_network: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lane_module, "NETWORK_TIMEOUT_S", 0.0)
-    Network(side.agent).failures_left = float("inf")
+    lose_network(float("inf"))
     with pytest.raises(UCXError, match="No such device"):
         side.agent.fence()
     side.meet(side.owner)
