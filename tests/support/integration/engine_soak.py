@@ -388,7 +388,7 @@ class Soak:
             "running": state.running.in_order,
             "places": state.running.num_seqs,
             "queues": [*queues.waiting, *queues.loaded, *queues.waiting_to_load, *queues.loading],
-            "swapped": state.swapped.units,
+            "swapped": state.swapped,
             "groups": state.groups._groups,
             "grammars": [*state.grammars._futures, *state.grammars._waiting],
             "steps": [*scheduler._in_flight, *state.awaiting_steps, *self._core._in_flight],
@@ -398,7 +398,7 @@ class Soak:
         assert not left, f"left over: {left}\n options {self.options}"
         runner = self._core.executor._worker._runner  # type: ignore[attr-defined]
         rows = set(runner._input_batch._row_of)
-        assert rows <= set(state.worker.forgotten_ids), f"no step makes the worker remove {rows}"
+        assert rows <= set(state.worker.take_forgotten_ids()), f"no step makes the worker remove {rows}"
 
 
 def _is_near_tie(token_id: int, wanted: TokenLogprobs) -> bool:
