@@ -398,7 +398,9 @@ class Soak:
         assert not left, f"left over: {left}\n options {self.options}"
         runner = self._core.executor._worker._runner  # type: ignore[attr-defined]
         rows = set(runner._input_batch._row_of)
-        assert rows <= set(state.worker.take_forgotten_ids()), f"no step makes the worker remove {rows}"
+        assert rows <= set(state.worker.take_forgotten_ids()), (
+            f"no step makes the worker remove {rows}"
+        )
 
 
 def _is_near_tie(token_id: int, wanted: TokenLogprobs) -> bool:
