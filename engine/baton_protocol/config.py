@@ -355,9 +355,9 @@ class GatewayConfig(_Config, frozen=True):
     max_held_requests: Annotated[
         int, Option("requests that wait for it at once; more get 503", _NOT_NEGATIVE)
     ] = 256
-    request_timeout_s: Annotated[float, Option("a request that takes longer fails", _POSITIVE)] = (
-        600.0
-    )
+    request_timeout_s: Annotated[
+        float, Option("a request that takes longer fails; held time does not count", _POSITIVE)
+    ] = 600.0
     #: Engines with a key refuse a gateway without it. Empty: none.
     service_key_file: Annotated[str, Option("file with the engines' key")] = ""
     drain_timeout_s: Annotated[

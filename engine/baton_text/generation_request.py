@@ -297,11 +297,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return params
 
     def refusal(self, message: str) -> RequestError:
-        """Return the error of an engine that refused the request.
+        """Convert an engine's error with ErrorCode.INVALID to the client's error.
 
         Args:
-            message: an error with ErrorCode.INVALID. If it begins with the name of a field of
-                SamplingParams, the returned error names the request's field instead.
+            message: the engine's message. If it begins with a field of SamplingParams, the result
+                begins with the request's field.
         """
         match = _ENGINE_FIELD.match(message)
         path, name = (match[0], match[1]) if match else ("", "")

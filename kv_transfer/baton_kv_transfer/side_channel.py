@@ -54,13 +54,17 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
-    """A worker's memory for the transfers of a peer. See `memory.slot_memory.SlotMemory`."""
+    """The memory that a peer may read or write: slots of one KV block each, in a row."""
 
+    #: What the peer's agent needs to reach the memory.
     agent_metadata: bytes
+    #: Address of slot 0 in the worker's process.
     base_address: int
     num_slots: int
     slot_nbytes: int
+    #: DRAM or VRAM.
     mem_type: str
+    #: Index of the GPU; 0 for DRAM.
     device_id: int
 
 

@@ -115,7 +115,7 @@ class TransferConnector(KVConnectorWorker):
         self._agent.set_wakeup(self._wake)
         self._thread = threading.Thread(target=self._run, name="kv-connector", daemon=True)
 
-    # -- called by the engine's thread
+    # Called by the engine's thread
 
     def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         if self._running:
@@ -234,7 +234,7 @@ class TransferConnector(KVConnectorWorker):
                 f"hashes, ids outside [0, {self._num_blocks}): {wrong}"
             )
 
-    # -- between the threads
+    # Between the threads
 
     def _command(
         self, command: Callable[[ConnectorMetadata], None], metadata: ConnectorMetadata
@@ -266,7 +266,7 @@ class TransferConnector(KVConnectorWorker):
             self._lanes_in_use.add(lane)
             logger.info("KV blocks travel over transport and lane %s", lane)
 
-    # -- the connector's thread
+    # The connector's thread
 
     def _fenced(self) -> None:
         if self._producer is not None:

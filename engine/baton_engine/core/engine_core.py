@@ -360,8 +360,8 @@ class EngineCore:
             try:
                 return future.result(timeout=_FAILURE_CHECK_S)
             except TimeoutError:
-                if future.done():
-                    raise
+                if future.done():  # it ended just now, or the step itself timed out
+                    return future.result()
                 if self._executor_failure:
                     raise WorkerDiedError(self._executor_failure) from None
 

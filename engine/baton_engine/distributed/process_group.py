@@ -358,7 +358,7 @@ def _gloo(
     listening = store.multi_get([f"listens-{other}" for other in range(size)])
     connected = [f"connected-{other}" for other in range(size)]
     addresses = [address.decode().split(maxsplit=1) for address in listening]
-    members = [(host, int(port)) for port, host in addresses]
+    members = [(address, int(port)) for port, address in addresses]
     connections = connections_among(members)
     assert len(connections) >= size - 1, "gloo connects each pair of members over TCP"
     store.set(f"connected-{rank}", msgspec.json.encode(connected_from(members)).decode())

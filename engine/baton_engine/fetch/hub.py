@@ -30,7 +30,7 @@ class HubSource:
         self._endpoint = os.environ.get("HF_ENDPOINT") or None
 
     def listing(self) -> Listing:
-        """See `Source`."""
+        """Return the files of one commit, as `Source.listing`."""
         with self._translated():
             info = HfApi(endpoint=self._endpoint).model_info(
                 self._model.repo,
@@ -55,7 +55,7 @@ class HubSource:
         return Listing(info.sha, tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """See `Source`."""
+        """Append the bytes of one file from `offset` on to `target`, as `Source.read`."""
         with self._translated():
             http_get(
                 hf_hub_url(self._model.repo, file.name, revision=revision, endpoint=self._endpoint),

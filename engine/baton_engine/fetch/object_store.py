@@ -76,7 +76,7 @@ class ObjectStoreSource:
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
-        """See `Source`. The revision is a hash over names, sizes and ETags."""
+        """Return the objects, as `Source.listing`. The revision hashes names, sizes and ETags."""
         with self._translated():
             objects = obstore.list_with_delimiter(self._store, self._model.prefix)["objects"]
         files, digest = [], hashlib.sha256()
@@ -91,7 +91,7 @@ class ObjectStoreSource:
         return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """See `Source`."""
+        """Append the bytes of one object from `offset` on to `target`, as `Source.read`."""
         if offset >= file.size:
             return
         path = f"{self._model.prefix}/{file.name}"

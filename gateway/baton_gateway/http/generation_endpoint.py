@@ -63,7 +63,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     """One generation endpoint.
 
     Args:
-        request_timeout_s: time from a request's arrival to the end of its response.
+        request_timeout_s: time from a request's arrival to the end of its response, without the
+            time in `queue`.
     """
 
     kind: type[_Request]
@@ -104,7 +105,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             self._admission.end()
 
     async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout_s
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
@@ -118,7 +120,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self._admission.acquire(request.num_sequences, client)
         stream = EventStream(http, is_wanted=bool(request.stream))
         try:
+            held_at = clock()
             await self._queue.wait(stream.keep_alive)
+            deadline += clock() - held_at
             job = await self._builder.build(request, started, len(body))
             on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
             async with aclosing(self._generator.run(job, on_output)) as events:

@@ -61,9 +61,9 @@ def gumbel(mantissa: Tensor) -> Tensor:
 
 
 def least_mantissa(noise: Tensor) -> Tensor:
-    """Return an int64 lower bound of the mantissas that give at least this noise (float64).
+    """Invert `gumbel`: return the least mantissa (int64) whose noise is at least `noise` (float64).
 
-    Rounding can make it slightly too low, never too high.
+    Rounding can make it slightly too low, never too high, so callers compare the noise itself.
     """
     fraction_above = -torch.expm1(-torch.exp(-noise))
     count = (fraction_above * (1 + 1e-9) * 2.0**_MANTISSA_BITS).ceil() + 2

@@ -373,7 +373,7 @@ class NixlAgent(Agent):
                 logger.error("the thread that polls NIXL did not end within %.0f s", JOIN_TIMEOUT_S)
         self._wakeup()
 
-    # -- the library's agent
+    # The library's agent
 
     def _destroy(self, reason: str) -> None:
         """Destroy the library's agent.
@@ -445,7 +445,7 @@ class NixlAgent(Agent):
                 f"NIXL finds a descriptor outside the memory that {owner} registered: {error}"
             ) from None
 
-    # -- the polling thread
+    # The polling thread
 
     def _run(self) -> None:
         while self._nixl is not None:

@@ -402,7 +402,7 @@ class TransportAgent(Agent):
         if self._thread.on_event():
             self._wakeup()
 
-    # -- called by the transports' thread
+    # Called by the transports' thread
 
     def _add_regions(self, regions: list[Region], kinds: list[str]) -> None:
         for kind in kinds:

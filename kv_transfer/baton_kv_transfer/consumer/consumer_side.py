@@ -68,7 +68,7 @@ class ConsumerSide:
         self._loads = LoadManager(context, self._peers, self._blocks, on_finished)
         self._peers.describe_memory()
 
-    # -- from the scheduler
+    # From the scheduler
 
     def expect(self, transfer_id: str, wait: LoadWait) -> None:
         """Keep the transfer's blocks at the producer by heartbeats.
@@ -122,7 +122,7 @@ class ConsumerSide:
         for peer in self._peers:
             peer.close()
 
-    # -- from the thread's loop
+    # From the thread's loop
 
     def peers(self) -> list[Peer]:
         return list(self._peers)
@@ -157,7 +157,7 @@ class ConsumerSide:
             deadlines += [peer.next_heartbeat for peer in self._peers if peer.is_ready]
         return min(deadlines + self._loads.deadlines(), default=None)
 
-    # -- peers
+    # Peers
 
     def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
         """Yield the notifications of producers' writes.

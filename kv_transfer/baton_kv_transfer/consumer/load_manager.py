@@ -136,7 +136,7 @@ class LoadManager:
             ]
         return deadlines
 
-    # -- a load's states
+    # A load's states
 
     def advance_all(self, now: float) -> None:
         """Move all loads on. Those that end may free slots for others."""
@@ -320,7 +320,7 @@ class LoadManager:
                     peer.fail(FailureReason.PEER_LOST, why)
                     load.drain_deadline = now + DRAIN_TIMEOUT_S
 
-    # -- messages of a producer's worker
+    # Messages of a producer's worker
 
     def handle_message(self, peer: Peer, message: TransferMessage, now: float) -> None:
         if isinstance(message, side_channel.Pending):

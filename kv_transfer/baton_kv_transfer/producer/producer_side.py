@@ -117,7 +117,7 @@ class ProducerSide:
         """
         self._sessions.fail_all("the producer cut all its peers off")
 
-    # -- from the thread's loop
+    # From the thread's loop
 
     def advance(self, now: float) -> None:
         """Do everything that can happen now: messages, ended writes, new writes, leases."""

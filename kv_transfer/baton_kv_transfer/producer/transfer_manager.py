@@ -91,7 +91,7 @@ class TransferManager:
         #: check.
         self._next_expiry = math.inf
 
-    # -- from the scheduler
+    # From the scheduler
 
     def offer(self, transfer_id: str, peer_instance_id: str) -> None:
         if transfer_id in self._transfers:
@@ -139,7 +139,7 @@ class TransferManager:
             self._remember(transfer_id, reason)
             self._on_finished(transfer_id)
 
-    # -- from consumers
+    # From consumers
 
     def subscribe(self, session: Session, message: side_channel.Subscribe) -> None:
         transfer_id = message.transfer_id
@@ -234,7 +234,7 @@ class TransferManager:
                 self._stop(subscriber, reason)
                 self._confirm_and_end(subscriber.transfer)
 
-    # -- from the writes
+    # From the writes
 
     def written(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
         """Record an ended write. Its notification has reported the blocks to the consumer."""
@@ -244,7 +244,7 @@ class TransferManager:
             self._publish(subscriber, [])
         self._confirm_and_end(subscriber.transfer)
 
-    # -- from the thread's loop
+    # From the thread's loop
 
     def expose_waiting(self) -> None:
         """Publish blocks that waited for slots.
@@ -292,7 +292,7 @@ class TransferManager:
             if now < subscriber.deadline:
                 continue
             if subscriber.state is not SubscriberState.LEFT:
-                self._expired(transfer)
+                self._expired(transfer, MAX_HOLD_S)
                 self._stop(subscriber, "the producer's lease expired")
                 self._leave(subscriber)
             elif subscriber.num_writes:
@@ -301,7 +301,7 @@ class TransferManager:
                     subscriber.session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s"
                 )
         if transfer.is_waiting_for_subscribers and now >= transfer.deadline:
-            self._expired(transfer)
+            self._expired(transfer, MAX_WAIT_S)
             self._close(transfer, "its lease expired")
         elif transfer.waiting and now >= transfer.slots_deadline:
             self._close(
@@ -311,7 +311,7 @@ class TransferManager:
         else:
             self._confirm_and_end(transfer)
 
-    # -- one subscriber
+    # One subscriber
 
     def _add_subscriber(
         self,
@@ -396,7 +396,7 @@ class TransferManager:
             subscriber.deadline = self._deadline_in(DRAIN_TIMEOUT_S)
             self._writes.stop(subscriber)
 
-    # -- one transfer
+    # One transfer
 
     def _expose(self, transfer: Transfer) -> None:
         """Publish waiting blocks while slots are free."""
@@ -474,13 +474,14 @@ class TransferManager:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _expired(self, transfer: Transfer) -> None:
+    def _expired(self, transfer: Transfer, limit_s: float) -> None:
         self._stats.leases_expired += 1
         logger.warning(
-            "transfer %s: its consumer's lease has ended (%.1f s without a renewal); its blocks "
-            "are freed once no write of them is in flight",
+            "transfer %s: its consumer's lease has ended (no renewal for %.1f s, or held for %.0f "
+            "s); its blocks are freed once no write of them is in flight",
             transfer.transfer_id,
             self._lease_s,
+            limit_s,
         )
 
     def _deadline_in(self, seconds: float) -> float:

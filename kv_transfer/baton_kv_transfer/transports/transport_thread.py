@@ -191,7 +191,7 @@ class TransportThread:
             self.jobs.remove(job)
         return taken
 
-    # -- waiting users
+    # Waiting users
 
     def _leave(self, borrowed: bool) -> None:
         if borrowed:
@@ -213,7 +213,7 @@ class TransportThread:
             self._failure = error
         return more
 
-    # -- the thread
+    # The thread
 
     def _run(self) -> None:
         try:
@@ -258,7 +258,7 @@ class TransportThread:
         os.close(self._event_fd)
         self._loan.close_descriptors()
 
-    # -- the work
+    # The work
 
     def _turn(self) -> bool:
         """Do what can be done at once; return whether there is more."""

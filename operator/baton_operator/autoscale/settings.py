@@ -23,8 +23,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     bounds: Bounds
     targets: Targets
     behavior: Behavior
+    #: The quantile of latencies that is compared with the targets, 0 to 1.
     quantile: float
-    #: As in the spec.
+    #: `spec.<role>.replicas`.
     replicas: int
 
     @property

@@ -102,7 +102,7 @@ class Model:
         self._check_all_requests_are_served()
         return len(self.parents)
 
-    # -- states and moves
+    # States and moves
 
     def _first(self) -> State:
         num_ranks = 1 + max(itertools.chain(*self.generations))
@@ -257,7 +257,7 @@ class Model:
         living = tuple(member for member in members if not ranks.ranks[member].dead)
         return self.generations.index(living, self._num_planned)
 
-    # -- what must hold
+    # What must hold
 
     def _check(self, state: State) -> None:
         for key in state.ranks:

@@ -166,7 +166,7 @@ class Ranks:
     def members(self, rank: Rank) -> list[Rank]:
         return [self.ranks[member] for member in self.generations[rank.current]]
 
-    # -- messages that a loop processes between steps
+    # Messages that a loop processes between steps
 
     def take_start(self, index: int, generation: int, wave: int) -> None:
         rank = self.ranks[index]
@@ -199,7 +199,7 @@ class Ranks:
         if self.ranks[index].waves is None:
             self._move_to_target(index)
 
-    # -- a step
+    # A step
 
     def enter(self, index: int) -> None:
         """Enter the exchange before a step."""
@@ -250,7 +250,7 @@ class Ranks:
             self.unassigned += rank.tokens
             rank.tokens = 0
 
-    # -- when a rank is lost
+    # When a rank is lost
 
     def die(self, index: int) -> None:
         rank = self.ranks[index] = type(self.ranks[index])()
@@ -288,7 +288,7 @@ class Ranks:
         rank.committed = True
         self._move_to_target(index)
 
-    # -- for tests of a single order
+    # For tests of a single order
 
     def deliver(self, generation: int, wave: int) -> None:
         for index in range(len(self.ranks)):

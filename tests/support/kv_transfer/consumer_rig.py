@@ -144,7 +144,7 @@ class Worker:
         self.hang_up()
         self.agent.close()
 
-    # -- the side channel
+    # The side channel
 
     def receive(self, kind: type | None = None) -> Any:
         """Return the next message of this kind. Earlier ones of other kinds are dropped."""
@@ -208,7 +208,7 @@ class Worker:
         }
         return side_channel.Description(**(fields | changes))
 
-    # -- blocks
+    # Blocks
 
     def fill(self, transfer_id: str, indices: Sequence[int]) -> list[int]:
         """Write the content of a transfer's blocks into slots. Return the slots."""

@@ -40,7 +40,7 @@ def consumer(made: Callable[[Any], Any], producer: Producer) -> Consumer:
     return made(Consumer(producer))
 
 
-# -- the consumer's side
+# The consumer's side
 
 
 @pytest.mark.parametrize("theirs", [HeadRange(1, 1), HeadRange(1, 3)], ids=["fewer", "more"])
@@ -151,7 +151,7 @@ def test_invalid_notifications_are_ignored(pushed: Rig, worker: Worker) -> None:
     assert pushed.results == {"t": LoadResult(2)}
 
 
-# -- the producer's side
+# The producer's side
 
 
 def test_untrusted_peers_may_send_only_small_messages(
@@ -250,7 +250,7 @@ def test_a_repeated_subscription_does_not_confirm_writes_in_flight(
     assert [type(message) for message in consumer.received()] == [side_channel.Released]
 
 
-# -- random messages to both sides
+# Random messages to both sides
 
 NUMBERS = [-(2**63), -1, 0, 1, 2, 3, 7, 15, 24, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 TEXTS = [

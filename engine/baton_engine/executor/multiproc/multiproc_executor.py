@@ -174,8 +174,8 @@ class MultiprocExecutor(Executor):
             self._send(command)
             return call.future.result(timeout_s)
         except TimeoutError:
-            if call.future.done():
-                raise  # a worker's own
+            if call.future.done():  # it ended just now, or a worker raised TimeoutError
+                return call.future.result()
             missing = [rank for rank in range(self._world_size) if rank not in call.results]
             raise TimeoutError(
                 f"{method} was not answered within {timeout_s} s by worker {missing}"

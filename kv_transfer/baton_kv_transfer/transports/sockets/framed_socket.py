@@ -184,7 +184,7 @@ class FramedSocket:
     def close(self) -> None:
         self._end.close()
 
-    # -- out
+    # Out
 
     def _begin_frame(self) -> None:
         self._head, self._messages = self._messages, bytearray()
@@ -209,7 +209,7 @@ class FramedSocket:
                 self._waiting[number] = rows
         return sent
 
-    # -- in
+    # In
 
     def _receive_some(self) -> tuple[int, bool]:
         """Return the received bytes, and whether there may be more.

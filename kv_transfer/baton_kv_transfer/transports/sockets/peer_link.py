@@ -130,7 +130,7 @@ class PeerLink(abc.ABC):
         with contextlib.suppress(TransportError):
             self._thread.mailbox.submit(command)
 
-    # -- called by the transports' thread
+    # Called by the transports' thread
 
     def _watch(self, connection: FramedSocket) -> None:
         if connection is self._socket:

@@ -93,7 +93,7 @@ class UCXTransport(Transport):
         self._thread.progress_also(self._progress)
         self._thread.call_later(_TICK_S, self._tick)
 
-    # -- called by any thread
+    # Called by any thread
 
     def add_peer(self, name: str, address: bytes) -> None:
         self.remove_peer(name)
@@ -119,7 +119,7 @@ class UCXTransport(Transport):
             self._thread.mailbox.submit(lambda: self._notify(peer, name, message))
         return peer is not None
 
-    # -- transfers of this side
+    # Transfers of this side
 
     def _begin(self, peer: PeerAddress, transfer: Transfer) -> None:
         try:
@@ -189,7 +189,7 @@ class UCXTransport(Transport):
         self._cut_all("the transport was closed")
         self._drop_worker()
 
-    # -- progress
+    # Progress
 
     def _progress(self) -> bool:
         """Do what can be done at once; return whether there is more."""
@@ -267,7 +267,7 @@ class UCXTransport(Transport):
         connection.peer_session, connection.peer_name = hello.session, hello.name
         self._by_session[hello.session] = connection
 
-    # -- transfers that peers began
+    # Transfers that peers began
 
     def _serve(self, connection: Connection, request: Read | Write) -> None:
         try:
@@ -326,7 +326,7 @@ class UCXTransport(Transport):
         transfer.end(error)
         self._context.wakeup()
 
-    # -- connections
+    # Connections
 
     def _connect(self, peer: PeerAddress, name: str) -> Connection:
         connection = self._by_address.get(peer.worker) or self._open(peer.worker)
@@ -409,7 +409,7 @@ class UCXTransport(Transport):
             logger.error("%s", NOT_LISTENING)
         self._thread.call_later(_TICK_S, self._tick)
 
-    # -- the worker
+    # The worker
 
     def _use_worker(self, worker: UCXWorker) -> None:
         self._worker = worker

@@ -71,6 +71,25 @@ class HeldExecutor(FakeExecutor):
         future.set_result(output)
 
 
+class LateFuture(Future[ModelRunnerOutput]):
+    """Ends just after a wait for it has timed out."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        super().__init__()
+        self._output = output
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if not self.done():
+            self.set_result(self._output)
+            raise TimeoutError
+        return super().result(timeout)
+
+
+class LateExecutor(FakeExecutor):
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        return LateFuture(super().sample_tokens(grammar).result())
+
+
 def make_config(**sections: object) -> EngineConfig:
     defaults: dict[str, object] = {
         "model": ModelConfig(path="/nowhere"),
@@ -241,6 +260,12 @@ def test_a_worker_that_dies_ends_the_wait_for_its_step():
     core.executor.failure_callback("worker 1 was killed")
     with pytest.raises(StepFailedError, match="worker 1 was killed"):
         core.step_fn()
+
+
+def test_a_step_that_ends_just_after_a_wait_timed_out_has_succeeded():
+    core = make_core(LateExecutor)
+    assert generate(core, request("a", [1, 2])) == {"a": continuation([1, 2], 6)}
+    core.shutdown()
 
 
 def test_max_model_len_is_fitted_to_the_kv_memory_unless_it_is_configured(caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -60,6 +61,19 @@ async def test_the_number_of_held_requests_is_limited(make_rig: MakeRig):
     assert int(headers["Retry-After"]) == scale_from_zero_queue.RETRY_AFTER_S
     rig.announce(engine)
     assert await asyncio.gather(*requests) == [TEXT, TEXT]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_held_time_does_not_count_for_the_request_timeout(make_rig: MakeRig, streamed: bool):
+    rig = make_rig(hold_s=30.0, request_timeout_s=1.0)
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start()
+    request = asyncio.create_task(stream(rig) if streamed else rig.complete())
+    await until(lambda: rig.metric(HELD) == 1, "the request held")
+    timeout_at = time.monotonic() + 1.0
+    await until(lambda: time.monotonic() > timeout_at, "the request held for its timeout")
+    rig.announce(engine)
+    assert await request == TEXT
 
 
 @pytest.mark.parametrize("streamed", [False, True])

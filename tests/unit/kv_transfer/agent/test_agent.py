@@ -36,7 +36,7 @@ from support.waiting import eventually
 between_processes = pytest.mark.parametrize("kind", BETWEEN_PROCESSES, indirect=True)
 
 
-# -- moving bytes
+# Moving bytes
 
 
 def test_read_copies_exactly_the_chosen_blocks(side: Side) -> None:
@@ -141,7 +141,7 @@ def test_own_descriptors_stay_valid_when_more_memory_is_registered(side: Side) -
     side.agent.deregister_memory(registered)
 
 
-# -- notifications
+# Notifications
 
 
 def test_a_notification_arrives_after_all_descriptors_of_its_transfer(side: Side) -> None:
@@ -189,7 +189,7 @@ def test_wakeup_is_called_for_notifications_and_ended_transfers(side: Side) -> N
     side.agent.release_dlist_handle(remote)
 
 
-# -- handles
+# Handles
 
 
 def test_a_handle_can_be_posted_again_after_done_and_released_once(side: Side) -> None:
@@ -254,7 +254,7 @@ def test_lists_of_wrong_sides_or_lengths_are_refused(side: Side) -> None:
         side.agent.initialize_xfer("READ", local, remote, "owner")
 
 
-# -- memory
+# Memory
 
 
 @pytest.mark.parametrize("offset", [-8, NUM_BLOCKS * BLOCK_NBYTES - 8, 1 << 40])

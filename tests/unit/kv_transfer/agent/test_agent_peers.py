@@ -30,7 +30,7 @@ from support.waiting import eventually
 between_processes = pytest.mark.parametrize("kind", BETWEEN_PROCESSES, indirect=True)
 
 
-# -- peers
+# Peers
 
 
 def test_errors_name_unknown_peers(side: Side) -> None:
@@ -250,7 +250,7 @@ def test_an_owner_survives_the_death_of_a_connected_peer(
     assert side.owner.process.is_alive()
 
 
-# -- fence and close
+# Fence and close
 
 
 def test_a_fence_removes_peers_and_keeps_memory(side: Side) -> None:

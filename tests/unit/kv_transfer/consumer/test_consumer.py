@@ -21,7 +21,7 @@ from support.kv_transfer.consumer_rig import (
     failures,
 )
 
-# -- reading
+# Reading
 
 
 def test_blocks_are_read_as_they_are_published(rig: Rig, worker: Worker) -> None:
@@ -176,7 +176,7 @@ def test_a_failed_load_leaves_the_queue(
     assert (rig.stats.inflight_bytes, rig.stats.queued_bytes) == (0, 0)
 
 
-# -- slots
+# Slots
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -228,7 +228,7 @@ def test_a_load_without_slots_ends_at_its_deadline(
     assert failures(rig) == {FailureReason.TIMEOUT: 1}
 
 
-# -- time
+# Time
 
 
 def test_heartbeats_keep_the_lease(rig: Rig, worker: Worker) -> None:

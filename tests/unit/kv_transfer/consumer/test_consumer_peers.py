@@ -27,7 +27,7 @@ from support.kv_transfer.consumer_rig import (
 
 NO_ADDRESS = "not an address"
 
-# -- the handshake
+# The handshake
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_peer_that_restarted_is_lost_and_one_that_does_not_fit_refuses(
     assert failures(rig) == {reason: 1}
 
 
-# -- messages about a transfer
+# Messages about a transfer
 
 
 def test_messages_of_an_earlier_load_are_ignored(rig: Rig, worker: Worker) -> None:

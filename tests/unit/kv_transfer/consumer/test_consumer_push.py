@@ -26,7 +26,7 @@ from support.kv_transfer.consumer_rig import (
     tensor_parallel,
 )
 
-# -- push
+# Push
 
 
 def test_pushed_blocks_are_verified_in_place(pushed: Rig, worker: Worker) -> None:
@@ -242,7 +242,7 @@ def test_a_lost_producer_is_fenced_at_once_without_other_loads(pushed: Rig, work
     assert pushed.stats.memory_fences == 1
 
 
-# -- several workers on either side
+# Several workers on either side
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -74,7 +74,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             self._slots.ctypes.data, 5, layout, copy_out=lambda *_: None, copy_in=copy_in
         )
 
-    # -- the engine
+    # The engine
 
     @rule(
         transfer_id=st.sampled_from(TRANSFER_IDS),
@@ -101,7 +101,7 @@ class ConsumerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.rig.advance(seconds)
 
-    # -- the network
+    # The network
 
     @precondition(lambda self: self.rig.agent.held)
     @rule(choice=st.integers(0, 7))
@@ -144,7 +144,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             return  # an honest producer confirms once
         self._deliver(worker, message)
 
-    # -- the producer
+    # The producer
 
     @precondition(lambda self: any(self._num_unpublished(part) for part in self.parts))
     @rule(
@@ -274,7 +274,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         for worker in self.workers:
             worker.ranks = self.dead[-1].ranks
 
-    # -- what must hold
+    # What must hold
 
     @invariant()
     def blocks_without_a_load_are_left_alone(self) -> None:
@@ -315,7 +315,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             for worker in [*self.workers, *self.dead]:
                 worker.close()
 
-    # -- helpers
+    # Helpers
 
     def _ended(self, transfer_id: str, result: LoadResult) -> None:
         """Reuse the blocks at once for something else."""

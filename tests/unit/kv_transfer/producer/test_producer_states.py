@@ -74,7 +74,7 @@ class ProducerMachine(RuleBasedStateMachine):
         self.num_finished = 0
         self.offer("a")
 
-    # -- the scheduler
+    # The scheduler
 
     @rule(transfer_id=TRANSFERS)
     def offer(self, transfer_id: str) -> None:
@@ -109,7 +109,7 @@ class ProducerMachine(RuleBasedStateMachine):
             self.producer.side.transfers.cancel(transfer_id)
         self.look()
 
-    # -- the consumers
+    # The consumers
 
     @rule(
         worker=WORKERS,
@@ -190,7 +190,7 @@ class ProducerMachine(RuleBasedStateMachine):
         self.consumers[worker].send_hello()
         self.look()
 
-    # -- the transport and the clock
+    # The transport and the clock
 
     @rule(data=st.data(), fail=st.booleans())
     def end_a_write(self, data: st.DataObject, fail: bool) -> None:
@@ -212,7 +212,7 @@ class ProducerMachine(RuleBasedStateMachine):
         self.producer.advance(seconds)
         self.look()
 
-    # -- what must hold
+    # What must hold
 
     def look(self, worker: int | None = None, said: list[Any] | None = None) -> None:
         for row, consumer in enumerate(self.consumers):

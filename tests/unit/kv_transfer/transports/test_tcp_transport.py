@@ -36,7 +36,7 @@ def side() -> Iterator[Side]:
     side.owner.stop()
 
 
-# -- bytes
+# Bytes
 
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
@@ -73,7 +73,7 @@ def test_a_notification_does_not_wait_behind_a_long_transfer(
     assert end(write)[0] is XferState.DONE
 
 
-# -- connections
+# Connections
 
 
 def test_an_unreachable_peer_is_reconnected_by_the_next_use(
@@ -149,7 +149,7 @@ def test_a_closed_transport_leaves_no_file_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-# -- addresses
+# Addresses
 
 
 def test_the_transport_listens_only_at_the_configured_host(

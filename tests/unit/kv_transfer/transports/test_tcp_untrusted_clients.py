@@ -28,7 +28,7 @@ from support.kv_transfer.tcp_rig import HEADER, LENGTH, Raw, TCPTransportHere
 from support.kv_transfer.transport_rig import WORDS, end, rows
 from support.waiting import eventually
 
-# -- connections and requests
+# Connections and requests
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_invalid_requests_end_their_connection(
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
 
 
-# -- ended transfers
+# Ended transfers
 
 
 def test_an_interrupted_write_is_not_notified_and_ends_only_its_connection(

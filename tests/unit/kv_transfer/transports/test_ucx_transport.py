@@ -98,7 +98,7 @@ def side() -> Iterator[Side]:
     side.owner.stop()
 
 
-# -- bytes
+# Bytes
 
 
 def test_rows_of_equal_lengths_are_split_equally_into_pieces_of_at_most_512_kib() -> None:
@@ -207,7 +207,7 @@ def test_gpu_memory_is_refused_if_ucx_has_no_cuda() -> None:
     agent.close()
 
 
-# -- requests to the owner
+# Requests to the owner
 
 
 def test_a_request_with_an_invalid_row_is_refused_and_leaves_no_receive(
@@ -365,7 +365,7 @@ def test_a_piece_of_another_length_ends_the_connection(
     assert not owner.notifs
 
 
-# -- ends
+# Ends
 
 
 def test_a_frozen_peer_times_out(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:

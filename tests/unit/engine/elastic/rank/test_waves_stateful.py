@@ -27,7 +27,7 @@ class WavesMachine(RuleBasedStateMachine):
         self.ranks = new_ranks([tuple(range(size))], NUM_PODS)
         self.received = set(range(NUM_PODS))
 
-    # -- the coordinator
+    # The coordinator
 
     @precondition(lambda self: self.has_changed())
     @rule(members=st.lists(st.integers(0, NUM_PODS - 1), min_size=4, max_size=8, unique=True))
@@ -68,7 +68,7 @@ class WavesMachine(RuleBasedStateMachine):
             for index, rank in enumerate(self.ranks.ranks)
         )
 
-    # -- users
+    # Users
 
     @rule(index=st.integers(0, NUM_PODS - 1), tokens=st.integers(1, 3))
     def request(self, index: int, tokens: int) -> None:
@@ -79,7 +79,7 @@ class WavesMachine(RuleBasedStateMachine):
     def pause(self, index: int, paused: bool) -> None:
         self.ranks.ranks[index].paused = paused
 
-    # -- ranks
+    # Ranks
 
     @rule(indices=st.lists(st.integers(0, NUM_PODS - 1), min_size=1, max_size=20))
     def go_on(self, indices: list[int]) -> None:
@@ -124,7 +124,7 @@ class WavesMachine(RuleBasedStateMachine):
         waves = {rank.waves.wave for rank in self.ranks.ranks if rank.waves is not None}
         assert len(waves) == 1, "waves differ"
 
-    # -- what always holds
+    # What always holds
 
     @invariant()
     def only_begun_waves_run(self) -> None:
