@@ -197,25 +197,17 @@ class TransferManager:
         now = self._clock()
         pending = []
         for transfer_id in dict.fromkeys(transfer_ids):
-            transfer = self._transfers.get(transfer_id)
-            here = False
-            for subscriber in transfer.subscribers.values() if transfer is not None else ():
-                here |= subscriber.session is session
-                if subscriber.session is session and subscriber.state is SubscriberState.ACTIVE:
-                    until = now + self._lease_s
-                    if subscriber.last_sent_at:
-                        until = min(until, subscriber.last_sent_at + MAX_HOLD_S)
-                    elif (
-                        not subscriber.num_writes or now < subscriber.writing_since + self._lease_s
-                    ):
-                        # No PENDING while writes stall, so that the consumer's deadline applies.
-                        pending.append(transfer_id)
-                    subscriber.deadline = max(subscriber.deadline, until)
-            if (
-                transfer is not None
-                and not here
-                and session.instance_id == transfer.peer_instance_id
-            ):
+            if (transfer := self._transfers.get(transfer_id)) is None:
+                continue
+            subscribers = [
+                each for each in transfer.subscribers.values() if each.session is session
+            ]
+            pending += [
+                transfer_id
+                for each in subscribers
+                if each.state is SubscriberState.ACTIVE and self._renew(each, now)
+            ]
+            if not subscribers and session.instance_id == transfer.peer_instance_id:
                 # Its load waits for memory at the consumer.
                 limit = (transfer.held_since or now) + MAX_WAIT_S
                 transfer.deadline = max(transfer.deadline, min(now + self._lease_s, limit))
@@ -312,6 +304,19 @@ class TransferManager:
             self._confirm_and_end(transfer)
 
     # One subscriber
+
+    def _renew(self, subscriber: Subscriber, now: float) -> bool:
+        """Renew a lease, and return whether PENDING is due.
+
+        It is due while the prompt is computed. While a write stalls it is not, so that the
+        consumer's deadline applies.
+        """
+        until = now + self._lease_s
+        if subscriber.last_sent_at:
+            until = min(until, subscriber.last_sent_at + MAX_HOLD_S)
+        subscriber.deadline = max(subscriber.deadline, until)
+        stalls = subscriber.num_writes > 0 and now >= subscriber.writing_since + self._lease_s
+        return not subscriber.last_sent_at and not stalls
 
     def _add_subscriber(
         self,
