@@ -152,7 +152,7 @@ def test_unknown_paths_and_wrong_methods_are_answered_with_the_known_paths(serve
     for method, path in (
         ("GET", "/pause"),
         ("POST", "/is_paused"),
-        ("POST", "/abort_all"),
+        ("POST", "/no_such_call"),
         ("GET", "/"),
     ):
         status, body = ask(server, method, path)
