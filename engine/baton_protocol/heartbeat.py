@@ -76,7 +76,7 @@ class Heartbeat:
     def num_requests(self, num_unfinished: int) -> int:
         """Return an estimate of the number of requests at the engine.
 
-        It is the number in the last PONG, plus the requests that this client has sent since then.
+        The last PONG's number plus the change of `num_unfinished` (own requests) since its PING.
         """
         if self.status is None:
             return num_unfinished

@@ -120,7 +120,7 @@ class Runtime:
     def watch_session(self) -> aiohttp.ClientSession:
         """Return an HTTP session for the watches.
 
-        Each list of a watch makes every service due, because events may be missing.
+        A LIST through it makes every service due: the watch may have missed events.
         """
 
         async def record(

@@ -39,7 +39,7 @@ def create_checkpoint(
     max_shard_size: int | None = None,
     **sizes: int,
 ) -> Path:
-    """Write config, weights and tokenizer to folder `out`. Equal arguments give equal files.
+    """Write config, random weights and tokenizer to `out`. Equal arguments give equal files.
 
     Args:
         out: created if missing. It must be empty.

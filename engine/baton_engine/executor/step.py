@@ -48,7 +48,7 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Changes of a request that the worker has already."""
+    """Changes of a request that the worker knows."""
 
     request_id: str
     new_block_ids: list[int]

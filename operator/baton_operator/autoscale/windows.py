@@ -258,7 +258,7 @@ def window(
         quantile: quantile of latencies, between 0 and 1.
 
     Returns:
-        None: there are fewer than two snapshots, or all have the same time.
+        None: fewer than two snapshots since `start`, or all have the same time.
     """
     inside = sorted((s for s in snapshots if s.at >= start), key=lambda s: s.at)
     if not inside or inside[0].at == inside[-1].at:

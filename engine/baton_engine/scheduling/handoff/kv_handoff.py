@@ -124,7 +124,7 @@ class KVHandoff:
         send.complete = last
 
     def take_back(self, saves: Iterable[BlockSave]) -> None:
-        """Undo the saves of a step whose tokens have not run. A later step publishes the blocks."""
+        """Forget a discarded step's saves. The step that runs its tokens publishes the blocks."""
         for save in saves:
             send = self._sends.get(save.transfer_id)
             if send is not None:

@@ -46,12 +46,12 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 def encode_write(notif: bytes, source: bytes, target: bytes) -> bytes:
-    """Return a request.
+    """Return a WRITE request.
 
     Args:
         notif: notification; empty for none.
         source: iovec of the sender's memory.
-        target: iovec of the receiver's memory, runs as long as those of `source`.
+        target: iovec of the receiver's memory: as many runs, of equal lengths.
     """
     return encode_request(notif, source + target)
 
