@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from baton_kernels.linear import linear, pack_weight
+from baton_kernels.linear import PackedWeight, linear
 
 
 class Machine:
@@ -19,7 +19,7 @@ class Machine:
         """Return FLOP/s of a float32 product with plain and with packed weights; medians of 15."""
         rows, inner, columns = 512, 768, 6144  # of the model's widest layer
         x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
-        packed = pack_weight(weight)
+        packed = PackedWeight(weight)
         flops = 2 * rows * inner * columns
         return {
             "plain": flops / _median_s(lambda: linear(x, weight), 15),

@@ -19,7 +19,6 @@ from baton_engine.models.operators import (
 )
 from baton_engine.models.projections import Linear, parameter
 from baton_engine.models.sharding import WeightTarget, WeightTargets, split
-from baton_kernels.linear import Int8Weight
 
 
 class ExpertNames(NamedTuple):
@@ -60,12 +59,8 @@ class SparseMoE(nn.Module):
         self.gate = Linear(config.hidden_size, config.num_experts)
         hidden_size, length, num_experts = config.hidden_size, self.part.length, config.num_experts
         # All experts in one allocation, as GPU kernels expect; separate after `separate_experts`.
-        self.gate_up: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(
-            num_experts, 2 * length, hidden_size
-        )
-        self.down: nn.Parameter | nn.ParameterList | nn.ModuleList = parameter(
-            num_experts, hidden_size, length
-        )
+        self.gate_up: nn.Parameter | nn.ModuleList = parameter(num_experts, 2 * length, hidden_size)
+        self.down: nn.Parameter | nn.ModuleList = parameter(num_experts, hidden_size, length)
         self.is_expert_parallel = False
         self.shard: ExpertShard | None = None  # None before the first generation
 
@@ -96,7 +91,7 @@ class SparseMoE(nn.Module):
         gate_up = torch.empty((2 * length, hidden_size), dtype=dtype, device=device)
         return gate_up, torch.empty((hidden_size, length), dtype=dtype, device=device)
 
-    def separate_experts(self, prepare: Callable[[Tensor], nn.Parameter | Int8Weight]) -> None:
+    def separate_experts(self, prepare: Callable[[Tensor], nn.Module]) -> None:
         """Replace the stacked weights by prepared weights of single experts, for CPU kernels.
 
         Weights cannot be loaded into the model afterwards. One projection's weights are in memory
@@ -105,7 +100,7 @@ class SparseMoE(nn.Module):
         for name in ("gate_up", "down"):
             prepared = [prepare(weight) for weight in getattr(self, name)]
             delattr(self, name)  # torch refuses to replace a parameter by anything else
-            setattr(self, name, _listed(prepared))
+            setattr(self, name, nn.ModuleList(prepared))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
         targets = self.gate.weight_targets(f"{prefix}.gate")
@@ -131,9 +126,3 @@ class SparseMoE(nn.Module):
                 down, (hidden_size, total), dim=1, start=start
             ),
         }
-
-
-def _listed(weights: list[nn.Parameter | Int8Weight]) -> nn.ParameterList | nn.ModuleList:
-    if all(isinstance(weight, nn.Parameter) for weight in weights):
-        return nn.ParameterList(weights)
-    return nn.ModuleList(weight for weight in weights if isinstance(weight, nn.Module))

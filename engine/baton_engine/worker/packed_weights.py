@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.projections import ColumnParallelLinear, Linear, RowParallelLinear
 from baton_engine.models.sparse_moe import SparseMoE
-from baton_kernels.linear import Int8Weight, can_pack, pack_weight
+from baton_kernels.linear import Int8Weight, PackedWeight, packing
 
-Prepare = Callable[[Tensor], nn.Parameter | Int8Weight]
+Prepare = Callable[[Tensor], PackedWeight | Int8Weight]
 
 
 @torch.no_grad()
@@ -23,15 +23,12 @@ def pack_weights(model: CausalLM) -> None:
     """Pack every weight of a matrix product, in place, one by one.
 
     Plain weights are freed, except the weight of a tied embedding. Experts of an expert-parallel
-    model are packed when they arrive, see `expert_weights`. Nothing happens where oneDNN does not
-    multiply in the model's dtype. Weights cannot be loaded into a packed model.
+    model are packed when they arrive, see `expert_weights`. Nothing happens where weights of the
+    model's dtype cannot be packed. Weights cannot be loaded into a packed model.
     """
-    if can_pack(next(model.parameters())):
-        _replace_weights(
-            model,
-            lambda weight: nn.Parameter(pack_weight(weight), requires_grad=False),
-            routers=True,
-        )
+    parameter = next(model.parameters())
+    if packing(parameter.dtype, parameter.device) is not None:
+        _replace_weights(model, PackedWeight, routers=True)
 
 
 @torch.no_grad()
@@ -45,7 +42,9 @@ def quantize_weights(model: CausalLM) -> None:
     _replace_weights(model, Int8Weight, routers=False)
 
 
-def _replace_weights(model: CausalLM, prepare: Prepare, *, routers: bool) -> None:
+def _replace_weights(
+    model: CausalLM, prepare: Prepare, *, routers: bool
+) -> None:
     kept = set() if routers else set(_routers(model))
     for module in model.modules():
         if isinstance(module, (Linear, ColumnParallelLinear, RowParallelLinear)):

@@ -39,6 +39,8 @@ class Ops:
     silu_and_mul: Op
     write_kv: Op
     paged_attention: Op
+    pack_weight: Op
+    linear: Op
     draw_tokens: Op
     sum_runs: Op
 
@@ -130,6 +132,10 @@ def _register_fakes() -> None:
     @fake("paged_attention")
     def _(*arguments: object) -> None:
         return None
+
+    @fake("linear")
+    def _(x: Tensor, panels: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
+        return x.new_empty((*x.shape[:-1], out_features))
 
     @fake("draw_tokens")
     def _(logits: Tensor, *parameters: object) -> Tensor:

@@ -25,12 +25,15 @@ class InstructionSet:
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 
 
 def instruction_sets(machine: str = platform.machine()) -> tuple[InstructionSet, ...]:
     """Return the supported instruction sets of a machine, best first. May be empty."""
     if machine in ("x86_64", "AMD64"):
+        v4_bf16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
         return (
+            InstructionSet("avx512_bf16", v4_bf16, _V4_BF16),
             InstructionSet("avx512", ("-march=x86-64-v4",), _V4),
             InstructionSet("avx2", ("-march=x86-64-v3",), _V3),
         )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from baton_kernels.activation import silu_and_mul
-from baton_kernels.linear import Int8Weight, linear
+from baton_kernels.linear import Weight, linear
 
 #: A matrix per expert: stacked in one tensor, or a sequence of plain, packed or int8 matrices.
-ExpertWeights = Tensor | Sequence[Tensor | Int8Weight] | nn.ParameterList | nn.ModuleList
+ExpertWeights = Tensor | Sequence[Weight] | nn.ModuleList
 
 
 def run_experts_cpu(

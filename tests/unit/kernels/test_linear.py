@@ -2,36 +2,106 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
-from baton_kernels import linear as linear_module
-from baton_kernels.linear import FEW_ROWS, Int8Weight, can_pack, linear, pack_weight
+from baton_kernels import cpu
+from baton_kernels.linear import Int8Weight, PackedWeight, int8, linear, packing
+from baton_kernels.linear.int8 import FEW_ROWS
+from baton_kernels.linear.packed import Implementation
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
+@pytest.mark.parametrize("implementation", ["plain", "cpp", "onednn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 65, 300])
-@pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1)])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 6, 7, 64, 95, 97, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1), (32, 1000)])
 @pytest.mark.parametrize("has_bias", [False, True])
 @torch.inference_mode()
 def test_plain_and_packed_weights_give_the_product(
-    dtype: torch.dtype, num_rows: int, inputs: int, outputs: int, has_bias: bool
+    implementation: Literal["plain"] | Implementation,
+    dtype: torch.dtype,
+    num_rows: int,
+    inputs: int,
+    outputs: int,
+    has_bias: bool,
 ) -> None:
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     x = torch.randn(num_rows, inputs).to(dtype)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    if not can_pack(weight):
-        pytest.skip(f"oneDNN does not multiply in {dtype} on this processor")
-    for form in (weight, pack_weight(weight)):
-        actual = linear(x, form, bias).double()
-        torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    form = weight if implementation == "plain" else packed(weight, implementation)
+    actual = linear(x, form, bias)
+    assert actual.dtype is dtype
+    torch.testing.assert_close(
+        actual.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
-def test_half_precision_cannot_be_packed() -> None:
-    assert not can_pack(torch.zeros(4, 4, dtype=torch.float16))
+def packed(weight: torch.Tensor, implementation: Implementation) -> PackedWeight:
+    if implementation == "cpp" and cpu.OPS is None:
+        pytest.skip(f"no compiled operations: {cpu.DESCRIPTION}")
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN does not multiply in bfloat16 on this processor")
+    return PackedWeight(weight, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["cpp", "onednn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1)])
+def test_unpacking_restores_every_bit(
+    implementation: Implementation, dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    weight = torch.randn(outputs, 2 * inputs).to(dtype)[:, ::2]  # not contiguous
+    form = packed(weight, implementation)
+    assert (form.shape, form.dtype) == (weight.shape, dtype)
+    assert torch.equal(form.unpack(), weight)
+
+
+def test_a_row_of_x_has_the_same_product_beside_any_other_rows() -> None:
+    weight, x = torch.randn(200, 96), torch.randn(300, 96)
+    form = packed(weight, "cpp")
+    together = linear(x, form)
+    for start, end in ((0, 1), (3, 8), (7, 150)):
+        assert torch.equal(linear(x[start:end], form), together[start:end])
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_keep_nan_and_infinity_in_their_outputs(
+    dtype: torch.dtype, broken: float
+) -> None:
+    weight = torch.rand(3, 33).to(dtype)
+    weight[1, 32] = broken
+    y = linear(torch.rand(7, 33).to(dtype), packed(weight, "cpp"))
+    assert y.isfinite().all(0).tolist() == [True, False, True]
+
+
+def test_packed_weights_accept_inputs_of_any_shape() -> None:
+    form = packed(torch.randn(8, 32), "cpp")
+    x = torch.randn(3, 2, 64)[..., ::2]  # not contiguous
+    flat = linear(x.reshape(6, 32), form)
+    assert torch.equal(linear(x, form), flat.view(3, 2, 8))
+    assert torch.equal(linear(x[0, 0], form), flat[0])
+
+
+def test_packed_weights_refuse_other_shapes_and_dtypes() -> None:
+    form = packed(torch.randn(8, 32), "cpp")
+    with pytest.raises(RuntimeError, match="does not have 8 outputs of 31 inputs"):
+        linear(torch.randn(1, 31), form)
+    with pytest.raises(RuntimeError, match="the packed weight must be contiguous and of dtype"):
+        linear(torch.randn(1, 32, dtype=torch.bfloat16), form)
+    with pytest.raises(RuntimeError, match="bias must have the shape"):
+        linear(torch.randn(1, 32), form, torch.randn(7))
+
+
+def test_only_float32_and_bfloat16_on_a_cpu_are_packed() -> None:
+    assert packing(torch.float32, torch.device("cpu")) is not None
+    assert packing(torch.float16, torch.device("cpu")) is None
+    assert packing(torch.float32, torch.device("meta")) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -62,9 +132,9 @@ def test_products_of_int8_weights_are_as_precise_as_bfloat16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        linear_module, "_tile_dtype", lambda: torch.bfloat16 if native_bf16 else torch.float32
+        int8, "_tile_dtype", lambda: torch.bfloat16 if native_bf16 else torch.float32
     )
-    monkeypatch.setattr(linear_module, "TILE_NUMEL", 1000)  # several tiles, the last one smaller
+    monkeypatch.setattr(int8, "TILE_NUMEL", 1000)  # several tiles, the last one smaller
     weight = Int8Weight(torch.randn(outputs, inputs) / inputs**0.5)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     exact = weight.values.double() * weight.scales.double()[:, None]

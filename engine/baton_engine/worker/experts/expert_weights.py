@@ -13,10 +13,8 @@ from torch import Tensor
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.loader import read_ahead, read_slices, read_tensor_index
 from baton_engine.models.sparse_moe import SparseMoE
-from baton_kernels.linear import Int8Weight, can_pack, pack_weight
+from baton_kernels.linear import Int8Weight, PackedWeight, Weight, packing
 from baton_kernels.moe import ExpertWeights
-
-Weight = Tensor | Int8Weight
 
 
 class ExpertKey(NamedTuple):
@@ -38,7 +36,6 @@ class ExpertForm(enum.Enum):
     """How experts' weights are stored for matrix products."""
 
     PLAIN = enum.auto()
-    #: In oneDNN's order.
     PACKED = enum.auto()
     INT8 = enum.auto()
 
@@ -47,11 +44,7 @@ def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.devi
     """Return the form of experts that matches what `packed_weights` does to other weights."""
     if quantization is not None:
         return ExpertForm.INT8
-    return (
-        ExpertForm.PACKED
-        if can_pack(torch.empty(0, dtype=dtype, device=device))
-        else ExpertForm.PLAIN
-    )
+    return ExpertForm.PLAIN if packing(dtype, device) is None else ExpertForm.PACKED
 
 
 class ExpertStore:
@@ -131,7 +124,7 @@ class ExpertStore:
             case ExpertForm.PLAIN:
                 return weight
             case ExpertForm.PACKED:
-                return pack_weight(weight)
+                return PackedWeight(weight)
             case ExpertForm.INT8:
                 return Int8Weight(weight)
 
@@ -152,7 +145,7 @@ def stack_experts(
 def _parts_of(weight: Weight) -> list[Tensor]:
     if isinstance(weight, Int8Weight):
         return [weight.values, weight.scales]
-    return [weight.to_dense() if weight.is_mkldnn else weight.cpu().contiguous()]
+    return [weight.unpack() if isinstance(weight, PackedWeight) else weight.cpu().contiguous()]
 
 
 def _int8_weight(values: Tensor, scales: Tensor) -> Int8Weight:

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "block_checksum.h"
 #include "elementwise.h"
+#include "linear.h"
 #include "sampling.h"
 
 // Calls a lambda with scalar_t as `type`, which is one of DTYPES in ../__init__.py.
@@ -20,6 +21,13 @@
         AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)    \
         AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
         AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__)     \
+    )
+
+// The same for the dtypes of packed weights.
+#define DISPATCH_PACKED(type, name, ...)                                                         \
+    AT_DISPATCH_SWITCH(                                                                          \
+        type, name,                                                                              \
+        AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__)   \
     )
 
 namespace baton {
@@ -237,6 +245,50 @@ void paged_attention_op(
     });
 }
 
+Tensor pack_weight_op(const Tensor& weight_) {
+    TORCH_CHECK(weight_.dim() == 2, "a weight must have the shape [out_features, in_features]");
+    const Tensor weight = weight_.stride(1) == 1 ? weight_ : weight_.contiguous();
+    const int64_t out_features = weight.size(0), in_features = weight.size(1);
+    const int64_t step = 4 / weight.element_size();
+    Tensor panels = at::empty(
+        {(out_features + PANEL - 1) / PANEL, (in_features + step - 1) / step, PANEL, step}, weight.options()
+    );
+    use_huge_pages(panels.mutable_data_ptr(), panels.nbytes());
+    DISPATCH_PACKED(weight.scalar_type(), "pack_weight", [&] {
+        const Matrix<const scalar_t> rows{weight.const_data_ptr<scalar_t>(), weight.stride(0)};
+        pack<scalar_t>(panels.mutable_data_ptr<scalar_t>(), rows, in_features, out_features);
+    });
+    return panels;
+}
+
+Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, const std::optional<Tensor>& bias) {
+    const Tensor x = x_.contiguous();
+    TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
+    const int64_t in_features = x.size(-1), step = 4 / x.element_size();
+    check_like(panels, x, "the packed weight");
+    TORCH_CHECK(
+        panels.dim() == 4 && panels.size(0) == (out_features + PANEL - 1) / PANEL &&
+            panels.size(1) == (in_features + step - 1) / step && panels.size(2) == PANEL && panels.size(3) == step,
+        "a packed weight of shape ", panels.sizes(), " does not have ", out_features, " outputs of ", in_features,
+        " inputs"
+    );
+    if (bias.has_value()) {
+        check_like(*bias, x, "bias");
+        TORCH_CHECK(bias->numel() == out_features, "bias must have the shape [out_features]");
+    }
+    auto shape = x.sizes().vec();
+    shape.back() = out_features;
+    Tensor y = at::empty(shape, x.options());
+    DISPATCH_PACKED(x.scalar_type(), "linear", [&] {
+        linear<scalar_t>(
+            {y.mutable_data_ptr<scalar_t>(), out_features}, {x.const_data_ptr<scalar_t>(), in_features},
+            out_features == 0 ? 0 : y.numel() / out_features, panels.const_data_ptr<scalar_t>(),
+            bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr, in_features, out_features
+        );
+    });
+    return y;
+}
+
 Tensor draw_tokens_op(
     const Tensor& logits_, at::ArrayRef<double> temperature, at::IntArrayRef top_k, at::ArrayRef<double> top_p,
     at::ArrayRef<double> min_p, at::IntArrayRef keys
@@ -278,6 +330,8 @@ TORCH_LIBRARY(baton_cpu, library) {
         "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
         "Tensor cu_seqlens_q, Tensor seq_lens, float scale, int? window, float? soft_cap) -> ()"
     );
+    library.def("pack_weight(Tensor weight) -> Tensor");
+    library.def("linear(Tensor x, Tensor panels, int out_features, Tensor? bias) -> Tensor");
     library.def(
         "draw_tokens(Tensor logits, float[] temperature, int[] top_k, float[] top_p, float[] min_p, int[] keys) -> Tensor"
     );
@@ -290,6 +344,8 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("silu_and_mul", baton::silu_and_mul_op);
     library.impl("write_kv", baton::write_kv_op);
     library.impl("paged_attention", baton::paged_attention_op);
+    library.impl("pack_weight", baton::pack_weight_op);
+    library.impl("linear", baton::linear_op);
     library.impl("draw_tokens", baton::draw_tokens_op);
 }
 

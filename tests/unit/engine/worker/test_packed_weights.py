@@ -12,7 +12,7 @@ from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.factory import load_model
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
-from baton_kernels.linear import Int8Weight
+from baton_kernels.linear import Int8Weight, PackedWeight
 from support.engine.model_cases import CPU, run_model
 
 
@@ -44,7 +44,7 @@ def test_all_matmul_weights_are_packed_and_the_head_keeps_its_output(
     model = load_model(path, load_checkpoint_config(path), torch.float32, CPU)
     plain = dict(model.named_parameters())
     pack_weights(model)
-    packed = {name for name, weight in model.named_parameters() if weight.is_mkldnn}
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedWeight)}
     expected = prepared_names(plain)
     assert packed == expected | ({"embed_tokens.packed_weight"} if tied else set())
     hidden = torch.randn(5, model.config.hidden_size)
@@ -71,7 +71,7 @@ def test_weights_in_half_precision_are_not_packed(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "llama")
     model = load_model(path, load_checkpoint_config(path), torch.float16, CPU)
     pack_weights(model)
-    assert not any(weight.is_mkldnn for weight in model.parameters())
+    assert not any(isinstance(module, PackedWeight) for module in model.modules())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels.configurations import Configuration
-from baton_kernels.linear import can_pack, pack_weight
+from baton_kernels.linear import PackedWeight, Weight, packing
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.reference import run_experts_reference
 from baton_kernels.moe.torch_cpu import run_experts_cpu
@@ -54,10 +54,9 @@ def swapped_gemm(*arguments: Tensor) -> Tensor:
 def packed(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
     """Run with separate weights per expert, packed where the CPU can multiply by packed weights."""
 
-    def separate(stacked: Tensor) -> list[Tensor]:
-        return [
-            pack_weight(weight.contiguous()) if can_pack(weight) else weight for weight in stacked
-        ]
+    def separate(stacked: Tensor) -> list[Weight]:
+        can_pack = packing(stacked.dtype, stacked.device) is not None
+        return [PackedWeight(weight) if can_pack else weight for weight in stacked]
 
     return run_experts(x, separate(gate_up), separate(down), weights, expert_ids)
 

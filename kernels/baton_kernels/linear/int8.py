@@ -1,12 +1,8 @@
-"""Linear layers. On a CPU, weights may be packed in oneDNN's order or quantized to int8.
+"""Weights in int8: w[o, i] ~ values[o, i] * scales[o].
 
-torch's own `linear` passes float32 to MKL, which reads a row-major weight repeatedly and takes
-slower paths on processors of other vendors. A packed weight is reordered once, after loading. The
-engine's benchmark prints the rates of both.
-
-An int8 weight needs a quarter of the memory of float32: w[o, i] ~ values[o, i] * scales[o]. Sums
-are in float32. With few rows, or on a processor with bfloat16 products, x and the product are
-rounded to bfloat16. That changes the product less than rounding w does.
+They need a quarter of the memory of float32. Sums are in float32. With few rows, or on a processor
+with bfloat16 products, x and the product are rounded to bfloat16. That changes the product less
+than rounding w does.
 """
 
 from __future__ import annotations
@@ -17,9 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: Number of rows of x that the packing is chosen for. Unless this is 1, other numbers run at the
-#: same speed.
-TYPICAL_ROWS = 64
 #: Up to this many rows of x, torch's int8 kernel is not slower than `_by_tiles`. Its time grows
 #: with every row. Measured on Zen 5, with and without AVX-512, with a weight of 4096 x 2048.
 FEW_ROWS = 16
@@ -55,37 +48,11 @@ class Int8Weight(nn.Module):
         self.register_buffer("scales", scales)
 
 
-def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """Compute y = x W^T + b.
-
-    Args:
-        x: tensor of shape [..., in_features].
-        weight: tensor of shape [out_features, in_features]; plain, packed or int8.
-        bias: tensor of shape [out_features].
-    """
-    y: Tensor
-    if isinstance(weight, Int8Weight):
-        multiply = torch.ops.baton.int8_linear if torch.compiler.is_compiling() else _int8_linear
-        y = multiply(x, weight.values, weight.scales, bias)
-    elif weight.is_mkldnn:
-        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    else:
-        y = functional.linear(x, weight, bias)
+def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    """Compute `baton_kernels.linear.linear`, with the same arguments and result."""
+    multiply = torch.ops.baton.int8_linear if torch.compiler.is_compiling() else _int8_linear
+    y: Tensor = multiply(x, weight.values, weight.scales, bias)
     return y
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Return whether oneDNN supports the weight's dtype and device."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32
-
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """Copy a weight into oneDNN's order, which only `linear` can read. Requires `can_pack`."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
 
 
 def native_instructions(dtype: torch.dtype) -> str:
@@ -137,10 +104,7 @@ def _by_tiles(x: Tensor, values: Tensor) -> Tensor:
     y = x.new_empty(len(x), len(values))
     for rows in _tiles(*values.shape):
         tile = values[rows].to(x.dtype)
-        if can_pack(tile):
-            y[:, rows] = torch.ops.mkldnn._linear_pointwise(x, tile, None, "none", [], "")
-        else:
-            y[:, rows] = functional.linear(x, tile)
+        y[:, rows] = functional.linear(x, tile)
     return y
 
 

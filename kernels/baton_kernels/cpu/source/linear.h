@@ -1,0 +1,158 @@
+// Linear layers y = x W^T + b over packed weights, with sums in float32.
+//
+// A weight is packed in panels of PANEL outputs, [in_features / STEP_INPUTS, PANEL, STEP_INPUTS]. A tile of the
+// product, some rows of x and one panel, stays in registers until its sums are complete. So a
+// product with few rows reads the weight once, in the order of its addresses, at the speed of the
+// memory. Missing outputs of the last panel and missing inputs of the last step are zeros.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <immintrin.h>
+#include <sys/mman.h>
+
+#include "vector.h"
+
+namespace baton {
+
+// Vectors of a panel and rows of a tile: their product, the sums, must fit the registers.
+constexpr int64_t PANEL_VECTORS = LANES == 16 ? 4 : 2;
+constexpr int64_t TILE_ROWS = 6;
+constexpr int64_t PANEL = PANEL_VECTORS * LANES;
+// Rows of a task. The tasks of a panel follow one another, so that it stays in a core's cache.
+constexpr int64_t BLOCK_ROWS = 16 * TILE_ROWS;
+// How far ahead of its use a weight is fetched from memory.
+constexpr int64_t PREFETCH_BYTES = 4096;
+constexpr int64_t WEIGHTS_PER_THREAD = 1 << 16;  // minimum work of a thread
+
+// Inputs that a packed weight keeps together. A processor multiplies pairs of 16-bit numbers.
+template <typename T>
+constexpr int64_t STEP_INPUTS = 4 / sizeof(T);
+
+// The inputs of one step, of one row of x, in each lane.
+inline Floats broadcast(const float* x, int64_t) { return splat(*x); }
+
+inline Words broadcast(const c10::BFloat16* x, int64_t count) {
+    const uint32_t low = x[0].x, high = count < 2 ? 0 : x[1].x;
+    return Words{} + (high << 16 | low);
+}
+
+// Adds the products of one step.
+inline Floats multiply_add(Floats sums, Floats weights, Floats inputs) { return sums + weights * inputs; }
+
+inline Floats multiply_add(Floats sums, Words weights, Words inputs) {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(
+        reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(inputs)
+    ));
+#else
+    const Words high = Words{} + 0xFFFF0000u;
+    sums += bits_as<Floats>(weights << 16) * bits_as<Floats>(inputs << 16);
+    return sums + bits_as<Floats>(weights & high) * bits_as<Floats>(inputs & high);
+#endif
+}
+
+// A matrix of T in rows.
+template <typename T>
+struct Matrix {
+    T* data;
+    int64_t stride;
+
+    T* operator[](int64_t row) const { return data + row * stride; }
+    Matrix from(int64_t row, int64_t column = 0) const { return {(*this)[row] + column, stride}; }
+};
+
+// Computes `count` outputs, one panel, for ROWS rows.
+template <int64_t ROWS, bool PREFETCH, typename T>
+void multiply_tile(Matrix<T> y, Matrix<const T> x, const T* panel, const T* bias, int64_t in_features, int64_t count) {
+    using Step = decltype(broadcast(panel, 0));
+    Floats sums[ROWS][PANEL_VECTORS] = {};
+    for (int64_t input = 0; input < in_features; input += STEP_INPUTS<T>) {
+        const T* const from = panel + input * PANEL;
+        Step weights[PANEL_VECTORS];
+        for (int64_t v = 0; v < PANEL_VECTORS; ++v) {
+            const T* const address = from + v * LANES * STEP_INPUTS<T>;
+            if constexpr (PREFETCH) __builtin_prefetch(reinterpret_cast<const char*>(address) + PREFETCH_BYTES);
+            weights[v] = read_as<Step>(address);
+        }
+        for (int64_t row = 0; row < ROWS; ++row) {
+            const Step inputs = broadcast(x[row] + input, in_features - input);
+            for (int64_t v = 0; v < PANEL_VECTORS; ++v) sums[row][v] = multiply_add(sums[row][v], weights[v], inputs);
+        }
+    }
+    for (int64_t row = 0; row < ROWS; ++row) {
+        for (int64_t v = 0; v < PANEL_VECTORS && v * LANES < count; ++v) {
+            const int64_t left = std::min(LANES, count - v * LANES);
+            const Floats total = bias == nullptr ? sums[row][v] : sums[row][v] + load(bias + v * LANES, left);
+            if (left == LANES) {
+                store(y[row] + v * LANES, total);
+            } else {
+                store(y[row] + v * LANES, total, left);
+            }
+        }
+    }
+}
+
+// Computes one panel for any number of rows. The first tile brings the weights into the cache.
+template <typename T, std::size_t... I>
+void multiply_panel(
+    Matrix<T> y, Matrix<const T> x, int64_t rows, const T* panel, const T* bias, int64_t in_features, int64_t count,
+    std::index_sequence<I...>
+) {
+    using Multiply = void (*)(Matrix<T>, Matrix<const T>, const T*, const T*, int64_t, int64_t);
+    constexpr Multiply first[] = {multiply_tile<I + 1, true, T>...}, others[] = {multiply_tile<I + 1, false, T>...};
+    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+        const Multiply* const multiply = row == 0 ? first : others;
+        multiply[std::min(TILE_ROWS, rows - row) - 1](y.from(row), x.from(row), panel, bias, in_features, count);
+    }
+}
+
+// Computes y for `rows` rows of x. A missing bias is nullptr.
+template <typename T>
+void linear(
+    Matrix<T> y, Matrix<const T> x, int64_t rows, const T* panels, const T* bias, int64_t in_features,
+    int64_t out_features
+) {
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t panel_size = (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T> * STEP_INPUTS<T> * PANEL;
+    const int64_t num_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int64_t grain = std::max<int64_t>(1, WEIGHTS_PER_THREAD / std::max<int64_t>(1, panel_size));
+    at::parallel_for(0, num_blocks * num_panels, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t panel = task / num_blocks, row = task % num_blocks * BLOCK_ROWS, output = panel * PANEL;
+            multiply_panel(
+                y.from(row, output), x.from(row), std::min(BLOCK_ROWS, rows - row), panels + panel * panel_size,
+                bias == nullptr ? nullptr : bias + output, in_features, std::min(PANEL, out_features - output),
+                std::make_index_sequence<TILE_ROWS>()
+            );
+        }
+    });
+}
+
+// Asks for huge pages, before the first write: a product reads too many pages for the processor's
+// table of addresses.
+inline void use_huge_pages(void* data, int64_t nbytes) {
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t start = reinterpret_cast<uintptr_t>(data) / PAGE * PAGE;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + nbytes + PAGE - 1) / PAGE * PAGE;
+    madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);  // may be refused
+}
+
+template <typename T>
+void pack(T* panels, Matrix<const T> weight, int64_t in_features, int64_t out_features) {
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t num_steps = (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T>;
+    at::parallel_for(0, num_panels, 1, [&](int64_t begin, int64_t end) {
+        T* to = panels + begin * num_steps * PANEL * STEP_INPUTS<T>;
+        for (int64_t output = begin * PANEL; output < end * PANEL; output += PANEL) {
+            for (int64_t input = 0; input < num_steps * STEP_INPUTS<T>; input += STEP_INPUTS<T>) {
+                for (int64_t row = output; row < output + PANEL; ++row) {
+                    for (int64_t column = input; column < input + STEP_INPUTS<T>; ++column) {
+                        *to++ = row < out_features && column < in_features ? weight[row][column] : T(0);
+                    }
+                }
+            }
+        }
+    });
+}
+
+}  // namespace baton

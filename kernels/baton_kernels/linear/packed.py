@@ -1,0 +1,83 @@
+"""Weights reordered once, after loading, so that products read them fast.
+
+The compiled product reads a weight in the order of its addresses (`source/linear.h`). oneDNN's
+product replaces it where the processor has tiles of bfloat16 products (AMX), which the compiled one
+does not use, and where nothing is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from baton_kernels import cpu
+from baton_kernels.linear.int8 import native_instructions
+
+Implementation = Literal["cpp", "onednn"]
+#: Number of rows of x that oneDNN chooses the order for. Unless this is 1, other numbers run at the
+#: same speed.
+TYPICAL_ROWS = 64
+
+
+def packing(dtype: torch.dtype, device: torch.device) -> Implementation | None:
+    """Return the faster implementation for packed weights, or None if they cannot be packed."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    has_tiles = dtype is torch.bfloat16 and native_instructions(dtype) == "amx_bf16"
+    if cpu.OPS is not None and not has_tiles:
+        return "cpp"
+    is_supported = torch.backends.mkldnn.is_available() and (
+        dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return "onednn" if is_supported else None
+
+
+class PackedWeight(nn.Module):
+    """A copy of a weight in the order of one implementation, which only `linear` can read.
+
+    Attributes:
+        shape: (out_features, in_features).
+        dtype: The weight's.
+        data: The copy. For cpp it has the shape [out_features / panel, in_features / step, panel,
+            step], padded with zeros. A panel is a number of outputs that depends on the instruction
+            set. A step is one input in float32, and two in bfloat16.
+    """
+
+    data: Tensor
+
+    def __init__(self, weight: Tensor, implementation: Implementation | None = None) -> None:
+        """Copy a weight.
+
+        Args:
+            weight: tensor of shape [out_features, in_features].
+            implementation: None means the result of `packing`, which must not be None.
+        """
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        if (implementation or packing(weight.dtype, weight.device)) == "cpp":
+            assert cpu.OPS is not None
+            data = cpu.OPS.pack_weight(weight)
+        else:
+            data = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+        self.register_buffer("data", data)
+
+    def unpack(self) -> Tensor:
+        """Return the weight of shape [out_features, in_features], with the same bits."""
+        if self.data.is_mkldnn:
+            return self.data.to_dense()
+        num_panels, num_steps, panel, step = self.data.shape
+        padded = self.data.transpose(1, 2).reshape(num_panels * panel, num_steps * step)
+        return padded[: self.shape[0], : self.shape[1]].contiguous()
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Compute `baton_kernels.linear.linear`, with the same arguments and result."""
+    y: Tensor
+    if weight.data.is_mkldnn:
+        y = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
+    else:
+        assert cpu.OPS is not None
+        y = cpu.OPS.linear(x, weight.data, weight.shape[0], bias)
+    return y
