@@ -42,9 +42,7 @@ def quantize_weights(model: CausalLM) -> None:
     _replace_weights(model, Int8Weight, routers=False)
 
 
-def _replace_weights(
-    model: CausalLM, prepare: Prepare, *, routers: bool
-) -> None:
+def _replace_weights(model: CausalLM, prepare: Prepare, *, routers: bool) -> None:
     kept = set() if routers else set(_routers(model))
     for module in model.modules():
         if isinstance(module, (Linear, ColumnParallelLinear, RowParallelLinear)):

@@ -15,7 +15,7 @@ import torch
 from baton_kernels import cpu
 from baton_kernels.cpu import build, libraries
 
-AVX2, AVX512 = (one.needs for one in libraries.instruction_sets("x86_64")[::-1])
+AVX2, AVX512, AVX512_BF16 = (one.needs for one in libraries.instruction_sets("x86_64")[::-1])
 
 
 @pytest.fixture
@@ -54,8 +54,9 @@ def test_operations_compiled_by_make_install_are_loaded() -> None:
 
 
 def test_a_process_loads_the_best_instruction_set_of_its_processor(built: Path) -> None:
-    pretend_to_compile("avx512", "avx2")
-    assert chosen(AVX512 | {"amx_tile"}) == "avx512"
+    pretend_to_compile("avx512_bf16", "avx512", "avx2")
+    assert chosen(AVX512_BF16 | {"amx_tile"}) == "avx512_bf16"
+    assert chosen(AVX512 | {"avx512_vnni"}) == "avx512"
     assert chosen(AVX2) == "avx2"
     assert chosen(AVX2 - {"fma"}) is None
     assert chosen(frozenset()) is None
@@ -92,7 +93,7 @@ def test_only_source_files_determine_the_library_file(
 ) -> None:
     sources = tmp_path_factory.mktemp("source")
     monkeypatch.setattr(libraries, "SOURCES", sources)
-    avx2 = libraries.instruction_sets("x86_64")[1]
+    avx2 = libraries.instruction_sets("x86_64")[-1]
     (sources / "ops.cpp").write_text("1")
     before = libraries.library_file(avx2)
     (sources / ".ops.cpp.swp").write_text("of an editor")
@@ -112,7 +113,7 @@ def test_a_build_replaces_the_file_of_older_sources_and_runs_once(
         Path(command[command.index("-o") + 1]).touch()
 
     monkeypatch.setattr(build, "_run", run)
-    avx2 = libraries.instruction_sets("x86_64")[1]
+    avx2 = libraries.instruction_sets("x86_64")[-1]
     older = built / f"avx2-torch{torch.__version__}-0123456789ab.so"
     others = built / "avx2-torch0.0.1-0123456789ab.so"
     older.touch()
