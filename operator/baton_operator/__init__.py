@@ -11,7 +11,7 @@ packages:
 - `status`: conditions, counts and Events of the service.
 - `kube`: the operator's use of the Kubernetes API: kinds, Events and the Lease.
 
-Beside the rooms:
+Other modules:
 
 - `handlers`: kopf's handlers, which make services due.
 - `kopf_settings`: turns off everything in kopf but the watches.

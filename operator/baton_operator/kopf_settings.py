@@ -39,7 +39,7 @@ class NoDiffBase(kopf.DiffBaseStorage):
 class Backoffs:
     """Seconds between retries of kopf's requests.
 
-    The sequence is infinite: after the last retry kopf would end.
+    The sequence is infinite, because kopf ends after the last retry.
     """
 
     def __iter__(self) -> Iterator[float]:

@@ -172,7 +172,7 @@ async def under_load(
         url: the gateway's.
         model: the reference.
         tails: returns the ends of logs for the message of a failure.
-        excused: whether a stream was expected to fail. Its tokens are checked nevertheless.
+        excused: returns whether a stream may fail. Its tokens are checked nevertheless.
     """
     load = Load(url, width=width, vocab_size=vocab_size)
     running = asyncio.create_task(load.run())
@@ -213,7 +213,7 @@ async def fresh_connections(
 
     Args:
         url: the gateway's.
-        excused: whether a request was expected to fail.
+        excused: returns whether a request may fail.
     """
     stopping = asyncio.Event()
     asked: list[ShortRequest] = []

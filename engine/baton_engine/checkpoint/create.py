@@ -47,8 +47,8 @@ def create_checkpoint(
         size: a key of SIZES.
         rope_scaling: linear, llama3 or yarn. The rotary embedding is stretched by `rope_factor` to
             max_position_embeddings.
-        sliding_window: tokens that a token sees, in the later half of the layers in qwen2 and
-            qwen3, in all layers of the others. Not for llama.
+        sliding_window: number of tokens that a token attends to. In qwen2 and qwen3 the later half
+            of the layers have the window, in other architectures all layers. llama has none.
         dtype: type of the stored weights: float32, bfloat16 or float16.
         max_shard_size: bytes per weight file. None: one file without an index.
         **sizes: fields of CheckpointShape that differ from the preset's.

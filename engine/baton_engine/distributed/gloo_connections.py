@@ -178,7 +178,7 @@ def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
 def _copy_of(fd: int, inode: int) -> socket.socket | None:
     """Return a duplicate of a socket, or None if it is closed.
 
-    The duplicate stays this socket even if another thread closes and reuses the descriptor.
+    The duplicate refers to this socket even if another thread closes and reuses the descriptor.
     """
     try:
         status = os.stat(f"/proc/self/fd/{fd}")

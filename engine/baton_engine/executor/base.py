@@ -126,9 +126,12 @@ class Executor(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} does not serve expert-parallel groups")
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:  # noqa: B027
-        """Set `callback(reason)`, called once, from any thread, when a worker process dies.
+        """Set the callback for the death of a worker process.
 
-        An executor whose worker ends only with this process does not call it.
+        An executor without worker processes never calls it.
+
+        Args:
+            callback: called once with the reason, from any thread.
         """
 
     @abc.abstractmethod

@@ -177,7 +177,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
     # In the worker's thread
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Return the output rank's results. Tensor ranks of a single stage sample the same bits."""
+        """Return the output rank's results. With one stage, all tensor ranks sample the same."""
         output = super()._sample(grammar)
         if self.config.parallel.pipeline_parallel_size == 1:
             return output

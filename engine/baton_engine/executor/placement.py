@@ -122,7 +122,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
 
 
 def control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's groups that may have limits, and all above them.
+    """Yield the folders of this process's control groups (cgroups), and their parents.
 
     Args:
         controller: cpu or memory.

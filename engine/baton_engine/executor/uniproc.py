@@ -59,7 +59,7 @@ class UniProcExecutor(Executor):
         return self._thread.submit(sample)
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Return the results of the step that has run last. Called in the worker's thread."""
+        """Return the results of the last step. Called in the worker's thread."""
         return self._worker.sample_tokens(grammar)
 
     def collective_rpc(

@@ -83,7 +83,7 @@ class GrammarQueue:
                 )
 
     def bitmask(self, grammars: dict[str, Grammar]) -> GrammarOutput | None:
-        """Return the tokens that the grammars of these request ids allow next. None without any."""
+        """Return the tokens that the grammars allow next, by request id; None if there are none."""
         if not grammars:
             return None
         assert self._manager is not None

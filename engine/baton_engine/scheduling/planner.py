@@ -105,7 +105,7 @@ class RunningPlanner:
     def _plan_decodes(
         self, step: StepBuilder, request: Request, sequences: Sequence[Request]
     ) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Run one token of each of these sequences of `request`, once all of them have memory.
+        """Run one token of each sequence of `request`, once all of them have memory.
 
         All or none: a search is preempted as a whole, and then the step must not contain any of its
         beams.

@@ -29,16 +29,17 @@ class Preemptor:
     def preempt_for(self, request: Request) -> Preempted | SwappedOut | Finished | None:
         """Decide which request loses its memory so that `request`, which runs, can continue.
 
-        The last running request is first. `request` itself comes after the loaded requests behind
-        it. A beam search that holds all memory ends.
+        The request that was accepted last loses its memory first. Before `request` loses its own,
+        later requests do that have loaded their KV and do not run. If `request` is a beam search
+        that holds all memory, it ends.
 
         Returns:
             None if `request` must wait until earlier ones end.
         """
         victim = self._last_running(request)
         if victim is None or victim is request:
-            # A loaded request holds memory without running. If it waited for the place of
-            # `request`, neither could continue.
+            # A loaded request holds memory without running. It waits for a place among the running
+            # requests, and `request`, which has one, would wait for that memory.
             loaded = max(self.state.queues.loaded, key=by_order, default=None)
             if loaded is not None and loaded.order > request.order:
                 return Preempted(loaded)

@@ -43,7 +43,7 @@ def abort_connection(http: web.Request, name: str) -> None:
 def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs: int) -> None:
     """Close the connection if too many outputs wait for a client that does not read.
 
-    Without unread bytes in the connection it is the gateway that is slow, and the connection stays.
+    If the connection has no unread bytes, the gateway is the slow side, and the connection stays.
 
     Args:
         name: the request's name for the log.

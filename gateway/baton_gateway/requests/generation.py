@@ -118,7 +118,11 @@ class Generator:
     async def _outputs(
         self, job: Job, prompt: PromptJob, run: Run
     ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
-        """Yield the text of one run. Raises APIError."""
+        """Yield the text of one dispatched sequence, by choice.
+
+        Raises:
+            APIError: the engine refused or failed it.
+        """
         timer = TokenTimer(self._metrics, job.started)
         needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
         async with aclosing(self._dispatcher.generate(run.sequence)) as outputs:

@@ -306,10 +306,11 @@ class TransferManager:
     # One subscriber
 
     def _renew(self, subscriber: Subscriber, now: float) -> bool:
-        """Renew a lease, and return whether PENDING is due.
+        """Renew a subscriber's lease.
 
-        It is due while the prompt is computed. While a write stalls it is not, so that the
-        consumer's deadline applies.
+        Returns:
+            Whether to send PENDING: while the prompt is computed, unless a write stalls. The
+            consumer's deadline applies then.
         """
         until = now + self._lease_s
         if subscriber.last_sent_at:

@@ -1,4 +1,7 @@
-"""Why a group of pods is not ready: a chain of small policies, the most specific first. Pure."""
+"""Why a group of pods is not ready: small policies in a chain, the most specific first.
+
+The functions are pure.
+"""
 
 from __future__ import annotations
 

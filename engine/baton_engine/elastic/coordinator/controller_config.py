@@ -19,9 +19,9 @@ class ControllerConfig:
     #: or it ignores an urgent generation. Must exceed the time between two steps, and the
     #: duration of one layer.
     stall_after_s: float = 5.0
-    #: Duration of a step after which it is interrupted to find a stalled rank. Should exceed the
-    #: longest step. A slower step is run again, and the limit doubles, at most to 8 times this
-    #: value.
+    #: The coordinator interrupts a step that takes longer, to find a stalled rank. It should exceed
+    #: the longest step. The group runs a slower step again, and the limit doubles, at most to 8
+    #: times this value.
     step_stall_after_s: float = 30.0
     #: Time that the first generation waits for further ranks after the first one.
     form_after_s: float = 30.0

@@ -20,7 +20,7 @@ def key_of(generation: Generation) -> GenerationKey:
 
 
 def nonce_of(number: int, drawn: str) -> str:
-    """Return a nonce with the number, so that a rank without a generation still reports it."""
+    """Return a nonce with the generation's number, so that ranks which report it report both."""
     return f"{number}.{drawn}"
 
 

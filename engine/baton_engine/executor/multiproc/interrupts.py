@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class InterruptPipes:
-    """The executor's ends of the pipes."""
+    """Pipes to all workers, through which the executor interrupts their steps."""
 
     def __init__(self, num_workers: int) -> None:
         pipes = [os.pipe() for _ in range(num_workers)]

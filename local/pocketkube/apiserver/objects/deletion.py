@@ -110,7 +110,7 @@ class Deletion:
 
 
 def _mark(resource: Resource, obj: Object, finalizers: list[str], grace: int) -> Object:
-    """Return a copy of the object that is terminating."""
+    """Return a copy of the object, marked as terminating."""
     marked = copy.deepcopy(obj)
     metadata = marked["metadata"]
     if finalizers:

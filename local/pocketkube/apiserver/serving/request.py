@@ -79,7 +79,7 @@ async def delete_options(request: web.Request) -> DeleteOptions:
         grace_s = None if grace is None else int(grace)
     except (TypeError, ValueError) as error:
         raise errors.bad_request(
-            f"gracePeriodSeconds: {grace!r} is no number of seconds"
+            f"gracePeriodSeconds: {grace!r} is not a number of seconds"
         ) from error
     return DeleteOptions(
         grace_period_s=grace_s,

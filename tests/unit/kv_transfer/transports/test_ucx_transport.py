@@ -81,7 +81,7 @@ def raw(made: Callable[[Any], Any], pair: tuple[UCXTransportHere, UCXTransportHe
 
 
 def ignore_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let UCX hold the endpoint of the next connection that is cut."""
+    """Make the worker keep its UCX endpoint when the next connection is cut."""
     disconnect = worker.UCXWorker.disconnect
 
     def ignore(self: worker.UCXWorker, endpoint: Any, on_end: Callable[[str], None]) -> None:

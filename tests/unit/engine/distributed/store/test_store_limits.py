@@ -82,7 +82,7 @@ def test_a_client_with_a_second_request_before_its_answer_is_dropped(
 def test_a_client_that_does_not_read_its_answer_occupies_one(
     server: StoreServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its second request ends it and frees the buffer, so the answer of another client fits."""
+    """A second request closes its connection and frees the buffer for another client's answer."""
     keys, size = [f"key {number}" for number in range(12)], 2**20 - 100
     monkeypatch.setattr(store_server, "MAX_BUFFERED_BYTES", 12 * 2**20)
     for key in keys:
