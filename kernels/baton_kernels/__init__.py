@@ -17,6 +17,7 @@ Each operation has a folder:
     activation        gated activations of MLPs
     moe               routing to experts, and the experts
     linear            linear layers with packed or int8 weights on a CPU
+    decoder_layers    all dense layers of a step in one call, on a CPU
     configurations    launch configurations, measured per GPU
     kernel_arguments  arguments that several launches pass: pointers and strides
     cpu               the compiled C++ operations

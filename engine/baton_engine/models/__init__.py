@@ -3,6 +3,7 @@
 architectures/        one file per architecture
 factory.py            builds a model and loads its weights
 registry.py           architecture name -> model class
+fused_layers.py       the layers of a dense model as one compiled operation
 layers.py             layers that the architectures share, up to `CausalLM`
 sparse_moe.py         mixture of experts as a layer
 expert_parallel.py    exchange of tokens with the experts of other ranks

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 
 from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.forward_context import current_context
 from baton_engine.models.operators import all_reduce, attend
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
@@ -33,6 +34,7 @@ from baton_engine.models.sharding import (
 )
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.activation import silu_and_mul
+from baton_kernels.decoder_layers import DecoderLayers
 from baton_kernels.linear import Int8Weight, PackedWeight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
@@ -251,6 +253,8 @@ class CausalLM(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
         self.lm_head = VocabParallelEmbedding(*vocabulary) if last and not tied else None
+        #: All layers as one compiled operation, see `fused_layers`. None: they run one by one.
+        self.fused_layers: DecoderLayers | None = None
 
     def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
         """Return this rank's part of decoder layer `layer` of the whole model."""
@@ -274,8 +278,20 @@ class CausalLM(nn.Module):
             raise ValueError("a stage after the first needs the previous stage's hidden states")
         angles = self.rotary_embedding(positions)
         residual: Tensor | None = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, angles)
+        if self.fused_layers is not None and (context := current_context()).kv_written is None:
+            hidden, residual = self.fused_layers.run(
+                hidden,
+                angles.cos,
+                angles.sin,
+                context.kv_cache,
+                context.slot_mapping,
+                context.block_tables,
+                context.cu_seqlens_q,
+                context.seq_lens,
+            )
+        else:
+            for layer in self.layers:
+                hidden, residual = layer(hidden, residual, angles)
         if self.norm is None:
             return hidden if residual is None else residual + hidden
         return self.norm.add(hidden, residual)[0]

@@ -215,7 +215,7 @@ class Worker:
             self.connector.start(step.connector)
         if step.reaches_model_runner:
             try:
-                runner.execute_model(step, self._publish_blocks)
+                runner.execute_model(step, self._publish_blocks if step.connector.saves else None)
             except GroupBrokenError:
                 self._step = None  # the step is dropped
                 raise

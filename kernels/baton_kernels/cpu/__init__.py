@@ -41,6 +41,7 @@ class Ops:
     paged_attention: Op
     pack_weight: Op
     linear: Op
+    decoder_layers: Op
     draw_tokens: Op
     sum_runs: Op
 

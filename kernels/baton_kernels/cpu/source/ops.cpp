@@ -289,6 +289,58 @@ Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, c
     return y;
 }
 
+// A layer's entries in the list of weights, in this order. Biases and head norms may be missing.
+enum LayerWeight : int64_t {
+    INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O, O_BIAS, MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, NUM_WEIGHTS
+};
+
+std::tuple<Tensor, Tensor> decoder_layers_op(
+    const Tensor& hidden, const c10::List<std::optional<Tensor>>& weights, const Tensor& cos, const Tensor& sin,
+    const Tensor& kv_cache, const Tensor& slot_mapping, const Tensor& block_tables, const Tensor& cu_seqlens_q,
+    const Tensor& seq_lens, int64_t num_heads, int64_t intermediate_size, double scale, double eps,
+    at::IntArrayRef windows
+) {
+    const int64_t num_layers = static_cast<int64_t>(windows.size()), hidden_size = hidden.size(-1);
+    TORCH_CHECK(
+        kv_cache.dim() == 6 && kv_cache.size(2) == num_layers && kv_cache.size(3) == 2 &&
+            static_cast<int64_t>(weights.size()) == num_layers * NUM_WEIGHTS && num_layers > 0,
+        "the cache must have the shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], and each layer ",
+        static_cast<int64_t>(NUM_WEIGHTS), " weights"
+    );
+    const int64_t num_kv_heads = kv_cache.size(1), head_dim = kv_cache.size(5);
+    const int64_t kv_width = num_kv_heads * head_dim, q_width = num_heads * head_dim;
+    Tensor x = hidden, residual;
+    for (int64_t layer = 0; layer < num_layers; ++layer) {
+        const auto optional = [&](LayerWeight which) -> std::optional<Tensor> {
+            return weights.get(layer * NUM_WEIGHTS + which);
+        };
+        const auto weight = [&](LayerWeight which) { return optional(which).value(); };
+        if (residual.defined()) {
+            std::tie(x, residual) = add_rms_norm_op(x, residual, weight(INPUT_NORM), eps);
+        } else {
+            residual = x;
+            x = rms_norm_op(x, weight(INPUT_NORM), eps);
+        }
+        const Tensor qkv = linear_op(x, weight(QKV), q_width + 2 * kv_width, optional(QKV_BIAS));
+        const auto [q, k] =
+            rotate_qk_op(qkv, num_heads, num_kv_heads, cos, sin, optional(Q_NORM), optional(K_NORM), eps);
+        const Tensor v = qkv.narrow(1, q_width + kv_width, kv_width).unflatten(1, {num_kv_heads, head_dim});
+        const Tensor layer_cache = kv_cache.select(2, layer);
+        Tensor keys = layer_cache.select(2, 0), values = layer_cache.select(2, 1);
+        write_kv_op(k, v, keys, values, slot_mapping);
+        Tensor attended = at::empty_like(q);
+        const std::optional<int64_t> window = windows[layer] > 0 ? std::optional(windows[layer]) : std::nullopt;
+        paged_attention_op(
+            attended, q, keys, values, block_tables, cu_seqlens_q, seq_lens, scale, window, std::nullopt
+        );
+        x = linear_op(attended.flatten(1), weight(O), hidden_size, optional(O_BIAS));
+        std::tie(x, residual) = add_rms_norm_op(x, residual, weight(MLP_NORM), eps);
+        const Tensor gate_up = linear_op(x, weight(GATE_UP), 2 * intermediate_size, optional(GATE_UP_BIAS));
+        x = linear_op(silu_and_mul_op(gate_up), weight(DOWN), hidden_size, optional(DOWN_BIAS));
+    }
+    return {x, residual};
+}
+
 Tensor draw_tokens_op(
     const Tensor& logits_, at::ArrayRef<double> temperature, at::IntArrayRef top_k, at::ArrayRef<double> top_p,
     at::ArrayRef<double> min_p, at::IntArrayRef keys
@@ -333,6 +385,11 @@ TORCH_LIBRARY(baton_cpu, library) {
     library.def("pack_weight(Tensor weight) -> Tensor");
     library.def("linear(Tensor x, Tensor panels, int out_features, Tensor? bias) -> Tensor");
     library.def(
+        "decoder_layers(Tensor hidden, Tensor?[] weights, Tensor cos, Tensor sin, Tensor(a!) kv_cache, "
+        "Tensor slot_mapping, Tensor block_tables, Tensor cu_seqlens_q, Tensor seq_lens, int num_heads, "
+        "int intermediate_size, float scale, float eps, int[] windows) -> (Tensor, Tensor)"
+    );
+    library.def(
         "draw_tokens(Tensor logits, float[] temperature, int[] top_k, float[] top_p, float[] min_p, int[] keys) -> Tensor"
     );
 }
@@ -346,6 +403,7 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("paged_attention", baton::paged_attention_op);
     library.impl("pack_weight", baton::pack_weight_op);
     library.impl("linear", baton::linear_op);
+    library.impl("decoder_layers", baton::decoder_layers_op);
     library.impl("draw_tokens", baton::draw_tokens_op);
 }
 

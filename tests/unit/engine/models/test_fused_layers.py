@@ -1,0 +1,73 @@
+"""All layers in one compiled operation compute the same bits as the layers one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton_engine.checkpoint import create_checkpoint
+from baton_engine.models.forward_context import forward_context
+from baton_engine.models.layers import CausalLM
+from baton_engine.worker.packed_weights import pack_weights
+from baton_kernels import cpu
+from support.engine.model_cases import chunk_batch, load, new_kv_cache, run_model, with_biases
+
+SEQUENCES = [list(range(1, 20)), list(range(5, 24)), list(range(7, 26))]
+
+
+def packed_model(path: Path) -> CausalLM:
+    model = load(path)
+    pack_weights(model)
+    return model
+
+
+@pytest.mark.skipif(cpu.OPS is None, reason="no compiled operations")
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 5}),
+        ("qwen2", {"sliding_window": 5}),
+        ("qwen3", {}),
+    ],
+)
+def test_fused_layers_compute_the_same_bits(
+    tmp_path: Path, architecture: str, options: dict[str, Any]
+) -> None:
+    assert_same_bits(packed_model(create_checkpoint(tmp_path / "model", architecture, **options)))
+
+
+def assert_same_bits(model: CausalLM) -> None:
+    fused = model.fused_layers
+    assert fused is not None
+    for chunk in (1, 4, 19):
+        model.fused_layers = fused
+        together = run_model(model, SEQUENCES, chunk)
+        model.fused_layers = None
+        assert torch.equal(together, run_model(model, SEQUENCES, chunk))
+
+
+@pytest.mark.skipif(cpu.OPS is None, reason="no compiled operations")
+def test_fused_layers_add_every_bias(tmp_path: Path) -> None:
+    assert_same_bits(packed_model(with_biases(create_checkpoint(tmp_path / "model", "llama"))))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_sparse_layers_are_not_fused(tmp_path: Path, architecture: str) -> None:
+    path = create_checkpoint(tmp_path / "model", architecture)
+    assert packed_model(path).fused_layers is None
+
+
+def test_layers_run_one_by_one_while_a_step_publishes_its_kv(tmp_path: Path) -> None:
+    """The callback of a fused run would come after the last layer, and transfers start later."""
+    model = packed_model(create_checkpoint(tmp_path / "model", "llama"))
+    batch = chunk_batch(SEQUENCES, 0, 19, new_kv_cache(model, 19, len(SEQUENCES)))
+    outputs: list[str] = []
+    model.layers[-1].mlp.register_forward_hook(lambda *_: outputs.append("mlp"))
+    batch.context.kv_written = lambda: outputs.append("kv written")
+    with torch.inference_mode(), forward_context(batch.context):
+        model(batch.input_ids, batch.positions)
+    assert outputs == ["kv written", "mlp"]
