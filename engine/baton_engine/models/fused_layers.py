@@ -1,18 +1,18 @@
-"""The layers of a dense model with packed weights, as one compiled operation."""
+"""The layers of a dense model with packed or int8 weights, as one compiled operation."""
 
 from __future__ import annotations
 
 from baton_engine.models.layers import CausalLM, DecoderLayer, GatedMLP
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear
-from baton_kernels.decoder_layers import DecoderLayers, LayerWeights
-from baton_kernels.linear import PackedWeight
+from baton_kernels.decoder_layers import DecoderLayers, LayerWeights, Projection
+from baton_kernels.linear import Int8Weight, PackedWeight
 
 
 def fuse_layers(model: CausalLM) -> DecoderLayers | None:
     """Return all layers of the model as one operation.
 
     Returns:
-        None if a layer is sparse, tensor ranks share it, or its weights are not packed for cpp.
+        None if a layer is sparse, tensor ranks share it, or its products are not compiled.
     """
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
     weights = [each for layer in layers if (each := _weights_of(layer)) is not None]
@@ -27,28 +27,26 @@ def _weights_of(layer: DecoderLayer) -> LayerWeights | None:
     if not isinstance(mlp, GatedMLP):
         return None
     projections = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    qkv, o, gate_up, down = (_packed_weight(each) for each in projections)
+    qkv, o, gate_up, down = (_compiled(each) for each in projections)
     if qkv is None or o is None or gate_up is None or down is None:
         return None
     q_norm, k_norm = attention.q_norm, attention.k_norm
     return LayerWeights(
         input_norm=layer.input_layernorm.weight,
         qkv=qkv,
-        qkv_bias=attention.qkv_proj.bias,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         o=o,
-        o_bias=attention.o_proj.bias,
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=gate_up,
-        gate_up_bias=mlp.gate_up_proj.bias,
         down=down,
-        down_bias=mlp.down_proj.bias,
         window=attention.window,
     )
 
 
-def _packed_weight(layer: ColumnParallelLinear | RowParallelLinear) -> PackedWeight | None:
-    """Return the layer's weight, or None if it is not packed for cpp."""
+def _compiled(layer: ColumnParallelLinear | RowParallelLinear) -> Projection | None:
+    """Return the layer if its product is compiled."""
     weight: object = layer.weight
-    return weight if isinstance(weight, PackedWeight) and not weight.data.is_mkldnn else None
+    if isinstance(weight, PackedWeight | Int8Weight) and weight.is_compiled:
+        return Projection(weight, layer.bias)
+    return None

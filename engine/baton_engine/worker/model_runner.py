@@ -23,6 +23,7 @@ from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, Schedul
 from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.models.factory import load_model
+from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.loader import identity_files
 from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
@@ -493,6 +494,8 @@ class ModelRunner:
             quantize_weights(self._model)
         elif plan.mode == "none":  # a packed weight cannot be traced
             pack_weights(self._model)
+        if plan.mode == "none":  # the operation cannot be cut at attention
+            self._model.fused_layers = fuse_layers(self._model)
         self._forward_runner = ForwardRunner(self._model, plan, backend)
 
     def _loaded(self) -> CausalLM:

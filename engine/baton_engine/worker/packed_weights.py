@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.projections import ColumnParallelLinear, Linear, RowParallelLinear
 from baton_engine.models.sparse_moe import SparseMoE
@@ -30,7 +29,6 @@ def pack_weights(model: CausalLM) -> None:
     parameter = next(model.parameters())
     if packing(parameter.dtype, parameter.device) is not None:
         _replace_weights(model, PackedWeight, routers=True)
-        model.fused_layers = fuse_layers(model)
 
 
 @torch.no_grad()

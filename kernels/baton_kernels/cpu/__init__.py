@@ -41,6 +41,8 @@ class Ops:
     paged_attention: Op
     pack_weight: Op
     linear: Op
+    pack_int8: Op
+    int8_linear: Op
     decoder_layers: Op
     draw_tokens: Op
     sum_runs: Op
@@ -137,6 +139,10 @@ def _register_fakes() -> None:
     @fake("linear")
     def _(x: Tensor, panels: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
         return x.new_empty((*x.shape[:-1], out_features))
+
+    @fake("int8_linear")
+    def _(x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty((*x.shape[:-1], len(scales)))
 
     @fake("draw_tokens")
     def _(logits: Tensor, *parameters: object) -> Tensor:

@@ -14,11 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import Tensor
 
 from baton_kernels import cpu
-from baton_kernels.linear import PackedWeight
+from baton_kernels.linear import Int8Weight, PackedWeight
+
+
+class Projection(NamedTuple):
+    """A linear layer with a weight in the order of the compiled products."""
+
+    weight: PackedWeight | Int8Weight
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,30 +34,33 @@ class LayerWeights:
     """One layer's weights, in the order of `LayerWeight` in source/ops.cpp."""
 
     input_norm: Tensor  #: [hidden_size].
-    qkv: PackedWeight  #: Query, key and value heads: (num_heads + 2 * num_kv_heads) * head_dim.
-    qkv_bias: Tensor | None
+    qkv: Projection  #: Query, key and value heads: (num_heads + 2 * num_kv_heads) * head_dim.
     q_norm: Tensor | None  #: [head_dim]; None: no norm of the heads.
     k_norm: Tensor | None
-    o: PackedWeight
-    o_bias: Tensor | None
+    o: Projection
     mlp_norm: Tensor  #: [hidden_size].
-    gate_up: PackedWeight  #: 2 * intermediate_size outputs.
-    gate_up_bias: Tensor | None
-    down: PackedWeight
-    down_bias: Tensor | None
+    gate_up: Projection  #: 2 * intermediate_size outputs.
+    down: Projection
     window: int | None  #: Tokens that a query sees, including its own. None: all.
 
     def tensors(self) -> list[Tensor | None]:
         """Return what the compiled operation takes."""
-        weights = (getattr(self, field.name) for field in fields(self) if field.name != "window")
-        return [one.data if isinstance(one, PackedWeight) else one for one in weights]
+        tensors: list[Tensor | None] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Projection):
+                scales = value.weight.scales if isinstance(value.weight, Int8Weight) else None
+                tensors += [value.weight.data, scales, value.bias]
+            elif field.name != "window":
+                tensors.append(value)
+        return tensors
 
 
 class DecoderLayers:
     """Consecutive layers, ready to run.
 
     Args:
-        layers: Their weights, packed for cpp.
+        layers: Their weights.
         num_heads: Query heads.
         scale: Factor of the attention's scores.
         eps: Epsilon of all norms.
@@ -61,7 +72,7 @@ class DecoderLayers:
         assert cpu.OPS is not None
         self._run = cpu.OPS.decoder_layers
         self._weights = [tensor for layer in layers for tensor in layer.tensors()]
-        self._numbers = (num_heads, layers[0].gate_up.shape[0] // 2, scale, eps)
+        self._numbers = (num_heads, layers[0].gate_up.weight.shape[0] // 2, scale, eps)
         self._windows = [layer.window or 0 for layer in layers]
 
     def run(

@@ -13,8 +13,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.linear.int8 import Int8Weight, int8_linear, native_instructions
-from baton_kernels.linear.packed import PackedWeight, packed_linear, packing
+from baton_kernels.linear.int8 import Int8Weight, int8_linear
+from baton_kernels.linear.packed import (
+    PackedWeight,
+    native_instructions,
+    packed_linear,
+    packing,
+)
 
 __all__ = ["Int8Weight", "PackedWeight", "Weight", "linear", "native_instructions", "packing"]
 

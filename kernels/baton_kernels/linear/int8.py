@@ -1,111 +1,89 @@
 """Weights in int8: w[o, i] ~ values[o, i] * scales[o].
 
-They need a quarter of the memory of float32. Sums are in float32. With few rows, or on a processor
-with bfloat16 products, x and the product are rounded to bfloat16. That changes the product less
-than rounding w does.
+They need a quarter of the memory of float32. The compiled product also rounds x to int8, with a
+scale for each 32 inputs of a row (`source/int8_linear.h`). That changes the product less than
+rounding w does. Sums are in int32 within these 32 inputs and in float32 over them.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: Up to this many rows of x, torch's int8 kernel is not slower than `_by_tiles`. Its time grows
-#: with every row. Measured on Zen 5, with and without AVX-512, with a weight of 4096 x 2048.
-FEW_ROWS = 16
-#: torch's int8 kernel reads a row of x in groups of 16, and past its end if 16 is no divisor.
-LANES = 16
-#: Elements of a weight that are widened at a time, so that they stay in a core's cache. Twice and
-#: half as many ran equally fast.
+from baton_kernels import cpu
+
+#: Elements of a weight that are widened at a time, where nothing is compiled.
 TILE_NUMEL = 1 << 20
 
 
 class Int8Weight(nn.Module):
-    """A weight in symmetric int8 with a scale per output feature.
+    """A weight in symmetric int8 with a scale per output feature, which only `linear` can read.
 
     Attributes:
-        values: int8 of shape [out_features, in_features], in [-127, 127].
-        scales: bfloat16 of shape [out_features].
+        shape: (out_features, in_features).
+        data: The values, in [-127, 127]. With compiled operations they are in their order, else
+            int8 of the weight's shape.
+        scales: float32 of shape [out_features].
     """
 
-    values: Tensor
+    data: Tensor
     scales: Tensor
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        scales = weight.new_empty(len(weight), dtype=torch.bfloat16)
+        """Round a weight of shape [out_features, in_features] and of any dtype."""
+        scales = weight.new_empty(len(weight), dtype=torch.float32)
         values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
         for rows in _tiles(*weight.shape):
             exact = weight[rows].float()
             largest = exact.abs().amax(dim=1)
             scales[rows] = torch.where(largest == 0, 1.0, largest / 127)  # NaN stays NaN
-            # Divide by the rounded scales, which the product multiplies with.
-            values[rows] = (exact / scales[rows, None].float()).round_().clamp_(-127, 127)
-        self.register_buffer("values", values)
+            values[rows] = (exact / scales[rows, None]).round_().clamp_(-127, 127)
+        self._set(values, scales)
+
+    @classmethod
+    def from_parts(cls, values: Tensor, scales: Tensor) -> Int8Weight:
+        """Return the weight that `parts` took apart."""
+        weight = cls.__new__(cls)
+        weight._set(values, scales)
+        return weight
+
+    def _set(self, values: Tensor, scales: Tensor) -> None:
+        super().__init__()
+        self.shape = values.shape
+        if cpu.OPS is not None and values.is_cpu:
+            self.register_buffer("data", cpu.OPS.pack_int8(values))
+        else:
+            self.register_buffer("data", values)
         self.register_buffer("scales", scales)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the product is the compiled one."""
+        return self.data.dim() > 2
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Return the values, int8 of the weight's shape, and the scales."""
+        if not self.is_compiled:
+            return self.data, self.scales
+        num_panels, num_steps, panel, step = self.data.shape
+        padded = self.data.transpose(1, 2).reshape(num_panels * panel, num_steps * step)
+        values = padded[: self.shape[0], : self.shape[1]]
+        if values.dtype is torch.uint8:  # values + 128
+            values = (values ^ 128).view(torch.int8)
+        return values.contiguous(), self.scales
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     """Compute `baton_kernels.linear.linear`, with the same arguments and result."""
-    multiply = torch.ops.baton.int8_linear if torch.compiler.is_compiling() else _int8_linear
-    y: Tensor = multiply(x, weight.values, weight.scales, bias)
-    return y
-
-
-def native_instructions(dtype: torch.dtype) -> str:
-    """Return the CPU's instructions for products in a 16-bit dtype.
-
-    Returns:
-        An empty string if the CPU converts to float32 first.
-    """
-    known = {
-        torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),  # the last is Arm's
-        torch.float16: ("amx_fp16", "avx512_fp16"),
-    }
-    capabilities = torch.cpu.get_capabilities()
-    return next((name for name in known.get(dtype, ()) if capabilities.get(name)), "")
-
-
-def _int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= FEW_ROWS and x.shape[-1] % LANES == 0:
-        y = torch.ops.aten._weight_int8pack_mm(rows.bfloat16().contiguous(), values, scales).to(
-            x.dtype
-        )
-        y = y if bias is None else y + bias
-    else:
-        wide = torch.promote_types(x.dtype, torch.bfloat16)  # unscaled sums may overflow float16
-        y, scales = _by_tiles(rows.to(_tile_dtype()), values).to(wide), scales.to(wide)
-        y = (y * scales if bias is None else torch.addcmul(bias.to(wide), y, scales)).to(x.dtype)
-    return y.view(*x.shape[:-1], len(values))
-
-
-@torch.library.custom_op("baton::int8_linear", mutates_args=())
-def _int8_linear_op(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Hide `_int8_linear` from torch.compile, because its path depends on the number of rows."""
-    return _int8_linear(x, values, scales, bias)
-
-
-@_int8_linear_op.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], values.shape[0]))
-
-
-@functools.cache
-def _tile_dtype() -> torch.dtype:
-    return torch.bfloat16 if native_instructions(torch.bfloat16) else torch.float32
-
-
-def _by_tiles(x: Tensor, values: Tensor) -> Tensor:
-    """Compute x values^T in the dtype of x. Tiles of values are widened and stay in the cache."""
-    y = x.new_empty(len(x), len(values))
-    for rows in _tiles(*values.shape):
-        tile = values[rows].to(x.dtype)
-        y[:, rows] = functional.linear(x, tile)
-    return y
+    y: Tensor
+    if weight.is_compiled:
+        assert cpu.OPS is not None
+        y = cpu.OPS.int8_linear(x, weight.data, weight.scales, bias)
+        return y
+    tiles = (weight.data[rows].float() for rows in _tiles(*weight.shape))
+    y = torch.cat([functional.linear(x.float(), tile) for tile in tiles], dim=-1) * weight.scales
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 def _tiles(num_rows: int, num_columns: int) -> list[slice]:

@@ -13,12 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from baton_kernels import cpu
-from baton_kernels.linear.int8 import native_instructions
 
 Implementation = Literal["cpp", "onednn"]
 #: Number of rows of x that oneDNN chooses the order for. Unless this is 1, other numbers run at the
 #: same speed.
 TYPICAL_ROWS = 64
+
+
+def native_instructions(dtype: torch.dtype) -> str:
+    """Return the CPU's instructions for products in a 16-bit dtype.
+
+    Returns:
+        An empty string if the CPU converts to float32 first.
+    """
+    known = {
+        torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),  # the last is Arm's
+        torch.float16: ("amx_fp16", "avx512_fp16"),
+    }
+    capabilities = torch.cpu.get_capabilities()
+    return next((name for name in known.get(dtype, ()) if capabilities.get(name)), "")
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> Implementation | None:
@@ -63,9 +76,14 @@ class PackedWeight(nn.Module):
             data = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
         self.register_buffer("data", data)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the product is the compiled one, not oneDNN's."""
+        return not self.data.is_mkldnn
+
     def unpack(self) -> Tensor:
         """Return the weight of shape [out_features, in_features], with the same bits."""
-        if self.data.is_mkldnn:
+        if not self.is_compiled:
             return self.data.to_dense()
         num_panels, num_steps, panel, step = self.data.shape
         padded = self.data.transpose(1, 2).reshape(num_panels * panel, num_steps * step)
@@ -75,9 +93,9 @@ class PackedWeight(nn.Module):
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Compute `baton_kernels.linear.linear`, with the same arguments and result."""
     y: Tensor
-    if weight.data.is_mkldnn:
-        y = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
-    else:
+    if weight.is_compiled:
         assert cpu.OPS is not None
         y = cpu.OPS.linear(x, weight.data, weight.shape[0], bias)
+    else:
+        y = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
     return y

@@ -9,7 +9,6 @@ import torch
 
 from baton_kernels import cpu
 from baton_kernels.linear import Int8Weight, PackedWeight, int8, linear, packing
-from baton_kernels.linear.int8 import FEW_ROWS
 from baton_kernels.linear.packed import Implementation
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -110,49 +109,87 @@ def test_int8_weights_are_the_nearest_multiples_of_a_scale_per_output(
     dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
     weight = (torch.randn(outputs, inputs) * torch.logspace(-3, 3, outputs)[:, None]).to(dtype)
-    quantized = Int8Weight(weight)
-    scales = quantized.scales.double()[:, None]
-    # Half a step. The largest value also has the rounding error of the scale.
-    error = (quantized.values.double() * scales - weight.double()).abs()
-    assert (error <= scales * 0.5 * (1 + 2**-7)).all()
-    assert quantized.values.abs().amax(1).min() >= 126, "every output uses the whole range"
+    values, scales = Int8Weight(weight).parts()
+    scales = scales.double()[:, None]
+    error = (values.double() * scales - weight.double()).abs()
+    assert (error <= scales * 0.5 * (1 + 1e-5)).all()
+    assert values.abs().amax(1).min() == 127, "every output uses the whole range"
+
+
+@pytest.fixture(params=["cpp", "torch"])
+def int8_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with compiled products and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "OPS", None)
+        monkeypatch.setattr(int8, "TILE_NUMEL", 1000)  # several tiles, the last one smaller
+    elif cpu.OPS is None:
+        pytest.skip(f"no compiled operations: {cpu.DESCRIPTION}")
+    return str(request.param)
+
+
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    """Return x as the compiled product rounds it, in float64: a scale for each 32 inputs."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 32))
+    groups = padded.unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, torch.tensor(127.0).div(largest), 0)
+    rounded = (groups * inverse).round().double() * (largest / 127).double()
+    return rounded.flatten(-2)[..., : x.shape[-1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1), (1, 300)])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("native_bf16", [False, True])
 @torch.inference_mode()
-def test_products_of_int8_weights_are_as_precise_as_bfloat16(
-    dtype: torch.dtype,
-    inputs: int,
-    outputs: int,
-    has_bias: bool,
-    native_bf16: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_product_of_int8_weights_is_that_of_the_rounded_numbers(
+    dtype: torch.dtype, inputs: int, outputs: int, has_bias: bool, int8_implementation: str
 ) -> None:
-    monkeypatch.setattr(
-        int8, "_tile_dtype", lambda: torch.bfloat16 if native_bf16 else torch.float32
-    )
-    monkeypatch.setattr(int8, "TILE_NUMEL", 1000)  # several tiles, the last one smaller
     weight = Int8Weight(torch.randn(outputs, inputs) / inputs**0.5)
+    values, scales = weight.parts()
     bias = torch.randn(outputs).to(dtype) if has_bias else None
-    exact = weight.values.double() * weight.scales.double()[:, None]
-    tolerance = TOLERANCE[torch.bfloat16]
-    for num_rows in (0, 1, FEW_ROWS, FEW_ROWS + 1, 100):
+    tolerance = TOLERANCE.get(dtype, 2e-3)
+    for num_rows in (0, 1, 2, 3, 4, 17, 100):
         x = torch.randn(num_rows, inputs).to(dtype)
-        expected = x.double() @ exact.T + (0 if bias is None else bias.double())
+        rounded = rounded_to_int8(x) if int8_implementation == "cpp" else x.double()
+        expected = rounded @ (values.double() * scales.double()[:, None]).T
+        expected = expected if bias is None else expected + bias.double()
         actual = linear(x, weight, bias)
         assert actual.dtype is dtype
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_zero_row_stays_zero_in_int8() -> None:
+def test_rounding_x_to_int8_changes_a_product_less_than_rounding_the_weight() -> None:
+    x, exact = torch.randn(20, 768), torch.randn(300, 768) / 768**0.5
+    weight = Int8Weight(exact)
+    values, scales = weight.parts()
+    expected, with_weight = x @ exact.T, x @ (values * scales[:, None]).T
+    by_weight = (with_weight - expected).square().mean().sqrt()
+    by_x = (linear(x, weight) - with_weight).square().mean().sqrt()
+    assert by_x < by_weight < 0.01
+
+
+def test_int8_weights_survive_being_taken_apart(int8_implementation: str) -> None:
+    weight = Int8Weight(torch.randn(70, 45))
+    again = Int8Weight.from_parts(*weight.parts())
+    assert torch.equal(again.data, weight.data)
+    x = torch.randn(5, 45)
+    assert torch.equal(linear(x, again), linear(x, weight))
+
+
+def test_a_row_of_x_has_the_same_int8_product_beside_any_other_rows() -> None:
+    weight, x = Int8Weight(torch.randn(200, 96)), torch.randn(300, 96)
+    together = linear(x, weight)
+    for start, end in ((0, 1), (3, 8), (7, 150)):
+        assert torch.equal(linear(x[start:end], weight), together[start:end])
+
+
+def test_a_zero_row_stays_zero_in_int8(int8_implementation: str) -> None:
     weight = Int8Weight(torch.tensor([[0.0] * 16, [1.0] * 16]))
     assert linear(torch.full((1, 16), 2.0), weight).tolist() == [[0.0, 32.0]]
+    assert linear(torch.zeros(1, 16), weight).tolist() == [[0.0, 0.0]]
 
 
-def test_int8_weights_accept_inputs_of_any_shape() -> None:
+def test_int8_weights_accept_inputs_of_any_shape(int8_implementation: str) -> None:
     weight = Int8Weight(torch.randn(8, 32))
     x = torch.randn(3, 2, 64)[..., ::2]  # not contiguous
     flat = linear(x.reshape(6, 32), weight)
@@ -160,9 +197,11 @@ def test_int8_weights_accept_inputs_of_any_shape() -> None:
     torch.testing.assert_close(linear(x[0, 0], weight), flat[0])
 
 
-@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, 17])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_intermediate_results_do_not_overflow_float16(has_bias: bool, num_rows: int) -> None:
+def test_intermediate_results_do_not_overflow_float16(
+    has_bias: bool, num_rows: int, int8_implementation: str
+) -> None:
     weight = Int8Weight(torch.full((3, 64), 0.01))
     x = torch.full((num_rows, 64), 100.0, dtype=torch.float16)
     bias = torch.zeros(3, dtype=torch.float16) if has_bias else None
@@ -171,17 +210,27 @@ def test_intermediate_results_do_not_overflow_float16(has_bias: bool, num_rows: 
     )
 
 
-@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, 17])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_int8_weights_keep_nan_and_infinity_in_their_outputs(broken: float, num_rows: int) -> None:
+def test_int8_weights_keep_nan_and_infinity_in_their_outputs(
+    broken: float, num_rows: int, int8_implementation: str
+) -> None:
     weight = torch.rand(3, 32)
     weight[1, 5] = broken
     y = linear(torch.rand(num_rows, 32), Int8Weight(weight))
     assert y.isfinite().all(0).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("num_rows", [FEW_ROWS, FEW_ROWS + 1])
-def test_torch_compile_accepts_int8_weights(num_rows: int) -> None:
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_input_breaks_its_row_only(broken: float, int8_implementation: str) -> None:
+    x = torch.rand(5, 64)
+    x[2, 40] = broken
+    y = linear(x, Int8Weight(torch.rand(3, 64)))
+    assert y.isfinite().all(1).tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_torch_compile_accepts_int8_weights(num_rows: int, int8_implementation: str) -> None:
     weight, x = Int8Weight(torch.randn(8, 32)), torch.randn(num_rows, 32)
     compiled = torch.compile(lambda x: linear(x, weight), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), linear(x, weight))

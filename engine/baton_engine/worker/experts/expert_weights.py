@@ -108,7 +108,7 @@ class ExpertStore:
             for shape in shapes
             for part in (
                 torch.empty(shape, dtype=torch.int8),
-                torch.empty(shape[0], dtype=torch.bfloat16),
+                torch.empty(shape[0], dtype=torch.float32),
             )
         ]
 
@@ -116,7 +116,7 @@ class ExpertStore:
         """Return the expert that another rank took apart with `to_parts`."""
         if self._form is ExpertForm.INT8:
             values_and_scales = zip(parts[::2], parts[1::2], strict=True)
-            return Expert(*(_int8_weight(values, scales) for values, scales in values_and_scales))
+            return Expert(*(Int8Weight.from_parts(*parts) for parts in values_and_scales))
         return Expert(*(self._prepare(part.to(self.device)) for part in parts))
 
     def _prepare(self, weight: Tensor) -> Weight:
@@ -144,12 +144,5 @@ def stack_experts(
 
 def _parts_of(weight: Weight) -> list[Tensor]:
     if isinstance(weight, Int8Weight):
-        return [weight.values, weight.scales]
+        return list(weight.parts())
     return [weight.unpack() if isinstance(weight, PackedWeight) else weight.cpu().contiguous()]
-
-
-def _int8_weight(values: Tensor, scales: Tensor) -> Int8Weight:
-    weight = Int8Weight(torch.zeros(values.shape, dtype=torch.bfloat16))
-    weight.values.copy_(values)
-    weight.scales.copy_(scales)
-    return weight

@@ -61,6 +61,15 @@ struct Matrix {
     Matrix from(int64_t row, int64_t column = 0) const { return {(*this)[row] + column, stride}; }
 };
 
+template <typename T>
+inline void store_lanes(T* to, Floats values, int64_t count) {
+    if (count == LANES) {
+        store(to, values);
+    } else {
+        store(to, values, count);
+    }
+}
+
 // Computes `count` outputs, one panel, for ROWS rows.
 template <int64_t ROWS, bool PREFETCH, typename T>
 void multiply_tile(Matrix<T> y, Matrix<const T> x, const T* panel, const T* bias, int64_t in_features, int64_t count) {
@@ -83,11 +92,7 @@ void multiply_tile(Matrix<T> y, Matrix<const T> x, const T* panel, const T* bias
         for (int64_t v = 0; v < PANEL_VECTORS && v * LANES < count; ++v) {
             const int64_t left = std::min(LANES, count - v * LANES);
             const Floats total = bias == nullptr ? sums[row][v] : sums[row][v] + load(bias + v * LANES, left);
-            if (left == LANES) {
-                store(y[row] + v * LANES, total);
-            } else {
-                store(y[row] + v * LANES, total, left);
-            }
+            store_lanes(y[row] + v * LANES, total, left);
         }
     }
 }
@@ -106,25 +111,35 @@ void multiply_panel(
     }
 }
 
+// Calls `body(row, num_rows, panel)` for blocks of rows and panels, on several threads if there is
+// enough work.
+template <typename Body>
+void for_each_panel(int64_t rows, int64_t out_features, int64_t panel_size, Body body) {
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t num_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int64_t grain = std::max<int64_t>(1, WEIGHTS_PER_THREAD / std::max<int64_t>(1, panel_size));
+    at::parallel_for(0, num_blocks * num_panels, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t row = task % num_blocks * BLOCK_ROWS;
+            body(row, std::min(BLOCK_ROWS, rows - row), task / num_blocks);
+        }
+    });
+}
+
 // Computes y for `rows` rows of x. A missing bias is nullptr.
 template <typename T>
 void linear(
     Matrix<T> y, Matrix<const T> x, int64_t rows, const T* panels, const T* bias, int64_t in_features,
     int64_t out_features
 ) {
-    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
     const int64_t panel_size = (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T> * STEP_INPUTS<T> * PANEL;
-    const int64_t num_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const int64_t grain = std::max<int64_t>(1, WEIGHTS_PER_THREAD / std::max<int64_t>(1, panel_size));
-    at::parallel_for(0, num_blocks * num_panels, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t task = begin; task < end; ++task) {
-            const int64_t panel = task / num_blocks, row = task % num_blocks * BLOCK_ROWS, output = panel * PANEL;
-            multiply_panel(
-                y.from(row, output), x.from(row), std::min(BLOCK_ROWS, rows - row), panels + panel * panel_size,
-                bias == nullptr ? nullptr : bias + output, in_features, std::min(PANEL, out_features - output),
-                std::make_index_sequence<TILE_ROWS>()
-            );
-        }
+    for_each_panel(rows, out_features, panel_size, [&](int64_t row, int64_t num_rows, int64_t panel) {
+        const int64_t output = panel * PANEL;
+        multiply_panel(
+            y.from(row, output), x.from(row), num_rows, panels + panel * panel_size,
+            bias == nullptr ? nullptr : bias + output, in_features, std::min(PANEL, out_features - output),
+            std::make_index_sequence<TILE_ROWS>()
+        );
     });
 }
 
@@ -137,21 +152,27 @@ inline void use_huge_pages(void* data, int64_t nbytes) {
     madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);  // may be refused
 }
 
-template <typename T>
-void pack(T* panels, Matrix<const T> weight, int64_t in_features, int64_t out_features) {
-    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
-    const int64_t num_steps = (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T>;
-    at::parallel_for(0, num_panels, 1, [&](int64_t begin, int64_t end) {
-        T* to = panels + begin * num_steps * PANEL * STEP_INPUTS<T>;
-        for (int64_t output = begin * PANEL; output < end * PANEL; output += PANEL) {
-            for (int64_t input = 0; input < num_steps * STEP_INPUTS<T>; input += STEP_INPUTS<T>) {
-                for (int64_t row = output; row < output + PANEL; ++row) {
-                    for (int64_t column = input; column < input + STEP_INPUTS<T>; ++column) {
-                        *to++ = row < out_features && column < in_features ? weight[row][column] : T(0);
-                    }
+// Writes panels in which STEP inputs of an output follow one another. `value(output, input)` is the
+// weight, or zero outside of it.
+template <int64_t STEP, typename Packed, typename Value>
+void pack_panels(Packed* panels, int64_t padded_inputs, int64_t out_features, Value value) {
+    at::parallel_for(0, (out_features + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
+        Packed* to = panels + begin * PANEL * padded_inputs;
+        for (int64_t first = begin * PANEL; first < end * PANEL; first += PANEL) {
+            for (int64_t input = 0; input < padded_inputs; input += STEP) {
+                for (int64_t output = first; output < first + PANEL; ++output) {
+                    for (int64_t i = 0; i < STEP; ++i) *to++ = value(output, input + i);
                 }
             }
         }
+    });
+}
+
+template <typename T>
+void pack(T* panels, Matrix<const T> weight, int64_t in_features, int64_t out_features) {
+    const int64_t padded = (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T> * STEP_INPUTS<T>;
+    pack_panels<STEP_INPUTS<T>>(panels, padded, out_features, [&](int64_t output, int64_t input) {
+        return output < out_features && input < in_features ? weight[output][input] : T(0);
     });
 }
 

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "block_checksum.h"
 #include "elementwise.h"
+#include "int8_linear.h"
 #include "linear.h"
 #include "sampling.h"
 
@@ -261,6 +262,56 @@ Tensor pack_weight_op(const Tensor& weight_) {
     return panels;
 }
 
+Tensor pack_int8_op(const Tensor& values_) {
+    const Tensor values = values_.contiguous();
+    TORCH_CHECK(
+        values.dim() == 2 && values.scalar_type() == at::kChar,
+        "values must be int8 of shape [out_features, in_features]"
+    );
+    const int64_t out_features = values.size(0), in_features = values.size(1);
+    const int64_t steps = (in_features + GROUP - 1) / GROUP * GROUP / INT8_STEP;
+    const auto dtype = std::is_same_v<Packed, uint8_t> ? at::kByte : at::kChar;
+    Tensor panels =
+        at::empty({(out_features + PANEL - 1) / PANEL, steps, PANEL, INT8_STEP}, values.options().dtype(dtype));
+    use_huge_pages(panels.mutable_data_ptr(), panels.nbytes());
+    pack_int8(
+        panels.mutable_data_ptr<Packed>(), {values.const_data_ptr<int8_t>(), in_features}, in_features, out_features
+    );
+    return panels;
+}
+
+Tensor int8_linear_op(
+    const Tensor& x_, const Tensor& panels, const Tensor& scales, const std::optional<Tensor>& bias
+) {
+    const Tensor x = x_.contiguous();
+    TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
+    const int64_t in_features = x.size(-1), out_features = scales.numel();
+    TORCH_CHECK(
+        panels.dim() == 4 && panels.size(0) == (out_features + PANEL - 1) / PANEL &&
+            panels.size(1) * INT8_STEP == (in_features + GROUP - 1) / GROUP * GROUP && panels.size(2) == PANEL &&
+            panels.size(3) == INT8_STEP && panels.is_contiguous(),
+        "packed values of shape ", panels.sizes(), " do not have ", out_features, " outputs of ", in_features,
+        " inputs"
+    );
+    TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.is_contiguous(), "scales must be float32");
+    if (bias.has_value()) {
+        check_like(*bias, x, "bias");
+        TORCH_CHECK(bias->numel() == out_features, "bias must have the shape [out_features]");
+    }
+    auto shape = x.sizes().vec();
+    shape.back() = out_features;
+    Tensor y = at::empty(shape, x.options());
+    DISPATCH(x.scalar_type(), "int8_linear", [&] {
+        int8_linear<scalar_t>(
+            {y.mutable_data_ptr<scalar_t>(), out_features}, {x.const_data_ptr<scalar_t>(), in_features},
+            out_features == 0 ? 0 : y.numel() / out_features, panels.const_data_ptr<Packed>(),
+            scales.const_data_ptr<float>(), bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr,
+            in_features, out_features
+        );
+    });
+    return y;
+}
+
 Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, const std::optional<Tensor>& bias) {
     const Tensor x = x_.contiguous();
     TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
@@ -289,9 +340,10 @@ Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, c
     return y;
 }
 
-// A layer's entries in the list of weights, in this order. Biases and head norms may be missing.
+// A layer's entries in the list of weights. A projection has three: the packed weight, the scales if
+// it is int8, and the bias. Biases and the norms of heads may be missing.
 enum LayerWeight : int64_t {
-    INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O, O_BIAS, MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, NUM_WEIGHTS
+    INPUT_NORM = 0, QKV = 1, Q_NORM = 4, K_NORM = 5, O = 6, MLP_NORM = 9, GATE_UP = 10, DOWN = 13, NUM_WEIGHTS = 16
 };
 
 std::tuple<Tensor, Tensor> decoder_layers_op(
@@ -315,13 +367,19 @@ std::tuple<Tensor, Tensor> decoder_layers_op(
             return weights.get(layer * NUM_WEIGHTS + which);
         };
         const auto weight = [&](LayerWeight which) { return optional(which).value(); };
+        const auto project = [&](const Tensor& input, LayerWeight which, int64_t out_features) {
+            const int64_t entry = layer * NUM_WEIGHTS + which;
+            const std::optional<Tensor> scales = weights.get(entry + 1), bias = weights.get(entry + 2);
+            return scales.has_value() ? int8_linear_op(input, weight(which), *scales, bias)
+                                      : linear_op(input, weight(which), out_features, bias);
+        };
         if (residual.defined()) {
             std::tie(x, residual) = add_rms_norm_op(x, residual, weight(INPUT_NORM), eps);
         } else {
             residual = x;
             x = rms_norm_op(x, weight(INPUT_NORM), eps);
         }
-        const Tensor qkv = linear_op(x, weight(QKV), q_width + 2 * kv_width, optional(QKV_BIAS));
+        const Tensor qkv = project(x, QKV, q_width + 2 * kv_width);
         const auto [q, k] =
             rotate_qk_op(qkv, num_heads, num_kv_heads, cos, sin, optional(Q_NORM), optional(K_NORM), eps);
         const Tensor v = qkv.narrow(1, q_width + kv_width, kv_width).unflatten(1, {num_kv_heads, head_dim});
@@ -333,10 +391,10 @@ std::tuple<Tensor, Tensor> decoder_layers_op(
         paged_attention_op(
             attended, q, keys, values, block_tables, cu_seqlens_q, seq_lens, scale, window, std::nullopt
         );
-        x = linear_op(attended.flatten(1), weight(O), hidden_size, optional(O_BIAS));
+        x = project(attended.flatten(1), O, hidden_size);
         std::tie(x, residual) = add_rms_norm_op(x, residual, weight(MLP_NORM), eps);
-        const Tensor gate_up = linear_op(x, weight(GATE_UP), 2 * intermediate_size, optional(GATE_UP_BIAS));
-        x = linear_op(silu_and_mul_op(gate_up), weight(DOWN), hidden_size, optional(DOWN_BIAS));
+        const Tensor gate_up = project(x, GATE_UP, 2 * intermediate_size);
+        x = project(silu_and_mul_op(gate_up), DOWN, hidden_size);
     }
     return {x, residual};
 }
@@ -384,6 +442,8 @@ TORCH_LIBRARY(baton_cpu, library) {
     );
     library.def("pack_weight(Tensor weight) -> Tensor");
     library.def("linear(Tensor x, Tensor panels, int out_features, Tensor? bias) -> Tensor");
+    library.def("pack_int8(Tensor values) -> Tensor");
+    library.def("int8_linear(Tensor x, Tensor panels, Tensor scales, Tensor? bias) -> Tensor");
     library.def(
         "decoder_layers(Tensor hidden, Tensor?[] weights, Tensor cos, Tensor sin, Tensor(a!) kv_cache, "
         "Tensor slot_mapping, Tensor block_tables, Tensor cu_seqlens_q, Tensor seq_lens, int num_heads, "
@@ -403,6 +463,8 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("paged_attention", baton::paged_attention_op);
     library.impl("pack_weight", baton::pack_weight_op);
     library.impl("linear", baton::linear_op);
+    library.impl("pack_int8", baton::pack_int8_op);
+    library.impl("int8_linear", baton::int8_linear_op);
     library.impl("decoder_layers", baton::decoder_layers_op);
     library.impl("draw_tokens", baton::draw_tokens_op);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ import torch
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.models.forward_context import forward_context
+from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import CausalLM
-from baton_engine.worker.packed_weights import pack_weights
+from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_kernels import cpu
 from support.engine.model_cases import chunk_batch, load, new_kv_cache, run_model, with_biases
 
 SEQUENCES = [list(range(1, 20)), list(range(5, 24)), list(range(7, 26))]
 
 
-def packed_model(path: Path) -> CausalLM:
+def fused_model(path: Path, prepare: Callable[[CausalLM], None] = pack_weights) -> CausalLM:
     model = load(path)
-    pack_weights(model)
+    prepare(model)
+    model.fused_layers = fuse_layers(model)
     return model
 
 
@@ -37,7 +40,9 @@ def packed_model(path: Path) -> CausalLM:
 def test_fused_layers_compute_the_same_bits(
     tmp_path: Path, architecture: str, options: dict[str, Any]
 ) -> None:
-    assert_same_bits(packed_model(create_checkpoint(tmp_path / "model", architecture, **options)))
+    path = create_checkpoint(tmp_path / "model", architecture, **options)
+    for prepare in (pack_weights, quantize_weights):
+        assert_same_bits(fused_model(path, prepare))
 
 
 def assert_same_bits(model: CausalLM) -> None:
@@ -52,18 +57,18 @@ def assert_same_bits(model: CausalLM) -> None:
 
 @pytest.mark.skipif(cpu.OPS is None, reason="no compiled operations")
 def test_fused_layers_add_every_bias(tmp_path: Path) -> None:
-    assert_same_bits(packed_model(with_biases(create_checkpoint(tmp_path / "model", "llama"))))
+    assert_same_bits(fused_model(with_biases(create_checkpoint(tmp_path / "model", "llama"))))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_sparse_layers_are_not_fused(tmp_path: Path, architecture: str) -> None:
     path = create_checkpoint(tmp_path / "model", architecture)
-    assert packed_model(path).fused_layers is None
+    assert fused_model(path).fused_layers is None
 
 
 def test_layers_run_one_by_one_while_a_step_publishes_its_kv(tmp_path: Path) -> None:
     """The callback of a fused run would come after the last layer, and transfers start later."""
-    model = packed_model(create_checkpoint(tmp_path / "model", "llama"))
+    model = fused_model(create_checkpoint(tmp_path / "model", "llama"))
     batch = chunk_batch(SEQUENCES, 0, 19, new_kv_cache(model, 19, len(SEQUENCES)))
     outputs: list[str] = []
     model.layers[-1].mlp.register_forward_hook(lambda *_: outputs.append("mlp"))

@@ -1,0 +1,169 @@
+// Linear layers over int8 weights: y = scale * (x values^T) + b, with a scale per output.
+//
+// x is rounded to int8, too: each GROUP of a row has a scale of its own. The products of a group are
+// exact in int32. They are summed in float32, in the order of the groups.
+//
+// Values are packed in panels as in linear.h, four inputs together, which a processor with VNNI
+// multiplies and adds in one instruction. That needs unsigned values, so it stores values + 128.
+#pragma once
+
+#include "linear.h"
+
+namespace baton {
+
+constexpr int64_t GROUP = 32;  // as in llama.cpp's Q8_0
+constexpr int64_t INT8_STEP = 4;
+constexpr int64_t INT8_TILE_ROWS = 3;  // a tile has sums in int32 and in float32
+
+#if defined(__AVX512VNNI__)
+using Packed = uint8_t;
+constexpr int32_t PACKED_OFFSET = 128;
+#else
+using Packed = int8_t;
+constexpr int32_t PACKED_OFFSET = 0;
+#endif
+
+// Adds the products of four weights and four inputs to each lane.
+inline Ints multiply_add(Ints sums, Words weights, Words inputs) {
+#if defined(__AVX512VNNI__)
+    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(
+        reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(weights), reinterpret_cast<__m512i>(inputs)
+    ));
+#else
+    // The even and the odd bytes as 16-bit numbers.
+    typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
+    const Shorts w = bits_as<Shorts>(weights), x = bits_as<Shorts>(inputs);
+    const auto pairs = [](Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+        return reinterpret_cast<Ints>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#else
+        return reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#endif
+    };
+    return sums + pairs(w << 8 >> 8, x << 8 >> 8) + pairs(w >> 8, x >> 8);
+#endif
+}
+
+// Rows of x in int8, padded with zeros to whole groups.
+struct QuantizedRows {
+    int8_t* values;    // [rows, groups * GROUP]
+    float* scales;     // [rows, groups]
+    int32_t* offsets;  // [rows, groups]: what PACKED_OFFSET adds to the group's products, negated
+    int64_t groups;
+
+    QuantizedRows from(int64_t row) const {
+        return {values + row * groups * GROUP, scales + row * groups, offsets + row * groups, groups};
+    }
+};
+
+// Rounds one row. A group with a NaN or an infinity gets the scale NaN.
+template <typename T>
+void quantize_row(QuantizedRows to, const T* x, int64_t in_features) {
+    for (int64_t group = 0; group < to.groups; ++group) {
+        const int64_t start = group * GROUP, count = std::min(GROUP, in_features - start);
+        float exact[GROUP] = {}, largest = 0;
+        for (int64_t i = 0; i < count; ++i) exact[i] = static_cast<float>(x[start + i]);
+        bool is_finite = true;
+        for (int64_t i = 0; i < GROUP; ++i) {
+            largest = std::max(largest, std::abs(exact[i]));
+            is_finite &= std::abs(exact[i]) <= std::numeric_limits<float>::max();
+        }
+        const float inverse = is_finite && largest > 0 ? 127 / largest : 0;
+        int32_t sum = 0;
+        for (int64_t i = 0; i < GROUP; ++i) {
+            const int32_t value = is_finite ? static_cast<int32_t>(std::nearbyint(exact[i] * inverse)) : 0;
+            to.values[start + i] = static_cast<int8_t>(value);
+            sum += value;
+        }
+        to.scales[group] = is_finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN();
+        to.offsets[group] = -PACKED_OFFSET * sum;
+    }
+}
+
+// Computes `count` outputs, one panel, for ROWS rows.
+template <int64_t ROWS, bool PREFETCH, typename T>
+void multiply_int8_tile(
+    Matrix<T> y, QuantizedRows x, const Packed* panel, const float* scales, const T* bias, int64_t count
+) {
+    Floats sums[ROWS][PANEL_VECTORS] = {};
+    for (int64_t group = 0; group < x.groups; ++group) {
+        Ints products[ROWS][PANEL_VECTORS];
+        for (int64_t row = 0; row < ROWS; ++row) {
+            for (Ints& one : products[row]) one = Ints{} + x.from(row).offsets[group];
+        }
+        for (int64_t input = group * GROUP; input < (group + 1) * GROUP; input += INT8_STEP) {
+            Words weights[PANEL_VECTORS];
+            for (int64_t v = 0; v < PANEL_VECTORS; ++v) {
+                const Packed* const address = panel + (input * PANEL + v * LANES * INT8_STEP);
+                if constexpr (PREFETCH) __builtin_prefetch(address + PREFETCH_BYTES);
+                weights[v] = read_as<Words>(address);
+            }
+            for (int64_t row = 0; row < ROWS; ++row) {
+                const Words inputs = Words{} + read_as<uint32_t>(x.from(row).values + input);
+                for (int64_t v = 0; v < PANEL_VECTORS; ++v) {
+                    products[row][v] = multiply_add(products[row][v], weights[v], inputs);
+                }
+            }
+        }
+        for (int64_t row = 0; row < ROWS; ++row) {
+            for (int64_t v = 0; v < PANEL_VECTORS; ++v) {
+                sums[row][v] += __builtin_convertvector(products[row][v], Floats) * x.from(row).scales[group];
+            }
+        }
+    }
+    for (int64_t row = 0; row < ROWS; ++row) {
+        for (int64_t v = 0; v < PANEL_VECTORS && v * LANES < count; ++v) {
+            const int64_t left = std::min(LANES, count - v * LANES);
+            Floats total = sums[row][v] * load(scales + v * LANES, left);
+            if (bias != nullptr) total += load(bias + v * LANES, left);
+            store_lanes(y[row] + v * LANES, total, left);
+        }
+    }
+}
+
+template <typename T, std::size_t... I>
+void multiply_int8_panel(
+    Matrix<T> y, QuantizedRows x, int64_t rows, const Packed* panel, const float* scales, const T* bias, int64_t count,
+    std::index_sequence<I...>
+) {
+    using Multiply = void (*)(Matrix<T>, QuantizedRows, const Packed*, const float*, const T*, int64_t);
+    constexpr Multiply first[] = {multiply_int8_tile<I + 1, true, T>...};
+    constexpr Multiply others[] = {multiply_int8_tile<I + 1, false, T>...};
+    for (int64_t row = 0; row < rows; row += INT8_TILE_ROWS) {
+        const Multiply* const multiply = row == 0 ? first : others;
+        multiply[std::min(INT8_TILE_ROWS, rows - row) - 1](y.from(row), x.from(row), panel, scales, bias, count);
+    }
+}
+
+// Computes y for `rows` rows of x. A missing bias is nullptr.
+template <typename T>
+void int8_linear(
+    Matrix<T> y, Matrix<const T> x, int64_t rows, const Packed* panels, const float* scales, const T* bias,
+    int64_t in_features, int64_t out_features
+) {
+    const int64_t groups = (in_features + GROUP - 1) / GROUP;
+    std::vector<int8_t> values(rows * groups * GROUP);
+    std::vector<float> x_scales(rows * groups);
+    std::vector<int32_t> offsets(rows * groups);
+    const QuantizedRows quantized{values.data(), x_scales.data(), offsets.data(), groups};
+    for_each_row(rows, in_features, [&](int64_t row) { quantize_row(quantized.from(row), x[row], in_features); });
+    const int64_t panel_size = groups * GROUP * PANEL;
+    for_each_panel(rows, out_features, panel_size, [&](int64_t row, int64_t num_rows, int64_t panel) {
+        const int64_t output = panel * PANEL;
+        multiply_int8_panel(
+            y.from(row, output), quantized.from(row), num_rows, panels + panel * panel_size, scales + output,
+            bias == nullptr ? nullptr : bias + output, std::min(PANEL, out_features - output),
+            std::make_index_sequence<INT8_TILE_ROWS>()
+        );
+    });
+}
+
+inline void pack_int8(Packed* panels, Matrix<const int8_t> values, int64_t in_features, int64_t out_features) {
+    const int64_t padded = (in_features + GROUP - 1) / GROUP * GROUP;
+    pack_panels<INT8_STEP>(panels, padded, out_features, [&](int64_t row, int64_t column) {
+        const int32_t value = row < out_features && column < in_features ? values[row][column] : 0;
+        return static_cast<Packed>(value + PACKED_OFFSET);
+    });
+}
+
+}  // namespace baton
