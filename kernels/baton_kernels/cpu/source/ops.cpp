@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include "attention.h"
@@ -346,6 +347,15 @@ enum LayerWeight : int64_t {
     INPUT_NORM = 0, QKV = 1, Q_NORM = 4, K_NORM = 5, O = 6, MLP_NORM = 9, GATE_UP = 10, DOWN = 13, NUM_WEIGHTS = 16
 };
 
+// Calls an operation as the dispatcher would, so that torch's profiler shows it.
+#define CALL(name, ...) profiled("baton_cpu::" #name, name##_op, __VA_ARGS__)
+
+template <typename Op, typename... Args>
+auto profiled(const char* name, Op op, Args&&... args) {
+    RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>());
+    return op(std::forward<Args>(args)...);
+}
+
 std::tuple<Tensor, Tensor> decoder_layers_op(
     const Tensor& hidden, const c10::List<std::optional<Tensor>>& weights, const Tensor& cos, const Tensor& sin,
     const Tensor& kv_cache, const Tensor& slot_mapping, const Tensor& block_tables, const Tensor& cu_seqlens_q,
@@ -370,31 +380,32 @@ std::tuple<Tensor, Tensor> decoder_layers_op(
         const auto project = [&](const Tensor& input, LayerWeight which, int64_t out_features) {
             const int64_t entry = layer * NUM_WEIGHTS + which;
             const std::optional<Tensor> scales = weights.get(entry + 1), bias = weights.get(entry + 2);
-            return scales.has_value() ? int8_linear_op(input, weight(which), *scales, bias)
-                                      : linear_op(input, weight(which), out_features, bias);
+            return scales.has_value() ? CALL(int8_linear, input, weight(which), *scales, bias)
+                                      : CALL(linear, input, weight(which), out_features, bias);
         };
         if (residual.defined()) {
-            std::tie(x, residual) = add_rms_norm_op(x, residual, weight(INPUT_NORM), eps);
+            std::tie(x, residual) = CALL(add_rms_norm, x, residual, weight(INPUT_NORM), eps);
         } else {
             residual = x;
-            x = rms_norm_op(x, weight(INPUT_NORM), eps);
+            x = CALL(rms_norm, x, weight(INPUT_NORM), eps);
         }
         const Tensor qkv = project(x, QKV, q_width + 2 * kv_width);
         const auto [q, k] =
-            rotate_qk_op(qkv, num_heads, num_kv_heads, cos, sin, optional(Q_NORM), optional(K_NORM), eps);
+            CALL(rotate_qk, qkv, num_heads, num_kv_heads, cos, sin, optional(Q_NORM), optional(K_NORM), eps);
         const Tensor v = qkv.narrow(1, q_width + kv_width, kv_width).unflatten(1, {num_kv_heads, head_dim});
         const Tensor layer_cache = kv_cache.select(2, layer);
         Tensor keys = layer_cache.select(2, 0), values = layer_cache.select(2, 1);
-        write_kv_op(k, v, keys, values, slot_mapping);
+        CALL(write_kv, k, v, keys, values, slot_mapping);
         Tensor attended = at::empty_like(q);
         const std::optional<int64_t> window = windows[layer] > 0 ? std::optional(windows[layer]) : std::nullopt;
-        paged_attention_op(
-            attended, q, keys, values, block_tables, cu_seqlens_q, seq_lens, scale, window, std::nullopt
+        CALL(
+            paged_attention, attended, q, keys, values, block_tables, cu_seqlens_q, seq_lens, scale, window,
+            std::nullopt
         );
         x = project(attended.flatten(1), O, hidden_size);
-        std::tie(x, residual) = add_rms_norm_op(x, residual, weight(MLP_NORM), eps);
+        std::tie(x, residual) = CALL(add_rms_norm, x, residual, weight(MLP_NORM), eps);
         const Tensor gate_up = project(x, GATE_UP, 2 * intermediate_size);
-        x = project(silu_and_mul_op(gate_up), DOWN, hidden_size);
+        x = project(CALL(silu_and_mul, gate_up), DOWN, hidden_size);
     }
     return {x, residual};
 }
