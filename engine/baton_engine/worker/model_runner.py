@@ -43,6 +43,7 @@ from baton_engine.worker.memory.block_budget import (
     blocks_on_gpu,
     offload_blocks,
 )
+from baton_engine.worker.memory.freed_memory import keep_freed_memory, return_freed_memory
 from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.profiler import Profiler
@@ -123,6 +124,7 @@ class ModelRunner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if self.device.type == "cpu":
+            keep_freed_memory()
             logger.info("CPU kernels: %s", cpu.DESCRIPTION)
 
     @cached_property
@@ -431,6 +433,7 @@ class ModelRunner:
             self._model_on_host, self._model = self._model.to("cpu"), None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        return_freed_memory()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Restore what `sleep` released: weights from the host or checkpoint, the KV cache zeroed.
