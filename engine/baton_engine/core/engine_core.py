@@ -360,7 +360,7 @@ class EngineCore:
             try:
                 return future.result(timeout=_FAILURE_CHECK_S)
             except TimeoutError:
-                if future.done():  # the step ended meanwhile, or raised TimeoutError itself
+                if future.done():  # the step ended after the timeout, or raised TimeoutError itself
                     return future.result()
                 if self._executor_failure:
                     raise WorkerDiedError(self._executor_failure) from None

@@ -174,7 +174,7 @@ class MultiprocExecutor(Executor):
             self._send(command)
             return call.future.result(timeout_s)
         except TimeoutError:
-            if call.future.done():  # the call ended meanwhile, or a worker raised TimeoutError
+            if call.future.done():  # ended after the timeout, or a worker raised TimeoutError
                 return call.future.result()
             missing = [rank for rank in range(self._world_size) if rank not in call.results]
             raise TimeoutError(

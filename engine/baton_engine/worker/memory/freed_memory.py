@@ -1,4 +1,4 @@
-"""What glibc's malloc does with freed memory. Other C libraries keep their ways.
+"""What glibc's malloc does with freed memory. Other C libraries have no such settings.
 
 By default malloc returns the tensors of a long prompt to the system after each step, and the next
 step's first writes fault their pages in again: 3 % of a step of 960 tokens.
