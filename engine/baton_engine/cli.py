@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import sys
@@ -98,13 +99,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run `main` and end the process at once.
+    """Run `main` and the exit handlers, and end the process at once.
 
     Threads of torch may still join or close a group. A thread that returns from C++ code while the
     interpreter unloads its modules aborts the process.
     """
     code = main()
-    logging.shutdown()
+    atexit._run_exitfuncs()  # flushes logs, removes temporary folders, ends torch's compile workers
     sys.stdout.flush()
     os._exit(code)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -158,3 +160,20 @@ def test_a_missing_model_is_fatal_before_the_engine_starts(capsys, monkeypatch, 
 def test_the_model_is_not_checked_when_other_code_reads_it(flags, monkeypatch, tmp_path):
     monkeypatch.setattr("baton_engine.cli._serve", lambda config: 0)
     assert main(["--model", str(tmp_path / "nowhere"), *flags.split()]) == 0
+
+
+def test_the_process_ends_with_its_exit_code_after_its_exit_handlers(tmp_path):
+    """It waits for no thread. One exit handler removes temporary folders."""
+    program = """
+import sys, tempfile, threading
+from baton_engine import cli
+folder = tempfile.TemporaryDirectory(dir=sys.argv[1])
+threading.Thread(target=threading.Event().wait).start()
+cli.main = lambda: print("stopped", end="") or 3
+cli.run()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (3, "stopped"), ended.stderr
+    assert not list(tmp_path.iterdir())
