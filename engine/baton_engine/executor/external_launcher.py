@@ -130,8 +130,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            if future.done():
-                raise  # a timeout in the exchange between the ranks
+            if future.done():  # ended after the timeout, or the exchange timed out
+                return future.result()
             raise TimeoutError(
                 f"{method} was not answered by all ranks within {timeout_s} s"
             ) from None

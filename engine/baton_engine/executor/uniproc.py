@@ -75,6 +75,8 @@ class UniProcExecutor(Executor):
         try:
             return [future.result(timeout_s)]
         except TimeoutError:
+            if future.done():  # ended after the timeout
+                return [future.result()]
             raise TimeoutError(
                 f"{method} was not answered within {timeout_s} s by worker [0]"
             ) from None

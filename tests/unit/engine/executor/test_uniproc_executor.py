@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from baton_engine.executor.base import WorkerError
+from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ConfigurationError
+from pocketkube.ports import free_ports
 from support.engine.fake_workers import engine_config, step
 from support.waiting import eventually
 
@@ -51,6 +55,30 @@ def test_a_call_has_a_timeout(executor: UniProcExecutor) -> None:
     executor.execute_model(step(0, "slow"))
     with pytest.raises(TimeoutError, match=r"echo was not answered within 0\.001 s"):
         executor.collective_rpc("echo", (1,), timeout_s=0.001)
+
+
+@pytest.mark.parametrize("kind", [UniProcExecutor, ExternalLauncherExecutor])
+def test_a_call_that_ends_just_after_its_timeout_has_succeeded(
+    kind: type[UniProcExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [port] = free_ports(1)
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    executor = kind(engine_config(), "instance", lambda: None)
+    executor.initialize()
+    result = Future.result
+
+    def result_after_timeout(self: Future[Any], timeout: float | None = None) -> Any:
+        value = result(self)
+        if timeout is not None:
+            raise TimeoutError
+        return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", result_after_timeout)
+        assert executor.collective_rpc("echo", (1,), timeout_s=WAIT_S) == [1]
+    executor.shutdown()
 
 
 def test_several_workers_and_unknown_worker_classes_are_refused() -> None:
