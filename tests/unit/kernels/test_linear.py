@@ -43,7 +43,8 @@ def test_plain_and_packed_weights_give_the_product(
 def packed(weight: torch.Tensor, implementation: Implementation) -> PackedWeight:
     if implementation == "cpp" and cpu.OPS is None:
         pytest.skip(f"no compiled operations: {cpu.DESCRIPTION}")
-    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if implementation == "onednn" and weight.dtype is torch.bfloat16 and not has_bf16:
         pytest.skip("oneDNN does not multiply in bfloat16 on this processor")
     return PackedWeight(weight, implementation)
 
@@ -158,6 +159,7 @@ def test_the_product_of_int8_weights_is_that_of_the_rounded_numbers(
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.skipif(cpu.OPS is None, reason="only the compiled product rounds x")
 def test_rounding_x_to_int8_changes_a_product_less_than_rounding_the_weight() -> None:
     x, exact = torch.randn(20, 768), torch.randn(300, 768) / 768**0.5
     weight = Int8Weight(exact)
@@ -165,7 +167,7 @@ def test_rounding_x_to_int8_changes_a_product_less_than_rounding_the_weight() ->
     expected, with_weight = x @ exact.T, x @ (values * scales[:, None]).T
     by_weight = (with_weight - expected).square().mean().sqrt()
     by_x = (linear(x, weight) - with_weight).square().mean().sqrt()
-    assert by_x < by_weight < 0.01
+    assert 0 < by_x < by_weight < 0.01
 
 
 def test_int8_weights_survive_being_taken_apart(int8_implementation: str) -> None:
@@ -176,6 +178,7 @@ def test_int8_weights_survive_being_taken_apart(int8_implementation: str) -> Non
     assert torch.equal(linear(x, again), linear(x, weight))
 
 
+@pytest.mark.skipif(cpu.OPS is None, reason="torch's products depend on the number of rows")
 def test_a_row_of_x_has_the_same_int8_product_beside_any_other_rows() -> None:
     weight, x = Int8Weight(torch.randn(200, 96)), torch.randn(300, 96)
     together = linear(x, weight)

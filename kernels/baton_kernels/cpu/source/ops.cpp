@@ -247,6 +247,17 @@ void paged_attention_op(
     });
 }
 
+// Checks the bias of a linear layer and allocates its outputs.
+Tensor empty_outputs(const Tensor& x, int64_t out_features, const std::optional<Tensor>& bias) {
+    if (bias.has_value()) {
+        check_like(*bias, x, "bias");
+        TORCH_CHECK(bias->numel() == out_features, "bias must have the shape [out_features]");
+    }
+    auto shape = x.sizes().vec();
+    shape.back() = out_features;
+    return at::empty(shape, x.options());
+}
+
 Tensor pack_weight_op(const Tensor& weight_) {
     TORCH_CHECK(weight_.dim() == 2, "a weight must have the shape [out_features, in_features]");
     const Tensor weight = weight_.stride(1) == 1 ? weight_ : weight_.contiguous();
@@ -295,13 +306,7 @@ Tensor int8_linear_op(
         " inputs"
     );
     TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.is_contiguous(), "scales must be float32");
-    if (bias.has_value()) {
-        check_like(*bias, x, "bias");
-        TORCH_CHECK(bias->numel() == out_features, "bias must have the shape [out_features]");
-    }
-    auto shape = x.sizes().vec();
-    shape.back() = out_features;
-    Tensor y = at::empty(shape, x.options());
+    Tensor y = empty_outputs(x, out_features, bias);
     DISPATCH(x.scalar_type(), "int8_linear", [&] {
         int8_linear<scalar_t>(
             {y.mutable_data_ptr<scalar_t>(), out_features}, {x.const_data_ptr<scalar_t>(), in_features},
@@ -324,13 +329,7 @@ Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, c
         "a packed weight of shape ", panels.sizes(), " does not have ", out_features, " outputs of ", in_features,
         " inputs"
     );
-    if (bias.has_value()) {
-        check_like(*bias, x, "bias");
-        TORCH_CHECK(bias->numel() == out_features, "bias must have the shape [out_features]");
-    }
-    auto shape = x.sizes().vec();
-    shape.back() = out_features;
-    Tensor y = at::empty(shape, x.options());
+    Tensor y = empty_outputs(x, out_features, bias);
     DISPATCH_PACKED(x.scalar_type(), "linear", [&] {
         linear<scalar_t>(
             {y.mutable_data_ptr<scalar_t>(), out_features}, {x.const_data_ptr<scalar_t>(), in_features},
