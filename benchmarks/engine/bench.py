@@ -1,26 +1,31 @@
 """`make bench SUBJECT=engine`: throughput, batch-1 decode, overhead and KV memory, with peers.
 
 ARGS="--quick" shrinks everything (a minute instead of half an hour) and writes no result.
-`--part NAME` measures one part again.
+`--part NAME` measures one part again. `--peers` measures the parts beside vLLM, llama.cpp and
+OpenVINO, which it installs into a folder of its own (15 minutes and 6 GB, once).
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import beside_peers
 import machine
 import memory
 import overhead
 import torch
 from engine_runs import Engine
-from peers import Transformers
+from peers.installation import Installation
 from remote import Remote
+from transformers_runs import Transformers
 from workload import VOCAB_SIZE, Work, checkpoint, num_parameters, sample
 
 import report
@@ -222,6 +227,7 @@ def prefix_caching(path: Path, repeats: int, scale: float) -> tuple[Rows, list[G
     ]
 
 
+PEERS = Path.home() / ".cache" / "baton" / "peers"
 PARTS = {
     "overhead": engine_overhead,
     "decode": decode,
@@ -234,7 +240,18 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--part", choices=PARTS, action="append", help="run only this part; may be repeated"
+        "--part",
+        choices=PARTS | beside_peers.PARTS,
+        action="append",
+        help="run only this part; may be repeated",
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        nargs="?",
+        const=PEERS,
+        metavar="FOLDER",
+        help=f"run only the parts beside other engines, installed in FOLDER ({PEERS})",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="shrink everything")
@@ -244,33 +261,30 @@ def main() -> None:
     rows: Rows = []
     goals: list[Goal] = []
     with tempfile.TemporaryDirectory() as folder:
-        path = checkpoint(args.checkpoint or Path(folder) / "llama")
-        for name in args.part or PARTS:
-            print(f"{name}: {PARTS[name].__doc__}", flush=True)
-            part_rows, part_goals = PARTS[name](path, repeats, scale)
-            for row in part_rows:
-                print(
-                    "  "
-                    + ", ".join(
-                        f"{key} {value}" for key, value in row.items() if value is not None
-                    ),
-                    flush=True,
-                )
+        if args.peers:
+            peers = Installation(args.peers)
+            parts = {name: partial(part, peers) for name, part in beside_peers.PARTS.items()}
+        else:
+            path = checkpoint(args.checkpoint or Path(folder) / "llama")
+            parts = {name: partial(part, path) for name, part in PARTS.items()}
+        for name in args.part or parts:
+            print(f"{name}: {inspect.getdoc(parts[name].func)}", flush=True)
+            part_rows, part_goals = parts[name](repeats, scale)
+            report.print_table(part_rows)
             rows += part_rows
             goals += part_goals
-        total, _ = num_parameters(path)
-    circumstances = {
-        "repeats": repeats,
-        "parameters": total,
-        "vocab_size": VOCAB_SIZE,
-        "torch": torch.__version__,
-    }
-    if args.quick:
-        report.show(goals)
-    elif args.part:
-        report.replace("engine", rows, goals, remarks=REMARKS)
-    else:
-        report.write("engine", rows, goals, remarks=REMARKS, **circumstances)
+        if args.quick:
+            report.show(goals)
+        elif args.part or args.peers:
+            report.replace("engine", rows, goals, remarks=REMARKS)
+        else:
+            circumstances = {
+                "repeats": repeats,
+                "parameters": num_parameters(path)[0],
+                "vocab_size": VOCAB_SIZE,
+                "torch": torch.__version__,
+            }
+            report.write("engine", rows, goals, remarks=REMARKS, **circumstances)
 
 
 if __name__ == "__main__":

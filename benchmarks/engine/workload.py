@@ -54,6 +54,23 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
+def moe_checkpoint(folder: Path) -> Path:
+    """Return a Qwen3-MoE model with 32 experts, 4 per token. Creates it if necessary.
+
+    It has about 500 million random weights, of which a token reads 120 million.
+    """
+    if not (folder / "config.json").exists():
+        create_checkpoint(
+            folder,
+            "qwen3_moe",
+            size=SIZE,
+            num_experts=32,
+            num_experts_per_tok=4,
+            max_position_embeddings=MAX_MODEL_LEN,
+        )
+    return folder
+
+
 def num_parameters(path: Path) -> tuple[int, int]:
     """Return the number of parameters, and of those that every token reads.
 

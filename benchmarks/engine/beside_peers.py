@@ -1,0 +1,227 @@
+"""Baton beside vLLM, llama.cpp and OpenVINO GenAI: the same checkpoint, prompts and lengths."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from peers.candidate import Candidate
+from peers.installation import Installation
+from workload import VOCAB_SIZE, checkpoint, moe_checkpoint, sample
+
+from report import Goal
+
+Rows = list[dict[str, Any]]
+NUM_THREADS = 2
+PROMPT_LEN = 32
+PREFILL_LEN = 960
+BATCH_SIZES = (1, 4, 8)
+THROUGHPUT = "throughput"
+PREFILL = "prefill"
+#: By precision: Baton's options, GGUF's kind, OpenVINO's weights and its precision of inference
+#: (empty: its choice), and whether vLLM takes part.
+PRECISIONS: dict[str, tuple[dict[str, str], str, str, str, bool]] = {
+    "float32": ({"dtype": "float32"}, "F32", "fp32", "f32", True),
+    "bfloat16": ({"dtype": "bfloat16"}, "BF16", "fp32", "bf16", True),
+    "int8": ({"dtype": "bfloat16", "quantization": "int8"}, "Q8_0", "int8", "", False),
+}
+#: vLLM's threads: one core left to its scheduler (its own choice), or all cores.
+VLLM_THREADS = {"vLLM": "auto", "vLLM, all cores": f"0-{NUM_THREADS - 1}"}
+
+
+class Measurement:
+    """Tokens per second of one precision, by candidate and figure, one entry per repeat."""
+
+    def __init__(self, candidates: dict[str, Candidate]) -> None:
+        self._candidates = candidates
+        self._rates: dict[tuple[str, str], list[float]] = {}
+        self._rng = random.Random(1)
+
+    def decode(self, batch_size: int, num_tokens: int) -> None:
+        """Measure the decode rate of a batch, in one repeat.
+
+        The difference of two lengths excludes the prefill and the cost of a call.
+        """
+        prompts = self._prompts(batch_size, PROMPT_LEN)
+        for name, candidate in self._candidates.items():
+            short, long = (
+                candidate.generate([(prompt, 2 + n) for prompt in prompts]).seconds
+                for n in (0, num_tokens)
+            )
+            self._add(name, decode_figure(batch_size), batch_size * num_tokens / (long - short))
+
+    def prefill(self) -> None:
+        """Measure the prefill rate of one prompt, in one repeat."""
+        works = [(prompt, 1) for prompt in self._prompts(1, PREFILL_LEN)]
+        for name, candidate in self._candidates.items():
+            self._add(name, PREFILL, PREFILL_LEN / candidate.generate(works).seconds)
+
+    def throughput(self, scale: float) -> None:
+        """Measure the output tokens per second of the sample, in one repeat."""
+        works = [(work.prompt, work.num_output_tokens) for work in sample(scale=scale)]
+        num_tokens = sum(num_output_tokens for _, num_output_tokens in works)
+        for name, candidate in self._candidates.items():
+            self._add(name, THROUGHPUT, num_tokens / candidate.generate(works).seconds)
+
+    def agreement(self) -> dict[str, int]:
+        """Return by candidate the percentage of prompts whose first token is Baton's, too."""
+        works = [(prompt, 1) for prompt in self._prompts(64, PROMPT_LEN)]
+        tokens = {
+            name: candidate.generate(works).tokens for name, candidate in self._candidates.items()
+        }
+        pairs = {name: zip(own, tokens["Baton"], strict=True) for name, own in tokens.items()}
+        return {name: 100 * sum(a == b for a, b in pairs[name]) // len(works) for name in pairs}
+
+    def ratio(self, figure: str) -> float:
+        """Return Baton's rate against the fastest peer: the least median of paired ratios."""
+        ours = self._rates["Baton", figure]
+        return min(
+            median(our / their for our, their in zip(ours, theirs, strict=True))
+            for (name, measured), theirs in self._rates.items()
+            if measured == figure and name != "Baton"
+        )
+
+    def rates(self, name: str) -> dict[str, float]:
+        """Return the median rates of a candidate by figure."""
+        return {
+            figure: round(median(rates), 1)
+            for (candidate, figure), rates in self._rates.items()
+            if candidate == name
+        }
+
+    def _prompts(self, num_prompts: int, length: int) -> list[list[int]]:
+        return [
+            [self._rng.randrange(300, VOCAB_SIZE) for _ in range(length)]
+            for _ in range(num_prompts)
+        ]
+
+    def _add(self, name: str, figure: str, rate: float) -> None:
+        self._rates.setdefault((name, figure), []).append(rate)
+        print(f"  {name}, {figure}: {rate:.1f} tokens/s", flush=True)
+
+
+def decode_figure(batch_size: int) -> str:
+    """Return the name of a decode rate."""
+    return f"decode of {batch_size}"
+
+
+@contextmanager
+def loaded(
+    precision: str, model: Path, peers: Installation, *, only: tuple[str, ...] = ()
+) -> Iterator[dict[str, Candidate]]:
+    """Load Baton and its peers.
+
+    Args:
+        precision: key of PRECISIONS.
+        model: the checkpoint.
+        peers: the peers' environments.
+        only: names of peers, if not all.
+    """
+    options, kind, weights, hint, has_vllm = PRECISIONS[precision]
+    ours = Path(sys.executable)
+    candidates: dict[str, Candidate] = {}
+
+    def add(name: str, python: Path, module: str, **arguments: Any) -> None:
+        environment = arguments.pop("environment", {})
+        log = peers.logs / f"{name}.log"
+        candidates[name] = Candidate(python, module, log, environment, **arguments)
+
+    try:
+        add(
+            "Baton",
+            ours,
+            "baton",
+            model=str(model),
+            max_num_seqs=64,
+            kv_cache_memory_bytes=2 * 2**30,
+            **options,
+        )
+        if not only or "llama.cpp" in only:
+            file, server = peers.gguf(model, kind), peers.llama_cpp("llama-server")
+            arguments = {"server": str(server), "model": str(file), "num_threads": NUM_THREADS}
+            add("llama.cpp", ours, "llama_cpp", **arguments)
+        if not only or "OpenVINO" in only:
+            folder = str(peers.openvino(model, weights))
+            arguments = {"model": folder, "precision": hint, "num_threads": NUM_THREADS}
+            add("OpenVINO", peers.python("openvino"), "openvino_cpu", **arguments)
+        if has_vllm and not only:
+            for name, cores in VLLM_THREADS.items():
+                environment = {
+                    "VLLM_CPU_KVCACHE_SPACE": "2",
+                    "VLLM_CPU_OMP_THREADS_BIND": cores,
+                }
+                arguments = {"model": str(model), "dtype": precision, "environment": environment}
+                add(name, peers.python("vllm"), "vllm_cpu", **arguments)
+        yield candidates
+    finally:
+        for candidate in candidates.values():
+            candidate.close()
+
+
+def precisions(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """Measure decode, prefill and throughput in each precision."""
+    model = checkpoint(peers.checkpoints / "llama")
+    rows: Rows = []
+    goals: list[Goal] = []
+    for precision in PRECISIONS:
+        with loaded(precision, model, peers) as candidates:
+            measurement = Measurement(candidates)
+            agreement = measurement.agreement()  # also warms up
+            has_throughput = precision in ("float32", "bfloat16")
+            for _ in range(repeats):
+                for batch_size in BATCH_SIZES:
+                    measurement.decode(batch_size, max(32, int(128 * scale)))
+                measurement.prefill()
+                if has_throughput:
+                    measurement.throughput(scale)
+            rows += [
+                {"part": f"tokens/s in {precision}", "way": name}
+                | measurement.rates(name)
+                | {"first tokens as Baton's, %": agreement[name]}
+                for name in candidates
+            ]
+            wanted = {decode_figure(size): 1.0 if size == 1 else 1.1 for size in BATCH_SIZES}
+            if has_throughput:
+                wanted |= {PREFILL: 1.0, THROUGHPUT: 1.15}
+            goals += [
+                Goal(
+                    f"{figure} in {precision} against the fastest peer",
+                    measurement.ratio(figure),
+                    goal,
+                    "x",
+                )
+                for figure, goal in wanted.items()
+            ]
+    return rows, goals
+
+
+def moe(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """Measure decode of a mixture of experts against llama.cpp, in bfloat16."""
+    model = moe_checkpoint(peers.checkpoints / "moe")
+    with loaded("bfloat16", model, peers, only=("llama.cpp",)) as candidates:
+        measurement = Measurement(candidates)
+        agreement = measurement.agreement()
+        for _ in range(repeats):
+            for batch_size in BATCH_SIZES:
+                measurement.decode(batch_size, max(32, int(128 * scale)))
+        rows: Rows = [
+            {"part": "tokens/s of a mixture of experts in bfloat16", "way": name}
+            | measurement.rates(name)
+            | {"first tokens as Baton's, %": agreement[name]}
+            for name in candidates
+        ]
+        goal = Goal(
+            "decode of 1 in a mixture of experts against llama.cpp",
+            measurement.ratio(decode_figure(1)),
+            1.0,
+            "x",
+        )
+    return rows, [goal]
+
+
+PARTS = {"peers": precisions, "peers-moe": moe}
