@@ -1,14 +1,14 @@
-"""Checkpoints with random weights in Hugging Face's format, for demos and tests.
+"""Creates checkpoints with random weights in Hugging Face's format, for demos and tests.
 
-Baton and transformers can load them. Entry points: `create_checkpoint`, and `add_arguments` and
-`run` for `baton checkpoint create`. torch and tokenizers are imported when a checkpoint is created,
-so that a command line need not load them.
+Both Baton and transformers can load these checkpoints. `create_checkpoint` is the entry point, and
+`add_arguments` and `run` make the command `baton checkpoint create`. torch and tokenizers are
+imported only when a checkpoint is created, so that the command line starts fast.
 
-shape            sizes, and named presets of them
+shape            sizes of a model, and named presets
 create           `create_checkpoint`; config.json and generation_config.json
-weights          random weights that make decisive models, and their files
-tokenizer        a byte-level BPE trained on a made-up corpus
-create_command   arguments of the command line
+weights          random weights, and the safetensors files
+tokenizer        a byte-level BPE tokenizer, trained on built-in sentences
+create_command   flags of the command, and its run
 """
 
 from baton_engine.checkpoint.create import ARCHITECTURES, create_checkpoint

@@ -9,7 +9,7 @@ from baton_engine.checkpoint.tokenizer import MIN_VOCAB_SIZE
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointShape:
-    """Sizes of a model. The defaults give a few megabytes that run fast on one core."""
+    """Sizes of a model. The default sizes give a few megabytes of weights."""
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -24,7 +24,11 @@ class CheckpointShape:
     max_position_embeddings: int = 4096
 
     def validate(self) -> None:
-        """Raise ValueError naming the field and the bound."""
+        """Check the bounds of all fields.
+
+        Raises:
+            ValueError: A field is out of bounds. The message names the field and the bound.
+        """
         for name in (field.name for field in fields(self)):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

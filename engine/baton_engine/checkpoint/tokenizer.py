@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: byte-level BPE, three special tokens, a ChatML template."""
+"""Writes the tokenizer of a checkpoint: byte-level BPE, three special tokens, a ChatML template."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, int]:
-    """Train a byte-level BPE on the corpus below and write it.
+    """Train a byte-level BPE tokenizer on built-in sentences, and write its files to `out`.
+
+    Args:
+        out: Folder of the checkpoint.
+        vocab_size: Maximum number of tokens in the vocabulary.
+        max_length: Value of `model_max_length` in tokenizer_config.json.
 
     Returns:
-        Its vocabulary, of at most `vocab_size` tokens.
+        The vocabulary: token ids by token text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -50,8 +55,8 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, in
     return tokenizer.get_vocab(with_added_tokens=True)
 
 
-# The tokenizer's corpus: sentences drawn from these words, and chained word parts, so that a few
-# thousand merges exist.
+# The training corpus: random sentences of these words, and words chained from these parts. It is
+# large enough for a few thousand merges.
 _ADJECTIVES = """
 quick quiet bright narrow early late gentle heavy simple careful distant silver wooden patient
 steady open green

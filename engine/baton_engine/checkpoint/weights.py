@@ -1,4 +1,7 @@
-"""The weights of a checkpoint: random, but scaled so that its text depends on the prompt."""
+"""Creates random weights and writes the weight files of a checkpoint.
+
+The weights are scaled so that the generated text depends on the prompt.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,15 @@ LOGIT_STD = 3.0
 def random_weights(
     out: Path, tokenizer_size: int, seed: int, dtype: str
 ) -> dict[str, torch.Tensor]:
-    """Create every tensor that the written config.json requires."""
+    """Return random weights for the model that config.json in `out` describes, by tensor name.
+
+    Args:
+        out: Folder of the checkpoint. It already has config.json.
+        tokenizer_size: Number of tokens in the tokenizer's vocabulary. The model rarely samples ids
+            from this number on.
+        seed: Equal seeds give equal weights.
+        dtype: Name of a torch dtype, such as "bfloat16".
+    """
     import torch
 
     from baton_engine.models.checkpoint_config import load_checkpoint_config
@@ -37,8 +48,8 @@ def random_weights(
             # The final norm gives hidden states the length sqrt(hidden_size), so logits have
             # this spread.
             values *= LOGIT_STD / math.sqrt(config.hidden_size)
-            # A zero row gives logit 0, far below the best: special tokens and ids without text are
-            # hardly ever sampled.
+            # A zero row gives logit 0, far below the best logit. Special tokens and ids without
+            # text are therefore hardly ever sampled.
             values[: len(SPECIAL_TOKENS)] = 0
             values[tokenizer_size:] = 0
         elif name.endswith("norm.weight"):
@@ -58,9 +69,15 @@ def random_weights(
 
 
 def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: int | None) -> None:
-    """Write safetensors files of at most `max_shard_size` bytes. None: one file.
+    """Write the weights to safetensors files in `out`.
 
-    A tensor that is larger has a file of its own. Every user may read the files, as pods must.
+    The files are readable by all users, so that a pod can run as any user.
+
+    Args:
+        out: Folder of the checkpoint.
+        weights: Tensors by name.
+        max_shard_size: Maximum bytes per file, except for a file with a single larger tensor. None:
+            one file without an index.
     """
     from safetensors.torch import save_file
 
