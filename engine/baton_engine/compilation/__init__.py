@@ -1,11 +1,11 @@
-"""CUDA graphs and torch.compile for a step's forward.
+"""CUDA graphs and torch.compile for the forward pass of a step.
 
 These modules do not depend on a batch or a scheduler. `worker/forward_runner.py` uses them.
 
-dispatch.py   which captured graph serves a step
-graphs.py     capturing and replaying CUDA graphs
+dispatch.py   chooses the captured graph for a step
+graphs.py     captures and replays CUDA graphs
 piecewise.py  the torch.compile backend, which cuts the model at attention
 inductor.py   compiles pieces and keeps them on disk
-passes.py     a pass over a piece's graph
+passes.py     a graph pass that removes no-ops from a piece
 cache_key.py  keys of the disk cache
 """

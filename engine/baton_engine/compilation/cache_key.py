@@ -1,6 +1,7 @@
-"""Keys of compiled pieces on disk.
+"""Keys of the disk cache of compiled pieces.
 
-`environment_key` covers code, configuration, versions and machine; `piece_key` a piece's graph.
+`environment_key` covers source code, configuration, versions and machine. `piece_key` covers the
+graph of one piece.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from torch._guards import TracingContext
 def environment_key(
     source_files: Iterable[str], config: Sequence[object], device: torch.device
 ) -> str:
-    """Return a key that is equal wherever compiled code can be reused.
+    """Return a hash of everything outside the graph that compiled code depends on.
+
+    Code compiled under an equal key can be reused.
 
     Args:
         source_files: Files whose code was traced.
-        config: Other values that decide what is compiled; their repr enters the key.
+        config: Other values that affect the compiled code. Their `repr` is hashed.
         device: Device of the model.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compile")
@@ -45,7 +48,10 @@ def environment_key(
 
 
 def traced_source_files(graph: fx.GraphModule) -> set[str]:
-    """Return the files whose code is in the graph. Call it in a backend of torch.compile."""
+    """Return the paths of the source files whose code was traced into the graph.
+
+    Call this function only inside a torch.compile backend.
+    """
     files: set[str] = set()
     codes = getattr(TracingContext, "get_traced_code", lambda: None)()
     files.update(code.co_filename for code in codes or ())
@@ -58,10 +64,11 @@ def traced_source_files(graph: fx.GraphModule) -> set[str]:
 
 
 def piece_key(graph: fx.GraphModule) -> str | None:
-    """Return a key that is equal for pieces with the same computation, whatever the names in them.
+    """Return a hash of the computation in a piece's graph. Names of nodes do not affect the hash.
 
     Returns:
-        The key, or None if the graph holds tensors of its own: their names do not identify them.
+        The hash, or None if the graph owns tensors or submodules. The name of a tensor or submodule
+        does not identify its content.
     """
     numbers: dict[fx.Node, int] = {}
     digest = hashlib.blake2b(digest_size=16)
@@ -127,7 +134,7 @@ def _describe(device: torch.device) -> object:
 
 
 def _settings() -> list[tuple[str, str]]:
-    """Return Inductor's settings in the environment, except the location of its files."""
+    """Return the TORCHINDUCTOR_* environment variables, sorted by name, except the cache folder."""
     names = (
         name
         for name in os.environ

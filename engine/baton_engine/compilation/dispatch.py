@@ -1,4 +1,4 @@
-"""Choice of the captured graph that serves a step, from its numbers of tokens and sequences."""
+"""Chooses the captured graph for a step by the numbers of tokens and sequences in the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ class GraphKind(enum.Enum):
 
 
 class CudagraphMode(enum.Enum):
-    """Kinds of graphs: (for mixed batches, for batches in which every sequence runs one token)."""
+    """The kind of graph for mixed batches, and the kind for decode batches.
+
+    In a decode batch every sequence runs one token.
+    """
 
     NONE = (GraphKind.NONE, GraphKind.NONE)
     PIECEWISE = (GraphKind.PIECEWISE, GraphKind.PIECEWISE)
@@ -39,7 +42,7 @@ class CudagraphMode(enum.Enum):
 
 
 class BatchDescriptor(NamedTuple):
-    """The batch that a graph was captured for. Steps are padded to its size."""
+    """The size of batch that a graph was captured for. Steps are padded to this size."""
 
     num_tokens: int
     num_seqs: int | None = None  # None: any number, because attention is not captured
@@ -55,9 +58,10 @@ NO_GRAPH = Dispatch(GraphKind.NONE, None)
 
 
 class Dispatcher:
-    """Maps steps to captured graphs.
+    """Chooses the captured graph for each step.
 
     Args:
+        mode: Kinds of graphs to use.
         sizes: Numbers of tokens that graphs are captured for.
         max_num_seqs: Maximum number of sequences in a step.
     """
@@ -70,7 +74,10 @@ class Dispatcher:
         self._decode_sizes = self.sizes[: enough + 1]
 
     def dispatch(self, num_tokens: int, num_seqs: int) -> Dispatch:
-        """Return the smallest graph that fits; each sequence must run at least one token."""
+        """Return the smallest graph that fits a step, or NO_GRAPH if none fits.
+
+        Each sequence of the step must run at least one token.
+        """
         if num_tokens == num_seqs and self.mode.decode is GraphKind.FULL:
             size = _round_up(num_tokens, self._decode_sizes)
             return (
@@ -82,9 +89,9 @@ class Dispatcher:
         return NO_GRAPH if size is None else self._mixed(size)
 
     def graphs(self) -> list[Dispatch]:
-        """Return all graphs that `dispatch` may choose, for capture.
+        """Return all graphs that `dispatch` may choose, the largest first.
 
-        The largest comes first, so that smaller ones reuse its memory from the pool.
+        If graphs are captured in this order, smaller graphs reuse the memory of larger ones.
         """
         wanted = (
             [] if self.mode.mixed is GraphKind.NONE else [self._mixed(size) for size in self.sizes]
@@ -99,7 +106,7 @@ class Dispatcher:
 
     @property
     def max_padded_seqs(self) -> int:
-        """Largest number of sequences in any descriptor."""
+        """Largest number of sequences in any descriptor. 0 if all graphs accept any number."""
         return max(
             (each.descriptor.num_seqs or 0 for each in self.graphs() if each.descriptor), default=0
         )
@@ -115,10 +122,10 @@ class Dispatcher:
 
 
 def default_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Return default capture sizes in tokens.
+    """Return the default numbers of tokens that graphs are captured for, in ascending order.
 
-    Sizes lie close together in the range of decode steps, so that padding is small. None exceeds
-    512 tokens: in larger steps, kernel launches are a small part of the time.
+    The sizes of decode steps lie close together, so that padding is small. No size exceeds 512,
+    because kernel launches take a small part of larger steps.
     """
     largest = min(max(2 * max_num_seqs, 16), 512, max_num_batched_tokens)
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), min(max_num_seqs, 512), largest}

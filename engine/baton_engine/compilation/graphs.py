@@ -1,6 +1,6 @@
-"""Captured graphs: a function's kernels, recorded once and replayed without Python or launch costs.
+"""Captures the kernels of a function in a CUDA graph, and replays the graph with one launch.
 
-`GraphBackend` is the interface to CUDA graphs. Tests without a GPU implement it themselves.
+`GraphBackend` is the interface to CUDA graphs. Tests without a GPU have their own implementation.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """Return the context for captures. Captures and their warm-up runs must run in it."""
+        """Return a context manager inside which captures and their warm-up runs must run."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
-        """Record `run` on tensors whose addresses do not change. `run` must have run once before.
+        """Capture the kernels that `run` launches.
+
+        `run` must have run once before. The addresses of its tensors must not change later.
 
         Returns:
-            The result and a function that replays the graph. The result has no meaningful content
-            yet; as long as it is referenced, later captures do not use its memory. A replay reads
-            the current content of the inputs and returns its result at the same address each time.
-            That result is valid until a graph runs which was captured after the first result was
-            released.
+            (result, replay). `result` is the value that `run` returned, without meaningful content.
+            As long as `result` is referenced, later captures do not use its memory. `replay` runs
+            the graph on the current content of the inputs. It returns its tensors at the same
+            addresses each time. These tensors are valid until a graph runs that was captured after
+            `result` was released.
         """
 
     def start_over(self) -> None:
-        """Begin a new memory pool, after all graphs so far were dropped."""
+        """Begin a new memory pool. All graphs captured before must have been dropped."""
 
 
 class CudaGraphs:
-    """CUDA graphs in one memory pool. One graph runs at a time, so they can share memory."""
+    """A `GraphBackend` whose graphs share one memory pool. Only one graph may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,10 +89,11 @@ class CudaGraphs:
 
 
 class PieceGraphs:
-    """The graphs of a model's pieces for one number of tokens: a `ForwardContext.run_piece`.
+    """The captured graphs of all pieces of a model, for one number of tokens.
 
-    Attention runs between the graphs and reads and writes their tensors. Each argument must
-    therefore have the same address as at the capture.
+    An instance serves as `ForwardContext.run_piece`. Attention runs between the graphs, and reads
+    and writes the graphs' tensors. Each argument must therefore have the same address as at the
+    capture.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -99,11 +102,15 @@ class PieceGraphs:
         self._addresses: dict[int, list[int]] = {}
 
     def __call__(self, index: int, piece: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a piece. The first call captures it, and its result has no meaningful content."""
+        """Run the piece with this index by replaying its graph, and return the result.
+
+        The first call captures the graph. The result of that call has no meaningful content.
+        """
         if index not in self._replays:
             self._addresses[index] = _addresses(args)
             result, self._replays[index] = self._backend.capture(lambda: piece(*args))
-            # The caller holds it while later pieces are captured, so they cannot use its memory.
+            # The caller keeps the result while later pieces are captured, so that they cannot use
+            # its memory.
             return result
         if logger.isEnabledFor(logging.DEBUG):
             moved = _addresses(args) != self._addresses[index]
@@ -118,10 +125,10 @@ def _addresses(args: tuple[Any, ...]) -> list[int]:
 
 
 def _without_ownership(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that does not keep it allocated.
+    """Return a tensor that shares the memory of another but does not keep the memory allocated.
 
-    Later captures can then reuse the memory. The tensor is made through the CUDA array interface,
-    as bytes because that interface has no bfloat16.
+    Later captures can then reuse the memory. The new tensor is made through the CUDA array
+    interface. Its elements pass as bytes, because that interface has no bfloat16.
     """
     storage = tensor.untyped_storage()
     flat = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)

@@ -26,7 +26,11 @@ _inductor_lock = threading.Lock()  # Inductor has one cache folder per process
 
 class PieceCompiler(Protocol):
     def open(self, key: str) -> None:
-        """Begin a graph. `key` identifies its environment, see `environment_key`."""
+        """Prepare to compile the pieces of one model.
+
+        Args:
+            key: The model's `environment_key`.
+        """
 
     def compile(
         self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
@@ -35,7 +39,7 @@ class PieceCompiler(Protocol):
 
         Args:
             graph: Piece to compile.
-            arguments: the example arguments of the trace, or real arguments if `size` is given.
+            arguments: Example arguments of the trace. With `size`, real arguments.
             size: The only number of tokens that the function must support. None: any number.
         """
 
@@ -53,10 +57,11 @@ class NoCompiler:
 
 
 class InductorCompiler:
-    """Compiles each distinct piece once, with a disk cache.
+    """Compiles each distinct piece once with Inductor, and keeps the results in a disk cache.
 
-    The cache holds code. It is used only if its folder belongs to this user or root and is not
-    writable for others. If not, or if it cannot be created, pieces are neither loaded nor kept.
+    The cache contains code that the engine executes. The cache folder must therefore belong to this
+    user or root, and must not be writable for everybody. Otherwise compiled pieces are kept only
+    while this process runs.
 
     Args:
         folder: Folder of the disk cache, shared by processes. None: `default_cache_dir()`.
@@ -64,7 +69,7 @@ class InductorCompiler:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._root = folder
-        self.folder = Path()  # of the current graph
+        self.folder = Path()  # folder of the current model's pieces
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._known: dict[tuple[str, int | None], Compiled] = {}
 
@@ -137,7 +142,7 @@ class InductorCompiler:
 
     @contextmanager
     def _inductor_files(self) -> Iterator[None]:
-        """Make Inductor keep its kernels in the folder of the current graph."""
+        """Make Inductor keep its kernels in the folder of the current model."""
         with _inductor_lock:
             before = os.environ.get(_CACHE_DIR)
             os.environ[_CACHE_DIR] = str(self.folder / "inductor")
@@ -155,10 +160,11 @@ def default_cache_dir() -> Path:
 
 
 def _create_private(folder: Path) -> None:
-    """Create the folder, if it does not exist.
+    """Create the folder if it does not exist, and check that no other user controls its content.
 
     Raises:
-        OSError: It cannot be created or written, or users other than this one and root can write.
+        OSError: The folder cannot be created or written, belongs to a user other than this one and
+            root, or is writable for everybody.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -173,7 +179,10 @@ def _returns_several(graph: fx.GraphModule) -> bool:
 
 
 def _first_of(compiled: Compiled) -> Compiled:
-    """Unwrap the result: a loaded piece returns a sequence even for a single tensor."""
+    """Return a function that calls `compiled` and returns one tensor, not a sequence.
+
+    A piece loaded from disk returns a sequence even for a single tensor.
+    """
 
     def run(*args: Any) -> Any:
         result = compiled(*args)

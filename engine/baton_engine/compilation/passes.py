@@ -1,4 +1,7 @@
-"""A pass over the graph of a piece, between torch's own passes and Inductor's code generation."""
+"""A graph pass that removes no-ops from a piece.
+
+Inductor runs this pass after torch's own passes and before code generation.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ _WIDENINGS = {
 
 
 class RemoveNoOps(CustomGraphPass):
-    """Removes nodes whose value equals that of an earlier node.
+    """Replaces a node by an earlier node that has the same value.
 
-    These are views of views, views and slices of a whole tensor, and conversions to a wider type
-    and back, which are exact. The wider tensor itself stays if another node reads it.
+    Such nodes are views of views, views and slices of a whole tensor, and exact conversions to a
+    wider type and back. If another node reads the wider tensor, the conversion to the wider type
+    stays.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -40,7 +44,10 @@ class RemoveNoOps(CustomGraphPass):
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """Return the earlier node with the same value, if any; make a view of a view skip the first."""
+    """Return an earlier node with the same value, or None.
+
+    If the node is a view of a view, make it a view of the original tensor.
+    """
     if node.op != "call_function" or not isinstance(node.args[0] if node.args else None, fx.Node):
         return None
     source = node.args[0]
@@ -74,7 +81,10 @@ def _value(node: fx.Node) -> Tensor | None:
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Return whether dtype, shape and strides are the same for all sizes of dynamic dimensions."""
+    """Return whether two nodes have the same dtype, shape and strides.
+
+    Dynamic dimensions must be equal for every size.
+    """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     x, y = _value(a), _value(b)

@@ -1,7 +1,7 @@
-"""The torch.compile backend: cuts the traced graph at attention and compiles the pieces between.
+"""The torch.compile backend, which cuts the traced graph at attention.
 
-A piece is compiled for any number of tokens, and once more for each of `compile_sizes`. The forward
-context may run pieces as captured graphs.
+The backend compiles each piece between two attentions for any number of tokens. It compiles the
+piece again for each of `compile_sizes`. The forward context may run pieces as captured graphs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SplittingOperators = Mapping[Any, Callable[..., Any]]
 
 
 class Piece(nn.Module):
-    """The graph between two attentions.
+    """A compiled piece of the model: the graph between two attentions.
 
-    Its arguments are weights, tensors of earlier pieces and the number of tokens.
+    The arguments of `forward` are weights, tensors of earlier pieces and the number of tokens.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class PiecewiseBackend:
     """The backend of one torch.compile call.
 
     Attributes:
-        num_pieces: Pieces that the trace was cut into; 0 before the trace.
+        num_pieces: Number of pieces that the model was cut into. 0 before the trace.
 
     Args:
         compiler: Compiles the pieces.
         splitting: Operators at which the graph is cut.
         compile_sizes: Numbers of tokens for which pieces are compiled once more.
-        config: Values that the traced code depends on, for the key of the disk cache.
+        config: Values that the traced code depends on. The disk cache's key contains them.
         device: Device of the model.
     """
 
@@ -118,7 +118,10 @@ class PiecewiseBackend:
 
 
 def split_at(graph: fx.GraphModule, operators: SplittingOperators) -> fx.GraphModule:
-    """Split a graph into submodules, in order: one per operator, one per piece between them."""
+    """Split a graph into submodules in the order of execution, and return the graph of submodules.
+
+    Each call of one of `operators` becomes a submodule, and so does each piece between two calls.
+    """
     part_of: dict[fx.Node, int] = {}
     part = 0
     for node in graph.graph.nodes:
@@ -131,14 +134,15 @@ def split_at(graph: fx.GraphModule, operators: SplittingOperators) -> fx.GraphMo
 
 
 def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., Tensor]:
-    """Return the model's forward, compiled for all numbers of tokens: dimension 0 of its arguments.
+    """Return the model's forward, compiled for any number of tokens.
 
-    The first call traces the model, with at least 2 tokens. Later calls check no guards. Only the
-    values of tensors and the number of tokens may change; everything else that the traced code
-    reads must stay the same.
+    The number of tokens is dimension 0 of each tensor argument. The first call traces the model.
+    Later calls check no guards. Only the values of tensors and the number of tokens may change.
+    Everything else that the traced code reads must stay the same.
 
     Raises:
-        ValueError: by the first call, with fewer tokens. torch's graph would serve no other number.
+        ValueError: The first call has fewer than 2 tokens. torch would compile only for that
+            number.
     """
 
     def forward(*args: Tensor | None) -> Tensor:
@@ -176,12 +180,19 @@ def _keep_no_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def _overload(target: Any) -> Any:
-    """Return the operator's overload: Dynamo puts either the operator or an overload in a graph."""
+    """Return the default overload of an operator, and any other target unchanged.
+
+    Graphs of Dynamo contain both operators and overloads.
+    """
     return target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
 
 
 def _call_functions_directly(part: fx.GraphModule, operators: SplittingOperators) -> bool:
-    """Replace operators by their functions. Return whether there were any."""
+    """Replace the operators in a part of the graph by their functions.
+
+    Returns:
+        Whether the part contains any of `operators`.
+    """
     found = False
     for node in part.graph.nodes:
         if node.op == "call_function" and _overload(node.target) in operators:
@@ -193,9 +204,11 @@ def _call_functions_directly(part: fx.GraphModule, operators: SplittingOperators
 
 
 def _where_size_is(examples: Sequence[Any]) -> tuple[int, int | None] | None:
-    """Return where the number of tokens is: (argument, dimension), or None if in no argument.
+    """Return which argument, and which of its dimensions, is the number of tokens.
 
-    The dimension is None if the argument is the number itself.
+    Returns:
+        (index of the argument, dimension), or None if no argument has the number. The dimension is
+        None if the argument is the number itself.
     """
     for place, example in enumerate(examples):
         if _is_symbol(example):
@@ -209,5 +222,5 @@ def _where_size_is(examples: Sequence[Any]) -> tuple[int, int | None] | None:
 
 
 def _is_symbol(size: Any) -> bool:
-    """Return whether the size is a plain symbol, not a number or a multiple of a symbol."""
+    """Return whether a size is a plain symbol such as `s0`, and not a number or an expression."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_symbol)
