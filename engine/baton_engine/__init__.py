@@ -12,7 +12,7 @@ worker           runs a step on a device
 models           architectures, layers, weights
 compilation      torch.compile and CUDA graphs
 expert_parallel  an engine core as a rank of an expert-parallel group
-elastic          coordinator of such a group
+elastic          coordinator of an expert-parallel group
 distributed      process groups
 checkpoint       checkpoints with random weights
 fetch            downloads models

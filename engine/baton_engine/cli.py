@@ -1,4 +1,4 @@
-"""`baton-engine`: one engine process, from a configuration file and flags."""
+"""`baton-engine`: runs one engine process, configured by a file and flags."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from baton_protocol.config import EngineConfig, ParallelConfig, container_path, 
 from baton_protocol.fatal import ConfigurationError, report_fatal
 from baton_protocol.options import add_flags, set_field
 
-#: Executors whose workers read the folder that this process sees.
+#: Executors whose workers read the same file system as this process.
 LOCAL_EXECUTORS = ("auto", "uniproc", "multiproc", "external_launcher")
 
 logger = logging.getLogger(__name__)
 
 
 def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
-    """Read `--config FILE` and apply the flags to it.
+    """Return the configuration and the parsed arguments. Flags override fields of `--config FILE`.
 
     Raises:
-        ConfigurationError: the file or a value is wrong; the message names the field.
+        ConfigurationError: The file or a value is wrong. The message names the field.
     """
     parser = argparse.ArgumentParser(
         prog="baton-engine",
         description=__doc__,
-        epilog="It binds $POD_IP, or 127.0.0.1 if that is not set.",
+        epilog="The engine binds $POD_IP, or 127.0.0.1 if POD_IP is not set.",
     )
     parser.add_argument(
         "--config",
@@ -79,10 +79,9 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one engine until SIGTERM.
+    """Run one engine until SIGTERM, and return the exit code of the process.
 
-    Return the exit code of the process. It is 78 if the configuration cannot work: then a restart
-    without a change is pointless.
+    Exit code 78 means that the engine cannot start until its configuration or model changes.
     """
     try:
         config, args = parse_config(sys.argv[1:] if argv is None else argv)
@@ -99,10 +98,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run `main` and the exit handlers, and end the process at once.
+    """Run `main` and the exit handlers, then end the process without unloading Python.
 
-    Threads of torch may still join or close a group. A thread that returns from C++ code while the
-    interpreter unloads its modules aborts the process.
+    Threads of torch may still join or close a process group. Such a thread aborts the process if it
+    returns from C++ code while the interpreter unloads its modules.
     """
     code = main()
     atexit._run_exitfuncs()  # flushes logs, removes temporary folders, ends torch's compile workers
@@ -111,10 +110,12 @@ def run() -> NoReturn:
 
 
 def _check_model(config: EngineConfig) -> None:
-    """Check the checkpoint as the workers will, but before torch is imported, which takes seconds.
+    """Check the checkpoint's configuration before the import of torch, which takes seconds.
+
+    The check is skipped if the workers may read another folder than this process.
 
     Raises:
-        ModelNotFound, ModelInvalid: as `load_checkpoint_config` does.
+        ModelNotFound, ModelInvalid: As in `load_checkpoint_config`.
     """
     parallel = config.parallel
     if (

@@ -1,4 +1,4 @@
-"""Logging of text from untrusted processes: on one line, limited in length and rate."""
+"""Logs text from untrusted processes on one line, with limited length and rate."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import logging
 import threading
 import time
 
-#: Characters of an untrusted text in a log line.
+#: Maximum characters of an untrusted text in a log line.
 MAX_TEXT = 300
 LOG_INTERVAL_S = 10.0
 
 
 def one_line(text: object, limit: int = MAX_TEXT) -> str:
-    """Return at most `limit` characters of a text, with control characters escaped.
+    """Return the text, cut after `limit` characters and with control characters escaped.
 
-    Otherwise the sender could forge log lines or write escape sequences to a terminal.
+    Unescaped text could forge log lines or write escape sequences to a terminal.
     """
     words = str(text)
     kept = words[:limit] + "..." if len(words) > limit else words
@@ -24,9 +24,9 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
 
 
 class SparseLog:
-    """Warnings that untrusted peers can cause at any rate: one line per LOG_INTERVAL_S.
+    """Logs warnings that untrusted peers can cause, at most one line per LOG_INTERVAL_S.
 
-    The line counts the warnings that were left out.
+    Each line gives the number of warnings left out since the line before.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -37,7 +37,10 @@ class SparseLog:
         self._left_out = 0
 
     def warning(self, message: str, *arguments: object) -> None:
-        """Log a warning, with each of its arguments on one line."""
+        """Log a warning, or count it if a line was logged in the last LOG_INTERVAL_S.
+
+        Each argument is written on one line.
+        """
         now = time.monotonic()
         with self._lock:
             if now < self._next:

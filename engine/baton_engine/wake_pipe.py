@@ -7,7 +7,7 @@ import socket
 
 
 class WakePipe:
-    """A pipe whose reading end a thread polls together with its sockets."""
+    """A pipe that wakes a polling thread. The thread polls `reader` together with its sockets."""
 
     def __init__(self) -> None:
         self.reader, self._writer = socket.socketpair()
@@ -20,7 +20,7 @@ class WakePipe:
             self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """Take the pending wakeups."""
+        """Discard the pending wakeups, so that `reader` is no longer readable."""
         with contextlib.suppress(BlockingIOError):
             while self.reader.recv(4096):
                 pass
