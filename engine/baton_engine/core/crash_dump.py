@@ -1,4 +1,4 @@
-"""Crash dump: the configuration, the engine's state and the input of a failed step, as JSON."""
+"""Writes the configuration, the statistics and the input of a failed step to a JSON file."""
 
 from __future__ import annotations
 
@@ -31,17 +31,21 @@ def write_crash_dump(
     stats: EngineStats | None,
     error: BaseException,
 ) -> Path | None:
-    """Write a JSON file to `config.observability.crash_dump_dir`, or the temporary folder.
+    """Write a failed step's input, the configuration, the statistics and the error to a JSON file.
 
-    Long lists (token ids, block ids) are abbreviated, so that the file is readable and contains no
-    whole prompt. Only its owner can read it. Never raises, because it runs while another exception
-    is handled.
+    The folder is `config.observability.crash_dump_dir`, or the system's temporary folder if unset.
+    Long lists of token ids and block ids are abbreviated, so that the file is readable and contains
+    no long prompt. Only the file's owner can read the file. This function never raises, because
+    another exception is being handled.
 
     Args:
-        step: the step that failed. None: scheduling failed.
+        config: Configuration of the engine.
+        step: The step that failed. None: scheduling failed.
+        stats: Statistics at the failure, if available.
+        error: The exception that ended the step.
 
     Returns:
-        The file, or None if it could not be written, which is logged.
+        Path of the file, or None if the file could not be written. The reason is then logged.
     """
     try:
         content = {
@@ -64,7 +68,7 @@ def write_crash_dump(
 
 
 def describe(value: Any) -> Any:
-    """Convert structs, dataclasses and containers to JSON types, with long lists abbreviated."""
+    """Return the value converted to JSON types, with long lists of numbers abbreviated."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, str | int | float):

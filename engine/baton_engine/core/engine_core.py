@@ -1,8 +1,9 @@
-"""EngineCore: token ids in, token ids out. One step is schedule, execute, sample, update.
+"""EngineCore takes requests as token ids and runs steps: schedule, execute, sample, update.
 
-With an executor that holds several batches (pipeline stages, asynchronous scheduling) the next step
-is scheduled while the previous one runs: `step_with_batch_queue` starts one step and finishes the
-oldest, where `step` starts and finishes the same one.
+`step` starts a step and finishes the same step. Some executors hold several batches, for pipeline
+stages or asynchronous scheduling. With such an executor, `step_with_batch_queue` starts one step
+and finishes the oldest. It schedules the next step while the previous step runs.
+
 This module uses no sockets and no processes.
 """
 
@@ -56,7 +57,7 @@ class StepFailedError(RuntimeError):
 
 
 class _InFlight(NamedTuple):
-    """A step between its start and its end."""
+    """A step that has started and has not finished."""
 
     step: SchedulerOutput
     output: Future[ModelRunnerOutput]
@@ -65,10 +66,11 @@ class _InFlight(NamedTuple):
 
 
 class EngineCore:
-    """One engine, used by one thread.
+    """One engine. Only one thread may use it.
 
-    The caller adds requests, calls `step_fn` while `has_requests` is true, and delivers its
-    outputs. Futures of utility methods are resolved inside later calls by that thread.
+    The caller adds requests, calls `step_fn` while `has_requests` is true, and delivers the outputs
+    that `step_fn` returns. Futures of utility methods are resolved during later calls by the same
+    thread.
     """
 
     #: Exceptions of a step after which the engine continues.
@@ -86,15 +88,18 @@ class EngineCore:
         """Initialize the executor: load the model and allocate the KV cache. May take minutes.
 
         Args:
-            take_aborts: returns the ids of requests aborted since the last call. It is called again
-                after the model has run, so that a step's tokens are not sent to a client that has
-                just disconnected.
-            request_metrics: counts latencies and lengths. None: they are counted, but not exported.
-            on_executor_failure: called once with the reason, from any thread, when a worker process
+            config: Configuration of the engine.
+            executor: Runs the model. It is not yet initialized.
+            take_aborts: Returns the ids of requests aborted since the last call. It is called after
+                each run of the model, so that no tokens are sent to a client that has just
+                disconnected.
+            request_metrics: Receives latencies and lengths of requests. None: they are not
+                exported.
+            on_executor_failure: Called once with the reason, from any thread, when a worker process
                 dies.
 
         Raises:
-            ConfigurationError: the model or the configuration cannot be served.
+            ConfigurationError: The model or the configuration cannot be served.
         """
         self.config = config
         self.executor = executor
@@ -187,7 +192,7 @@ class EngineCore:
     # Requests
 
     def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
-        """Queue a request. Return the output that refuses it, or None if it was accepted."""
+        """Queue a request. Return None if it was accepted, otherwise the output that refuses it."""
         try:
             validate_request(
                 request,
@@ -231,23 +236,26 @@ class EngineCore:
         self._collect_outputs()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """Return the outputs of requests that ended between steps."""
+        """Return all outputs that no earlier call has returned."""
         self._collect_outputs()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def _collect_outputs(self) -> None:
-        """Take the outputs that the scheduler produced outside steps."""
+        """Move the outputs that the scheduler produced outside steps to `_outputs`."""
         outputs = self.scheduler.take_outputs()
         if outputs:
             self.request_metrics.on_outputs(outputs)
             self._outputs += outputs
 
     def take_kv_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call. Empty unless enabled."""
+        """Return the changes of the prefix cache since the last call.
+
+        The list is empty unless `cache.enable_kv_events` is set.
+        """
         return self.scheduler.state.kv.take_events()
 
-    # What `PauseControl` needs, see `PausedEngine`
+    # Methods that `PauseControl` calls, see `PausedEngine`
 
     def set_pause_state(self, state: PauseState) -> None:
         self.scheduler.set_pause_state(state)
@@ -276,7 +284,7 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule a step, run it and process its results."""
+        """Schedule a step, run it and return the outputs for clients."""
         can_step = self._can_step()
         if can_step:
             self._start_step()
@@ -286,10 +294,13 @@ class EngineCore:
         return self.take_outputs()
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Start a step if there is room for one. End the oldest once no more can be started.
+        """Start a step if the queue has room, then finish the oldest step.
 
-        While the queue has room and the oldest step still runs, this returns without waiting, and
-        the next call starts another step.
+        If the queue has room for another step and the oldest step still runs, the call returns
+        without waiting. The next call then starts another step.
+
+        Returns:
+            Outputs for clients.
         """
         if self._can_step() and self._has_room:
             started = self._start_step()
@@ -304,7 +315,7 @@ class EngineCore:
         return self.take_outputs()
 
     def finish_steps(self) -> None:
-        """Wait for all steps in flight. `take_outputs()` returns their outputs."""
+        """Wait for all steps in flight. `take_outputs()` then returns their outputs."""
         while self._in_flight:
             self._finish_oldest()
 
@@ -317,7 +328,11 @@ class EngineCore:
         return self.scheduler.has_work and not self._pause.memory_dropped
 
     def _start_step(self) -> bool:
-        """Start a step. Return whether it has content, so that another step may be started."""
+        """Schedule a step and start it.
+
+        Returns:
+            Whether the step does any work. If False, another step now would do no work either.
+        """
         before = time.monotonic()
         step = self._schedule()
         has_content = bool(step.reaches_model_runner or step.connector)
@@ -333,7 +348,7 @@ class EngineCore:
             return self.scheduler.schedule()
 
     def _execute(self, step: SchedulerOutput, schedule_s: float) -> None:
-        """Start a step. `_finish_oldest` ends it."""
+        """Send a scheduled step to the executor. `_finish_oldest` processes the result."""
         started = time.monotonic()
         with self._dumping(step):
             self.executor.execute_model(step)
@@ -355,7 +370,7 @@ class EngineCore:
             self._log_iteration(step, schedule_s, model_s, time.monotonic() - started - model_s)
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Return the step's output. Raise WorkerDiedError if the worker dies first."""
+        """Return the output of a step. Raise WorkerDiedError if a worker dies first."""
         while True:
             try:
                 return future.result(timeout=_FAILURE_CHECK_S)
@@ -371,10 +386,12 @@ class EngineCore:
 
     @contextmanager
     def _dumping(self, step: SchedulerOutput | None) -> Iterator[None]:
-        """Write a crash dump if the block fails, and raise StepFailedError.
+        """If the `with` block fails, write a crash dump and raise StepFailedError.
+
+        Exceptions in `survivable` pass unchanged.
 
         Args:
-            step: the step that runs. None: a step is being scheduled.
+            step: The step that runs. None: a step is being scheduled.
         """
         try:
             yield
@@ -418,13 +435,14 @@ class EngineCore:
     # Utility methods. Clients call them by name, see server/utility_calls.py
 
     def get_stats(self) -> EngineStats:
-        """Return the gauges and counters."""
+        """Return the engine's gauges and counters."""
         return self.recent_stats(max_connector_age_s=0.0)
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
-        """Return the stats. The connector's part is at most `max_connector_age_s` seconds old.
+        """Return the engine's gauges and counters.
 
-        The connector runs in the workers, so reading its counters delays steps in flight.
+        The KV connector's part is at most `max_connector_age_s` seconds old. The connector runs in
+        the workers, so reading its counters delays steps in flight.
         """
         now = time.monotonic()
         if now - self._connector_stats_time >= max_connector_age_s:
@@ -437,48 +455,53 @@ class EngineCore:
         return stats
 
     def reset_prefix_cache(self, reset_running: bool = False) -> None:
-        """Clear the prefix cache. Blocks in use stay with their requests, but are not found again.
+        """Clear the prefix cache. Requests keep their blocks, but later requests cannot reuse them.
 
         Args:
-            reset_running: also drop the blocks of running requests, which compute them again.
+            reset_running: Also free the blocks of running requests. These requests compute their KV
+                again.
         """
         if reset_running:
             self.finish_steps()
         self.scheduler.reset_prefix_cache(reset_running)
 
     def drain(self) -> EngineStats:
-        """Start to refuse new requests. Accepted requests continue. Idempotent."""
+        """Start to refuse new requests, and return the engine's gauges and counters.
+
+        Accepted requests continue. Idempotent.
+        """
         if not self.scheduler.draining:
             self.scheduler.draining = True
             logger.info("draining: %d requests unfinished", self.scheduler.stats().num_unfinished)
         return self.get_stats()
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
-        """Stop scheduling. New requests wait; `core/pause.py` describes what happens to the others.
+        """Stop scheduling. New requests wait. `core/pause.py` describes the modes.
 
         Returns:
-            None if the engine is paused now, else a Future that is resolved when it is.
+            None if the engine is paused now. Otherwise a Future that is resolved when the engine is
+            paused.
         """
         return self._pause.pause(mode)
 
     def resume(self) -> None:
-        """End a pause. Raise RuntimeError while weights or KV cache are dropped."""
+        """End a pause. Raise RuntimeError if a sleep has freed memory that is not restored."""
         self._pause.resume()
 
     def is_paused(self) -> bool:
         return self._pause.is_paused
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Pause, then free memory. Level 1 moves weights to host memory, level 2 drops them.
+        """Pause, then free memory. Level 1 moves weights to host memory, level 2 drops the weights.
 
-        Both drop the KV cache. Level 0 frees nothing.
+        Both levels drop the KV cache. Level 0 frees nothing.
 
         Returns:
-            None if the engine sleeps now, else a Future that is resolved when it does.
+            None if the engine sleeps now. Otherwise a Future that is resolved when the engine
+            sleeps.
 
         Raises:
-            RuntimeError: other engines read and write this engine's KV cache, so it cannot be
-                dropped.
+            RuntimeError: The KV cache cannot be dropped, because other engines read and write it.
         """
         role = self.config.kv_transfer.role
         if level != 0 and role is not KVRole.NONE:
@@ -489,7 +512,12 @@ class EngineCore:
         return self._pause.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Undo `sleep` for some of "weights", "kv_cache" and "scheduling". None: for all."""
+        """End a sleep, or a part of it.
+
+        Args:
+            tags: Parts to restore: some of "weights", "kv_cache" and "scheduling". None: all of
+                them.
+        """
         self._pause.wake_up(tags)
 
     def is_sleeping(self) -> bool:
@@ -501,7 +529,7 @@ class EngineCore:
         self.executor.collective_rpc("start_profile")
 
     def stop_profile(self) -> None:
-        """End the profile and write it."""
+        """End the torch profile on every worker and write the traces."""
         self._check_profiling()
         self.executor.collective_rpc("stop_profile")
 

@@ -1,4 +1,4 @@
-"""The longest request that an engine accepts."""
+"""Computes the maximum length of a request that an engine accepts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
-    """Return the limit of prompt plus generated tokens.
+    """Return the maximum number of prompt and generated tokens of a request.
 
-    Workers have refused a configured limit above the model's maximum when they loaded the model.
+    A configured limit is not compared with the model's maximum here. The workers compare them when
+    they load the model.
 
     Raises:
-        ConfigurationError: the KV memory is too small for the configured limit.
+        ConfigurationError: The KV memory is too small for the configured limit.
     """
     asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
     if asked is None:

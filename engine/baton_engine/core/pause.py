@@ -1,14 +1,15 @@
 """Pausing and sleeping: when scheduling stops, and when memory may be dropped.
 
 pause(abort)   all requests end, then the engine is paused
-pause(wait)    running requests end and none is admitted, then the engine is paused
+pause(wait)    running requests end, waiting ones are not admitted, then the engine is paused
 pause(keep)    the engine is paused at once, and requests stay where they are
 sleep(level)   a pause in one of these modes, then level 1 moves weights to host memory, and
                level 2 drops them; both drop the KV cache; level 0 frees nothing
 
-Requests that arrive during a pause wait. At most one goal is pending: a later call replaces or
-joins it, and resume and wake_up cancel it. Every Future is resolved, so no order of calls
-deadlocks, and the scheduler's state depends on the last call alone.
+Requests that arrive during a pause wait. A later call to `pause` or `sleep` sets the mode for
+pending calls as well. A call with `keep` cancels pending calls with `wait`. `resume` cancels all
+pending calls, and `wake_up` cancels pending calls to `sleep`. Every Future is resolved or fails, so
+no order of calls deadlocks.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ _NOT_ASLEEP = -1
 
 
 class PausedEngine(Protocol):
-    """The part of the engine core that pausing needs."""
+    """The methods of the engine core that `PauseControl` calls."""
 
     def set_pause_state(self, state: PauseState) -> None: ...
 
     def end_requests(self) -> None:
-        """End all requests as aborted. It does not call `PauseControl.advance`."""
+        """End all requests as aborted, without a call to `PauseControl.advance`."""
 
     def finish_steps(self) -> None:
         """Wait for all steps in flight and process their results."""
 
     def num_running(self) -> int:
-        """Return the number of requests that run, or are swapped out and will continue."""
+        """Return the number of requests that run or are swapped out."""
 
     def free_kv_cache(self) -> bool:
         """Free the KV of all requests and clear the prefix cache.
 
         Returns:
-            False while transfers hold blocks. The caller tries again later.
+            False if transfers still hold blocks. The caller then tries again later.
         """
 
     def sleep_workers(self, level: int) -> None: ...
@@ -59,7 +60,7 @@ class PausedEngine(Protocol):
 
 
 class PauseControl:
-    """The state machine. Only the engine's thread calls it."""
+    """The state machine of pause, sleep and wake-up. Only the engine's thread calls its methods."""
 
     def __init__(self, engine: PausedEngine) -> None:
         self._engine = engine
@@ -82,26 +83,26 @@ class PauseControl:
 
     @property
     def memory_dropped(self) -> bool:
-        """Whether workers cannot run, because weights or KV cache are dropped."""
+        """Whether a sleep has freed weights or KV cache of the workers, so that no step can run."""
         return bool(self._asleep)
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
         """Start a pause.
 
         Returns:
-            None if the engine is paused now, else a Future. It is resolved when the engine is
-            paused, or fails when another call cancels the pause.
+            None if the engine is paused now. Otherwise a Future, which is resolved when the engine
+            is paused. The Future fails if another call cancels the pause.
         """
         _check_mode(mode)
         self._paused_by_sleep = False  # an explicit pause needs an explicit resume
         return self._begin(mode, _NOT_ASLEEP)
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Start to sleep.
+        """Start a pause after which memory is freed.
 
         Returns:
-            None if the engine sleeps now, else a Future. It is resolved when the engine sleeps, or
-            fails when another call cancels this one.
+            None if the engine sleeps now. Otherwise a Future, which is resolved when the engine
+            sleeps. The Future fails if another call cancels the sleep.
         """
         _check_mode(mode)
         if level not in (0, 1, 2):
@@ -122,10 +123,10 @@ class PauseControl:
         return self._begin(mode, level)
 
     def resume(self) -> None:
-        """Resume scheduling. Without a pause this does nothing.
+        """Resume scheduling and cancel pending calls. Do nothing without a pause.
 
         Raises:
-            RuntimeError: weights or KV cache are dropped.
+            RuntimeError: A sleep has freed memory that is not restored. Call `wake_up` first.
         """
         if self._asleep:
             raise RuntimeError(f"the engine sleeps at level {self._level}; call wake_up() first")
@@ -134,15 +135,15 @@ class PauseControl:
         self._unpause()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """End sleep, or a part of it.
+        """End a sleep, or a part of it.
 
-        If sleep stopped scheduling, it resumes when all memory is restored.
+        If the sleep stopped scheduling, scheduling resumes when all memory is restored.
 
         Args:
-            tags: some of TAGS. None: all of them.
+            tags: Some of TAGS. None: all of them.
 
         Raises:
-            ValueError: there is no such tag.
+            ValueError: A tag is unknown.
         """
         wanted = set(TAGS if tags is None else tags)
         if unknown := sorted(wanted - set(TAGS)):
@@ -162,9 +163,9 @@ class PauseControl:
             self._end_sleep()
 
     def advance(self) -> None:
-        """Complete the pending calls, if possible.
+        """Complete the pending calls if their conditions are met.
 
-        Call it whenever requests or steps have changed. It is cheap without pending calls.
+        The engine core calls this method after requests or steps have changed.
         """
         if not self._waiting or (self._mode == "wait" and self._engine.num_running() > 0):
             return
@@ -217,7 +218,11 @@ class PauseControl:
             future.set_result(None)
 
     def _cancel(self, level: int, reason: str) -> bool:
-        """Fail all calls for a sleep of at least `level`. Return whether there were any."""
+        """Fail all pending sleeps of at least `level`. With _NOT_ASLEEP, fail pending pauses too.
+
+        Returns:
+            Whether any call was pending at these levels.
+        """
         void = [future for future, wanted in self._waiting if wanted >= level]
         self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted < level]
         for future in void:

@@ -1,8 +1,8 @@
-"""Validation of a request by the engine that receives it. The scheduler relies on it.
+"""Validates a request in the engine that receives it, before the scheduler queues it.
 
-`SamplingParams.validate` has the bounds of the sampling parameters alone. The gateway calls it too,
-so that an error names the field of the HTTP request. The checks here need the rest of the request,
-or the engine: its vocabulary, its KV role and its rank.
+`SamplingParams.validate` checks the sampling parameters alone. The gateway calls
+`SamplingParams.validate` too, so that an error names the field of the HTTP request. The checks here
+need the rest of the request, or the engine's vocabulary, KV role or rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ROLES = {
 def validate_request(
     request: EngineCoreRequest, *, vocab_size: int, kv_role: KVRole, data_parallel_rank: int = 0
 ) -> None:
-    """Check a request.
+    """Check that this engine can run a request.
 
     Raises:
-        ValueError: a field is out of bounds; the message has its name and bounds.
-        RequestRefusedError: the request is for another rank.
+        ValueError: A field is out of bounds. The message names the field and the bounds.
+        RequestRefusedError: The request is for another rank.
     """
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
         raise ValueError(
@@ -119,7 +119,10 @@ def _validate_transfer(
 
 
 def _validate_group_member(request: EngineCoreRequest) -> None:
-    """Check one sample of a group. The scheduler compares the prompts of all samples."""
+    """Check a request that is one of several samples of the same prompt.
+
+    The scheduler checks that the prompts of all samples are equal.
+    """
     if len(request.group_id) > MAX_ID_LENGTH:
         raise ValueError(
             f"group_id must have at most {MAX_ID_LENGTH} characters, got {len(request.group_id)}"
@@ -134,9 +137,9 @@ def _validate_group_member(request: EngineCoreRequest) -> None:
 
 
 def _validate_beam_search(request: EngineCoreRequest) -> None:
-    """Check a beam search.
+    """Check a request for a beam search.
 
-    It cannot be continued, use KV transfer, or be one of several samples.
+    A beam search cannot be continued, use KV transfer, or be one of several samples.
     """
     if request.kv_transfer is not None:
         raise ValueError(
