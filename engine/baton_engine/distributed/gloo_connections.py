@@ -1,16 +1,16 @@
-"""The TCP connections of one gloo group, found among this process's sockets.
+"""Finds the TCP connections of one gloo group among this process's sockets.
 
 Gloo does not expose its connections. Baton needs them for two reasons:
 
-- Neither `abort` nor `shutdown` of torch's backend ends an operation that waits for a frozen
-  member. Shutting down its connections does. Each gloo device listens on its own port, so one end
-  of every connection of the group has the listening address of a member.
+- An operation that waits for a frozen member must end. `abort` and `shutdown` of torch's backend do
+  not end this operation, but shutting down the group's connections does. Each gloo device listens
+  on its own port, so one end of every connection has the listening address of a member.
 - Gloo does not authenticate its peers, and listens until the group is closed. Members therefore
   publish in their store the addresses from which they have connected. All other connections are
-  shut down, and new ones are dropped.
+  shut down, and new connections are dropped.
 
-An attacker in the network can still make a group fail to form, which is then retried. It can also
-occupy file descriptors, because gloo closes connections only with the group.
+An attacker in the network can still make a group fail to form. Baton then retries. An attacker can
+also occupy file descriptors, because gloo closes connections only with the group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Address = tuple[str, int]
 
 
 class Connection(NamedTuple):
-    """A socket of this process. The inode identifies it if its descriptor is reused."""
+    """A socket of this process. The inode identifies the socket after its descriptor is reused."""
 
     fd: int
     inode: int
@@ -53,7 +53,7 @@ def open_device(host: str) -> tuple[Any, Address]:
         The device, and the address on which it listens.
 
     Raises:
-        RuntimeError: the address could not be determined.
+        RuntimeError: The address could not be determined.
     """
     gloo: Any = dist.ProcessGroupGloo
     with _opening_device:
@@ -76,7 +76,7 @@ def open_device(host: str) -> tuple[Any, Address]:
 def connections_among(listening: Collection[Address]) -> list[Connection]:
     """Return this process's connections to or from these addresses.
 
-    If several ranks are threads of this process, it returns the connections of all of them.
+    If several ranks are threads of this process, the list has the connections of all these ranks.
     """
     return [each for each, own, peer in _connected() if {own, peer} & set(listening)]
 
@@ -87,13 +87,14 @@ def connected_from(listening: Collection[Address]) -> list[tuple[Address, Addres
 
 
 def reject_non_members(own: Address, members: Collection[Address]) -> int:
-    """Shut down connections that are not from members, and drop new ones.
+    """Shut down connections that are not from members, and drop new connections.
 
-    Call it when all members are connected.
+    Call this function when all members are connected. If there are as many connections as members,
+    no connection is shut down, because address translation may have changed the peers' addresses.
 
     Args:
-        own: address on which a device of this process listens.
-        members: addresses from which members have connected to it.
+        own: Address on which a device of this process listens.
+        members: Addresses from which members have connected to `own`.
 
     Returns:
         Number of connections that were shut down.
@@ -104,7 +105,7 @@ def reject_non_members(own: Address, members: Collection[Address]) -> int:
         ):
             _drop_new_connections(tcp)
     accepted = [(peer, each) for each, local, peer in _connected() if local == own]
-    # With address translation the peers' addresses may differ, so an equal number is accepted.
+    # With address translation the peers' addresses differ, so an equal number is accepted.
     if len(accepted) == len(set(members)):
         return 0
     rejected = [connection for address, connection in accepted if address not in members]
@@ -130,7 +131,7 @@ class _Program(ctypes.Structure):
 
 
 def _drop_new_connections(listener: socket.socket) -> None:
-    """Drop all packets to a listener. It cannot be closed, because gloo owns it."""
+    """Drop all packets to a listener. The listener cannot be closed, because gloo owns it."""
     keep_no_bytes = _Instruction(BPF_RET, 0, 0, 0)
     program = _Program(1, ctypes.pointer(keep_no_bytes))
     try:
@@ -152,16 +153,16 @@ def end_connections(connections: Collection[Connection]) -> None:
 
 
 def _connected() -> Iterator[tuple[Connection, Address, Address]]:
-    """Yield this process's TCP connections, each with its own address and its peer's."""
+    """Yield (connection, own address, peer's address) for each TCP connection of this process."""
     for fd, inode, tcp in _tcp_sockets():
         with contextlib.suppress(OSError):  # not connected
             yield Connection(fd, inode), _address(tcp.getsockname()), _address(tcp.getpeername())
 
 
 def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
-    """Yield (descriptor, inode, duplicate) of this process's TCP sockets.
+    """Yield (descriptor, inode, duplicate) for each TCP socket of this process.
 
-    The duplicate is closed when the next one is requested.
+    Each duplicate is closed when the next item is requested.
     """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # it was closed since the listing
@@ -176,7 +177,7 @@ def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
 
 
 def _copy_of(fd: int, inode: int) -> socket.socket | None:
-    """Return a duplicate of a socket, or None if it is closed.
+    """Return a duplicate of a socket, or None if the socket is closed.
 
     The duplicate refers to this socket even if another thread closes and reuses the descriptor.
     """

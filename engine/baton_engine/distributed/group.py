@@ -16,44 +16,48 @@ RETIREMENT_GRACE_S = 5.0
 class Group(Protocol):
     """Ranks that exchange tensors.
 
-    Operations are collective: every member calls them in the same order. They raise
-    GroupBrokenError if a member is gone or `abort` was called, and TimeoutError if a member does
-    not respond within the group's timeout.
+    All members call the collective operations in the same order. Operations raise GroupBrokenError
+    if a member is gone or `abort` was called. They raise TimeoutError if a member does not respond
+    within the group's timeout.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum the members' tensors in place."""
+        """Replace `tensor` by the sum of all members' tensors, and return it."""
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate the members' tensors, of equal shapes, along `dim` in rank order."""
+        """Return all members' tensors, concatenated along `dim` in rank order.
+
+        The tensors must have the same shape.
+        """
 
     def all_to_all(
         self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Tensor:
-        """Send consecutive runs of rows, one to each member, and receive one from each.
+        """Send some rows to each member, and return the rows that the members send to this rank.
 
         Args:
-            rows: [sum(send_counts), ...].
-            send_counts: rows for each member, in rank order.
-            recv_counts: rows from each member, equal to that member's `send_counts` for this one.
+            rows: [sum(send_counts), ...], ordered by the rank that receives them.
+            send_counts: Number of rows for each member, in rank order.
+            recv_counts: Number of rows from each member, in rank order. Each number must equal that
+                member's `send_counts` entry for this rank.
 
         Returns:
-            [sum(recv_counts), ...], in rank order.
+            [sum(recv_counts), ...], ordered by the rank that sent them.
         """
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Send a tensor to rank `target`, which calls `recv` with the same shape and dtype."""
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        """Fill `tensor` with the data that rank `source` sends."""
+        """Fill `tensor` with the data that rank `source` sends, and return `tensor`."""
 
     def abort(self) -> None:
         """Make current and later operations raise GroupBrokenError at once.
 
-        Call it when a member may be frozen. Any thread may call it; it is idempotent.
+        Call this method when a member may be frozen. Thread-safe and idempotent.
         """
 
     def close(self) -> None:
@@ -92,7 +96,10 @@ class LoneGroup:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The groups of a worker. Global rank = pipeline rank * tensor size + tensor rank."""
+    """The tensor-parallel group and the pipeline group of a worker.
+
+    The global rank is the pipeline rank times the tensor-parallel size, plus the tensor rank.
+    """
 
     tensor: Group = field(default_factory=LoneGroup)
     #: The workers of the same tensor rank, one per stage.

@@ -1,7 +1,8 @@
-"""Process groups over torch's gloo and NCCL backends, built on a store without a default group.
+"""Process groups over torch's gloo and NCCL backends, without torch's default group.
 
-Each generation has its own keys in the store. The ranks of a new topology can connect while the
-old groups exist. A late rank of an old generation cannot join a new group.
+Each generation of the topology has its own keys in the store. The ranks of a new generation can
+therefore connect while the groups of the old generation exist. A late rank of an old generation
+cannot join a new group.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ GENERATION_KEY = re.compile(r"generation-([0-9]{1,18})\b")
 
 
 def generation_store(store: Store, number: int, nonce: str = "") -> Store:
-    """Return a generation's part of the store.
+    """Return a view of the store that contains only the keys of one generation.
 
-    Two attempts at one generation number have different nonces and share no key.
+    Each attempt to form a generation has its own nonce. Two attempts with the same number therefore
+    share no key.
     """
     return PrefixStore(f"generation-{number}-{nonce}" if nonce else f"generation-{number}", store)
 
@@ -79,26 +81,26 @@ def create_group(
     join_timeout_s: float | None = None,
     host: str | None = None,
 ) -> Group:
-    """Join a group and wait until all members have joined.
+    """Join a group, wait until all members have joined, and return the group.
 
     Args:
-        name: equal for all members, unique within the generation.
-        rank: this member's rank.
-        size: number of members.
-        store: a store that all members can reach. This call sets its timeout, so groups that are
-            joined through it at the same time need the same timeout.
-        generation: number of the generation.
-        device: device of the tensors. cpu uses gloo, and shared memory if all members are on one
+        name: Equal for all members, unique within the generation.
+        rank: This member's rank.
+        size: Number of members.
+        store: A store that all members can reach. This call sets the store's timeout. Calls that
+            use the store at the same time therefore need the same timeout.
+        generation: Number of the generation.
+        device: Device of the tensors. cpu uses gloo, and shared memory if all members are on one
             host. cuda uses NCCL.
-        timeout_s: timeout of an operation.
-        nonce: nonce of the generation; see `generation_store`.
-        join_timeout_s: timeout of the join; None means `timeout_s`.
-        host: this rank's address for gloo; None means the pod's.
+        timeout_s: Timeout of an operation.
+        nonce: Nonce of the generation. See `generation_store`.
+        join_timeout_s: Timeout of the join. None: `timeout_s`.
+        host: This rank's address for gloo. None: the pod's address.
 
     Raises:
-        ConfigurationError: the device is cuda, and torch has no NCCL.
-        TimeoutError: a member did not join.
-        GroupBrokenError: a member joined and is gone.
+        ConfigurationError: The device is cuda, and torch has no NCCL.
+        TimeoutError: A member did not join.
+        GroupBrokenError: A member joined and is gone.
     """
     if size == 1:
         return LoneGroup()
@@ -139,10 +141,10 @@ def join_generation(
     join_timeout_s: float,
     secret: bytes = b"",
 ) -> Group:
-    """Join a group of a generation through the generation's store, as `create_group` does.
+    """Join a group through the store of a generation, and return the group. See `create_group`.
 
     Args:
-        secret: secret of the store; see `store.handshake`.
+        secret: Secret of the store. See `store.handshake`.
     """
     address = StoreAddress(generation.store_host, generation.store_port)
     return create_group(
@@ -169,20 +171,21 @@ def create_parallel_context(
     host: str | None = None,
     secret: bytes = b"",
 ) -> ParallelContext:
-    """Join the tensor and pipeline group of global rank `rank`.
+    """Join the tensor group and the pipeline group of global rank `rank`, and return both.
 
-    All ranks of `parallel` call it. For arguments that are not listed, see `create_group`.
+    All ranks must call this function. `create_group` describes the arguments that are not listed
+    here.
 
     Args:
-        parallel: sizes of the groups.
-        rank: global rank.
-        store_address: address of the store.
-        secret: secret of the store; see `store.handshake`.
+        parallel: Sizes of the groups.
+        rank: Global rank.
+        store_address: Address of the store.
+        secret: Secret of the store. See `store.handshake`.
 
     Raises:
-        ConfigurationError: the device is cuda, and torch has no NCCL.
-        TimeoutError: the store does not respond, or a rank did not join.
-        GroupBrokenError: a rank joined and is gone.
+        ConfigurationError: The device is cuda, and torch has no NCCL.
+        TimeoutError: The store does not respond, or a rank did not join.
+        GroupBrokenError: A rank joined and is gone.
     """
     if parallel.world_size == 1:
         return ParallelContext()
@@ -303,14 +306,14 @@ class TorchGroup:
         start: Callable[[Backend], Any],
         timeout: timedelta | None = None,
     ) -> None:
-        """Start an operation and wait for it. Add the operation and the ranks to its errors.
+        """Start an operation and wait for its end. Errors name the operation and the ranks.
 
         Args:
-            operation: name for errors.
-            peers: ranks for errors.
-            start: starts the operation and returns torch's work handle.
-            timeout: None means the backend's timeout. send and recv need one: gloo would use the
-                timeout of its connection.
+            operation: Name for errors.
+            peers: Ranks for errors.
+            start: Starts the operation and returns torch's work handle.
+            timeout: None: the backend's timeout. send and recv need their own timeout, because gloo
+                would use the timeout of its connection.
         """
         where = (
             f"{operation} in group {self.name}, rank {self.rank} of {self.size}, "
@@ -347,7 +350,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _gloo(
     store: Store, rank: int, size: int, timeout: timedelta, host: str | None
 ) -> tuple[Backend, Abort]:
-    """Create a backend that is connected to all members and accepts no other connection."""
+    """Create a gloo backend that is connected to all members and accepts no other connection.
+
+    Returns:
+        The backend, and a function that aborts its operations.
+    """
     gloo: Any = dist.ProcessGroupGloo
     device, (own_host, port) = open_device(host or pod_ip())
     options = gloo._Options()
@@ -383,11 +390,14 @@ def _gloo(
 def _nccl(
     store: Store, rank: int, size: int, timeout: timedelta, host: str | None
 ) -> tuple[Backend, Abort]:
-    """Create a backend. NCCL chooses its own address, so `host` has no effect.
+    """Create an NCCL backend. NCCL chooses its own address, so `host` has no effect.
 
-    Its operations run on the CUDA stream and return before they are complete. After an abort
-    their data is incomplete, so the caller must discard the step. If a member is lost, NCCL's
+    Operations run on the CUDA stream and return before they are complete. After an abort the
+    results are incomplete, so the caller must discard the step. If a member is lost, NCCL's
     watchdog ends this process.
+
+    Returns:
+        The backend, and a function that aborts its operations.
     """
     if not dist.is_nccl_available():
         raise ConfigurationError(

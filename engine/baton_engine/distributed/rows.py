@@ -1,4 +1,4 @@
-"""Conversion of an all_to_all of rows to one of bytes, which backends can move for any dtype."""
+"""Converts an all_to_all of rows of any dtype to an all_to_all of bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RowBytes(NamedTuple):
 def row_bytes(
     rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], size: int
 ) -> RowBytes:
-    """Return the views and sizes in bytes for an all_to_all of rows.
+    """Return the byte tensors and byte counts for an all_to_all of rows.
 
-    Takes the arguments of `Group.all_to_all`, and the size of the group.
+    The arguments are those of `Group.all_to_all`, and the size of the group.
 
     Raises:
-        ValueError: the counts do not match the group or the rows.
+        ValueError: The counts do not match the group or the rows.
     """
     if not len(send_counts) == len(recv_counts) == size or sum(send_counts) != len(rows):
         raise ValueError(

@@ -1,9 +1,9 @@
 """Collective operations through shared memory, for CPU ranks on one host.
 
-An operation takes about 50 us; over sockets it takes about 1 ms.
+An operation takes about 50 us. The same operation over sockets takes about 1 ms.
 
-Rank 0 creates anonymous memory (memfd), and the others map it through /proc, so no file remains.
-Each rank has a word and two buffers. In exchange k a rank
+Rank 0 creates anonymous memory (memfd). The other ranks map this memory through /proc, so no file
+remains. Each rank has two buffers and one 64-bit counter, its word. In exchange k each rank
 
 1. copies its data into its buffer k % 2,
 2. sets its word to k + 1,
@@ -13,9 +13,9 @@ Each rank has a word and two buffers. In exchange k a rank
 Two buffers are enough. A rank starts exchange k + 2 only when all words are at least k + 2. A rank
 sets its word to k + 2 only after it has read all buffers of exchange k.
 
-An all_to_all starts with an exchange of the counts. The rows are in the same exchange if they fit
-into every rank's buffer. Otherwise they follow in several exchanges, each with a share of every
-run. The rank with the most rows determines the number of exchanges.
+An all_to_all starts with an exchange of the counts. The same exchange contains the rows if they fit
+into every rank's buffer. Otherwise the rows follow in several exchanges of equal shares. The rank
+with the most rows determines the number of exchanges.
 """
 
 from __future__ import annotations
@@ -44,26 +44,27 @@ NUMBER_NBYTES = 8
 WORD_NBYTES = 64
 TOKEN_NBYTES = 64
 SPIN_S = 1e-3
-#: Maximum time that one round of waiting adds towards the timeout. A longer round means that this
-#: process was stopped.
+#: Maximum seconds that one round of waiting adds towards the timeout. A longer round means that
+#: this process was stopped.
 LONGEST_ROUND_S = 1.0
-#: Bit in the word of a rank that has closed or aborted the group. Its exchanges stay valid.
+#: Bit in the word of a rank that has closed or aborted the group. The exchanges that this rank has
+#: completed stay valid.
 LEFT = 2**63
 
 
 def over_shared_memory(group: Group, name: str, store: Store, timeout_s: float) -> Group:
     """Return a group that uses shared memory if all members are on one host, else `group`.
 
-    All members call it. send and recv always use `group`.
+    All members must call this function. send and recv always use `group`.
 
     Args:
-        group: the group over sockets.
-        name: name of the group, for errors.
-        store: the group's part of the store.
-        timeout_s: timeout of an operation.
+        group: The group over sockets.
+        name: Name of the group, for errors.
+        store: The group's part of the store.
+        timeout_s: Timeout of an operation.
 
     Raises:
-        GroupBrokenError: a member has died.
+        GroupBrokenError: A member has died.
     """
     memory, pids = _share(group.rank, group.size, store)
     if memory is None:
@@ -180,10 +181,13 @@ class SharedMemoryGroup:
     def _exchange_counts(
         self, half: int, send_nbytes: list[int], recv_nbytes: list[int]
     ) -> list[list[int]]:
-        """End the first exchange of an all_to_all.
+        """Exchange the byte counts of an all_to_all.
 
         Returns:
-            [source][target]: bytes.
+            [source][target]: number of bytes that rank `source` sends to rank `target`.
+
+        Raises:
+            ValueError: A rank sends another number of bytes than `recv_nbytes` says.
         """
         number = self._number_of(self.rank, half)
         self._numbers[number : number + self.size] = array("Q", send_nbytes)
@@ -203,12 +207,14 @@ class SharedMemoryGroup:
     def _exchange_in_rounds(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], runs: list[list[int]]
     ) -> None:
-        """Exchange runs that do not fit into the buffers, with an equal share of each per round.
+        """Exchange the bytes of an all_to_all that do not fit into the buffers at once.
+
+        Each round exchanges an equal share of the bytes for each rank.
 
         Args:
-            sources: one tensor per rank, [bytes] uint8.
-            targets: one tensor per rank, [bytes] uint8.
-            runs: [source][target]: bytes; 0 where source equals target.
+            sources: Bytes to send to each rank, [bytes] uint8.
+            targets: Memory for the bytes from each rank, [bytes] uint8.
+            runs: [source][target]: number of bytes. 0 where source equals target.
         """
         # A share may be rounded up by one byte.
         rounds = -(-max(map(sum, runs)) // (BUFFER_NBYTES - self.size))
@@ -227,7 +233,10 @@ class SharedMemoryGroup:
                 share.copy_(self._buffers[rank, half, begin : begin + len(share)])
 
     def _exchange(self, piece: Tensor, operation: str) -> list[Tensor]:
-        """Return all ranks' pieces, in rank order. They are valid until the exchange after next."""
+        """Publish this rank's piece, and return the pieces of all ranks in rank order.
+
+        The returned pieces are valid until the next exchange.
+        """
         half = self._begin_exchange(operation)
         self._buffers[self.rank, half, : piece.nbytes].view(piece.dtype).copy_(piece)
         self._end_exchange(operation)
@@ -236,12 +245,12 @@ class SharedMemoryGroup:
         ]
 
     def _begin_exchange(self, operation: str) -> int:
-        """Return the index of the buffer to fill."""
+        """Return the index (0 or 1) of the buffer that this rank fills for the next exchange."""
         self._check(operation)
         return self._exchanges % 2
 
     def _end_exchange(self, operation: str) -> None:
-        """Publish this rank's buffer, and wait until all ranks have published theirs."""
+        """Publish this rank's buffer, and wait until all ranks have published their buffers."""
         self._exchanges += 1
         self._fence()  # the data must be visible before the word
         with self._word_lock:
@@ -253,7 +262,10 @@ class SharedMemoryGroup:
         self._fence()
 
     def _wait_for(self, rank: int, operation: str) -> None:
-        """Wait for a rank's word: spin first, then poll for dead members and the timeout."""
+        """Wait until a rank has published its buffer.
+
+        Spin first. After SPIN_S, also check for dead members and the timeout.
+        """
         wanted, waited_s, before = self._exchanges, 0.0, time.monotonic()
         while self._done(rank) < wanted:
             self._check(operation)
@@ -280,7 +292,7 @@ class SharedMemoryGroup:
                 )
 
     def _break(self, reason: str) -> None:
-        """Make the group unusable, also for the other ranks."""
+        """Make the group unusable for this rank and all other ranks."""
         with self._word_lock:
             if self._closed or self._broken:
                 return
@@ -315,7 +327,7 @@ class SharedMemoryGroup:
         return rank * WORD_NBYTES // NUMBER_NBYTES
 
     def _number_of(self, rank: int, half: int) -> int:
-        """Return the index in `_numbers` of the first number in a rank's buffer."""
+        """Return the index in `_numbers` at which buffer `half` of a rank begins."""
         return (rank * 2 + half) * BUFFER_NBYTES // NUMBER_NBYTES
 
     def _where(self, operation: str) -> str:
@@ -333,15 +345,15 @@ def _pieces(dense: Tensor) -> Iterator[Tensor]:
 
 
 def _share_of(nbytes: int, turn: int, rounds: int) -> slice:
-    """Return the part of a run that one round exchanges."""
+    """Return the slice of `nbytes` bytes that one round exchanges."""
     return slice(nbytes * turn // rounds, nbytes * (turn + 1) // rounds)
 
 
 def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[int]]:
-    """Create or map the memory.
+    """Create the shared memory on rank 0, or map it on another rank.
 
     Returns:
-        The memory, None unless every rank has mapped it; and the process ids of the ranks.
+        (memory, process ids of the ranks). The memory is None unless every rank has mapped it.
     """
     nbytes = TOKEN_NBYTES + size * (WORD_NBYTES + 2 * BUFFER_NBYTES)
     fd = -1
@@ -363,7 +375,10 @@ def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[i
 
 
 def _on_this_host(path: str, token_hex: str) -> bool:
-    """Return whether `path` is rank 0's memory, and not another host's file of the same name."""
+    """Return whether `path` is the memory of rank 0.
+
+    If rank 0 runs on another host, `path` may be missing or be an unrelated file.
+    """
     try:
         with open(path, "rb") as file:
             return file.read(TOKEN_NBYTES).hex() == token_hex

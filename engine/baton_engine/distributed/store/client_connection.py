@@ -1,4 +1,4 @@
-"""One client's connection, on the server: its buffers and its pending request."""
+"""The server's side of one client's connection: the buffers and the pending request."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from baton_engine.distributed.store.wire import (
 
 
 class StoreClient:
-    """A client. It sends one request and reads the answer before it sends the next one."""
+    """The server's state of one client.
+
+    A client must read the answer to a request before it sends the next request.
+    """
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
-        """Create the state of a connection.
+        """Create the state of a new connection.
 
         Args:
-            connection: the socket, non-blocking.
-            secret: secret that the client must prove; empty if it need not authenticate.
+            connection: The socket, non-blocking.
+            secret: Secret that the client must prove to have. Empty: clients need not authenticate.
         """
         self.socket = connection
         #: None once the client is authenticated.
@@ -42,16 +45,16 @@ class StoreClient:
 
     @property
     def num_buffered(self) -> int:
-        """Number of bytes in its buffers."""
+        """Number of bytes in this client's buffers."""
         return len(self._incoming) + len(self.outgoing)
 
     def receive(self) -> bytes | None:
-        """Return the next message, None until it is complete.
+        """Read from the socket. Return the next message, or None if it is not yet complete.
 
         Raises:
-            EOFError: the client has closed the connection.
-            OSError: the connection failed.
-            ValueError: the message is too long, or came before the answer to the last one.
+            EOFError: The client has closed the connection.
+            OSError: The connection failed.
+            ValueError: The message is too long, or came before the answer to the last message.
         """
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
@@ -68,7 +71,7 @@ class StoreClient:
         return payload
 
     def send(self, answer: Answer | Challenge) -> None:
-        """Send as much as the socket accepts. `flush` sends the rest."""
+        """Send as much of an answer as the socket accepts. `flush` sends the rest."""
         self.outgoing += frame(answer, MAX_MESSAGE_BYTES)
         self.flush()
 

@@ -28,7 +28,7 @@ MAX_PROOF_MESSAGE_BYTES = 256
 
 
 def store_secret(key: ServiceKey | None) -> bytes:
-    """Derive the secret of a service's stores; empty without a key."""
+    """Derive the secret of a service's stores from the service key. Empty without a key."""
     return b"" if key is None else key.secret("store")
 
 
@@ -58,7 +58,7 @@ class Authentication:
         """Return the answer to a message of the handshake.
 
         Raises:
-            ValueError: the client does not have the secret.
+            ValueError: The client does not have the secret.
         """
         try:
             message = _decoder.decode(payload)
@@ -84,8 +84,8 @@ def authenticate(connection: socket.socket, secret: bytes, deadline: float) -> N
     """Perform the client's side of the handshake.
 
     Raises:
-        OSError: the store does not have the secret, or refused this client's proof.
-        ValueError: the store's answer is no Challenge.
+        OSError: The store does not have the secret, or refused this client's proof.
+        ValueError: The store's answer is no Challenge.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     challenge = exchange(connection, frame(Hello(nonce)), Challenge, deadline)

@@ -1,9 +1,10 @@
-"""The store's server, a thread of the process that opens it. Needs no torch.
+"""The server of a store: a thread in the process that opens the store. Needs no torch.
 
-A Get is answered when the last of its keys is set. Clients have the deadlines, and close the
-connection when one has passed. The thread shares its process with an engine, so the constants
-here limit the time and memory of each client. A request over a limit is refused, or its client is
-disconnected.
+A Get is answered when all of its keys are set. The server has no deadline for a Get. The client
+closes the connection when its own deadline passes.
+
+The thread shares its process with an engine, so the constants here limit the time and memory of
+each client. If a request exceeds a limit, the request is refused or the client is disconnected.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ def open_store(host: str | None = None, *, port: int = 0, secret: bytes = b"") -
     """Start a store.
 
     Args:
-        host: the address to listen on; None means the pod's.
-        port: 0 means any free port.
-        secret: secret that clients must prove; see `handshake`. Empty: no authentication.
+        host: The address to listen on. None: the pod's address.
+        port: 0: any free port.
+        secret: Secret that clients must prove to have, see `handshake`. Empty: no authentication.
 
     Raises:
-        OSError: the address is in use, or is not this host's.
+        OSError: The address is in use, or is not an address of this host.
     """
     return StoreServer(host or pod_ip(), port, secret)
 
 
 class StoreServer:
-    """The store of a group. Closing it drops all keys, and pending calls of clients fail."""
+    """A running store. After `close`, all keys are lost and pending calls of clients fail."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._secret = secret
@@ -103,7 +104,10 @@ class StoreServer:
         self._thread.start()
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
-        """Remove keys for which the predicate is true, asynchronously. Thread-safe."""
+        """Remove all keys for which `is_outdated` is true. Thread-safe.
+
+        The call returns before the keys are removed.
+        """
         self._outdated.append(is_outdated)
         with contextlib.suppress(OSError):  # the store is closed
             self._wake.send(b"\0")
@@ -135,7 +139,7 @@ class StoreServer:
                 own.close()
 
     def _select_timeout_s(self) -> float | None:
-        """Return the time until the next deadline, None if there is none."""
+        """Return the maximum number of seconds to wait for socket events. None: no limit."""
         if self._due:
             return 0.0
         times = [
@@ -203,7 +207,11 @@ class StoreServer:
             self._update(client)
 
     def _update(self, client: StoreClient) -> None:
-        """Update the selector and the sum of the buffers after a read or write."""
+        """Update the selector and the sum of all buffers after a read from or write to a client.
+
+        If the buffers of all clients exceed MAX_BUFFERED_BYTES, drop the clients with the largest
+        buffers.
+        """
         if client not in self._clients:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outgoing else 0)
@@ -266,10 +274,10 @@ class StoreServer:
                     self._update(client)
 
     def _answer_or_wait(self, client: StoreClient) -> int:
-        """Answer a Get if all keys exist, else wait.
+        """Answer the client's Get if all keys exist. Otherwise record which key is missing.
 
         Returns:
-            Number of bytes of the values.
+            Number of bytes of the values in the answer. 0 if a key is missing.
         """
         assert client.waits_for is not None
         try:

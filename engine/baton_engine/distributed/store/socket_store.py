@@ -1,7 +1,7 @@
 """The client of a store, as a torch Store.
 
-torch's own TCPStore resolves the name of its peer on every connection. Its server does so in the
-thread that serves all ranks, so a lost DNS response blocks all ranks for seconds.
+Baton does not use torch's TCPStore. The server of a TCPStore resolves each peer's name in the
+thread that serves all ranks. A lost DNS response therefore blocks all ranks for seconds.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ RETRY_S = 0.05
 
 
 def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") -> Store:
-    """Connect to a store, and wait until it is open.
+    """Return a client of a store. Wait until the store is open.
 
     Args:
-        address: address of the store.
-        timeout_s: timeout of this call, and of the store's methods.
-        secret: secret of the store; see `handshake`. Empty if the store has none.
+        address: Address of the store.
+        timeout_s: Timeout of this call, and of the client's methods.
+        secret: Secret of the store, see `handshake`. Empty: the store has none.
 
     Raises:
-        TimeoutError: no store with this secret responded.
+        TimeoutError: No store with this secret responded.
     """
     return SocketStore(address, timeout_s, secret)
 
 
 class SocketStore(Store):
-    """A client of a `StoreServer`. Thread-safe; a call that waits does not block others.
+    """A client of a `StoreServer`. Thread-safe: a call that waits does not block other calls.
 
-    Methods raise DistStoreError after the timeout, and DistNetworkError at once if the store is
-    gone. torch's C++ code calls some methods by their C++ names. A PrefixStore does not keep this
-    object alive, so the caller must.
+    Methods raise DistStoreError after the timeout. They raise DistNetworkError at once if the store
+    is gone. torch's C++ code calls some methods by their C++ names. A PrefixStore does not keep its
+    SocketStore alive, so the caller must keep a reference.
     """
 
     #: Set by torch in `set_timeout`.
@@ -136,9 +136,10 @@ class SocketStore(Store):
 
     @contextlib.contextmanager
     def _connection(self, deadline: float) -> Iterator[socket.socket]:
-        """Return a connection for one call.
+        """Provide a connection for one call.
 
-        It is closed after an error, so that the next call does not receive a late answer.
+        After an error the connection is closed, so that the next call does not receive a late
+        answer.
         """
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -156,7 +157,7 @@ class SocketStore(Store):
 def _connect_first(
     address: StoreAddress, timeout_s: float, secret: bytes
 ) -> tuple[StoreAddress, socket.socket]:
-    """Resolve the address and connect, with retries until the timeout.
+    """Resolve the host name and connect, with retries until the timeout.
 
     Returns:
         The numeric address and the connection.
@@ -176,11 +177,11 @@ def _connect_first(
 
 
 def _connect(address: StoreAddress, secret: bytes, deadline: float) -> socket.socket:
-    """Connect and authenticate.
+    """Connect to a store and authenticate.
 
     Raises:
-        OSError: no store listens there, or it has another secret.
-        ValueError: the store's answer is no handshake.
+        OSError: No store listens at the address, or the store has another secret.
+        ValueError: The store's answer is no handshake.
     """
     connection = connect(address, left_s(deadline))
     if secret:

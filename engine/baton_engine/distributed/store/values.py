@@ -35,10 +35,10 @@ class Values:
         self._nbytes = 0
 
     def apply(self, request: Request) -> Answer:
-        """Apply a request other than Get.
+        """Apply a request other than Get, and return the answer.
 
         Raises:
-            ValueError: the request is refused; nothing has changed.
+            ValueError: The request is refused, and no value has changed.
         """
         values = self._values
         match request:
@@ -66,10 +66,10 @@ class Values:
         return Answer()
 
     def missing(self, keys: Sequence[str]) -> str | None:
-        """Return the first key that is missing, None if there is none.
+        """Return the first of these keys that does not exist, or None if all exist.
 
         Raises:
-            ValueError: too many keys for one request.
+            ValueError: Too many keys for one request.
         """
         if len(keys) > MAX_KEYS_AT_ONCE:
             raise ValueError(f"one request may name {MAX_KEYS_AT_ONCE} keys, not {len(keys)}")
@@ -79,7 +79,7 @@ class Values:
         """Return the values of existing keys.
 
         Raises:
-            ValueError: the values do not fit into one message.
+            ValueError: The values do not fit into one message.
         """
         nbytes = sum(len(self._values[key]) for key in keys)
         if nbytes > MAX_MESSAGE_BYTES - 16 * (len(keys) + 1):
@@ -89,7 +89,7 @@ class Values:
         return Answer([self._values[key] for key in keys])
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
-        """Remove all keys for which the predicate is true."""
+        """Remove all keys for which `is_outdated` is true."""
         for key in [key for key in self._values if is_outdated(key)]:
             self._remove(key)
 
@@ -126,5 +126,5 @@ def _number(value: bytes) -> int:
 
 
 def _size(key: str, value: bytes) -> int:
-    """Return the size that counts towards MAX_BYTES: characters of the key, bytes of the value."""
+    """Return the size of an entry: the characters of its key plus the bytes of its value."""
     return len(key) + len(value)

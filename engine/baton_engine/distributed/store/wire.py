@@ -1,7 +1,8 @@
-"""Messages between a store and its clients, and their sockets.
+"""Messages and sockets between a store and its clients.
 
-A message is its length (4 bytes, big-endian) and msgpack. A connection carries one request at a
-time. Connections use numeric addresses, so that no connection waits for DNS.
+A message is its length (4 bytes, big-endian), followed by its content in msgpack. A connection
+carries one request at a time. Connections use numeric addresses, so that no connection waits for
+DNS.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ class Set(msgspec.Struct, tag=True):
 
 
 class Get(msgspec.Struct, tag=True):
-    """Wait until all keys exist; the answer has their values."""
+    """Wait until all keys exist. The answer's `values` are the values of the keys."""
 
     keys: list[str]
 
 
 class Add(msgspec.Struct, tag=True):
-    """Add to a decimal number; the answer has the sum. A missing key counts as 0."""
+    """Add `amount` to a decimal number. The answer's `number` is the sum.
+
+    A missing key counts as 0.
+    """
 
     key: str
     amount: int
@@ -58,9 +62,10 @@ class Append(msgspec.Struct, tag=True):
 
 
 class CompareSet(msgspec.Struct, tag=True):
-    """Set a value if it equals `expected`. The answer has the value after that.
+    """Set the value of a key to `desired` if the value equals `expected`.
 
-    A missing key is set if `expected` is empty; otherwise the answer has `expected`.
+    The answer has the value after the request. A missing key is set if `expected` is empty.
+    Otherwise a missing key stays missing, and the answer has `expected`.
     """
 
     key: str
@@ -69,19 +74,19 @@ class CompareSet(msgspec.Struct, tag=True):
 
 
 class Check(msgspec.Struct, tag=True):
-    """Ask whether all keys exist; the answer's `number` is 1 if they do, else 0."""
+    """Ask whether all keys exist. The answer's `number` is 1 if all exist, else 0."""
 
     keys: list[str]
 
 
 class Delete(msgspec.Struct, tag=True):
-    """Remove a key; the answer's `number` is 1 if it existed, else 0."""
+    """Remove a key. The answer's `number` is 1 if the key existed, else 0."""
 
     key: str
 
 
 class CountKeys(msgspec.Struct, tag=True):
-    """Request the number of keys in the store; the answer has it in `number`."""
+    """Ask for the number of keys in the store. The answer's `number` is this number."""
 
 
 Request = Set | Get | Add | Append | CompareSet | Check | Delete | CountKeys
@@ -95,10 +100,10 @@ class Answer(msgspec.Struct):
 
 
 def frame(message: msgspec.Struct, limit: int = MAX_REQUEST_BYTES) -> bytes:
-    """Encode a message with its length.
+    """Return the encoded message, preceded by its length.
 
     Raises:
-        ValueError: it is longer than `limit` bytes.
+        ValueError: The encoded message is longer than `limit` bytes.
     """
     payload = _encoder.encode(message)
     if len(payload) > limit:
@@ -109,10 +114,13 @@ def frame(message: msgspec.Struct, limit: int = MAX_REQUEST_BYTES) -> bytes:
 
 
 def take_payload(data: bytearray, limit: int) -> bytes | None:
-    """Remove the first message from the received bytes and return it, None until it is complete.
+    """Remove the first message from the received bytes and return its content.
+
+    Returns:
+        The content without the length, or None if the message is not yet complete.
 
     Raises:
-        ValueError: it is longer than `limit` bytes.
+        ValueError: The message is longer than `limit` bytes.
     """
     if len(data) < LENGTH.size:
         return None
@@ -131,9 +139,9 @@ def exchange(connection: socket.socket, message: bytes, answer: type[T], deadlin
     """Send a request and return the answer.
 
     Raises:
-        TimeoutError: the deadline has passed.
-        OSError: the store is gone.
-        ValueError: the answer cannot be decoded.
+        TimeoutError: The deadline has passed.
+        OSError: The store is gone.
+        ValueError: The answer cannot be decoded.
     """
     connection.settimeout(left_s(deadline))
     connection.sendall(message)
@@ -151,7 +159,7 @@ def left_s(deadline: float) -> float:
     """Return the seconds until the deadline.
 
     Raises:
-        TimeoutError: the deadline has passed.
+        TimeoutError: The deadline has passed.
     """
     left = deadline - time.monotonic()
     if left <= 0:
@@ -160,19 +168,19 @@ def left_s(deadline: float) -> float:
 
 
 def numeric(host: str) -> str:
-    """Return the numeric address of a host, with a DNS lookup if it is a name.
+    """Return the numeric address of a host. Look up a name in DNS.
 
     Raises:
-        OSError: the name is unknown.
+        OSError: The name is unknown.
     """
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listener on one address.
+    """Open a listening socket on one address.
 
     Raises:
-        OSError: the address is in use, or is not this host's.
+        OSError: The address is in use, or is not an address of this host.
     """
     address = numeric(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -183,7 +191,7 @@ def connect(address: StoreAddress, timeout_s: float) -> socket.socket:
     """Open a connection to a numeric address.
 
     Raises:
-        OSError: no process listens there.
+        OSError: No process listens at the address.
     """
     connection = socket.create_connection(address, timeout_s)
     # The kernel may choose the target's own port as the source port and connect to itself.
@@ -195,6 +203,6 @@ def connect(address: StoreAddress, timeout_s: float) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Set the socket options of both sides."""
+    """Set the socket options that the store and its clients use."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
