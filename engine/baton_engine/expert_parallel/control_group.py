@@ -1,4 +1,4 @@
-"""Control group: the engine cores of a generation exchange votes before each step, on the CPU."""
+"""The control group, in which the ranks of a generation exchange votes before each step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 
 
 class ControlGroup:
-    """The engine cores of one generation.
+    """A CPU process group of the engine cores of one generation.
 
-    Exchanges run in a thread of their own, so that the main thread handles signals while it waits.
+    Exchanges run in a separate thread, so that the main thread handles signals while it waits.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -28,19 +28,18 @@ class ControlGroup:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def exchange(self, vote: StepVote) -> list[StepVote]:
-        """Exchange votes. Collective.
+        """Send this rank's vote to all ranks, and return the votes of all ranks in rank order.
 
-        Returns:
-            The votes of all ranks, in rank order.
+        All ranks must call this method.
 
         Raises:
-            GroupBrokenError: a member is gone, or `abort` was called.
-            TimeoutError: a member does not answer.
+            GroupBrokenError: A member is gone, or `abort` was called.
+            TimeoutError: A member does not respond.
         """
         return self._thread.submit(self._exchange, vote).result()
 
     def abort(self) -> None:
-        """Fail all current and later exchanges at once. Callable from any thread. Idempotent."""
+        """Make all current and later exchanges fail at once. Thread-safe and idempotent."""
         self._group.abort()
 
     def close(self) -> None:
@@ -56,12 +55,12 @@ class ControlGroup:
 
 
 class WaveCalls(Protocol):
-    """Announces waves to the other ranks. Implemented by `RankLink`."""
+    """Sends the start of a wave to the other ranks. Implemented by `RankLink`."""
 
     def set_peers(self, members: Sequence[Member]) -> None: ...
 
     def start_wave(self, start: StartWave) -> None:
-        """Send a StartWave to all peers, and repeat it until `end_start`."""
+        """Send a StartWave to all peers, and repeat it until `end_start` is called."""
 
     def end_start(self) -> None: ...
 
@@ -77,12 +76,15 @@ def join_control_group(
     """Join the control group of a generation through the generation's store.
 
     Args:
-        timeout_s: limit of an exchange. It must exceed the longest step of any member.
-        secret: secret of the store.
+        generation: The generation to join.
+        rank: This engine's rank in the generation.
+        join_timeout_s: Timeout of the join.
+        timeout_s: Timeout of an exchange. It must exceed the longest step of any member.
+        secret: Secret of the store.
 
     Raises:
-        TimeoutError: the store does not answer, or a member did not join.
-        GroupBrokenError: a member joined and is gone.
+        TimeoutError: The store does not respond, or a member did not join.
+        GroupBrokenError: A member joined and is gone.
     """
     group = join_generation(
         "control", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret

@@ -1,12 +1,12 @@
-"""DPEngineCore: an engine core that is a rank of an expert-parallel group.
+"""DPEngineCore: the engine core of a rank in an expert-parallel group.
 
-All ranks step together. The states of a rank:
+All ranks step together. A generation is one version of the group's topology. The states of a rank:
 
 serving   a step is: schedule, exchange votes, execute, update. `elastic.rank.waves` decides from
           the votes whether a rank without tokens runs a dummy batch.
-changing  a target is prepared in the background (`standby_generation`), then committed
-          between two steps. Requests stay.
-broken    the step in flight is discarded. Requests stay until the next generation.
+changing  the next generation, called target, is prepared in the background
+          (`standby_generation`), then committed between two steps. Requests stay.
+broken    the step in flight is discarded. Requests stay until the next generation is committed.
 left      requests end with ErrorCode.DRAINING, and the gateway continues them elsewhere.
 
 This module uses no sockets. Messages arrive through `on_directive` and `on_start_wave`, and leave
@@ -64,7 +64,7 @@ NO_SLEEP = (
 
 
 class DPEngineCore(EngineCore):
-    """A rank. One thread uses it; only `interrupt` may be called from others."""
+    """The engine core of one rank. Other threads may call only `interrupt`."""
 
     survivable = (GroupBrokenError,)
 
@@ -81,14 +81,20 @@ class DPEngineCore(EngineCore):
         pauses: Mapping[str, Histogram] | None = None,
         **hooks: Any,
     ) -> None:
-        """Create a rank in no generation. `hooks` are keyword arguments of EngineCore.
+        """Create a rank that is in no generation.
 
         Args:
-            member: this rank.
-            join: joins control groups.
-            unreachable: returns the members that cannot be reached. Called by another thread.
-            wakeup: called by other threads to wake the loop, which then calls `advance`.
-            pauses: histograms of pauses, as `topology_stats.commit_pauses` creates them.
+            config: Configuration of the engine.
+            executor: Runs the model.
+            member: Name, instance id and addresses of this rank.
+            calls: Announces waves to the other ranks.
+            join: Joins the control group of a generation.
+            unreachable: Returns the instance ids of the members that cannot be reached. Another
+                thread calls it.
+            wakeup: Wakes the loop, which then calls `advance`. Other threads call it.
+            pauses: Histograms of the pauses between steps, as `topology_stats.commit_pauses`
+                creates them.
+            **hooks: Further keyword arguments of EngineCore.
         """
         super().__init__(config, executor, **hooks)
         self.phase = RankPhase.STANDBY
@@ -114,7 +120,7 @@ class DPEngineCore(EngineCore):
 
     @property
     def rank(self) -> int | None:
-        """Rank in the generation, also in a broken one."""
+        """Rank in the current generation, which may be broken. None without a generation."""
         return self.generation.rank_of(self._instance_id) if self.generation is not None else None
 
     @property
@@ -133,14 +139,14 @@ class DPEngineCore(EngineCore):
 
     @property
     def is_changing(self) -> bool:
-        """Whether `advance` should run every POLL_INTERVAL_S."""
+        """Whether a change of the generation needs a call to `advance` every POLL_INTERVAL_S."""
         standby = self._standby
         return standby is not None and (standby.committed if standby.ready else not standby.failure)
 
     # Messages from the coordinator and from other ranks
 
     def on_directive(self, directive: Directive) -> None:
-        """Process a directive. Call it between steps."""
+        """Process a directive of the coordinator. Call this method between steps."""
         target, standby = directive.target, self._standby
         if directive.dismissed:
             self._drop_standby()
@@ -159,7 +165,8 @@ class DPEngineCore(EngineCore):
         if target.urgent and self.phase is RankPhase.SERVING and self.generation is not None:
             self._break(f"the coordinator replaces generation {self.generation.number}")
             if standby is not None and standby.committed and standby.ready:
-                self.advance()  # others may have committed it, so it comes before the urgent one
+                # Other ranks may have committed this target, so it comes before the urgent one.
+                self.advance()
                 self.on_directive(directive)
                 return
         if self._standby is None or self._standby.generation.nonce != target.nonce:
@@ -178,7 +185,7 @@ class DPEngineCore(EngineCore):
         self.advance()
 
     def on_start_wave(self, start: StartWave) -> None:
-        """Process the start of a wave by another rank. Call it between steps."""
+        """Process the StartWave of another rank that has work. Call this method between steps."""
         if self._waves is not None and self._is_in(start):
             self._waves.on_start(start)
         elif self._standby is not None and start.nonce == self._standby.generation.nonce:
@@ -186,9 +193,10 @@ class DPEngineCore(EngineCore):
             self.advance()
 
     def interrupt(self, directive: Directive) -> None:
-        """End a wait for ranks that do not respond, if the directive requires it.
+        """Stop waiting for other ranks if the directive is urgent or dismisses this rank.
 
-        Callable from any thread. `on_directive` follows.
+        A directive is urgent if its target replaces the current generation without a vote.
+        Thread-safe. The caller also passes the directive to `on_directive`, between steps.
         """
         target = directive.target
         with self._group_lock:
@@ -211,7 +219,11 @@ class DPEngineCore(EngineCore):
     # Changes of the generation
 
     def advance(self) -> None:
-        """Advance the preparation. Commit it without a vote if this rank is not serving."""
+        """Advance the preparation of the next generation.
+
+        If the commit was received and this rank is not serving, commit the prepared generation
+        without a vote. Also close old control groups and read the experts' loads when they are due.
+        """
         now = time.monotonic()
         standby = self._standby
         if standby is not None:
@@ -227,7 +239,7 @@ class DPEngineCore(EngineCore):
             )[0]
 
     def _commit(self, standby: StandbyGeneration) -> None:
-        """Commit a prepared generation: serve in it from the next step on, or leave the group."""
+        """Commit a prepared generation. This rank then serves in it, or leaves the group."""
         generation, started = standby.generation, time.monotonic()
         self._standby = None
         if standby.rank is None:
@@ -263,7 +275,10 @@ class DPEngineCore(EngineCore):
         )
 
     def _break(self, reason: str) -> None:
-        """Mark the current generation as broken. Requests stay until the next one."""
+        """Mark the current generation as broken, and stop waiting for other ranks.
+
+        Requests stay until the next generation is committed.
+        """
         generation = self.generation
         assert generation is not None, "only a generation can break"
         self.phase, self._waves = RankPhase.BROKEN, None
@@ -332,9 +347,9 @@ class DPEngineCore(EngineCore):
 
     @property
     def _wants_vote(self) -> bool:
-        """Whether this rank must start an exchange only to vote for a committed generation.
+        """Whether this rank must start an exchange now to vote for the next generation.
 
-        The vote is repeated, because another rank may have died before it received the commit.
+        The vote is repeated until all ranks have received the commit and vote for it.
         """
         standby = self._standby
         return (
@@ -346,7 +361,10 @@ class DPEngineCore(EngineCore):
 
     @property
     def _must_step(self) -> bool:
-        """Whether this rank must step with the others, as a dummy batch if it has no tokens."""
+        """Whether this rank must step with the other ranks.
+
+        Without tokens of its own it runs a dummy batch.
+        """
         return self._waves is not None and (self._waves.running or self._wants_vote)
 
     def step(self) -> list[EngineCoreOutput]:
@@ -372,7 +390,10 @@ class DPEngineCore(EngineCore):
             self.scheduler.pause_state = asked
 
     def _vote_and_run(self) -> None:
-        """Schedule a step, vote with the other ranks, run it, and commit what all voted for."""
+        """Schedule a step, exchange votes and run the step.
+
+        If all ranks voted for the next generation, commit the generation after the step.
+        """
         before = time.monotonic()
         step = self._schedule()
         schedule_s = time.monotonic() - before
@@ -402,11 +423,11 @@ class DPEngineCore(EngineCore):
     def _vote(
         self, step: SchedulerOutput, waves: Waves, voted: StandbyGeneration | None
     ) -> StepDecision:
-        """Exchange votes before a step. Start a wave if none runs.
+        """Exchange votes before a step, and return the decision. Start a wave if none is running.
 
         Raises:
-            GroupBrokenError: a rank is gone.
-            TimeoutError: a rank did not vote within the timeout.
+            GroupBrokenError: A rank is gone.
+            TimeoutError: A rank did not vote within the timeout.
         """
         assert self._group is not None, "a rank with waves has a control group"
         if not waves.running:
@@ -441,11 +462,11 @@ class DPEngineCore(EngineCore):
     # Status
 
     def ask_to_leave(self) -> None:
-        """Request a generation without this rank. Idempotent."""
+        """Request a generation without this rank from the coordinator. Idempotent."""
         self._report.leaving = True
 
     def status(self) -> Status:
-        """Return the status for the coordinator."""
+        """Return this rank's status for the coordinator."""
         return self._report.status(
             self.phase, self.generation, self._standby, self.scheduler.stats()
         )

@@ -1,11 +1,11 @@
-"""DPEngineCoreProc: a rank of an expert-parallel group as a process.
+"""DPEngineCoreProc: the process of a rank in an expert-parallel group.
 
 link thread (rank_link)  Directive and StartWave -> input queue of the main thread
 main thread              Status and StartWave -> link thread
 
-States: LOADING, STANDBY, SERVING (or BROKEN), then STANDBY again. READY is sent when a generation
-is committed. On SIGTERM the rank requests a generation without itself, and remains a member until
-that one is committed, or `drain_timeout_s` has passed.
+States: LOADING, STANDBY, SERVING (or BROKEN), then STANDBY again. READY is sent to clients when a
+generation is committed. On SIGTERM the rank requests a generation without itself. It remains a
+member until that generation is committed or `drain_timeout_s` has passed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ DISMISSED_PATIENCE_S = 10.0
 
 
 class DPEngineCoreProc(EngineCoreProc):
-    """The process of a rank."""
+    """The process of one rank. Adds the connections to the coordinator and other ranks."""
 
     def __init__(self, config: EngineConfig, host: str) -> None:
         """Bind the engine port and the link port.
 
         Raises:
-            zmq.ZMQError: a port cannot be bound.
-            ConfigurationError: the rank's name is invalid, or the service key cannot be read.
+            zmq.ZMQError: A port cannot be bound.
+            ConfigurationError: The rank's name is invalid, or the service key cannot be read.
         """
         name = rank_name(config)
         if not RANK_NAME.fullmatch(name):
@@ -120,7 +120,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def _join(self, generation: Generation, rank: int) -> ControlGroup:
         parallel = self.config.parallel
-        # A rank waits in an exchange while others run a step.
+        # A rank waits in an exchange while other ranks run a step.
         return join_control_group(
             generation,
             rank,
@@ -167,10 +167,13 @@ class DPEngineCoreProc(EngineCoreProc):
             self.io.input_queue.put(Input(RequestType.START_DP_WAVE, payload=message))
 
     def _on_dismissal(self, dismissed: bool) -> None:
-        """Fail the process if the loop does not process a dismissal.
+        """Record a dismissal. Fail the process if its loop does not process the dismissal in time.
 
-        The dismissal is repeated until then. Clients receive DEAD, and the gateway continues their
-        requests elsewhere.
+        The coordinator repeats a dismissal, so this method is called again. If the process fails,
+        its clients receive DEAD, and the gateway continues their requests elsewhere.
+
+        Args:
+            dismissed: `Directive.dismissed` of the received directive.
         """
         now, since = time.monotonic(), self._dismissed_at
         if not dismissed:
@@ -222,7 +225,7 @@ class DPEngineCoreProc(EngineCoreProc):
         may_stop = super()._may_stop(core)
         self._publish(core)
         deadline = self._shutdown_deadline
-        # The others need this rank's experts until a generation without it is committed.
+        # Other ranks need this rank's experts until a generation without this rank is committed.
         needed = rank.generation is not None and rank.generation.size > 1
         in_time = (
             self._shutdown is Shutdown.DRAIN
@@ -233,7 +236,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
 
 def rank_name(config: EngineConfig) -> str:
-    """Return the name of this rank in topologies."""
+    """Return this rank's name in topologies: the configured name, $POD_NAME or the host name."""
     return config.parallel.rank_name or os.environ.get("POD_NAME") or socket.gethostname()
 
 

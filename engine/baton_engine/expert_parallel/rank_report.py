@@ -1,4 +1,4 @@
-"""Report of a rank on its generations: for the coordinator, metrics and get_stats."""
+"""Collects a rank's reports on its generations, for the coordinator, metrics and `get_stats`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton_protocol.topology import ExpertLoads, Generation, Member, RankPhase, 
 
 @dataclass(slots=True)
 class RankReport:
-    """Fields of the rank's Status that outlive a step."""
+    """The parts of a rank's Status and topology metrics that are kept between steps."""
 
     member: Member
     info: ModelInfo
@@ -28,19 +28,19 @@ class RankReport:
     leaving: bool = False
 
     def on_target(self) -> None:
-        """Clear the last failure, because another generation is to be prepared."""
+        """Clear the last failed preparation. Called when another generation becomes the target."""
         if self.failed:
             self.failed = self.failure = ""
 
     def on_progress(self, standby: StandbyGeneration) -> None:
-        """Record that a target has failed or is committed."""
+        """Record that the preparation has failed, or that its commit was received."""
         if standby.failure and self.failed != standby.generation.nonce:
             self.failed, self.failure = standby.generation.nonce, standby.failure
         if standby.committed:
             self.commit_seen = standby.generation.nonce
 
     def on_generation_changed(self) -> None:
-        """Clear what belongs to the last generation."""
+        """Clear the failure, the suspects and the expert loads of the previous generation."""
         self.failed = self.failure = ""
         self.suspects, self.loads = (), None
 
@@ -55,7 +55,7 @@ class RankReport:
         standby: StandbyGeneration | None,
         stats: EngineStats,
     ) -> Status:
-        """Build the status for the coordinator."""
+        """Return the status for the coordinator."""
         return Status(
             member=self.member,
             phase=phase,
@@ -78,7 +78,7 @@ class RankReport:
     def topology(
         self, phase: RankPhase, generation: Generation | None, waves: Waves | None
     ) -> TopologyStats:
-        """Update and return the stats for metrics."""
+        """Update the topology statistics for metrics, and return them."""
         counts, rank = self.counts, None
         counts.phase = phase
         counts.generation = counts.size = 0

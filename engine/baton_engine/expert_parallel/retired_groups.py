@@ -1,6 +1,6 @@
-"""Control groups of past generations, closed after a grace period.
+"""Control groups of past generations, which are closed after a grace period.
 
-Closing one at once could reset the connection of a slower member that still reads.
+An immediate close could reset the connection of a slower member that still reads from the group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from baton_engine.expert_parallel.control_group import ControlGroup
 
 
 class RetiredGroups:
-    """Groups that wait to be closed."""
+    """Control groups that are no longer used and not yet closed."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[float, ControlGroup]] = []

@@ -1,6 +1,6 @@
-"""A generation that is prepared while another one serves.
+"""Prepares a generation in the background, while another generation serves.
 
-It is prepared in the background. The engine core polls it between steps.
+The engine core polls the preparation between steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Join = Callable[[Generation, int], ControlGroup]
 
 
 class StandbyGeneration:
-    """The preparation of one generation. Errors end up in `failure` and do not stop the engine."""
+    """The preparation of one generation.
+
+    Errors are stored in `failure` and do not stop the engine.
+    """
 
     def __init__(
         self,
@@ -40,19 +43,23 @@ class StandbyGeneration:
         """Start the preparation.
 
         Args:
-            rank: rank of this engine in it. None: the engine leaves, which needs no preparation.
-            current: the generation that serves.
-            wakeup: called by another thread when the join of the control group has ended.
+            generation: The generation to prepare.
+            rank: Rank of this engine in `generation`. None: the engine leaves the group and
+                prepares nothing.
+            current: The generation that serves. None: this engine is in no generation.
+            executor: Executor of the workers, which prepare groups and experts.
+            join: Joins the control group.
+            wakeup: Called by another thread when the join has ended.
         """
         self.generation = generation
         self.rank = rank
         self.failure = ""
-        #: All members commit to it, and this is final.
+        #: Whether the commit was received. A commit is final.
         self.committed = False
-        #: Time from which a vote alone starts an exchange. It is later after a vote that was not
-        #: unanimous.
+        #: Earliest time at which this rank starts an exchange only to vote. A vote that was not
+        #: unanimous delays the next one.
         self.vote_due = 0.0
-        #: The latest wave of it that another rank has started.
+        #: The latest wave of this generation that another rank has started.
         self.start: StartWave | None = None
         self._executor = executor
         self._wakeup = wakeup
@@ -81,7 +88,7 @@ class StandbyGeneration:
 
     @property
     def ready(self) -> bool:
-        """Whether it is prepared and can be committed at any time."""
+        """Whether the generation is prepared and can be committed."""
         return (
             not self.failure
             and self._workers_ready
@@ -89,10 +96,12 @@ class StandbyGeneration:
         )
 
     def advance(self, now: float) -> None:
-        """Check the progress of the preparation. Call it between steps.
+        """Check the progress of the preparation, and update `ready` and `failure`.
+
+        Call this method between steps.
 
         Args:
-            now: seconds of any monotonic clock.
+            now: Seconds of any monotonic clock.
         """
         was_ready = self.ready
         if was_ready or self.failure:
@@ -108,20 +117,23 @@ class StandbyGeneration:
             logger.info("generation %d is prepared (operation %s)", *_names(self.generation))
 
     def keep(self, start: StartWave) -> None:
-        """Record that another rank has committed it and started a wave."""
+        """Record that another rank has committed this generation and started a wave."""
         self.committed = True
         if self.start is None or start.wave > self.start.wave:
             self.start = start
 
     def take_group(self) -> ControlGroup:
-        """Hand over the control group, when the generation is committed."""
+        """Return the control group, which the caller then owns.
+
+        Call this method when the generation is committed.
+        """
         with self._lock:
             group, self._group = self._group, None
         assert group is not None, "a generation is committed once, after its preparation"
         return group
 
     def drop(self) -> None:
-        """Drop it, because it will not be committed. Never raises."""
+        """Discard the preparation, because the generation will not be committed. Never raises."""
         with self._lock:
             self._dropped = True
             group, self._group = self._group, None
@@ -181,7 +193,7 @@ class StandbyGeneration:
 
 
 def _give_up(group: ControlGroup) -> None:
-    group.abort()  # so that the others do not wait for this rank
+    group.abort()  # so that other members do not wait for this rank
     group.close()
 
 
