@@ -1,4 +1,4 @@
-"""The coordinator of an expert-parallel group: a process of its own, without torch.
+"""The coordinator of an expert-parallel group: a separate process without torch.
 
 coordinator_cli.py      `baton-coordinator`
 coordinator.py          the process: sockets, controller, HTTP
@@ -9,10 +9,10 @@ controller.py           computes at most one operation from desired members and 
 controller_config.py    deadlines and thresholds
 roster.py               the latest status of each rank
 observation.py          the change that is needed now
-operation.py            one change of the topology, and how far the ranks are with it
+operation.py            one change of the topology, and its progress on the ranks
 expert_placement.py     the placement of experts on ranks
 balance.py              load of the experts, and when to rebalance
 retries.py              delays after failures
 stalls.py               detection of stalled engine loops
-topology_report.py      the answer to GET /topology
+topology_report.py      the response to GET /topology
 """

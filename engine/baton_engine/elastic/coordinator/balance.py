@@ -1,4 +1,4 @@
-"""Placement of experts by their reported load, and the decision to rebalance."""
+"""Computes placements by the experts' reported loads, and decides when to rebalance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loads = list[list[int]]
 
 
 def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
-    """Sum the loads over ranks. Return an empty list if no rank has a report."""
+    """Return the loads summed over all ranks, or an empty list if no rank has a report."""
     total: Loads = []
     for report in reports:
         if report is None:
@@ -31,15 +31,15 @@ def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
 
 
 class Balance:
-    """Loads of the experts, from which placements are computed."""
+    """Computes placements from the loads that ranks report."""
 
     def __init__(self, roster: Roster, threshold: float, window_s: float) -> None:
-        """Create it without a measured load.
+        """Start without measured loads.
 
         Args:
-            roster: source of the reports.
-            threshold: imbalance above which experts are moved; 0 disables automatic rebalancing.
-            window_s: time over which the imbalance is measured.
+            roster: Source of the reports.
+            threshold: Imbalance above which experts are moved. 0 disables automatic rebalancing.
+            window_s: Seconds over which the imbalance is measured.
         """
         self._roster = roster
         self._threshold = threshold
@@ -52,16 +52,16 @@ class Balance:
     def place(
         self, members: tuple[Member, ...], present: Generation | None, *, keep: bool = False
     ) -> Placement:
-        """Compute a placement for these members.
+        """Return a placement of the experts on these members.
 
         Args:
-            members: ranks of the new generation.
-            present: the current generation.
-            keep: move only lost experts, because the group waits for them. Balance and redundant
+            members: Ranks of the new generation.
+            present: The current generation.
+            keep: Move only lost experts, because the group waits for them. Balance and redundant
                 copies follow with the next change.
 
         Raises:
-            ValueError: no such placement exists.
+            ValueError: No such placement exists.
         """
         statuses = [self._roster.living[member.instance_id] for member in members]
         num_experts = statuses[0].num_experts
@@ -83,7 +83,7 @@ class Balance:
         )
 
     def is_worthwhile(self, present: Generation, now: float) -> bool:
-        """Return whether a window ends now and a rebalance would help for its tokens."""
+        """Return whether a measuring window ends now and a rebalance would reduce its imbalance."""
         if not self._threshold:
             return False
         loads = self._window(present, now)
@@ -93,14 +93,14 @@ class Balance:
         return _mean(imbalance(self.place(present.members, present), loads)) < WORTHWHILE * found
 
     def _loads(self, present: Generation) -> Loads:
-        """Return the loads since the start of the generation."""
+        """Return the tokens of each expert since the start of the generation."""
         key = key_of(present)
         return summed_loads(
             status.loads for status, own in self._roster.serving() if key_of(own) == key
         )
 
     def _window(self, present: Generation, now: float) -> Loads:
-        """Return the loads of the window that ends now, empty if none does."""
+        """Return the loads of the window that ends now, or an empty list if no window ends."""
         same = present.nonce == self._nonce and bool(self._start)
         if same and now - self._since < self._window_s:
             return []
@@ -115,7 +115,10 @@ class Balance:
 
 
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
-    """Return a placement with the instance ids of its ranks, in the form of `plan_placement`."""
+    """Return a generation's placement and the instance ids of its ranks. None: no generation.
+
+    `plan_placement` takes a previous placement in this form.
+    """
     if generation is None:
         return None
     return generation.placement, [member.instance_id for member in generation.members]

@@ -30,7 +30,12 @@ class Refusal:
 
 
 def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Refusal | None:
-    """Validate a request, given the last accepted one."""
+    """Return why a request is invalid, or None if it is valid.
+
+    Args:
+        request: The request to check.
+        last: The last accepted request.
+    """
     if not OPERATION_ID.fullmatch(request.operation_id):
         return Refusal(
             "operation_id", "must be 1 to 64 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'"
@@ -59,7 +64,7 @@ def check_status(status: Status) -> None:
     """Validate a status.
 
     Raises:
-        ValueError: its fields contradict each other or exceed a limit.
+        ValueError: The status's fields contradict each other or exceed a limit.
     """
     member = status.member
     _check_member(member)
@@ -112,7 +117,7 @@ def check_status(status: Status) -> None:
 
 
 def truncate_failure(status: Status) -> Status:
-    """Return the status with a failure of at most MAX_FAILURE characters."""
+    """Return the status with `failure` truncated to MAX_FAILURE characters."""
     if len(status.failure) <= MAX_FAILURE:
         return status
     return msgspec.structs.replace(status, failure=status.failure[:MAX_FAILURE] + "...")

@@ -1,9 +1,11 @@
-"""The controller: computes at most one operation and its directives from names and statuses.
+"""The controller: decides on the changes of a group's topology.
 
-It is level-triggered. Each decision depends on the reported statuses and not on earlier actions,
-so a restarted controller continues where another one ended. The exception is a commit that it has
-sent. A commit is never revoked, because a rank may act on it at any time. If a commit cannot be
-completed, the controller creates an urgent generation with a higher number.
+It computes at most one operation, and a directive for each rank, from desired members and statuses.
+
+The controller is level-triggered. Each decision depends on the reported statuses and not on earlier
+actions, so a restarted controller continues where another controller ended. A commit that was sent
+is the exception. A commit is never revoked, because a rank may act on it at any time. If a commit
+cannot be completed, the controller creates an urgent generation with a higher number.
 
 The controller has no sockets and no clock. Callers pass the time as `now`, in seconds.
 """
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """The controller of one group. Not thread-safe."""
+    """Decides on the topology of one group. Not thread-safe."""
 
     def __init__(self, draw_nonce: Callable[[], str], config: ControllerConfig) -> None:
         self._draw_nonce = draw_nonce
@@ -59,8 +61,8 @@ class Controller:
         self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
         self._stalls = Stalls(self._roster, config)
         self._request: TopologyRequest | None = None
-        #: Highest generation that another controller committed. Its members are desired until the
-        #: first request.
+        #: Highest generation that another controller committed. Until the first request, the
+        #: members of this generation are desired.
         self._inferred: Generation | None = None
         self._first_status_at: float | None = None
         self._settled = False
@@ -80,7 +82,7 @@ class Controller:
         self._acknowledged = ""
         #: Whether a rebalance is due.
         self._rebalance = False
-        #: Whether the group ends, and all its ranks are dismissed.
+        #: Whether the group ends, so that all its ranks are dismissed.
         self._released = False
         self._ended: list[Ended] = []
 
@@ -100,7 +102,10 @@ class Controller:
                 self._inferred = generation
 
     def on_request(self, request: TopologyRequest) -> Refusal | None:
-        """Handle PUT /topology. A repeated request changes nothing."""
+        """Handle PUT /topology. Return why the request is refused, or None.
+
+        A repeated request changes nothing.
+        """
         refusal = check_request(request, self._request)
         if refusal is None and (
             self._request is None or request.operation_id != self._request.operation_id
@@ -115,7 +120,7 @@ class Controller:
         return refusal
 
     def on_rebalance(self) -> None:
-        """Handle POST /rebalance."""
+        """Handle POST /rebalance: rebalance when no other operation is active."""
         self._rebalance = True
 
     def tick(self, now: float) -> list[Ended]:
@@ -145,7 +150,7 @@ class Controller:
     # Output
 
     def directive_for(self, instance_id: str) -> Directive | None:
-        """Return the directive for a rank, None before the first decision."""
+        """Return the directive for a rank, or None before the first decision."""
         if not self._settled:
             return None
         if self._released and any(
@@ -171,14 +176,14 @@ class Controller:
         return Directive(dismissed=self._roster.is_left_behind(instance_id, self._present))
 
     def leaving(self) -> list[bool]:
-        """Return whether each serving rank is shutting down."""
+        """Return for each serving rank whether it is shutting down."""
         return [status.leaving for status, _ in self._roster.serving()]
 
     def is_registered(self, instance_id: str) -> bool:
         return instance_id in self._roster.ranks
 
     def status(self, now: float) -> TopologyStatus:
-        """Handle GET /topology."""
+        """Return the topology for GET /topology."""
         return topology_status(self._observe(now), self._operation, now)
 
     # State
@@ -192,8 +197,8 @@ class Controller:
     def _has_settled(self, now: float) -> bool:
         """Return whether all ranks have had time to report since the first status.
 
-        The time is `dead_after_s` while a member of the present generation is missing, else
-        `settle_s`.
+        This time is `dead_after_s` if a member of the present generation has not reported.
+        Otherwise it is `settle_s`.
         """
         if self._first_status_at is None:
             return False
@@ -232,7 +237,11 @@ class Controller:
     # Start of an operation
 
     def _resume(self, now: float) -> bool:
-        """Continue a commit that another controller sent and some ranks have not completed."""
+        """Continue another controller's commit that some ranks have not completed.
+
+        Returns:
+            Whether there is such a commit.
+        """
         target = latest_commit(self._roster, self._present)
         if target is None or target.nonce in self._nonces or self._stranded_commit is not None:
             return False
@@ -297,7 +306,7 @@ class Controller:
     def _defect(self) -> str:
         """Return why the present generation must be replaced although all its members serve.
 
-        The reason is a stranded commit or a stall; empty if there is none.
+        The reason is a stranded commit or a stall. Empty: no replacement is needed.
         """
         if self._stranded_commit is not None:
             return f"not all members can commit generation {self._stranded_commit.number}"
@@ -320,7 +329,7 @@ class Controller:
         return now < self._first_ready_at + self._config.form_after_s
 
     def _is_present(self, need: Need) -> bool:
-        """Return whether scaling would change nothing, because the missing members did not come."""
+        """Return whether scaling would change nothing, because members are still missing."""
         return (
             need.kind == "scale"
             and self._present is not None
@@ -384,9 +393,9 @@ class Controller:
     # Progress of an operation
 
     def _follow_preparation(self, operation: Operation, now: float) -> None:
-        """Send the commit when all members are prepared, or revoke the target.
+        """Commit the target when all members are prepared. End the operation if it has failed.
 
-        If it is revoked, the previous generation continues.
+        If the operation ends, the previous generation continues.
         """
         target = operation.target
         assert target is not None
@@ -405,7 +414,7 @@ class Controller:
             logger.info("%s: committing generation %d", operation.label, target.number)
 
     def _outdated(self, operation: Operation, target: Generation, now: float) -> str:
-        """Return why a target in preparation no longer fits the group; empty if it does."""
+        """Return why a target in preparation no longer fits the group. Empty: the target fits."""
         if self._released:
             return "all members leave"
         if stalled := self._stalls.exclude_stalled(target, operation.since, now):
@@ -427,7 +436,10 @@ class Controller:
         return ""
 
     def _follow_commit(self, operation: Operation, now: float) -> None:
-        """End the operation when its commit is complete or stranded. A commit is never revoked."""
+        """End the operation when its commit is complete or cannot be completed.
+
+        A commit is never revoked.
+        """
         target = operation.target
         assert target is not None
         waiting = not_committed(self._roster, target)
@@ -457,7 +469,14 @@ class Controller:
     def _fail(
         self, operation: Operation, now: float, reason: str, culprits: Collection[str]
     ) -> None:
-        """End an operation before its commit. It is retried after a delay."""
+        """End an operation that failed before its commit. The controller retries it after a delay.
+
+        Args:
+            operation: The operation to end.
+            now: The time.
+            reason: Why the operation failed.
+            culprits: Instance ids of the members that caused the failure.
+        """
         failures = self._retries.on_failure(operation.kind, now)
         if operation.target is not None:
             self._retries.on_store_failure(operation.target, now)
@@ -466,8 +485,8 @@ class Controller:
             and operation.target is not None
             and self._present is not None
         ):
-            # The group is down during a recovery. Exclude failing newcomers at once, and failing
-            # survivors after some failures.
+            # The group serves nothing during a recovery. Exclude failing newcomers at once, and
+            # failing survivors after more than FEW_FAILURES failures.
             newcomers = {each for each in culprits if self._present.rank_of(each) is None}
             left_out = newcomers or (set(culprits) if failures > FEW_FAILURES else set())
             if left_out and any(

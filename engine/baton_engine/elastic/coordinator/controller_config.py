@@ -13,15 +13,15 @@ class ControllerConfig:
     settle_s: float = 1.0
     #: Time without a status after which a rank is dead.
     dead_after_s: float = 1.5
-    #: The same for a rank that other ranks cannot reach.
+    #: Time without a status after which a rank that other ranks cannot reach is dead.
     suspect_dead_after_s: float = 0.4
-    #: Time after which a rank is stalled although it sends statuses: the others wait for its vote,
-    #: or it ignores an urgent generation. Must exceed the time between two steps, and the
-    #: duration of one layer.
+    #: Time after which a rank is stalled although it sends statuses. A stalled rank does not vote
+    #: while other ranks wait, or ignores an urgent generation. The time must exceed the time
+    #: between two steps, and the duration of one layer.
     stall_after_s: float = 5.0
-    #: The coordinator interrupts a step that takes longer, to find a stalled rank. It should exceed
-    #: the longest step. The group runs a slower step again, and the limit doubles, at most to 8
-    #: times this value.
+    #: Limit of a step. The coordinator interrupts a longer step to find a stalled rank. The limit
+    #: should exceed the longest step. The group runs an interrupted step again, and the limit
+    #: doubles, at most to 8 times this value.
     step_stall_after_s: float = 30.0
     #: Time that the first generation waits for further ranks after the first one.
     form_after_s: float = 30.0
@@ -30,7 +30,7 @@ class ControllerConfig:
     prepare_timeout_s: float = 120.0
     #: Time without progress after which the coordinator stops waiting for a commit.
     commit_timeout_s: float = 20.0
-    #: Delay after the first failure; it doubles with each further one in a row.
+    #: Delay after the first failure. The delay doubles with each further failure in a row.
     retry_s: float = 1.0
     #: Maximum delay. A rank that could not be prepared is excluded for this time.
     retry_max_s: float = 60.0

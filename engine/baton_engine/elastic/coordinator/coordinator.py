@@ -1,8 +1,9 @@
 """The coordinator's process: a ROUTER for the ranks, the controller, and HTTP.
 
 A rank sends its Status from a DEALER, as one frame of MessagePack. Every answer is a Directive in
-one frame. A rank is identified by the instance id in its Status and not by its connection, which
-changes when it reconnects. The coordinator stores nothing: ranks report all of its state.
+one frame. The instance id in the Status identifies a rank. The connection does not, because a rank
+that reconnects has a new connection. The coordinator stores nothing, because ranks report all of
+its state.
 """
 
 from __future__ import annotations
@@ -30,19 +31,23 @@ logger = logging.getLogger(__name__)
 
 TICK_MS = 50
 UNRESPONSIVE_AFTER_S = 5.0
-#: Queued directives of a rank that does not read. Later ones are dropped; each status gets one.
+#: Maximum number of queued directives for a rank that does not read. Later directives are dropped.
+#: Each status is answered with a new directive.
 HIGH_WATER_MARK = 64
 #: Time in which ranks that are deleted with the coordinator report that they are leaving.
 LINGER_S = 2.0
 MAX_MESSAGE_BYTES = 64 * 2**20
-#: Messages to read before the ranks are answered, so that one sender cannot block the others.
+#: Messages to read before the ranks are answered, so that one sender cannot block other senders.
 MAX_MESSAGES_PER_TURN = 1024
 #: Limit of registered processes.
 MAX_RANKS = 2**12
 
 
 class Coordinator:
-    """The process of one group. `run` is its loop; HTTP threads call the methods before it."""
+    """The process of one group. `run` is its loop.
+
+    HTTP threads call the `TopologyAdmin` methods.
+    """
 
     def __init__(
         self,
@@ -55,16 +60,16 @@ class Coordinator:
         """Bind both ports.
 
         Args:
-            host: the address to bind.
-            port: port for the ranks; 0 means any free port.
-            http_port: port for HTTP; 0 means any free port.
-            config: deadlines and thresholds.
-            key: key of the service, needed to report and to change the topology. None: no
-                authentication.
+            host: Address to bind.
+            port: Port for the ranks. 0: any free port.
+            http_port: Port for HTTP. 0: any free port.
+            config: Deadlines and thresholds.
+            key: Key of the service, which clients need to report and to change the topology. None:
+                no authentication.
 
         Raises:
-            zmq.ZMQError: an address is in use.
-            OSError: an address is in use.
+            zmq.ZMQError: An address is in use.
+            OSError: An address is in use.
         """
         self.metrics = CoordinatorMetrics()
         self._key = key
@@ -131,7 +136,11 @@ class Coordinator:
     # The loop
 
     def run(self) -> int:
-        """Run until `stop`, and until ranks that are leaving have gone. Return the exit code."""
+        """Run until `stop` is called, and return the exit code.
+
+        After `stop`, the loop continues for up to LINGER_S while ranks serve. It continues longer
+        while all serving ranks are leaving.
+        """
         self._server.start()
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -146,12 +155,12 @@ class Coordinator:
         return 0
 
     def stop(self) -> None:
-        """Stop the loop. Any thread and any signal handler may call it."""
+        """Request the end of the loop. Any thread and any signal handler may call this method."""
         self._stopped_at = time.monotonic()
         self._wake_pipe.wake()
 
     def install_signal_handlers(self) -> None:
-        """Stop on the first SIGTERM or SIGINT. The second one ends the process at once."""
+        """Stop on the first SIGTERM or SIGINT. The second signal ends the process at once."""
 
         def handle(*_: object) -> None:
             self.stop()
@@ -208,7 +217,7 @@ class Coordinator:
                 self._send(instance_id, directive)
 
     def _receive(self) -> Status | bool | None:
-        """Return a status, False for an invalid message, None if there is no message."""
+        """Return the next status, False for an invalid message, or None without a message."""
         try:
             route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

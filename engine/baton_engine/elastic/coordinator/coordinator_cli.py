@@ -1,4 +1,4 @@
-"""`baton-coordinator`: the coordinator of one expert-parallel group, until SIGTERM."""
+"""`baton-coordinator`: runs the coordinator of one expert-parallel group until SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the coordinator. Return the exit code, 78 if the configuration cannot work."""
+    """Run the coordinator, and return the exit code: 78 if the configuration cannot work."""
     args = vars(_parser().parse_args(argv))
     host, port, http_port, level = (
         pod_ip(),
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton-coordinator",
         description=__doc__,
-        epilog="The coordinator binds $POD_IP, or 127.0.0.1 if that is not set.",
+        epilog="The coordinator binds $POD_IP, or 127.0.0.1 if POD_IP is not set.",
     )
     parser.add_argument(
         "--port",

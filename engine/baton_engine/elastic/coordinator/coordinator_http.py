@@ -1,6 +1,6 @@
 """The coordinator's HTTP server: topology, health and metrics.
 
-With a service key, PUT and POST need its bearer token. GET needs none.
+With a service key, PUT and POST need a bearer token derived from the key. GET needs no token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METHODS = {
 
 
 class TopologyAdmin(Protocol):
-    """The process behind the server. The server's threads call it."""
+    """The methods of the coordinator that the HTTP server's threads call."""
 
     def admits(self, authorization: str | None) -> bool:
         """Return whether a request with this Authorization header may change the topology."""
@@ -48,10 +48,10 @@ class CoordinatorServer:
     """The HTTP server and its thread."""
 
     def __init__(self, host: str, port: int, admin: TopologyAdmin) -> None:
-        """Bind the address. Port 0 means any free port.
+        """Bind the address. Port 0: any free port.
 
         Raises:
-            OSError: the address is in use.
+            OSError: The address is in use.
         """
         self._server = _Server(host, port, _Handler)
         self._server.admin = admin
@@ -112,14 +112,17 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         )
 
     def _may_change(self, method: str) -> bool:
-        """Refuse a request without the key or for an unknown path. Return whether it is allowed."""
+        """Return whether a request may change the topology. If not, send the refusal.
+
+        A request needs the service key and a known path.
+        """
         if not self.server.admin.admits(self.headers.get("Authorization")):
             self._unauthorized()
             return False
         return self._is_there(method)
 
     def _is_there(self, method: str) -> bool:
-        """Refuse a request for an unknown path or method. Return whether it is known."""
+        """Return whether the request's path and method exist. If not, send the refusal."""
         methods = METHODS.get(self.path)
         if methods is None:
             paths = "GET and PUT /topology, POST /rebalance, GET /health, /ready, /metrics"

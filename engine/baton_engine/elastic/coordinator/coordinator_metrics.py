@@ -30,7 +30,7 @@ SECONDS = (
 
 
 class CoordinatorMetrics:
-    """The metrics and their registry."""
+    """The Prometheus metrics of the coordinator, and their registry."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()

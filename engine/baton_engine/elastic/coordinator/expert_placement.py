@@ -1,24 +1,26 @@
 """The placement of experts on ranks, balanced by load with few moves. Pure functions.
 
-For each sparse layer, similar to EPLB (DeepSeek-AI, "Expert Parallelism Load Balancer", 2025):
+The steps for each sparse layer are similar to EPLB (DeepSeek-AI, "Expert Parallelism Load
+Balancer", 2025):
 
 replicate  give each slot beyond one per expert to the expert with the highest load per copy
 pack       give copies, heaviest first, to the lightest rank with a free slot (longest processing
            time first)
-refine     swap one copy each between the heaviest and the lightest rank while that helps
+refine     swap two copies between the heaviest and the lightest rank while a swap helps
 
 A rank holds two copies of one expert only if it has more slots than there are experts.
 
-`refine` bounds the result. Let w be the largest load of one copy. If two ranks with equally many
-slots differ by more than w, they have copies (a, b) with 0 < a - b <= w. Swapping those makes the
-heavier rank lighter. When no swap helps, heaviest - lightest <= w, and therefore
+`refine` bounds the result. Let w be the largest load of one copy. If the loads of two ranks with
+equally many slots differ by more than w, the ranks have copies (a, b) with 0 < a - b <= w. A swap
+of a and b makes the heavier rank lighter. When no swap helps, heaviest - lightest <= w, and
+therefore
 
     heaviest rank <= mean + w <= 2 * max(mean, w)
 
 No packing of these copies has a heaviest rank below max(mean, w).
 
-With a previous placement, survivors keep their experts, and only missing copies are packed and
-surplus ones dropped. The heaviest rank may be heavier than in a new placement by the tolerance. If
+With a previous placement, survivors keep their experts. Only missing copies are packed, and surplus
+copies are dropped. The heaviest rank may be heavier than in a new placement by the tolerance. If
 swaps do not reach this limit, a new placement is used.
 """
 
@@ -52,17 +54,17 @@ def plan_placement(
     The result is deterministic.
 
     Args:
-        num_layers: number of sparse layers.
-        num_experts: experts of each layer.
-        instance_ids: instance ids in rank order.
-        num_redundant: minimum number of slots beyond one per expert.
-        loads: [layer][expert], tokens; None: all experts have the same load.
-        previous: a placement and the instance ids of its ranks.
-        tolerance: accepted load of the heaviest rank above that of a new placement, as a fraction.
+        num_layers: Number of sparse layers.
+        num_experts: Number of experts in each layer.
+        instance_ids: Instance ids in rank order.
+        num_redundant: Minimum number of slots beyond one per expert.
+        loads: [layer][expert], tokens. None: all experts have the same load.
+        previous: A placement and the instance ids of its ranks.
+        tolerance: How much heavier than in a new placement the heaviest rank may be, as a fraction.
             A higher value moves fewer experts. With infinity no expert moves for balance alone.
 
     Raises:
-        ValueError: the arguments contradict each other.
+        ValueError: The arguments contradict each other.
     """
     num_ranks = len(instance_ids)
     if not num_ranks or num_experts < 1 or num_redundant < 0 or len(set(instance_ids)) != num_ranks:
@@ -102,7 +104,14 @@ def plan_placement(
 def count_moves(
     previous: tuple[Placement, Sequence[str]], following: tuple[Placement, Sequence[str]]
 ) -> int:
-    """Return the number of experts that ranks of `following` do not hold yet, over all layers."""
+    """Return how many experts the ranks of `following` must receive, over all layers.
+
+    A rank must receive the experts that it does not hold in `previous`.
+
+    Args:
+        previous: A placement and the instance ids of its ranks.
+        following: The next placement and the instance ids of its ranks.
+    """
     moves = 0
     for old_layer, new_layer in zip(previous[0], following[0], strict=True):
         held = dict(zip(previous[1], old_layer, strict=True))
@@ -112,7 +121,7 @@ def count_moves(
 
 
 def imbalance(placement: Placement, loads: Sequence[Sequence[int]]) -> list[float]:
-    """Return for each layer the heaviest rank's load over the mean load.
+    """Return, for each layer, the load of the heaviest rank divided by the mean load.
 
     The tokens of an expert are divided evenly over its copies. 1.0 means balanced, or no tokens.
     """
@@ -155,7 +164,7 @@ def _plan_layer(
 
 
 def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
-    """Permute the ranks of a layer so that few experts move."""
+    """Return the layer with its ranks permuted so that few experts move."""
     ranks = range(len(held))
     common = [
         (-len(held[rank].intersection(layer[part])), rank, part) for rank in ranks for part in ranks
@@ -170,10 +179,10 @@ def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
 
 
 def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list[int]) -> list[int]:
-    """Compute the copies per expert, 1 to num_ranks each, that fill all slots.
+    """Return the number of copies of each expert, 1 to num_ranks, so that all slots are filled.
 
-    Start with `at_first`. Add copies where the load per copy is highest, or remove copies where the
-    load per remaining copy is lowest.
+    The computation starts with `at_first`. It adds copies where the load per copy is highest, or
+    removes copies where the load per remaining copy is lowest.
     """
     copies = [min(max(count, 1), num_ranks) for count in at_first]
     missing = num_ranks * num_slots - sum(copies)
@@ -209,7 +218,7 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
 
 
 class _Packing:
-    """The assignment of one layer's copies to ranks, in progress."""
+    """An incomplete assignment of one layer's copies to ranks."""
 
     def __init__(
         self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]
@@ -217,7 +226,10 @@ class _Packing:
         """Start without assigned copies.
 
         Args:
-            held: experts that each rank already has.
+            load: Tokens by expert.
+            copies: Number of copies by expert.
+            num_slots: Number of slots of each rank.
+            held: Experts that each rank already has.
         """
         #: Load of one copy, by expert.
         self.weights = [tokens / count for tokens, count in zip(load, copies, strict=True)]
@@ -234,14 +246,14 @@ class _Packing:
         return [sorted(experts) for experts in self.ranks]
 
     def keep(self) -> None:
-        """Assign to each rank the experts that it held, if it has a slot and the copy is needed."""
+        """Assign to each rank the experts that it already has, as far as slots and copies allow."""
         kept = [sorted(experts, key=self._heaviest_first) for experts in self.held]
         surplus = [-count for count in self.missing]
         for expert in itertools.chain(*kept):
             surplus[expert] += 1
         load = [sum(self.weights[expert] for expert in experts) for experts in self.held]
         heavy_first = sorted(range(len(self.held)), key=lambda rank: (-load[rank], rank))
-        # Surplus copies are dropped by ranks with too few slots first, then by the heavier ranks.
+        # Surplus copies are dropped first by ranks with too few slots, then by the heavier ranks.
         for least in (self.num_slots, 0):
             for rank in heavy_first:
                 for expert in kept[rank][:]:
@@ -252,7 +264,7 @@ class _Packing:
         for rank, experts in enumerate(kept):
             room, num_experts = min(self.num_slots, len(experts)), len(experts)
             for index, expert in enumerate(experts):
-                # If not all fit, keep an even selection of heavy and light ones.
+                # If not all experts fit, keep an even selection of heavy and light experts.
                 if (index + 1) * room // num_experts > index * room // num_experts:
                     self._put(expert, rank)
 
@@ -280,7 +292,7 @@ class _Packing:
                 heapq.heappush(free, (self.rank_loads[rank], rank))
 
     def refine(self, good_enough: float) -> None:
-        """Swap copies until the heaviest rank's load is `good_enough` or no swap reduces it."""
+        """Swap copies while the heaviest rank's load is above `good_enough` and a swap helps."""
         while True:
             lightest_first = sorted(
                 range(len(self.ranks)), key=lambda rank: (self.rank_loads[rank], rank)
@@ -301,10 +313,13 @@ class _Packing:
             self._put(back, heavy)
 
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
-        """Return the best swap (from heavy, from light), None if none helps.
+        """Return the best swap of copies between a heavy and a light rank, or None if none helps.
 
-        Of the swaps that are good enough, the best one moves the fewest experts. If no swap is good
-        enough, the best one gives the lowest maximum of both loads.
+        Of the swaps that are good enough, the best swap moves the fewest experts. If no swap is
+        good enough, the best swap gives the lowest maximum of both loads.
+
+        Returns:
+            (expert that leaves `heavy`, expert that leaves `light`).
         """
         high, low = self.rank_loads[heavy], self.rank_loads[light]
         best = None
@@ -324,12 +339,12 @@ class _Packing:
         return best
 
     def _make_way(self, expert: int, rank: int) -> int:
-        """Assign `expert` to a full rank, in exchange for another expert, which is returned.
+        """Assign `expert` to a full rank in place of another expert, and return the other expert.
 
-        Called if only ranks that hold `expert` have free slots, `rank` among them. The returned
-        expert is one that `rank` can hold. It exists: some rank does not hold `expert`, because a
-        copy is left. That rank holds num_slots others, and `rank` holds at most num_slots - 2 of
-        them.
+        Called if all ranks with free slots already hold `expert`, and `rank` is one of these.
+        `rank` can hold the returned expert. Such an expert exists. A copy of `expert` is left, so
+        some rank does not hold `expert`. That rank holds num_slots other experts, and `rank` holds
+        at most num_slots - 2 of them.
         """
         # Prefer experts that `full` did not hold before. They move anyway.
         choices = (
@@ -366,7 +381,10 @@ class _Packing:
 
 
 def _in_slots(experts: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the experts with each in its previous slot, and new ones in the free slots."""
+    """Return the experts ordered by slot.
+
+    Each expert that was in `before` keeps its slot. New experts fill the free slots.
+    """
     slots: list[int | None] = [None] * len(experts)
     others = list(experts)
     for slot, expert in enumerate(before[: len(experts)]):

@@ -1,4 +1,4 @@
-"""The change that is needed now, from the ranks, their generations, and the desired names."""
+"""Computes the change of the topology that is needed now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton_protocol.topology import Generation, Member, RankPhase, Status
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The state of a group at one time."""
+    """The state of a group at one time: ranks, present generation and desired names."""
 
     roster: Roster
     #: Current generation of the group.
@@ -23,11 +23,11 @@ class Observation:
     excluded: Set[str]
 
     def wanted(self) -> frozenset[str]:
-        """Return the desired names, without those whose process is shutting down."""
+        """Return the desired names, except those of processes that are shutting down."""
         return frozenset(name for name in self.desired if not self._leaves(name))
 
     def unfit(self, status: Status) -> str:
-        """Return why a living rank cannot be a new member now; empty if it can."""
+        """Return why a living rank cannot be a new member now. Empty: the rank can be a member."""
         if status.phase is not RankPhase.STANDBY:
             return f"is {status.phase}"
         if status.leaving:
@@ -55,12 +55,12 @@ class Observation:
         return None
 
     def newcomers(self, names: Set[str]) -> tuple[Member, ...]:
-        """Return the possible new members with these names, in the order of the names."""
+        """Return the possible new members with these names, in alphabetical order."""
         members = (self.newcomer(name) for name in sorted(names))
         return tuple(member for member in members if member is not None)
 
     def breakage(self) -> str:
-        """Return why the present generation cannot continue; empty if it can."""
+        """Return why the present generation cannot continue. Empty: the generation can continue."""
         if self.present is None:
             return ""
         for member in self.present.members:
@@ -77,8 +77,8 @@ class Observation:
     def ends(self) -> bool:
         """Return whether the group ends.
 
-        All serving ranks are shutting down and have no requests, and there is no new member. Until
-        then the ranks need each other's experts to complete their requests.
+        The group ends when all serving ranks are shutting down and have no requests, and no new
+        member exists. Until then the ranks need each other's experts to complete their requests.
         """
         serving = [status for status, _ in self.roster.serving()]
         all_idle = all(
@@ -88,11 +88,11 @@ class Observation:
         return bool(serving) and all_idle and not self.newcomers(self.wanted())
 
     def need(self, defect: str) -> Need | None:
-        """Return the change that leads to the desired topology, None if there is none.
+        """Return the change that leads to the desired topology, or None if no change is needed.
 
         Args:
-            defect: why the present generation must be replaced although all its members serve;
-                empty if it need not be.
+            defect: Why the present generation must be replaced although all its members serve.
+                Empty: no replacement is needed.
         """
         if self.present is None:
             return self._form() if self.desired else None
@@ -109,9 +109,10 @@ class Observation:
         )
 
     def _recover(self, present: Generation, reason: str) -> Need:
-        """Build the change to a generation of survivors, in their present order, and new members.
+        """Return the change to a generation of survivors, followed by new members.
 
-        Unwanted and excluded survivors leave, unless no member would be left.
+        Survivors keep their order. Unwanted and excluded survivors leave, unless no member would be
+        left.
         """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}
@@ -139,7 +140,10 @@ class Observation:
         return rank is not None and rank.status.leaving
 
     def _shape(self) -> tuple[int, int]:
-        """Return (sparse layers, experts) of the members, or of most ranks without a generation."""
+        """Return the group's number of sparse layers and of experts per layer.
+
+        Without a generation, return the numbers that most ranks report.
+        """
         living = self.roster.living
         if self.present is not None:
             for member in self.present.members:

@@ -18,7 +18,7 @@ from baton_protocol.topology import (
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The change that is needed now."""
+    """The change of the topology that is needed now."""
 
     #: form, scale, recover or rebalance.
     kind: str
@@ -34,7 +34,7 @@ class Need:
 
 @dataclass(slots=True)
 class Operation:
-    """A change of the topology."""
+    """A change of the topology, with its phase and progress."""
 
     kind: str
     #: Id of the request; empty for automatic operations.
@@ -64,7 +64,7 @@ class Operation:
 
     @property
     def label(self) -> str:
-        """Return the id, kind and generation, for logs."""
+        """Id, kind and generation of the operation, for logs."""
         number = "" if self.target is None else f" to generation {self.target.number}"
         return f"operation {self.operation_id or '-'} ({self.kind}{number})"
 
@@ -90,7 +90,7 @@ class Operation:
 
 
 def resumed(target: Generation, previous: Generation | None, now: float) -> Operation:
-    """Return the operation in which another controller committed `target`."""
+    """Return an operation that continues another controller's commit of `target`."""
     kind = "recover" if target.urgent else "form" if previous is None else "scale"
     operation = Operation(
         kind, target.operation_id, frozenset(each.name for each in target.members), now
@@ -123,7 +123,10 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank refuses the target, because it is in another one that is not older."""
+    """Return whether a rank is in another generation with the same or a higher number.
+
+    Such a rank refuses the target.
+    """
     return any(
         generation.number >= target.number and generation.nonce != target.nonce
         for _, generation in roster.serving()
@@ -146,7 +149,7 @@ def _can_prepare(status: Status | None) -> bool:
 
 
 def preparation_failures(roster: Roster, target: Generation) -> dict[str, str]:
-    """Return the reasons of failed preparations, by instance id."""
+    """Return why members could not prepare the target, by instance id."""
     statuses = (roster.living.get(member.instance_id) for member in target.members)
     return {
         status.member.instance_id: f"{status.member.name}: {status.failure or 'gave no reason'}"
@@ -175,7 +178,7 @@ def not_committed(roster: Roster, target: Generation) -> list[str]:
 
 
 def not_retired(roster: Roster, operation: Operation, target: Generation) -> list[str]:
-    """Return the names of ranks outside the target that still have the previous generation."""
+    """Return the names of ranks outside the target that still serve in the previous generation."""
     return [
         status.member.name
         for status, generation in roster.serving()
@@ -185,7 +188,7 @@ def not_retired(roster: Roster, operation: Operation, target: Generation) -> lis
 
 
 def commit_obstacle(roster: Roster, operation: Operation, target: Generation) -> str:
-    """Return why the commit cannot be completed; empty if no obstacle is known."""
+    """Return why the commit cannot be completed. Empty: no obstacle is known."""
     if overtaken(roster, target):
         return "a rank has committed another generation"
     for member in target.members:
@@ -215,7 +218,7 @@ def commit_obstacle(roster: Roster, operation: Operation, target: Generation) ->
 def latest_commit(roster: Roster, present: Generation | None) -> Generation | None:
     """Return the highest generation whose commit a living rank has received.
 
-    It is `present` if no such generation is higher.
+    If no such generation has a higher number than `present`, return `present`.
     """
     commits = [each.committed for each in roster.living.values() if each.committed is not None]
     above = [each for each in commits if present is None or each.number > present.number]
@@ -223,7 +226,10 @@ def latest_commit(roster: Roster, present: Generation | None) -> Generation | No
 
 
 def is_partly_committed(roster: Roster, generation: Generation) -> bool:
-    """Return whether some members have not committed, and all of those are prepared."""
+    """Return whether some members have not committed a generation, but all of these can commit it.
+
+    A member can commit a generation that it has prepared.
+    """
     statuses = [roster.living.get(member.instance_id) for member in generation.members]
     if not all(
         status is not None and (is_in(status, generation) or status.prepared == generation.nonce)

@@ -1,4 +1,4 @@
-"""Delays after failures: of kinds of operations, of members, and of stores."""
+"""Delays retries after failures of operations, members and stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEW_FAILURES = 2
 
 
 class Retries:
-    """Failures, and until when they delay a retry."""
+    """Records failures, and until when each failure delays a retry."""
 
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
@@ -29,7 +29,7 @@ class Retries:
         return now >= self._retry_at.get(kind, now)
 
     def on_failure(self, kind: str, now: float) -> int:
-        """Set the delay of this kind. Return the number of failures in a row."""
+        """Delay the next operation of this kind. Return the kind's number of failures in a row."""
         failures = self._failures[kind] = self._failures.get(kind, 0) + 1
         backoff_s = self._config.retry_s * 2.0 ** min(failures - 1, 32)
         self._retry_at[kind] = now + min(backoff_s, self._config.retry_max_s)
@@ -46,7 +46,8 @@ class Retries:
     def on_store_failure(self, target: Generation, now: float) -> None:
         """Record that the preparation of `target` failed.
 
-        Its store may be the cause, so the next preparation prefers another member's store.
+        The store of `target` may be the cause. The next preparation therefore prefers the store of
+        another member.
         """
         holders = {
             each.instance_id
@@ -58,20 +59,24 @@ class Retries:
         self._store_failed_at = kept | dict.fromkeys(holders, now)
 
     def store_holder(self, members: Sequence[Member]) -> Member:
-        """Return the member whose store to use.
+        """Return the member whose store the next generation uses.
 
-        This is the first member whose store did not fail, else the one that failed first.
+        This is the first member whose store has not failed. If all stores have failed, it is the
+        member whose store failed the longest time ago.
         """
         return min(
             members, key=lambda member: self._store_failed_at.get(member.instance_id, -math.inf)
         )
 
     def begin_at_once(self, kind: str) -> None:
-        """Remove the delay, because the next attempt has other members."""
+        """Remove the delay of this kind of operation. The next attempt has other members."""
         self._retry_at.pop(kind, None)
 
     def clear(self) -> None:
-        """Remove all delays, after a success or a new request."""
+        """Remove the delays of all kinds of operations, after a success or a new request.
+
+        Exclusions of members stay.
+        """
         self._failures.clear()
         self._retry_at.clear()
 

@@ -1,4 +1,4 @@
-"""The roster: the latest Status of every rank's process, and which of them are living."""
+"""The roster: the latest Status of every rank's process, and which processes are living."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def key_of(generation: Generation) -> GenerationKey:
 
 
 def nonce_of(number: int, drawn: str) -> str:
-    """Return a nonce with the generation's number, so that ranks which report it report both."""
+    """Return a nonce that contains the generation's number and the drawn text.
+
+    The coordinator reads the number from nonces that ranks report.
+    """
     return f"{number}.{drawn}"
 
 
@@ -29,32 +32,32 @@ MAX_DIGITS = 15
 
 
 def number_of(nonce: str) -> int:
-    """Return the generation's number in a nonce, 0 if it has none."""
+    """Return the generation's number in a nonce, or 0 if the nonce contains no number."""
     number, dot, _ = nonce.partition(".")
     known = dot and number.isascii() and number.isdecimal() and len(number) <= MAX_DIGITS
     return int(number) if known else 0
 
 
 def serves_in(status: Status) -> Generation | None:
-    """Return the generation that the rank serves in, or that broke; None in other phases."""
+    """Return the rank's generation in phases SERVING and BROKEN, or None in other phases."""
     return status.generation if status.phase in (RankPhase.SERVING, RankPhase.BROKEN) else None
 
 
 @dataclass(slots=True)
 class Rank:
-    """One registered instance."""
+    """The state of one registered instance."""
 
     status: Status
-    #: Number of its registration.
+    #: Position in the order of registrations.
     order: int
-    #: Time of its last status.
+    #: Time of the last status.
     seen: float
-    #: Time of the last status that showed progress of its loop.
+    #: Time of the last status that showed progress of the engine loop.
     moved: float
 
 
 class Roster:
-    """All registered instances. `update` decides which of them are living."""
+    """All registered instances. `update` decides which instances are living."""
 
     def __init__(self, dead_after_s: float, suspect_dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
@@ -86,14 +89,15 @@ class Roster:
         self.highest_number = max(self.highest_number, number, *map(number_of, nonces))
 
     def discount_gap(self, gap_s: float, now: float) -> None:
-        """Extend the deadlines by a time in which this process read no statuses."""
+        """Extend all deadlines by `gap_s` seconds, in which this process read no statuses."""
         for rank in self.ranks.values():
             rank.seen, rank.moved = min(rank.seen + gap_s, now), min(rank.moved + gap_s, now)
 
     def update(self, now: float) -> None:
         """Decide which instances are living: one per name, with a recent status.
 
-        The deadline is shorter for instances that other ranks cannot reach.
+        The deadline is shorter for instances that other ranks cannot reach. Instances without a
+        status for FORGET_AFTER_S are removed.
         """
         for instance_id in [
             each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S
@@ -118,7 +122,7 @@ class Roster:
         self.replaced = alive.keys() - self.living.keys()
 
     def of_name(self, name: str) -> Rank | None:
-        """Return the living instance of this name, else the latest one."""
+        """Return the living instance of this name, else the latest instance, else None."""
         ranks = [rank for rank in self.ranks.values() if rank.status.member.name == name]
         return max(
             ranks,
@@ -127,7 +131,7 @@ class Roster:
         )
 
     def is_left_behind(self, instance_id: str, present: Generation | None) -> bool:
-        """Return whether an instance still has a generation that the group has replaced."""
+        """Return whether an instance still serves in a generation that the group has replaced."""
         rank = self.ranks.get(instance_id)
         generation = None if rank is None else serves_in(rank.status)
         if generation is None:
@@ -141,16 +145,16 @@ class Roster:
         )
 
     def serving(self) -> Iterator[tuple[Status, Generation]]:
-        """Yield the living ranks that have a generation, with it."""
+        """Yield (status, generation) for each living rank that has a generation."""
         for status in self.living.values():
             generation = serves_in(status)
             if generation is not None:
                 yield status, generation
 
     def present(self) -> Generation | None:
-        """Return the highest generation that a living rank reports.
+        """Return the highest generation that a living rank reports, or None.
 
-        Of two with the same number this is the one that more ranks report.
+        If two generations have the same number, return the generation that more ranks report.
         """
         known: dict[GenerationKey, Generation] = {}
         reporters: Counter[GenerationKey] = Counter()

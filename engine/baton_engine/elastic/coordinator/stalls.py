@@ -1,16 +1,16 @@
-"""Detection of stalled engine loops, in processes that still send statuses.
+"""Detects stalled engine loops in processes that still send statuses.
 
-- Some ranks wait in an exchange of votes for `stall_after_s`: if exactly one rank does not wait
-  there, it is stalled. Otherwise all ranks are probed.
-- A step runs for `step_stall_after_s`: all ranks are probed. Ranks wait for each other inside a
-  step, and the statuses do not show for which one.
+- Some ranks wait in an exchange of votes for `stall_after_s`. If exactly one rank has not entered
+  the exchange, that rank is stalled. Otherwise all ranks are probed.
+- A step runs for `step_stall_after_s`. All ranks are probed, because ranks wait for each other
+  inside a step, and the statuses do not show which rank is late.
 
 A probe is an urgent generation of all members. It interrupts a waiting rank, which reports within
-milliseconds that its generation is broken. A rank that does not do so within `stall_after_s` is
-stalled and excluded. If all ranks report in time, the step was only slow. It is run again, and
-the limit of the next step is doubled.
+milliseconds that its generation is broken. A rank that does not report this within `stall_after_s`
+is stalled and excluded. If all ranks report in time, the step was only slow. The step is run again,
+and the limit of the next step is doubled.
 
-Durations are measured by the coordinator, from the last change of a rank's status.
+The coordinator measures durations from the last change of a rank's status.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LIMIT_FACTOR = 8
 
 
 class Stalls:
-    """Marks stalled ranks in the roster."""
+    """Finds stalled ranks and marks them in the roster."""
 
     def __init__(self, roster: Roster, config: ControllerConfig) -> None:
         self._roster = roster
@@ -35,7 +35,11 @@ class Stalls:
         self.reason = ""
 
     def update(self, present: Generation | None, now: float) -> None:
-        """Mark the rank for which all others wait, or set `reason`."""
+        """Mark a rank as stalled if all other ranks wait for it.
+
+        If the ranks seem stalled and the cause is unknown, set `reason`, which requests a probe of
+        all ranks.
+        """
         self.reason = ""
         ranks = [] if present is None else self._ranks(present)
         waiting = [rank for rank in ranks if rank.status.activity is Activity.WAITS]
@@ -54,20 +58,20 @@ class Stalls:
             self.reason = f"a step has not ended for {step_limit_s:g} s"
 
     def on_target(self) -> None:
-        """Double the limit if the new target is a probe."""
+        """Double the limit of a step if the new target is a probe."""
         if self.reason:
             self._limit_factor = min(2 * self._limit_factor, MAX_LIMIT_FACTOR)
 
     def exclude_stalled(self, target: Generation, since: float, now: float) -> str:
-        """Mark members that do not react to an urgent target.
+        """Mark members as stalled if they do not react to an urgent target.
 
         Args:
-            target: the target in preparation.
-            since: when its preparation started.
-            now: the time.
+            target: The target in preparation.
+            since: Start of the preparation.
+            now: The time.
 
         Returns:
-            The names of the stalled members, separated by commas; empty if there are none.
+            The names of the stalled members, separated by commas. Empty: no member is stalled.
         """
         if not target.urgent or now - since <= self._config.stall_after_s:
             return ""
@@ -84,12 +88,12 @@ class Stalls:
         return ", ".join(member.name for member in stalled)
 
     def _mark_stalled(self, members: list[Member]) -> None:
-        """Treat members as dead until their status changes."""
+        """Treat members as dead until their status shows progress."""
         self._limit_factor = 1
         self._roster.stalled.update(member.instance_id for member in members)
 
     def _ranks(self, present: Generation) -> list[Rank]:
-        """Return the members, or nothing unless there are several and all of them serve."""
+        """Return the members of `present` if there are several and all serve, else no members."""
         ranks = [
             self._roster.ranks[each.instance_id]
             for each in present.members

@@ -10,7 +10,7 @@ from baton_protocol.topology import MemberStatus, TopologyStatus
 def topology_status(
     observation: Observation, operation: Operation | None, now: float
 ) -> TopologyStatus:
-    """Build the response to GET /topology."""
+    """Return the response to GET /topology."""
     present = observation.present
     return TopologyStatus(
         generation=0 if present is None else present.number,
@@ -22,7 +22,7 @@ def topology_status(
 
 
 def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
-    """Return all registered instances, those of the present generation first."""
+    """Return all registered instances, the members of the present generation first."""
     roster, present = observation.roster, observation.present
     ranks = (
         {}

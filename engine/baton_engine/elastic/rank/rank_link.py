@@ -1,11 +1,11 @@
-"""A rank's connections to the coordinator and to other ranks, and their thread. Needs no torch.
+"""A rank's connections to the coordinator and to other ranks, and the link thread. Needs no torch.
 
 coordinator  a DEALER that reconnects. It sends the latest Status every STATUS_INTERVAL_S and on
              every change, and receives Directives.
 other ranks  a ROUTER on the pod's address receives StartWaves; one DEALER per rank sends them.
 
-The thread does not interpret generations. It delivers each message, and repeats a StartWave until
-`end_start`.
+The link thread delivers each message without interpreting generations. It repeats a StartWave until
+`end_start` is called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ HEARTBEAT_MS = 1000
 
 
 class RankLink:
-    """The connections of one rank. The constructor binds, `start` connects. Thread-safe."""
+    """The connections of one rank, and the thread that uses them. Thread-safe.
+
+    `start` starts the thread.
+    """
 
     def __init__(
         self,
@@ -62,16 +65,16 @@ class RankLink:
         key: ServiceKey | None = None,
         wakeup_interval_s: float = STATUS_INTERVAL_S,
     ) -> None:
-        """Bind the ROUTER and prepare the DEALER to the coordinator.
+        """Bind the ROUTER and connect the DEALER to the coordinator.
 
         Args:
-            host: the address to bind.
+            host: Address to bind.
             coordinator: host:port of the coordinator.
-            deliver: called by the link's thread with each message.
-            amend: called by the link's thread with each status before it is sent; returns it with
-                current values and must not block.
-            key: key of the service, which all peers must have. None: no authentication.
-            wakeup_interval_s: interval between statuses without a change.
+            deliver: Called by the link's thread with each received message.
+            amend: Returns a status with current values. The link's thread calls it with each status
+                before sending. It must not block.
+            key: Key of the service, which all peers must have. None: no authentication.
+            wakeup_interval_s: Interval between statuses without a change.
 
         Raises:
             zmq.ZMQError: `host` cannot be bound, or `coordinator` is not an address.
@@ -116,7 +119,10 @@ class RankLink:
         self._thread.start()
 
     def publish(self, status: Status) -> None:
-        """Set the status to send. Send it at once if a field has changed that decisions use."""
+        """Set the status to send. Send it at once if one of its decisive fields has changed.
+
+        See `_decisive_fields`.
+        """
         before, self._status = self._status, status
         if before is None or _decisive_fields(before) != _decisive_fields(status):
             self._next_status = 0.0
@@ -128,7 +134,7 @@ class RankLink:
         self._submit(lambda: self._connect(addresses))
 
     def start_wave(self, start: StartWave) -> None:
-        """Send a StartWave to the peers, and repeat it until `end_start`."""
+        """Send a StartWave to the peers, and repeat it until `end_start` is called."""
 
         def begin() -> None:
             self._start = start
@@ -185,12 +191,12 @@ class RankLink:
             self._close_sockets()
 
     def _poll_timeout_s(self) -> float:
-        """Return the time until the next message is due."""
+        """Return the seconds until the next message is due."""
         due = self._next_status if self._start is None else min(self._next_status, self._next_start)
         return min(max(0.0, due - time.monotonic()), self._interval_s)
 
     def _run_commands(self) -> bool:
-        """Run the submitted commands. Return False after `close`."""
+        """Run the submitted commands. Return False if `close` was called, else True."""
         self._wake_pipe.clear()
         while True:
             try:
@@ -219,7 +225,10 @@ class RankLink:
             self._deliver(message)
 
     def _log_failed_handshakes(self) -> None:
-        """Log why the coordinator is not connected, the only hint why this rank stays STANDBY."""
+        """Log why the coordinator refused connections.
+
+        No other log line explains why this rank stays STANDBY.
+        """
         with contextlib.suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self._handshakes.recv_multipart(zmq.NOBLOCK))
@@ -259,9 +268,9 @@ class RankLink:
 
 
 def unreachable(members: Sequence[Member]) -> tuple[str, ...]:
-    """Return the instance ids of members whose port refuses connections.
+    """Return the instance ids of members whose link port accepts no connection.
 
-    A frozen process still accepts them. Takes up to PROBE_TIMEOUT_S per member.
+    A frozen process still accepts connections. The check takes up to PROBE_TIMEOUT_S per member.
     """
     gone = []
     for member in members:
@@ -295,7 +304,10 @@ def _send(sender: zmq.Socket[bytes], payload: bytes) -> None:
 
 
 def _decisive_fields(status: Status) -> tuple[RankPhase | str | bool | tuple[str, ...], ...]:
-    """Return the fields that the coordinator's decisions use. The others change with every step."""
+    """Return the fields of a status whose changes are sent at once.
+
+    The coordinator needs these fields for its decisions. Other fields may change in every step.
+    """
     nonce = status.generation.nonce if status.generation is not None else ""
     return (
         status.phase,
