@@ -4,10 +4,10 @@ cli              the command `baton-engine`
 llm              the offline API, `from baton_engine import LLM, SamplingParams`
 server           the engine process: ZMQ, admin HTTP
 core             the step: schedule, execute, sample, update
-scheduling       which requests run in the next step
+scheduling       chooses the requests of the next step
 kv_cache         KV blocks, the prefix cache, swapping and offloading
 grammar          structured output
-executor         how a step reaches the workers
+executor         passes steps to the workers
 worker           runs a step on a device
 models           architectures, layers, weights
 compilation      torch.compile and CUDA graphs
@@ -18,7 +18,7 @@ checkpoint       checkpoints with random weights
 fetch            downloads models
 metrics          counters, histograms and their Prometheus form
 http             small HTTP servers
-untrusted        text of untrusted peers in logs
+untrusted        logs text from untrusted peers
 wake_pipe        wakes a thread that polls sockets
 
 The names of the offline API are loaded at their first use, so that importing the package is cheap.

@@ -112,7 +112,7 @@ def run() -> NoReturn:
 def _check_model(config: EngineConfig) -> None:
     """Check the checkpoint's configuration before the import of torch, which takes seconds.
 
-    The check is skipped if the workers may read another folder than this process.
+    The check is skipped if workers may run on other hosts, and for a custom worker class.
 
     Raises:
         ModelNotFound, ModelInvalid: As in `load_checkpoint_config`.

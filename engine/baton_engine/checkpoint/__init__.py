@@ -5,10 +5,10 @@ Both Baton and transformers can load these checkpoints. `create_checkpoint` is t
 imported only when a checkpoint is created, so that the command line starts fast.
 
 shape            sizes of a model, and named presets
-create           `create_checkpoint`; config.json and generation_config.json
+create           `create_checkpoint`, which writes the configuration and calls the other modules
 weights          random weights, and the safetensors files
 tokenizer        a byte-level BPE tokenizer, trained on built-in sentences
-create_command   flags of the command, and its run
+create_command   the flags of the command, and the function that runs it
 """
 
 from baton_engine.checkpoint.create import ARCHITECTURES, create_checkpoint

@@ -1,4 +1,4 @@
-"""Sizes of checkpoints."""
+"""The sizes of a checkpoint's model, and presets of these sizes."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def random_weights(
 
     Args:
         out: Folder of the checkpoint. It already has config.json.
-        tokenizer_size: Number of tokens in the tokenizer's vocabulary. The model rarely samples ids
-            from this number on.
+        tokenizer_size: Number of tokens in the tokenizer's vocabulary. Higher ids have no text, and
+            the model rarely samples them.
         seed: Equal seeds give equal weights.
         dtype: Name of a torch dtype, such as "bfloat16".
     """

@@ -22,9 +22,9 @@ from torch._guards import TracingContext
 def environment_key(
     source_files: Iterable[str], config: Sequence[object], device: torch.device
 ) -> str:
-    """Return a hash of everything outside the graph that compiled code depends on.
+    """Return a hash of source files, versions, settings and device.
 
-    Code compiled under an equal key can be reused.
+    Compiled code can be reused if both this hash and the `piece_key` are equal.
 
     Args:
         source_files: Files whose code was traced.

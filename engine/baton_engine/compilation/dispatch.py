@@ -42,7 +42,7 @@ class CudagraphMode(enum.Enum):
 
 
 class BatchDescriptor(NamedTuple):
-    """The size of batch that a graph was captured for. Steps are padded to this size."""
+    """The batch that a graph was captured for. Steps are padded to the sizes of this batch."""
 
     num_tokens: int
     num_seqs: int | None = None  # None: any number, because attention is not captured
@@ -106,7 +106,7 @@ class Dispatcher:
 
     @property
     def max_padded_seqs(self) -> int:
-        """Largest number of sequences in any descriptor. 0 if all graphs accept any number."""
+        """Largest number of sequences that any graph pads a step to. 0: no graph pads sequences."""
         return max(
             (each.descriptor.num_seqs or 0 for each in self.graphs() if each.descriptor), default=0
         )

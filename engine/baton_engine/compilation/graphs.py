@@ -92,8 +92,8 @@ class PieceGraphs:
     """The captured graphs of all pieces of a model, for one number of tokens.
 
     An instance serves as `ForwardContext.run_piece`. Attention runs between the graphs, and reads
-    and writes the graphs' tensors. Each argument must therefore have the same address as at the
-    capture.
+    and writes the graphs' tensors. Each argument of a piece must therefore have the same address as
+    at the capture.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -128,7 +128,7 @@ def _without_ownership(tensor: Tensor) -> Tensor:
     """Return a tensor that shares the memory of another but does not keep the memory allocated.
 
     Later captures can then reuse the memory. The new tensor is made through the CUDA array
-    interface. Its elements pass as bytes, because that interface has no bfloat16.
+    interface. The elements are passed as bytes, because this interface has no bfloat16.
     """
     storage = tensor.untyped_storage()
     flat = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)

@@ -1,4 +1,4 @@
-"""Compiles pieces with Inductor and keeps them on disk for the next start."""
+"""Compiles the pieces of a model with Inductor, and keeps them on disk for the next start."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class InductorCompiler:
 
     @contextmanager
     def _inductor_files(self) -> Iterator[None]:
-        """Make Inductor keep its kernels in the folder of the current model."""
+        """Inside the `with` block, make Inductor keep its kernels in the current model's folder."""
         with _inductor_lock:
             before = os.environ.get(_CACHE_DIR)
             os.environ[_CACHE_DIR] = str(self.folder / "inductor")

@@ -23,11 +23,11 @@ _WIDENINGS = {
 
 
 class RemoveNoOps(CustomGraphPass):
-    """Replaces a node by an earlier node that has the same value.
+    """Replaces a node with an earlier node that has the same value.
 
-    Such nodes are views of views, views and slices of a whole tensor, and exact conversions to a
-    wider type and back. If another node reads the wider tensor, the conversion to the wider type
-    stays.
+    The replaced nodes are views of views, views and slices of a whole tensor, and exact conversions
+    to a wider type and back. If another node reads the wider tensor, the conversion to the wider
+    type stays.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -83,7 +83,7 @@ def _value(node: fx.Node) -> Tensor | None:
 def _alike(a: fx.Node, b: fx.Node) -> bool:
     """Return whether two nodes have the same dtype, shape and strides.
 
-    Dynamic dimensions must be equal for every size.
+    Dynamic sizes are the same only if they are equal for all values.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 

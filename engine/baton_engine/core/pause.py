@@ -98,7 +98,7 @@ class PauseControl:
         return self._begin(mode, _NOT_ASLEEP)
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Start a pause after which memory is freed.
+        """Start a pause, after which memory is freed as `level` says.
 
         Returns:
             None if the engine sleeps now. Otherwise a Future, which is resolved when the engine

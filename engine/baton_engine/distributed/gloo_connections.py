@@ -82,7 +82,7 @@ def connections_among(listening: Collection[Address]) -> list[Connection]:
 
 
 def connected_from(listening: Collection[Address]) -> list[tuple[Address, Address]]:
-    """Return (own address, peer's address) of this process's connections to these addresses."""
+    """Return (own address, peer's address) for each connection of this process to `listening`."""
     return [(own, peer) for _, own, peer in _connected() if peer in listening]
 
 

@@ -25,7 +25,7 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor` by the sum of all members' tensors, and return it."""
+        """Replace `tensor` with the sum of all members' tensors, and return `tensor`."""
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Return all members' tensors, concatenated along `dim` in rank order.

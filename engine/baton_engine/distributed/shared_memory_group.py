@@ -340,7 +340,7 @@ class SharedMemoryGroup:
 
 
 def _pieces(dense: Tensor) -> Iterator[Tensor]:
-    """Split a tensor into flat views of at most BUFFER_NBYTES."""
+    """Return an iterator over flat views of a tensor, each of at most BUFFER_NBYTES bytes."""
     return iter(dense.view(-1).split(BUFFER_NBYTES // dense.element_size()))
 
 

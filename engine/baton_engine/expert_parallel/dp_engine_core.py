@@ -349,7 +349,7 @@ class DPEngineCore(EngineCore):
     def _wants_vote(self) -> bool:
         """Whether this rank must start an exchange now to vote for the next generation.
 
-        The vote is repeated until all ranks have received the commit and vote for it.
+        The vote is repeated until all ranks vote for this generation.
         """
         standby = self._standby
         return (

@@ -33,7 +33,7 @@ class RankReport:
             self.failed = self.failure = ""
 
     def on_progress(self, standby: StandbyGeneration) -> None:
-        """Record that the preparation has failed, or that its commit was received."""
+        """Record that the preparation has failed, or that the generation's commit was received."""
         if standby.failure and self.failed != standby.generation.nonce:
             self.failed, self.failure = standby.generation.nonce, standby.failure
         if standby.committed:

@@ -174,7 +174,7 @@ class StoreServer:
             return
         if len(self._clients) >= self._max_clients:
             self._log.warning(
-                "the store refused a client: its limit of %s is reached", self._max_clients
+                "the store refused a client: the limit of %s clients is reached", self._max_clients
             )
             connection.close()
             return

@@ -55,7 +55,7 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Append(msgspec.Struct, tag=True):
-    """Append to a value. A missing key counts as empty."""
+    """Append `value` to the value of a key. A missing key counts as empty."""
 
     key: str
     value: bytes

@@ -100,7 +100,10 @@ class Balance:
         )
 
     def _window(self, present: Generation, now: float) -> Loads:
-        """Return the loads of the window that ends now, or an empty list if no window ends."""
+        """Return the loads of the window that ends now, or an empty list if no window ends.
+
+        If a window ends, the next window starts.
+        """
         same = present.nonce == self._nonce and bool(self._start)
         if same and now - self._since < self._window_s:
             return []

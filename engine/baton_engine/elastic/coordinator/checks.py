@@ -23,7 +23,7 @@ PRINTABLE = re.compile(r"[!-~]{1,255}")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is invalid."""
+    """The reason why a request is invalid."""
 
     field: str  # name of the request's field
     message: str

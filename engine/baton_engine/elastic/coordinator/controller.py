@@ -306,7 +306,8 @@ class Controller:
     def _defect(self) -> str:
         """Return why the present generation must be replaced although all its members serve.
 
-        The reason is a stranded commit or a stall. Empty: no replacement is needed.
+        The reason is a commit that cannot be completed, or a stall. Empty: no replacement is
+        needed.
         """
         if self._stranded_commit is not None:
             return f"not all members can commit generation {self._stranded_commit.number}"

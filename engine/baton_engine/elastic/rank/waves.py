@@ -1,4 +1,4 @@
-"""Waves: periods in which the ranks of a generation step together. Without I/O or clock.
+"""Waves: periods in which the ranks of a generation step together. No I/O and no clock.
 
 The layers are expert parallel. In a wave every rank therefore takes every step, with or without its
 own tokens. Before a step the ranks exchange their StepVotes. All ranks compute the same decision,
