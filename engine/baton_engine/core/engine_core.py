@@ -337,8 +337,8 @@ class EngineCore:
         step = self._schedule()
         has_content = bool(step.reaches_model_runner or step.connector)
         if not has_content and self._in_flight:
-            # All requests are in flight. An empty step would only collect completed transfers,
-            # and the steps in flight do that.
+            # All requests are in flight. An empty step would only collect completed transfers, as
+            # the steps in flight already do.
             return False
         self._execute(step, time.monotonic() - before)
         return has_content

@@ -246,7 +246,7 @@ class DPEngineCore(EngineCore):
             self._leave(f"generation {generation.number} continues without this rank")
             return
         with self._group_lock:
-            # This is between two steps of the workers.
+            # The workers are between two steps here.
             self.executor.collective_rpc(
                 "commit_generation", (generation.nonce,), timeout_s=CALL_TIMEOUT_S
             )
@@ -415,7 +415,7 @@ class DPEngineCore(EngineCore):
             except GroupBrokenError as error:
                 self.scheduler.discard(step)
                 self._break(str(error))
-        # Also if the step broke, because the other ranks commit too.
+        # Commit even if the step has failed, because the other ranks commit too.
         if decision is not None and decision.commit:
             assert voted is not None, "all ranks have voted for it"
             self._commit(voted)
@@ -447,7 +447,7 @@ class DPEngineCore(EngineCore):
         if voted is not None:
             voted.vote_due = time.monotonic() + POLL_INTERVAL_S
         self._calls.end_start()
-        # All ranks have exchanged votes in this generation, so none reads from an earlier one.
+        # All ranks have exchanged votes in this generation, so no rank reads from an earlier group.
         self._retired.close_all()
         decision = waves.decide(votes)
         if any(decision.num_tokens):

@@ -66,7 +66,7 @@ class DPEngineCoreProc(EngineCoreProc):
         self._host = host
         self._core: DPEngineCore | None = None
         self._member: Member
-        #: Store in which ranks meet. It lives as long as this process.
+        #: This rank's rendezvous store. It is open as long as this process runs.
         self._store: StoreServer
         #: The generation of the last INIT sent to clients.
         self._announced: Generation | None = None

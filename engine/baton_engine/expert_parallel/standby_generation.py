@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 #: Interval at which workers are polled for progress, and at which a vote is repeated.
 POLL_INTERVAL_S = 0.05
-#: Limit of calls that return at once. Workers may have to end a long step first.
+#: Timeout of short calls to workers. The workers may have to end a long step first.
 CALL_TIMEOUT_S = 30.0
 
 #: Joins the control group of a generation as a rank. Blocks until all members have joined.

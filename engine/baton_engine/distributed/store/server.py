@@ -50,7 +50,8 @@ MAX_CLIENTS = 4096
 MAX_UNAUTHENTICATED = 1024
 #: Long enough for a handshake on a busy machine.
 HANDSHAKE_TIMEOUT_S = 15.0
-#: Limit of all buffers. Above it the client with the largest buffers is dropped.
+#: Limit of the buffers of all clients. Above the limit, the client with the largest buffers is
+#: dropped.
 MAX_BUFFERED_BYTES = 2**28
 #: Bytes of pending answers to send before other events are handled.
 TURN_BYTES = 2**22

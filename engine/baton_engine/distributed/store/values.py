@@ -19,11 +19,11 @@ from baton_engine.distributed.store.wire import (
 )
 
 MAX_KEYS = 2**20
-#: Size of all keys and values.
+#: Maximum size of all keys and values together, see `_size`.
 MAX_BYTES = 2**28
-#: Keys in one request. Other clients wait while the store reads them.
+#: Maximum number of keys in one request. Other clients wait while the store reads these keys.
 MAX_KEYS_AT_ONCE = 2**14
-#: Length of a number. The time to parse one grows with the square of its length.
+#: Maximum length of a number. The time to parse a number grows with the square of its length.
 MAX_DIGITS = 30
 
 

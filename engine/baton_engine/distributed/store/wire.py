@@ -14,11 +14,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-#: Limit of an answer.
+#: Maximum size of an answer.
 MAX_MESSAGE_BYTES = 2**24
-#: Limit of a request. Other clients wait while the store reads one.
+#: Maximum size of a request. Other clients wait while the store reads a request.
 MAX_REQUEST_BYTES = 2**20
-#: Limit of one read from a socket.
+#: Maximum size of one read from a socket.
 RECEIVE_BYTES = 2**16
 LENGTH = struct.Struct("!I")
 

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from baton_protocol.topology import Placement
 
 TOLERANCE = 0.05
-#: Distance to the lower bound, as a fraction of it, at which swaps end.
+#: Swaps end at this distance to the lower bound, as a fraction of the bound.
 FINE = 0.01
 
 #: [rank][slot]: expert, in any order of slots.
