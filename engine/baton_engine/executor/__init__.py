@@ -1,13 +1,13 @@
-"""Executors: how a step reaches the workers. Each executor is one way to start them.
+"""Executors start the workers of an engine and pass steps to the workers.
 
-step               the contract of one step between scheduler and workers
+step               the data of one step: what workers receive and what they return
 base               the interface of an executor
-uniproc            one worker in a thread of this process
-multiproc          one process per worker on this host
-external_launcher  torchrun started this process as one of several ranks
-ray                workers as Ray actors
-startup            from new workers to a loaded model, the same for all executors
-commands           messages between an executor and its workers
-placement          which cores each worker uses
-futures            results of steps and calls, set by other threads
+uniproc            one worker in a thread of the engine's process
+multiproc          one worker process per rank on this host
+external_launcher  torchrun starts one engine per rank
+ray                one Ray actor per rank
+startup            loads the model on new workers and allocates the KV cache, for all executors
+commands           messages between an executor and its worker processes
+placement          the CPU cores of each worker
+futures            completes futures that several threads may complete
 """

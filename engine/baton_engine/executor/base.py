@@ -1,4 +1,4 @@
-"""The interface of an executor, which runs an engine core's steps on workers."""
+"""The interface of an executor, which runs the steps of an engine core on workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXECUTORS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine core needs to know of a loaded model."""
+    """Properties of a loaded model that the engine core needs."""
 
     #: KV blocks allocated.
     num_blocks: int
@@ -40,29 +40,32 @@ class ModelInfo:
     num_offload_blocks: int = 0
     #: Layers with experts.
     num_sparse_layers: int = 0
-    #: Experts per such layer.
+    #: Experts per layer with experts.
     num_experts: int = 0
-    #: Properties that peers must share with this engine. None: it exchanges no KV blocks.
+    #: Properties that peers must share with this engine. None: the engine exchanges no KV blocks.
     kv: KVCompatibility | None = None
 
 
 class Executor(abc.ABC):
-    """Runs steps on one or more workers. Only `interrupt` may be called by other threads.
+    """Runs steps on one or more workers.
 
-    One step is two calls, `execute_model` then `sample_tokens`. Between them the caller computes
-    what only the sampler needs. Up to `max_concurrent_batches` steps may be between their first
-    call and the end of their future.
+    Each step takes two calls, `execute_model` and then `sample_tokens`. Between the two calls, the
+    caller computes what only the sampler needs. A step is in flight from `execute_model` until the
+    future of `sample_tokens` is done. At most `max_concurrent_batches` steps may be in flight.
+
+    Only `interrupt` may be called from any thread.
     """
 
     #: Steps in flight: pipeline stages, or 2 with asynchronous scheduling.
     max_concurrent_batches: int = 1
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
-        """Create the executor without workers. `initialize` does the work.
+        """Create the executor. `initialize` starts the workers.
 
         Args:
             instance_id: id of this engine process.
-            wakeup: called from any thread when a step would find something new in its connector.
+            wakeup: called, from any thread, when a worker's KV connector has something to report in
+                the next step.
         """
         self.config = config
         self.instance_id = instance_id
@@ -71,12 +74,15 @@ class Executor(abc.ABC):
 
     @property
     def is_forked_copy(self) -> bool:
-        """Whether this is a copy in a forked child, which must leave its parent's workers alone."""
+        """Whether this object is a copy in a forked child process.
+
+        The workers belong to the parent process, so the copy must not use them.
+        """
         return os.getpid() != self._pid
 
     @abc.abstractmethod
     def initialize(self) -> ModelInfo:
-        """Load the model, allocate the KV cache and warm up.
+        """Start the workers, load the model, allocate the KV cache and warm up.
 
         Raises:
             ConfigurationError: the model or the configuration cannot be served.
@@ -84,65 +90,73 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Start a step and return before the model has run.
+        """Start a step on all workers and return before the model has run.
 
-        Errors are raised by the future of `sample_tokens`.
+        Errors of the step are raised by the future that `sample_tokens` returns.
         """
 
     @abc.abstractmethod
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """End the step that was started last: sample from its logits, and end its transfers.
+        """Sample the tokens of the step that `execute_model` started last.
+
+        Args:
+            grammar: tokens that structured outputs allow. None: no request of the step has a
+                grammar.
 
         Returns:
-            The result. After an exception the engine cannot continue, except after
-            GroupBrokenError: the exchange of experts with other engines failed, the step is
-            dropped, and steps of another generation may follow.
+            The results of the step. GroupBrokenError means that an exchange with other engines
+            failed and that the workers have dropped the step. Later steps may follow. After any
+            other exception the engine cannot continue.
         """
 
     @abc.abstractmethod
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every worker, after all steps started so far.
+        """Call a method of every worker, after all steps that were started before.
+
+        Args:
+            timeout_s: limit for all answers. None: no limit.
 
         Returns:
             The results in rank order.
 
         Raises:
             TimeoutError: a worker did not answer in time.
-            WorkerError: the method failed on a worker; the message has its traceback.
+            WorkerError: the method failed on a worker. The message contains the traceback.
             WorkerDiedError: a worker process has ended.
         """
 
     def interrupt(self, nonce: str = "") -> None:
-        """Interrupt a step that waits in an exchange with other engines.
+        """Interrupt a step that waits for other engines of the expert-parallel group.
 
-        Its future raises GroupBrokenError. Any thread may call this. Executors without it refuse
-        expert-parallel configurations.
+        The step's future raises GroupBrokenError. Any thread may call this method. Executors
+        without this method refuse expert-parallel configurations.
 
         Args:
-            nonce: interrupt only workers in this generation. Empty: in any generation.
+            nonce: interrupt only workers in the generation with this nonce. Empty: in any
+                generation.
         """
         raise NotImplementedError(f"{type(self).__name__} does not serve expert-parallel groups")
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:  # noqa: B027
-        """Set the callback for the death of a worker process.
+        """Set the function to call when a worker process dies.
 
-        An executor without worker processes never calls it.
+        An executor without worker processes never calls the function.
 
         Args:
-            callback: called once with the reason, from any thread.
+            callback: called at most once, from any thread, with the reason.
         """
 
     @abc.abstractmethod
     def connector_stats(self) -> ConnectorStats | None:
-        """Return the connector's counters, or None without a KV connector."""
+        """Return the counters of the workers' KV connectors, or None without a KV connector."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End workers and connections. Idempotent, also after a failed `initialize`.
+        """Shut down the workers and close all connections. Idempotent.
 
-        Does nothing in a forked child.
+        May be called after a failed `initialize`. Does nothing in a forked child.
         """
 
 
@@ -151,7 +165,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended. The message names it and the cause."""
+    """A worker process has ended or does not respond. The message gives the cause."""
 
 
 def executor_name(config: EngineConfig) -> str:
@@ -163,15 +177,19 @@ def executor_name(config: EngineConfig) -> str:
 
 
 def load_executor_class(qualified_name: str) -> type[Executor]:
-    """Import the executor `package.module.Class`. Raise ValueError if there is none."""
+    """Import an executor class by its qualified name, `package.module.Class`.
+
+    Raises:
+        ValueError: there is no such executor class.
+    """
     return load_class(qualified_name, Executor, "executor")
 
 
 def load_class(qualified_name: str, base: type[Any], what: str) -> type[Any]:
-    """Import the subclass of `base` called `package.module.Class`.
+    """Import a subclass of `base` by its qualified name, `package.module.Class`.
 
     Args:
-        what: kind of class, for the message.
+        what: kind of class, for error messages.
 
     Raises:
         ValueError: there is no such class.

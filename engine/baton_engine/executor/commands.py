@@ -1,6 +1,6 @@
 """Messages between an executor and its worker processes.
 
-They are pickled, because both ends are processes of one pod.
+The messages are pickled. This is safe because sender and receiver run in the same pod.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from baton_protocol.config import EngineConfig
 
 @dataclass(slots=True)
 class StartWorker:
-    """The first message to a worker process, through its connection."""
+    """The first message to a worker process: which worker to create.
+
+    The executor sends this message through the worker's pipe, and commands through the ring.
+    """
 
     config: EngineConfig
     instance_id: str
     rank: int
-    #: Whether this worker returns the results of steps. Other workers only report failures and
-    #: ended transfers.
+    #: Whether this worker returns the results of steps. Other workers report only failures and
+    #: transfers that have ended.
     is_output_rank: bool
     ring_fd: int
-    #: Readers, slots, bytes per slot.
+    #: Numbers of readers and slots, and bytes per slot.
     ring_geometry: tuple[int, int, int]
     log_level: int
-    #: Read end of a pipe. Each line is a nonce, perhaps empty, for the worker's `interrupt`, which
-    #: may run during a step.
+    #: Read end of a pipe. Each line is a nonce and may be empty. The worker process calls
+    #: `interrupt` with it, also during a step.
     interrupt_fd: int
-    #: CPUs to which it is bound. Empty: the CPUs of the parent.
+    #: CPUs to which the process is bound. Empty: the CPUs of the parent.
     cpus: frozenset[int] = frozenset()
 
 
@@ -43,14 +46,14 @@ class StartWorker:
 
 @dataclass(slots=True)
 class ExecuteModel:
-    """Run the model on a step."""
+    """Command: run the model for one step."""
 
     step: SchedulerOutput
 
 
 @dataclass(slots=True)
 class SampleTokens:
-    """Sample from the logits of the last step."""
+    """Command: sample from the logits of the last step."""
 
     #: Counts steps from 0.
     number: int
@@ -59,7 +62,7 @@ class SampleTokens:
 
 @dataclass(slots=True)
 class Call:
-    """Call a method of the worker."""
+    """Command: call a method of the worker."""
 
     call_id: int
     method: str
@@ -68,7 +71,7 @@ class Call:
 
 @dataclass(slots=True)
 class Shutdown:
-    """End the process."""
+    """Command: end the worker process."""
 
 
 # Answers, through the worker's connection
@@ -76,7 +79,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker's exception, in a form that survives pickling."""
+    """A worker's exception in a form that can be pickled."""
 
     rank: int
     #: Type and message, one line.
@@ -89,7 +92,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Describe an exception of a worker."""
+        """Create the Failure for an exception that worker `rank` raised."""
         configuration = (
             (type(error), error.reason, error.message)
             if isinstance(error, ConfigurationError)
@@ -100,12 +103,13 @@ class Failure:
         return cls(rank, summary, text, configuration, isinstance(error, GroupBrokenError))
 
     def exception(self, doing: str) -> Exception:
-        """Return the exception that the executor raises.
+        """Return the exception that the executor raises for this failure.
 
-        It is the same ConfigurationError or GroupBrokenError, or a WorkerError with the traceback.
+        ConfigurationError and GroupBrokenError keep their type. Any other exception becomes a
+        WorkerError with the traceback.
 
         Args:
-            doing: the operation that failed.
+            doing: the operation that failed, for the message.
         """
         if self.group_broken:
             return GroupBrokenError(f"worker {self.rank}, in {doing}: {self.summary}")
@@ -114,26 +118,26 @@ class Failure:
                 f"worker {self.rank} failed in {doing}: {self.summary}\n{self.traceback}"
             )
         kind, reason, message = self.configuration
-        error = kind.__new__(kind)  # constructors of its subclasses differ
+        error = kind.__new__(kind)  # subclasses of ConfigurationError have different constructors
         ConfigurationError.__init__(error, reason, message)
         return error
 
 
 @dataclass(slots=True)
 class Started:
-    """The worker's object exists and waits for commands."""
+    """Answer: the worker was created, and its process now reads commands."""
 
 
 @dataclass(slots=True)
 class StartFailed:
-    """The worker's object could not be created."""
+    """Answer: the worker could not be created."""
 
     failure: Failure
 
 
 @dataclass(slots=True)
 class StepDone:
-    """The results of a step, by the output rank."""
+    """Answer: the results of a step. Only the output rank sends this message."""
 
     number: int
     output: ModelRunnerOutput
@@ -141,23 +145,23 @@ class StepDone:
 
 @dataclass(slots=True)
 class TransfersEnded:
-    """The connector's report of a worker that is not the output rank."""
+    """Answer: KV transfers that ended on a worker other than the output rank."""
 
     output: ConnectorOutput
 
 
 @dataclass(slots=True)
 class StepFailed:
-    """A step failed, and the engine cannot continue."""
+    """Answer: a step failed, and the engine cannot continue."""
 
     failure: Failure
 
 
 @dataclass(slots=True)
 class StepBroken:
-    """The step is dropped on all workers, because the expert-parallel group broke.
+    """Answer: the workers dropped a step because the expert-parallel group broke.
 
-    Other steps may follow.
+    Later steps may follow. Only the output rank sends this message.
     """
 
     number: int
@@ -166,7 +170,7 @@ class StepBroken:
 
 @dataclass(slots=True)
 class CallDone:
-    """The result of a call."""
+    """Answer: the result of a `Call` on one worker."""
 
     call_id: int
     result: Any
@@ -174,7 +178,7 @@ class CallDone:
 
 @dataclass(slots=True)
 class CallFailed:
-    """The exception of a call."""
+    """Answer: the exception of a `Call` on one worker."""
 
     call_id: int
     failure: Failure
@@ -182,7 +186,7 @@ class CallFailed:
 
 @dataclass(slots=True)
 class Wakeup:
-    """The next step would find something new in the worker's connector."""
+    """Answer: the worker's KV connector has something to report in the next step."""
 
 
 Command = ExecuteModel | SampleTokens | Call | Shutdown

@@ -1,9 +1,9 @@
-"""Ranks under torchrun: each is a whole engine with one worker, and all decide the same.
+"""The executor for torchrun: every rank is a whole engine with one worker.
 
-For offline use. Given identical requests in identical order, the schedulers agree without
-communication, so no command is broadcast. The ranks exchange what a rank cannot compute: the tokens
-that the last pipeline stage sampled, the least number of KV blocks, and the results of
-`collective_rpc`. The format is msgpack, because ranks may be in different pods.
+For offline use. With identical requests in identical order, all schedulers make the same decisions,
+so no command is broadcast. The ranks exchange only three things: the tokens that the last pipeline
+stage sampled, the smallest number of KV blocks, and the results of `collective_rpc`. These are
+encoded as msgpack, because ranks may be in different pods.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
-#: Upper bound of the executors that one process creates.
+#: Upper bound for the number of executors that one process creates.
 MAX_EXECUTORS = 2**20
 _executor_numbers = itertools.count()
 
 
 class _Result(msgspec.Struct):
-    """The end of a call on one rank."""
+    """The result or the error of a call on one rank."""
 
     value: Any = None
-    #: Empty if it succeeded.
+    #: Empty if the call succeeded.
     error: str = ""
     #: Reason of a ConfigurationError.
     reason: str = ""
 
 
 class ExternalLauncherExecutor(UniProcExecutor):
-    """The executor of one rank."""
+    """Runs the worker of the rank that torchrun started."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
-        # With several steps in flight, schedules would depend on when steps end, and ranks would
-        # decide differently.
+        # With several steps in flight, decisions would depend on when steps end, and would differ
+        # between ranks.
         self.max_concurrent_batches = 1
         self._rank = _environment("RANK")
         self._world_size = config.parallel.world_size
         self._output_rank = output_rank(config)
-        #: All ranks. It carries everything except the model's tensors. The worker's thread uses it,
-        #: in the order of the steps.
+        #: The group of all ranks, for everything except the model's tensors. Only the worker's
+        #: thread uses it, in the order of the steps.
         self._control: Group = LoneGroup()
-        self._store: StoreServer | None = None  # the one that this rank holds for all
+        self._store: StoreServer | None = None  # open on rank 0 only
 
     def initialize(self) -> ModelInfo:
         refuse_expert_parallel(self.config, "external_launcher")
@@ -80,8 +80,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
                 f"pipeline_parallel_size is {self._world_size}; make them equal",
             )
         if self._world_size > 1 and self.config.kv_transfer.role is not KVRole.NONE:
-            # Transfers end at different times on different ranks, and their schedulers would then
-            # decide differently.
+            # Transfers end at different times on different ranks, so the decisions of the ranks'
+            # schedulers would differ.
             raise ConfigurationError(
                 "KVTransferInvalid",
                 f"executor external_launcher has {self._world_size} ranks and kv_transfer.role is "
@@ -92,8 +92,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
         config = share_threads(
             self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
         )
-        # Unique in the agent's store, which outlives executors. Every rank creates its executors
-        # in the same order.
+        # The number must be unique in the agent's store, which outlives executors. Every rank
+        # creates its executors in the same order.
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
         try:
@@ -122,9 +122,9 @@ class ExternalLauncherExecutor(UniProcExecutor):
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method on every rank. Every rank must make the same call.
+        """Call a method of every rank's worker. Every rank must make the same call.
 
-        Other ranks' results arrive as msgpack decodes them: no tuples, a dataclass as a dict.
+        Results of other ranks are decoded from msgpack: a tuple becomes a list, a dataclass a dict.
         """
         future = self._thread.submit(self._call_everywhere, method, args)
         try:
@@ -145,10 +145,11 @@ class ExternalLauncherExecutor(UniProcExecutor):
             self._store.close()
 
     def _find_store(self, generation: int, secret: bytes) -> StoreAddress:
-        """Return the address of the store in which the ranks meet.
+        """Return the address of the rendezvous store of all ranks.
 
-        Rank 0 opens it at torchrun's address. If torchrun's agent has its own store there, rank 0
-        opens this store at another address and publishes that address in the agent's store.
+        Rank 0 opens the store at torchrun's address. If torchrun's agent already has its own store
+        there, rank 0 opens the rendezvous store at another address. Rank 0 publishes that address
+        in the agent's store.
 
         Raises:
             TimeoutError: the agent's store or rank 0 does not answer.
@@ -177,7 +178,10 @@ class ExternalLauncherExecutor(UniProcExecutor):
     # In the worker's thread
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Return the output rank's results. With one stage, all tensor ranks sample the same."""
+        """Sample the last step and return the results of the output rank.
+
+        With one pipeline stage, all ranks sample the same tokens, so nothing is exchanged.
+        """
         output = super()._sample(grammar)
         if self.config.parallel.pipeline_parallel_size == 1:
             return output
@@ -203,7 +207,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
         return [own if rank == self._rank else result.value for rank, result in enumerate(results)]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """Return all ranks' data, in rank order."""
+        """Send `data` to all ranks. Return the data of all ranks in rank order."""
         lengths = self._control.all_gather(torch.tensor([len(data)])).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
@@ -216,12 +220,16 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _environment(name: str) -> int:
-    """Return an integer that torchrun sets. Raise ConfigurationError if it is missing."""
+    """Return an integer from an environment variable that torchrun sets.
+
+    Raises:
+        ConfigurationError: the variable is missing or not an integer.
+    """
     try:
         return int(os.environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
             "InvalidConfig",
-            f"executor external_launcher needs {name} in the environment, a number; "
+            f"executor external_launcher needs {name} in the environment, as an integer; "
             "start the program with torchrun --nproc-per-node=N",
         ) from None

@@ -1,4 +1,4 @@
-"""Futures that several threads may resolve. The first one wins."""
+"""Completes futures that several threads may complete. Only the first call has an effect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Placement: which CPUs each worker of a host uses.
+"""Assigns the CPUs of a host to workers.
 
-The CPUs that this process may use are shared out by core and NUMA node, as /sys and /proc describe
-them. Without that information there is one node, and every CPU is a core.
+The CPUs that this process may use are divided by physical core and NUMA node, as listed in /sys. If
+/sys has no such list, there is one node, and every CPU counts as a core.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Core(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The CPUs of one worker."""
+    """The CPUs and the number of threads of one worker."""
 
     cpus: frozenset[int]
     #: One per core, because siblings would only wait for each other. Fewer under a CPU limit.
@@ -37,16 +37,21 @@ class Place(NamedTuple):
 
 
 def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None) -> list[Place]:
-    """Divide the cores: equally many for every rank, and no core for two ranks.
+    """Divide the cores among the ranks. Every rank gets the same number of cores.
 
-    If there are fewer cores than ranks, all ranks get all cores. With at least as many ranks as
-    nodes, each rank's cores are of one node, even if some stay unused. With fewer ranks than nodes,
-    each rank gets consecutive cores, in the order of the nodes.
+    - Fewer cores than ranks: every rank gets all cores.
+    - At least as many ranks as NUMA nodes: all cores of a rank are on one node. Some cores may stay
+      unused.
+    - Fewer ranks than NUMA nodes: each rank gets consecutive cores, in the order of the nodes.
 
     Args:
         cores: at least one.
         num_ranks: at least 1.
-        cpu_limit: CPUs' worth of time for all ranks together. None: no limit.
+        cpu_limit: CPU time for all ranks together, in CPUs. The limit reduces `num_threads`. None:
+            no limit.
+
+    Returns:
+        One Place per rank.
     """
     nodes = [list(own) for _, own in groupby(sorted(cores), lambda core: core.node)]
     share = len(cores) // num_ranks
@@ -68,15 +73,19 @@ def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None)
 
 
 def place_here(num_ranks: int) -> list[Place]:
-    """Share out the CPUs that this process may use."""
+    """Divide the CPUs that this process may use. Return one Place per rank."""
     return place(usable_cores(os.sched_getaffinity(0)), num_ranks, cpu_limit())
 
 
 def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[frozenset[int]]:
-    """Return the CPUs to which each worker process is bound. Empty: it is not bound.
+    """Return the CPUs to which each worker process is bound. An empty set means not bound.
 
-    Workers are bound under three conditions: the configuration has `bind_threads`, they certainly
-    compute on the CPU, and each has a CPU per thread.
+    Workers are bound if all of these conditions hold:
+
+    - `config.bind_threads` is set.
+    - There is more than one worker.
+    - `config.device` is cpu, or is auto on a host without an NVIDIA driver.
+    - Each worker has at least one CPU per thread.
     """
     on_cpu = config.device == "cpu" or (
         config.device == "auto" and not (root / "proc/driver/nvidia").exists()
@@ -89,7 +98,10 @@ def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[fr
 
 
 def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
-    """Return the cores and nodes of `cpus`, from /sys."""
+    """Return the physical cores of `cpus`, as listed in /sys.
+
+    Hardware threads that are not in `cpus` are left out.
+    """
     system = root / "sys/devices/system"
     node_of: dict[int, int] = {}
     for folder in sorted(system.glob("node/node[0-9]*")):
@@ -103,9 +115,9 @@ def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """Return the CPUs' worth of time that this process's control groups allow. None: no limit.
+    """Return how much CPU time this process's control groups allow, in CPUs. None: no limit.
 
-    It is the minimum of its own group and all parent groups.
+    The result is the lowest limit of the process's own group and all parent groups.
     """
     limits = []
     for folder in control_groups(root, "cpu"):
@@ -122,9 +134,10 @@ def cpu_limit(root: Path = ROOT) -> float | None:
 
 
 def control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups (cgroups), and their parents.
+    """Yield the folders of this process's control groups (cgroups) and of their parent groups.
 
     Args:
+        root: folder that contains proc and sys.
         controller: cpu or memory.
     """
     try:
@@ -145,7 +158,11 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _read_cpu_list(path: Path) -> list[int]:
-    """Parse Linux's form "0-3,8,10-11". Return an empty list if it cannot be read."""
+    """Read a file with a list of CPUs in Linux's format, such as "0-3,8,10-11".
+
+    Returns:
+        The CPUs, or an empty list if the file cannot be read.
+    """
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
         return [cpu for part in parts for cpu in range(int(part[0]), int(part[-1]) + 1)]
@@ -154,5 +171,5 @@ def _read_cpu_list(path: Path) -> list[int]:
 
 
 def _starts(length: int, share: int) -> range:
-    """Return the starts of whole runs of `share` entries."""
+    """Return where each complete run of `share` entries starts in a list of `length` entries."""
     return range(0, length - share + 1, share) if share else range(0)

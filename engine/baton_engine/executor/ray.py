@@ -1,8 +1,9 @@
-"""One Ray actor per rank, on any node of the Ray cluster. Needs the extra `ray`.
+"""The executor of Ray actors: one actor per rank, on any node of the Ray cluster.
 
-If the program has called `ray.init`, or set RAY_ADDRESS, that cluster is used. Otherwise a local
-one is started, without dashboard and usage statistics, and stopped at `shutdown`. Ray then leaves
-logs in /tmp/ray and, if it authenticates by token and had none, ~/.ray/auth_token.
+Needs the extra `ray`. If the program has called `ray.init` or RAY_ADDRESS is set, the executor uses
+that Ray cluster. Otherwise the executor starts a local Ray cluster, without dashboard and usage
+statistics, and stops the cluster at `shutdown`. Ray leaves the logs of a local cluster in /tmp/ray.
+If token authentication is on and there is no token, Ray also creates ~/.ray/auth_token.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from baton_protocol.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 
-#: Concurrency group of the call that ends with the actor. All other calls run one after the other.
+#: Concurrency group of `_RankActor.hold`. All other calls run one after the other.
 WATCH = "watch"
 
 
@@ -46,7 +47,7 @@ SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class RayExecutor(Executor):
-    """The executor of Ray actors."""
+    """Runs one Ray actor per rank."""
 
     #: Time for workers to end by themselves. Then they are killed.
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
@@ -77,8 +78,7 @@ class RayExecutor(Executor):
                 "KVTransferInvalid",
                 f"kv_transfer.role is {self.config.kv_transfer.role.value}, but executor ray "
                 "cannot move KV blocks between engines; set parallel.executor_class to "
-                "multiproc, or "
-                "kv_transfer.role to none",
+                "multiproc, or kv_transfer.role to none",
             )
         if not self._ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -166,7 +166,7 @@ class RayExecutor(Executor):
             self._ray.shutdown()
 
     def _ask(self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
-        """Call a method of every actor. Returns and raises what `collective_rpc` does."""
+        """Call a method of every actor. Results and exceptions are those of `collective_rpc`."""
         results: dict[int, Any] = {}
         future: Future[list[Any]] = Future()
         if not self._admit(future):
@@ -192,7 +192,11 @@ class RayExecutor(Executor):
             ) from None
 
     def _admit(self, future: Future[Any]) -> bool:
-        """Register a future that fails if a worker dies. Return False if one has died already."""
+        """Register a future that fails when the executor fails.
+
+        Returns:
+            False if the executor has failed already. Then the future has the error.
+        """
         ticket = next(self._tickets)
         with self._lock:
             failure = self._failure
@@ -214,9 +218,15 @@ class RayExecutor(Executor):
         doing: str = "a step",
         step: bool = False,
     ) -> None:
-        """Pass an actor's answer to `take`, or its failure to `future`.
+        """Pass the result of an actor's call to `take` when the call ends.
 
-        The failure of a step fails all steps.
+        If the call fails, `future` fails. If a step fails or the actor dies, all pending futures
+        fail.
+
+        Args:
+            ref: Ray's reference to the result.
+            doing: the operation, for the error message.
+            step: the call is part of a step.
         """
 
         def done(answer: Future[Any]) -> None:
@@ -235,7 +245,7 @@ class RayExecutor(Executor):
         ref.future().add_done_callback(done)
 
     def _fail(self, error: Exception, *, died: bool) -> None:
-        """Fail all pending and later steps."""
+        """Fail all pending and later steps and calls. If `died`, call the failure callback."""
         with self._lock:
             self._failure = self._failure or error
             callback = self._on_failure if died and not self._died and not self._stopping else None
@@ -248,7 +258,10 @@ class RayExecutor(Executor):
 
 
 class _RankActor:
-    """The actor of one rank. It returns exceptions as Failures, because Ray would wrap them."""
+    """The Ray actor of one rank.
+
+    Methods return an exception as a Failure, because Ray would wrap a raised exception.
+    """
 
     def __init__(self, config: EngineConfig, instance_id: str, rank: int) -> None:
         self._rank = rank
@@ -261,11 +274,11 @@ class _RankActor:
             self._failure = Failure.of(error, rank)
 
     def hold(self) -> None:
-        """Block until the actor dies, which the caller sees as a failure."""
+        """Block until the actor dies. Then the caller's pending call fails."""
         threading.Event().wait()
 
     def host(self) -> Any:
-        """Return the address at which other ranks reach this one."""
+        """Return the address of this actor's node, or the Failure of the worker's creation."""
         return self._failure or _import_ray().util.get_node_ip_address()
 
     def join_groups(self, store_address: tuple[str, int], hosts: list[str], secret: bytes) -> Any:
@@ -297,7 +310,7 @@ class _RankActor:
 
 
 def _one_line(error: BaseException) -> str:
-    """Put Ray's description of a dead actor on one line."""
+    """Return the type and the message of an exception on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

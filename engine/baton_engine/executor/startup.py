@@ -1,4 +1,4 @@
-"""Start of the workers, the same for all executors: from new workers to a loaded model."""
+"""Loads the model on new workers and allocates the KV cache. All executors use these functions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class CollectiveCall(Protocol):
 def initialize_workers(
     config: EngineConfig, call: CollectiveCall, wakeup_args: tuple[Any, ...] = ()
 ) -> ModelInfo:
-    """Load the model on all workers, allocate KV blocks, warm up and connect.
+    """Load the model on all workers, allocate KV blocks, warm up and open KV connectors.
 
-    All workers get as many blocks as the one with the least memory can hold.
+    All workers allocate as many blocks as the worker with the least memory can hold.
 
     Args:
-        wakeup_args: arguments of the workers' `open_connector`. Empty where a function cannot be
-            sent to them.
+        wakeup_args: arguments of the workers' `open_connector`. Empty if a function cannot be sent
+            to the workers.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.
@@ -58,7 +58,11 @@ def initialize_workers(
 
 
 def load_worker_class(config: EngineConfig) -> type[Any]:
-    """Import the class of `parallel.worker_class`. Raise ConfigurationError if there is none."""
+    """Import the class that `config.parallel.worker_class` names.
+
+    Raises:
+        ConfigurationError: there is no such class.
+    """
     try:
         return load_class(config.parallel.worker_class, object, "worker")
     except ValueError as error:
@@ -66,29 +70,41 @@ def load_worker_class(config: EngineConfig) -> type[Any]:
 
 
 def output_rank(config: EngineConfig) -> int:
-    """Return the global rank whose results count: the first tensor rank of the last stage."""
+    """Return the global rank that reports the results of steps.
+
+    This is the first tensor-parallel rank of the last pipeline stage.
+    """
     parallel = config.parallel
     return (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
 
 
 def num_concurrent_batches(config: EngineConfig) -> int:
-    """Return how many steps pipeline stages or an asynchronous scheduler keep in flight."""
+    """Return how many steps may be in flight.
+
+    This is the number of pipeline stages, but at least 2 with asynchronous scheduling.
+    """
     return max(
         config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1
     )
 
 
 def share_threads(config: EngineConfig, num_workers: int) -> EngineConfig:
-    """Set `num_threads`, if unset, to each worker's share of this process's cores."""
+    """Return the configuration with `num_threads` set.
+
+    An unset `num_threads` becomes one worker's share of the cores that this process may use.
+    """
     if config.num_threads is not None:
         return config
     return msgspec.structs.replace(config, num_threads=place_here(num_workers)[0].num_threads)
 
 
 def refuse_expert_parallel(config: EngineConfig, executor: str) -> None:
-    """Raise ConfigurationError for expert parallelism.
+    """Raise ConfigurationError if the configuration enables expert parallelism.
 
-    The executor cannot interrupt a step that waits for other engines.
+    Called by executors that cannot interrupt a step that waits for other engines.
+
+    Args:
+        executor: name of the executor, for the message.
     """
     if config.parallel.enable_expert_parallel:
         raise ConfigurationError(

@@ -1,11 +1,16 @@
-"""The contract of one step between scheduler and workers.
+"""The data of one step: what the scheduler sends to the workers, and what they return.
 
-No torch, so that schedulers are tested without it.
+A worker applies a step in this order:
 
-A worker applies a step in this order: store evicted blocks, start transfers (they may write to
-those blocks at once), forget `finished_request_ids`, swap out, swap in, restore offloaded blocks,
-copy blocks, add new requests and update known ones, run the tokens, sample. Workers apply steps in
-the order in which they were scheduled. Several may be in flight.
+1. Store evicted blocks in the offload tier.
+2. Start KV transfers, which may write to the evicted blocks at once.
+3. Drop the requests of `finished_request_ids`.
+4. Swap out, swap in, restore offloaded blocks, copy blocks.
+5. Add new requests and update known ones.
+6. Run the tokens, then sample.
+
+Workers apply steps in the order in which they were scheduled. Several steps may be in flight. This
+module does not import torch, so tests of the scheduler need no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from baton_protocol.sampling import SamplingParams
 
 
 class BlockCopy(NamedTuple):
-    """A copy of one whole block to another. Copies of a list are made in order."""
+    """A copy of one whole KV block to another block. Workers make the copies of a list in order."""
 
     source: int
     target: int
@@ -30,9 +35,9 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request that is new to the worker, or new since a preemption.
+    """A request that the worker does not have: a new request, or one that was preempted.
 
-    It replaces earlier data of the same id.
+    The data replaces earlier data of the same request id.
     """
 
     request_id: str
@@ -48,7 +53,7 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Changes of a request that the worker knows."""
+    """Changes of a request that the worker already has."""
 
     request_id: str
     new_block_ids: list[int]
@@ -64,7 +69,7 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: what each worker does."""
+    """One step, as the scheduler sends it to every worker."""
 
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
@@ -83,13 +88,13 @@ class SchedulerOutput:
     block_copies: list[BlockCopy] = field(default_factory=list)
     #: From device blocks that the prefix cache evicts for this step to slots of the offload tier.
     store: list[BlockCopy] = field(default_factory=list)
-    #: From slots of the offload tier to device blocks; a slot may be one that this step stores.
-    #: Copies follow: members of a group copy what their leader has restored.
+    #: From slots of the offload tier to device blocks. This step may have stored the slot.
+    #: `block_copies` are made later, so members of a group copy what their leader has restored.
     restore: list[BlockCopy] = field(default_factory=list)
     #: Increases by one per step; identifies the step in logs and crash dumps.
     step_id: int = 0
-    #: Expert-parallel groups: tokens that each rank runs in this step; every rank has an entry.
-    #: Empty for an engine outside a group.
+    #: In an expert-parallel group: tokens that each rank runs in this step, by rank. Empty for an
+    #: engine outside a group.
     wave_tokens: tuple[int, ...] = ()
 
     @property
@@ -98,7 +103,7 @@ class SchedulerOutput:
 
     @property
     def reaches_model_runner(self) -> bool:
-        """Whether the step does more than pass metadata to the connector."""
+        """Whether the step has work for the model runner, and not only for the KV connector."""
         return bool(
             self.num_scheduled_tokens
             or self.swap_out
@@ -111,7 +116,10 @@ class SchedulerOutput:
         )
 
     def without_tokens(self) -> SchedulerOutput:
-        """Return the rest of a step whose tokens will not run. Workers still apply it, once."""
+        """Return this step without tokens to run and without KV blocks to save.
+
+        Block copies, KV loads and finished requests remain, because workers must apply them once.
+        """
         connector = replace(self.connector, saves=[])
         return replace(
             self,
@@ -125,14 +133,14 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarOutput:
-    """Tokens that structured outputs allow next.
+    """The tokens that structured outputs allow next.
 
-    Computed while the model runs, applied when it samples.
+    The scheduler computes the bitmask while the model runs, and the sampler applies the bitmask.
     """
 
-    #: Row order of `bitmask`; only requests that sample in this step and have a grammar.
+    #: Requests of the rows of `bitmask`: those that sample in this step and have a grammar.
     request_ids: list[str]
-    #: [len(request_ids), ceil(vocab_size / 32)]; token t is allowed iff bit t % 32 of word t // 32
+    #: [len(request_ids), ceil(vocab_size / 32)]. Token t is allowed iff bit t % 32 of word t // 32
     #: is set.
     bitmask: npt.NDArray[np.int32]
 
@@ -145,11 +153,11 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
     #: By request, if requested. Requests with a beam_width always have 2 * beam_width top entries.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    #: By request, if requested: of the prompt tokens that this step predicted, from position
+    #: By request, if requested: for the prompt tokens that this step predicted, from position
     #: num_computed_tokens + 1 on.
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     #: By request that sampled, if config.observability.count_nans_in_logits is set.
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
-    #: By request, if requested: of the tokens that this step ran.
+    #: By request, if requested: for the tokens that this step ran.
     routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)

@@ -1,4 +1,7 @@
-"""One worker in a thread of this process. The engine's thread works while the model runs."""
+"""The executor of one worker in a thread of the engine's process.
+
+The engine's own thread can schedule while the model runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from baton_protocol.config import EngineConfig
 
 
 class UniProcExecutor(Executor):
-    """The executor of one worker."""
+    """Runs one worker in a thread of this process."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -59,7 +62,7 @@ class UniProcExecutor(Executor):
         return self._thread.submit(sample)
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Return the results of the last step. Called in the worker's thread."""
+        """Sample and return the results of the last step. Runs in the worker's thread."""
         return self._worker.sample_tokens(grammar)
 
     def collective_rpc(

@@ -1,4 +1,4 @@
-"""Joins the KV connector's reports of several workers into one for the scheduler."""
+"""Joins the KV connector reports of several workers into one report for the scheduler."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from baton_kv_transfer.connector import ConnectorOutput, LoadResult
 
 
 class OutputAggregator:
-    """Reports of all workers.
+    """Joins the KV connector reports of all workers. Not thread-safe.
 
-    A block lies on every worker, so a transfer has ended when it has ended on all of them. Not
-    thread-safe.
+    Every worker holds a part of each KV block, so a transfer ends when it has ended on all workers.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -21,7 +20,11 @@ class OutputAggregator:
         self._ended = ConnectorOutput()
 
     def add(self, rank: int, output: ConnectorOutput) -> bool:
-        """Take in one worker's report. Return whether `take` has something new."""
+        """Add one worker's report.
+
+        Returns:
+            True if a transfer has now ended on all workers.
+        """
         before = len(self._ended.finished_sending) + len(self._ended.load_results)
         for transfer_id in output.finished_sending:
             ranks = self._sent.setdefault(transfer_id, set())

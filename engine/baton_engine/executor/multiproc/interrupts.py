@@ -1,6 +1,6 @@
-"""Interrupts of worker processes that are blocked by a step.
+"""Pipes through which the executor interrupts worker processes during a step.
 
-Each worker process has a pipe and a thread that reads it.
+Each worker process has one pipe, and a thread that reads from the pipe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class InterruptPipes:
-    """Pipes to all workers, through which the executor interrupts their steps."""
+    """One pipe per worker, through which the executor interrupts the worker's step."""
 
     def __init__(self, num_workers: int) -> None:
         pipes = [os.pipe() for _ in range(num_workers)]
@@ -27,7 +27,11 @@ class InterruptPipes:
         self._lock = threading.Lock()
 
     def send(self, nonce: str) -> None:
-        """Interrupt all workers. Callable from any thread. Never blocks."""
+        """Interrupt the steps of all workers. Callable from any thread. Never blocks.
+
+        Args:
+            nonce: argument of each worker's `interrupt`.
+        """
         line = nonce.encode() + b"\n"
         with self._lock:
             for fd in self._write_fds:
@@ -36,7 +40,7 @@ class InterruptPipes:
                     os.write(fd, line)
 
     def close(self) -> None:
-        """Close the pipes. Idempotent."""
+        """Close both ends of all pipes. Idempotent."""
         with self._lock:
             for fd in (*self.read_fds, *self._write_fds):
                 os.close(fd)
@@ -44,7 +48,7 @@ class InterruptPipes:
 
 
 def watch_interrupts(fd: int, interrupt: Callable[[str], None]) -> None:
-    """Start the worker's thread, which calls `interrupt` with each nonce from the pipe."""
+    """Start a thread that reads nonces from the pipe `fd` and calls `interrupt` with each nonce."""
 
     def watch() -> None:
         with os.fdopen(fd) as lines:

@@ -1,6 +1,7 @@
-"""One process per rank on this host.
+"""The executor of worker processes, one per rank, on this host.
 
-Commands reach all of them through a ring in shared memory. Answers return through pipes.
+The executor writes commands into a ring in shared memory, and all workers read the ring. Answers
+return through one pipe per worker.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ logger = logging.getLogger(__name__)
 RING_SLOTS = 32
 #: A step of 64k new prompt tokens fits. Only written slots take memory.
 SLOT_NBYTES = 256 * 1024
-#: Address at which the ranks meet. All are on this host. gloo accepts any connection, so no other
-#: host may reach it.
+#: Address of the rendezvous store and of gloo. gloo accepts any connection, so no other host may
+#: reach this address.
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class MultiprocExecutor(Executor):
-    """The executor of worker processes."""
+    """Runs one worker process per rank on this host."""
 
     #: Limit for a worker process to import its modules and wait for commands.
     start_timeout_s = JOIN_TIMEOUT_S
@@ -79,12 +80,12 @@ class MultiprocExecutor(Executor):
         self._processes: WorkerProcesses | None = None
         self._interrupts: InterruptPipes | None = None
         self._commands: RingWriter
-        self._store: StoreServer | None = None  # where the ranks meet
+        self._store: StoreServer | None = None  # the rendezvous store of the ranks
         self._send_lock = threading.Lock()
         self._step_numbers = itertools.count()
         self._call_ids = itertools.count()
-        #: Guards the fields below. The engine's thread adds, the thread of `WorkerProcesses`
-        #: resolves.
+        #: Guards the fields below. The engine's thread adds steps and calls. The thread of
+        #: `WorkerProcesses` completes them.
         self._lock = threading.Lock()
         self._started: Future[None] = Future()
         self._num_started = 0
@@ -93,7 +94,7 @@ class MultiprocExecutor(Executor):
         #: Used by the thread of `WorkerProcesses` only.
         self._transfers = OutputAggregator(self._world_size)
         self._calls: dict[int, _PendingCall] = {}
-        #: Why no step can run any more.
+        #: The error after which no step can run.
         self._failure: Exception | None = None
         self._died = False
         self._on_failure: Callable[[str], None] | None = None
@@ -103,7 +104,7 @@ class MultiprocExecutor(Executor):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids in rank order. Empty before `initialize`."""
+        """The process ids of the workers in rank order. Empty before `initialize`."""
         return self._processes.pids if self._processes is not None else []
 
     def initialize(self) -> ModelInfo:
@@ -140,7 +141,7 @@ class MultiprocExecutor(Executor):
                 f"{self.start_timeout_s:.0f} s; see the logs of the others"
             ) from None
         if self._world_size > 1:
-            secret = secrets.token_bytes()  # keeps other processes of this host out
+            secret = secrets.token_bytes()  # other processes of this host cannot connect
             self._store = open_store(LOOPBACK, secret=secret)
             self.collective_rpc(
                 "join_groups", (self._store.address, 0, LOOPBACK, secret), timeout_s=JOIN_TIMEOUT_S
@@ -224,9 +225,10 @@ class MultiprocExecutor(Executor):
             self._store.close()
 
     def _send(self, command: Command, timeout_s: float | None = None) -> None:
-        """Send a command to all workers. Errors fail every future.
+        """Send a command to all workers.
 
-        An argument that cannot be pickled raises here.
+        If a worker does not receive the command, all pending steps and calls fail, and this method
+        returns normally. A command that cannot be pickled raises an exception.
         """
         message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         try:
@@ -297,7 +299,7 @@ class MultiprocExecutor(Executor):
             self._fail(WorkerDiedError(reason), died=True)
 
     def _fail(self, error: Exception, *, died: bool) -> None:
-        """Fail all steps and, if a worker died, all calls."""
+        """Fail all pending and later steps. If a worker `died`, also fail all calls."""
         with self._lock:
             self._failure = self._failure or error
             callback = self._on_failure if died and not self._died and not self._stopping else None
@@ -315,22 +317,22 @@ class MultiprocExecutor(Executor):
             callback(str(error))
 
     def _watch_for_stalls(self) -> None:
-        """Fail the engine if a worker is stopped or deadlocked: it neither answers nor dies."""
+        """Fail the engine if a worker neither answers nor ends, for example after SIGSTOP."""
         interval_s = min(1.0, self._step_timeout_s / 4)
         watched: _Step | _PendingCall | None = None
         silent_s = 0.0
         while not self._ended.wait(interval_s):
             with self._lock:
                 oldest = self._steps[0] if self._steps else next(iter(self._calls.values()), None)
-            # Count rounds of this thread instead of time: if this process was stopped itself, its
-            # workers may have answered during that time.
+            # Count rounds of this thread instead of time. While this process itself was stopped,
+            # the workers may have answered.
             silent_s = silent_s + interval_s if oldest is watched and oldest is not None else 0.0
             watched = oldest
             if silent_s < self._step_timeout_s or oldest is None or self._processes is None:
                 continue
             stopped = self._processes.stopped()
-            # A call has its own deadline, which may exceed a step's. A stopped worker will
-            # never answer it.
+            # A call has its own deadline, which may be later than a step's. Fail it here only if
+            # a stopped worker will never answer.
             if isinstance(oldest, _Step) or stopped:
                 why = f": {', '.join(stopped)} stopped (SIGSTOP, or a debugger)" if stopped else ""
                 self._fail(
@@ -343,7 +345,7 @@ class MultiprocExecutor(Executor):
 
 
 class _Step:
-    """A step that was sent and has not been answered."""
+    """A step that was sent to the workers and has no answer yet."""
 
     __slots__ = ("future", "name", "number")
 
@@ -354,7 +356,7 @@ class _Step:
 
 
 class _PendingCall:
-    """A call that some workers have not answered."""
+    """A call that some workers have not answered yet."""
 
     __slots__ = ("future", "name", "results")
 

@@ -1,19 +1,21 @@
-"""A broadcast ring in shared memory: one writer, n readers, all messages to all readers in order.
+"""A broadcast ring in shared memory: one writer sends every message to all readers, in order.
 
-The memory is anonymous (memfd), so nothing is left behind however its users end. Layout, in 64-bit
-words:
+The memory is anonymous (memfd), so the kernel frees it when the last process ends. Layout, in
+64-bit words:
 
     [published]                      messages written so far
-    n x [taken, sleeping]            per reader: messages it has taken; 1 while it sleeps
+    n x [taken, sleeping]            per reader: messages taken so far; 1 while the reader sleeps
     [length of slot 0] ...           then the slots' bytes
 
-Message k is in slot k % num_slots. It may be written once every reader has taken message k -
-num_slots. A word is written by one process only.
+Message k is in slot k % num_slots. The writer may write message k once every reader has taken
+message k - num_slots. Only one process writes each word.
 
-A reader without a message spins for a moment, then sets its sleeping word and waits on its side
-channel, a connection from the writer. The writer sends an empty frame to sleeping readers. A
-message larger than a slot goes through the side channels, as a non-empty frame, and its slot keeps
-its place in the order.
+A reader without a message spins for a moment. Then the reader sets its sleeping word and waits on
+its side channel, a connection from the writer. The writer sends an empty frame to every reader that
+sleeps.
+
+A message larger than a slot is sent through the side channels, as a non-empty frame. The slot of
+such a message stays empty and keeps the message's place in the order.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ SPIN_S = 50e-6
 
 
 class RingMemory:
-    """The words and slots. Both sides map the same file descriptor."""
+    """The shared memory of the ring: 64-bit words, then slots.
+
+    The writer and all readers map the same file descriptor.
+    """
 
     def __init__(self, fd: int, num_readers: int, num_slots: int, slot_nbytes: int) -> None:
         self.fd = fd
@@ -94,7 +99,7 @@ class RingMemory:
         return self._bytes[start : start + length]
 
     def fence(self) -> None:
-        """Order the memory writes before it and after it.
+        """Act as a memory barrier: no read or write is reordered across this call.
 
         Taking a lock is a barrier on every architecture.
         """
@@ -102,7 +107,10 @@ class RingMemory:
             pass
 
     def close(self) -> None:
-        """Unmap the memory. Idempotent. The last user's exit frees it."""
+        """Unmap the memory and close the file descriptor. Idempotent.
+
+        The kernel frees the memory when no process uses it.
+        """
         if self.fd >= 0:
             self._words.release()
             self._bytes.release()
@@ -112,10 +120,10 @@ class RingMemory:
 
 
 class RingWriter:
-    """The writer's side. Belongs to one thread."""
+    """The writing side of the ring. Not thread-safe."""
 
     def __init__(self, memory: RingMemory, side_channels: Sequence[Connection]) -> None:
-        """Write after the last message that the memory contains.
+        """Create a writer that continues after the last message in the memory.
 
         Args:
             side_channels: the sending end of one connection per reader.
@@ -127,14 +135,15 @@ class RingWriter:
     def put(
         self, message: bytes, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a message to all readers.
+        """Send a message to all readers. Waits while the ring is full.
 
         Args:
-            check: called while the ring is full. It raises to give up, for example because a reader
-                has died.
+            timeout_s: limit of the wait.
+            check: called during the wait. An exception from `check` ends the wait, for example
+                because a reader has died.
 
         Raises:
-            TimeoutError: a reader took no message within `timeout_s`, and the ring is full.
+            TimeoutError: the ring was full for `timeout_s`.
             OSError: a reader has closed its side channel.
         """
         memory, index = self._memory, self._written
@@ -168,7 +177,7 @@ class RingWriter:
 
 
 class RingReader:
-    """One reader's side. Belongs to one thread."""
+    """The reading side of the ring, for one reader. Not thread-safe."""
 
     def __init__(self, memory: RingMemory, index: int, side_channel: Connection) -> None:
         self._memory = memory
@@ -178,7 +187,7 @@ class RingReader:
         self._overflow: deque[bytes] = deque()
 
     def get(self) -> bytes:
-        """Return the next message. Waits as long as the writer lives.
+        """Wait for the next message and return it.
 
         Raises:
             EOFError: the writer has ended.
@@ -215,6 +224,6 @@ class RingReader:
             spin_until = time.monotonic() + SPIN_S
 
     def _take_frame(self) -> None:
-        """Wait for a frame of the side channel. An empty one is a wake-up. Others are kept."""
+        """Wait for one frame of the side channel. Keep the frame unless it is an empty wake-up."""
         if frame := self._side_channel.recv_bytes():
             self._overflow.append(frame)

@@ -1,8 +1,10 @@
 """The main function of a worker process.
 
-The process reads commands from the ring, answers through its connection and ends with its parent.
-`WorkerProcesses` starts it as `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
-PARENT_PID`. multiprocessing would run the parent's main module again.
+The process reads commands from the ring, answers through its pipe, and ends when its parent ends.
+
+`WorkerProcesses` runs `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
+PARENT_PID`. It does not use `multiprocessing.Process`, which would run the parent's main module
+again.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class WorkerProcess:
-    """Runs commands on one worker."""
+    """Runs the executor's commands on one worker."""
 
     def __init__(self, start: StartWorker, connection: Connection) -> None:
         self._start = start
@@ -58,11 +60,14 @@ class WorkerProcess:
         )
         self._worker: Any = None  # of the class that the configuration names
         self._step_failed = False
-        #: Failure of the step that was executed last. There is nothing to sample.
+        #: Failure of the last `ExecuteModel`. Then there is nothing to sample.
         self._broken: Failure | None = None
 
     def run(self) -> None:
-        """Run commands until Shutdown."""
+        """Create the worker and run commands until Shutdown.
+
+        If the worker cannot be created, send StartFailed and return.
+        """
         try:
             worker_class = load_worker_class(self._start.config)
             self._worker = worker_class(
@@ -85,7 +90,7 @@ class WorkerProcess:
         if isinstance(command, Call):
             try:
                 self._send(CallDone(command.call_id, self._call(command)))
-            except Exception as error:  # also of a result that cannot be pickled
+            except Exception as error:  # the method failed, or its result cannot be pickled
                 self._send(CallFailed(command.call_id, self._failure(error)))
         elif not self._step_failed:
             try:
@@ -133,7 +138,7 @@ class WorkerProcess:
 
 
 def main(connection_fd: int, parent_pid: int) -> None:
-    """Run a worker until its parent shuts it down or dies."""
+    """Run a worker process until the parent process shuts it down or ends."""
     # Ctrl-C and SIGTERM reach the whole process group. The parent may want to drain first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -144,7 +149,7 @@ def main(connection_fd: int, parent_pid: int) -> None:
         start, sys.path[:] = pickle.loads(connection.recv_bytes())
         os.set_inheritable(start.ring_fd, False)
         os.set_inheritable(start.interrupt_fd, False)
-        os.environ["LOCAL_RANK"] = str(start.rank)  # which GPU it takes
+        os.environ["LOCAL_RANK"] = str(start.rank)  # selects the GPU
         logging.basicConfig(
             level=start.log_level,
             format=f"%(asctime)s %(levelname)s [rank {start.rank}] %(name)s %(message)s",
@@ -162,21 +167,21 @@ def main(connection_fd: int, parent_pid: int) -> None:
 
 
 def _bind(cpus: frozenset[int]) -> None:
-    """Bind this thread, and all threads that it starts, to CPUs."""
+    """Bind this thread, and all threads that it starts, to CPUs. Log a warning if that fails."""
     try:
         os.sched_setaffinity(0, cpus)
         logger.info("bound to CPUs %s", sorted(cpus))
-    except OSError as error:  # the container may have lost a CPU since then
+    except OSError as error:  # the container may have lost a CPU since the executor chose them
         logger.warning(
             "cannot bind to CPUs %s (%s); the system chooses the CPUs", sorted(cpus), error
         )
 
 
 def _die_with_parent(connection_fd: int, parent_pid: int) -> None:
-    """End this process with its parent.
+    """Make this process end when its parent ends.
 
-    The kernel kills it with the thread that started it. A thread here ends it when the parent's end
-    of the connection is closed.
+    The kernel kills this process when the parent's thread that started it ends. In addition, a
+    thread ends this process when the parent closes the connection.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

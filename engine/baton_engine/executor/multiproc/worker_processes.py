@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerProcesses:
-    """One process per `StartWorker`, and one thread that watches all of them."""
+    """Starts one process per `StartWorker`, and watches all processes in one thread."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class WorkerProcesses:
         on_answer: Callable[[int, Answer], None],
         on_death: Callable[[int, str], None],
     ) -> None:
-        """Start the processes. Returns before they are up.
+        """Start the processes. Returns before they read commands.
 
         Args:
-            environment: variables of the processes, in addition to this one's.
-            send_timeout_s: limit for sending to a process that does not read. Then BlockingIOError
-                is raised.
-            on_answer: called with rank and answer, from the thread.
-            on_death: called with rank and reason when a process ends, after its last answer, from
-                the thread.
+            environment: additional environment variables for the processes.
+            send_timeout_s: limit for sending to a process that does not read. After this time,
+                sending raises BlockingIOError.
+            on_answer: called with rank and answer, from the watching thread.
+            on_death: called with rank and reason, from the watching thread, after a process has
+                ended and all its answers were received.
         """
         self._starts = starts
         self._environment = os.environ | environment
@@ -60,18 +60,18 @@ class WorkerProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in rank order, of those started so far."""
+        """The process ids of the processes started so far, in rank order."""
         with self._lock:
             return [process.pid for _, process in sorted(self._processes.items())]
 
     def stopped(self) -> list[str]:
-        """Return the names of processes that are stopped by a signal."""
+        """Return the names of the processes that SIGSTOP or a debugger has stopped."""
         with self._lock:
             processes = sorted(self._processes.items())
         return [_name(rank, process) for rank, process in processes if _is_stopped(process.pid)]
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of all processes. Return whether they ended in time."""
+        """Wait up to `timeout_s` for all processes to end. Return True if all have ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -83,7 +83,8 @@ class WorkerProcesses:
                 process.kill()
 
     def _run(self) -> None:
-        # Started here, because a process ends with the thread that started it: see `worker_main`.
+        # This thread starts the processes, because a process ends with the thread that started it
+        # (see `worker_main`).
         for start, theirs in zip(self._starts, self._their_ends, strict=True):
             try:
                 self._start(start, theirs)
@@ -145,7 +146,11 @@ class WorkerProcesses:
                     self._on_death(rank, _obituary(rank, self._processes[rank]))
 
     def _receive(self, rank: int) -> bool:
-        """Receive one answer. Return False if there will be no more."""
+        """Receive one answer of a worker and pass it to `on_answer`.
+
+        Returns:
+            False if the connection is closed.
+        """
         try:
             message = self.connections[rank].recv_bytes()
         except (EOFError, OSError):
